@@ -1,0 +1,1 @@
+"""Load any OpenAI-compatible endpoint and report its latency."""

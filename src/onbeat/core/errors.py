@@ -1,0 +1,70 @@
+"""The exception tree. Each message says what was wrong, the value, and what to do.
+
+OnbeatError
+├── ConfigError                 a flag, file or combination of them; the command line exits with 2
+│   ├── MissingExtra            an optional dependency is not installed
+│   └── ModelLoadError          a model cannot be found, read or supported
+├── RequestRejected             the caller's request; an HTTP 4xx
+│   ├── InvalidRequest          a field or value is wrong
+│   ├── PromptTooLong           prompt (+ max_tokens) does not fit the context or the KV cache
+│   └── Overloaded              the server does not take it now; HTTP 503
+├── EngineDead                  the engine process is gone; HTTP 503
+└── EngineError                 one request failed inside the engine; HTTP 500
+"""
+
+from __future__ import annotations
+
+
+class OnbeatError(Exception):
+    """Root of everything onbeat raises on purpose."""
+
+
+class ConfigError(OnbeatError):
+    """A flag, a configuration file or a combination of them is wrong."""
+
+
+class MissingExtra(ConfigError):
+    """An optional dependency is needed; the message names the pip command that installs it."""
+
+
+class ModelLoadError(ConfigError):
+    """A model cannot be found, read, or is of a kind that onbeat does not support."""
+
+
+class RequestRejected(OnbeatError):
+    """The request cannot be served as it stands.
+
+    Parameters
+    ----------
+    message : what is wrong, the value, what to do.
+    param : the request field at fault, as the API spells it.
+    code : short machine-readable code of the API's error body.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidRequest(RequestRejected):
+    """A field or value of the request is wrong. HTTP 400."""
+
+
+class PromptTooLong(RequestRejected):
+    """The prompt, or prompt plus output, does not fit. HTTP 400."""
+
+    def __init__(self, message: str, *, param: str | None = "prompt") -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+
+
+class Overloaded(RequestRejected):
+    """The server takes no more requests now. HTTP 503."""
+
+
+class EngineDead(OnbeatError):
+    """The engine process has ended; no request can be served until the server is started again."""
+
+
+class EngineError(OnbeatError):
+    """One request failed inside the engine; others go on."""

@@ -1,0 +1,26 @@
+"""Chained hash of the token blocks of a request: the identity of a prefix, the same on every replica."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+BlockHash = bytes
+"""16 bytes; equal hashes mean equal tokens in this block and in every block before it."""
+
+
+def root_hash(cache_salt: str | None = None) -> BlockHash:
+    """Return the parent of a request's first block; requests with different salts never share blocks."""
+    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16).digest()
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Return the hash of one full block.
+
+    Parameters
+    ----------
+    parent : hash of the block before, or `root_hash()` for the first.
+    token_ids : the block's tokens, each in [0, 2**32).
+    """
+    return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()

@@ -1,0 +1,121 @@
+"""The seams: what stands between packages that must not import each other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from onbeat.core.request import Request, RequestOutput
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
+
+
+class Executor(Protocol):
+    """Runs planned steps in order on whatever hardware there is."""
+
+    def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Start a step; steps run one after another in the order of submission."""
+        ...
+
+    def shutdown(self) -> None:
+        """Wait for running work and let go of threads and memory."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What the server must know of the engine behind it."""
+
+    model_name: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    """Most tokens (prompt and output) of one request."""
+    block_size: int
+    num_blocks: int
+    policy: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    priority_scheduling: bool
+    """Whether `Request.priority` has an effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """One request's share of a step, with the time at which the step ended."""
+
+    time: float
+    output: RequestOutput
+
+
+class StepObserver(Protocol):
+    """Sees every message of the engine before the request streams do (metrics, timeline)."""
+
+    def on_step(self, message: StepOutputs) -> None: ...
+
+
+class EngineClient(Protocol):
+    """One replica as the server sees it: requests in, deliveries out."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def is_alive(self) -> bool:
+        """False once the engine process has ended."""
+        ...
+
+    def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
+        """Stream a request's deliveries; the last one carries a finish reason.
+
+        Closing the generator early (`aclose`, or cancelling the task that reads it) aborts the request and
+        frees its blocks at the next step.
+
+        Raises
+        ------
+        RequestRejected : the engine cannot take this request.
+        EngineDead : the engine process ended.
+        EngineError : this request failed inside the engine.
+        """
+        ...
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        """Stop requests; unknown ids are ignored, their streams end with `FinishReason.ABORT`."""
+        ...
+
+    async def is_idle(self) -> bool:
+        """Return whether no request is running or waiting."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens after which the model has said all it wants to say."""
+        ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for (special tokens: their name in UTF-8)."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""
+        ...

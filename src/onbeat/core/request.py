@@ -1,0 +1,101 @@
+"""A request, how its tokens are sampled, and what comes back for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence token, a stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens` or the model's context was reached."""
+    ABORT = "abort"
+    """The client went away, or the server was told to stop."""
+    ERROR = "error"
+    """The engine failed on this request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How output tokens are chosen. Values are checked at the edge; here they are taken as valid.
+
+    Notes
+    -----
+    Order of application: penalties, logit bias, banned tokens, temperature, min-p, top-k, top-p.
+    The random stream depends on `seed` and the token's position alone, never on the batch.
+    """
+
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches p, in (0, 1]."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the most likely one, in [0, 1]."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit)."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these tokens may be sampled; empty allows all."""
+    seed: int = 0
+    max_tokens: int = 16
+    min_tokens: int = 0
+    """No stop or end-of-sequence token is sampled before this many output tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the request: the caller's, and the model's end-of-sequence tokens unless `ignore_eos`."""
+    num_logprobs: int | None = None
+    """Report the sampled token's log-probability and this many most likely alternatives; None reports nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One sequence to generate: token ids in, token ids out.
+
+    Times are seconds of the machine's monotonic clock.
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    arrival: float = 0.0
+    """When the whole request had been received."""
+    priority: int = 0
+    """Lower is served earlier; only the priority order looks at it."""
+    cache_salt: str | None = None
+    """Requests with different salts never share prefix-cache blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities (natural, of the unmodified distribution) at one output position."""
+
+    token_id: int
+    logprob: float
+    top_token_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step delivered to one request: a *delivery*."""
+
+    request_id: str
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    """The stop token that ended the request; None when the model's length or a string ended it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held when the request was first scheduled."""
+    num_preemptions: int = 0
+    scheduled_time: float = 0.0
+    """When the request was first put in a step."""
+    logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    """Set with `FinishReason.ERROR`: what went wrong."""

@@ -1,0 +1,128 @@
+"""One step (one forward pass): what the scheduler asks for and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from onbeat.core.request import Request, RequestOutput, TokenLogprobs
+
+
+@dataclass(slots=True)
+class BatchShape:
+    """What a step costs, as plain sums that are kept in O(1) per change.
+
+    A row is one request's share of the step; a *decode* row has one new token, a *chunk* has more.
+    """
+
+    num_new_tokens: int = 0
+    num_sequences: int = 0
+    num_decodes: int = 0
+    num_chunks: int = 0
+    query_key_pairs: int = 0
+    """Sum over chunks of new tokens x mean context they attend to (attention FLOPs)."""
+    chunk_cached_tokens: int = 0
+    """Context already cached that chunks read again."""
+    decode_context_tokens: int = 0
+    """Context that decodes read, their own token included."""
+    sum_chunk_squares: int = 0
+    """Sum of squared chunk lengths."""
+    num_lm_head_rows: int = 0
+    num_verify_rows: int = 0
+
+    def add(self, num_computed_tokens: int, num_new_tokens: int, *, samples: bool) -> None:
+        """Count one more row."""
+        self.num_new_tokens += num_new_tokens
+        self.num_sequences += 1
+        self.num_lm_head_rows += samples
+        if num_new_tokens == 1:
+            self.num_decodes += 1
+            self.decode_context_tokens += num_computed_tokens + 1
+        else:
+            self.num_chunks += 1
+            self.query_key_pairs += num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2
+            self.chunk_cached_tokens += num_computed_tokens
+            self.sum_chunk_squares += num_new_tokens * num_new_tokens
+
+
+class ScheduledRequest(NamedTuple):
+    """One row of a step (a named tuple because a step makes hundreds of them)."""
+
+    request_id: str
+    num_computed_tokens: int
+    """Tokens whose KV is in the cache before this step; also the position of the first new token."""
+    num_new_tokens: int
+    new_block_ids: tuple[int, ...]
+    """Blocks appended to the request's block table since its last row."""
+    samples: bool
+    """Whether the last new token's logits are sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request that runs for the first time, or again after a preemption: all the model runner must know."""
+
+    request: Request
+    output_token_ids: tuple[int, ...]
+    """Tokens generated before a preemption; empty the first time."""
+    block_ids: tuple[int, ...]
+    """Its block table, prefix-cache hits first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One planned step. Rows that sample come back in `ModelRunnerOutput` in the order of `rows`."""
+
+    step_id: int
+    rows: tuple[ScheduledRequest, ...]
+    admitted: tuple[AdmittedRequest, ...]
+    released_ids: tuple[str, ...]
+    """Requests that finished, were aborted or preempted since the last step: drop their state first."""
+    shape: BatchShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """Tokens of one step.
+
+    Parameters
+    ----------
+    sampled_token_ids : one list per row with `samples`, in row order.
+    logprobs : the same length, or None when no row asked for any; an entry is None where its row did not ask.
+    """
+
+    sampled_token_ids: list[list[int]]
+    logprobs: list[list[TokenLogprobs] | None] | None = None
+
+
+@dataclass(slots=True)
+class StepStats:
+    """What one step did, for metrics and the timeline. Times are seconds of the monotonic clock."""
+
+    step_id: int
+    start: float
+    end: float
+    shape: BatchShape
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_used_blocks: int
+    num_preemptions: int
+    """In this step."""
+    num_prefix_queries: int
+    """Prompt tokens looked up in the prefix cache in this step."""
+    num_prefix_hits: int
+    """Of these, tokens found."""
+    schedule_seconds: float
+    update_seconds: float
+    chunk_request_ids: list[str] = field(default_factory=list)
+    """Requests whose prompt had a chunk in this step."""
+
+
+@dataclass(slots=True)
+class StepOutputs:
+    """Everything that one step sends back to the clients, in one message."""
+
+    now: float
+    outputs: list[RequestOutput]
+    stats: StepStats | None = None

@@ -1,0 +1,1 @@
+"""One replica on real hardware (torch): token ids in, token ids out."""

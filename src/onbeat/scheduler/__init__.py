@@ -1,0 +1,1 @@
+"""All policy: which request runs which tokens in which step. Pure: no clock, no I/O, no torch."""

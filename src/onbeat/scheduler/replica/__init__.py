@@ -1,0 +1,1 @@
+"""Scheduling inside one replica."""
