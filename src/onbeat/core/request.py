@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 
-class FinishReason(str, Enum):
+class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
@@ -49,9 +49,9 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop or end-of-sequence token is sampled before this many output tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request: the caller's, and the model's end-of-sequence tokens unless `ignore_eos`."""
+    """Tokens that end the request: the caller's and, unless `ignore_eos`, the model's end-of-sequence tokens."""
     num_logprobs: int | None = None
-    """Report the sampled token's log-probability and this many most likely alternatives; None reports nothing."""
+    """Report the sampled token's log-probability and this many alternatives; None reports nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,9 @@ class BatchShape:
             self.decode_context_tokens += num_computed_tokens + 1
         else:
             self.num_chunks += 1
-            self.query_key_pairs += num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2
+            self.query_key_pairs += (
+                num_new_tokens * num_computed_tokens + num_new_tokens * (num_new_tokens + 1) // 2
+            )
             self.chunk_cached_tokens += num_computed_tokens
             self.sum_chunk_squares += num_new_tokens * num_new_tokens
 
@@ -89,10 +91,12 @@ class ModelRunnerOutput:
     ----------
     sampled_token_ids : one list per row with `samples`, in row order.
     logprobs : the same length, or None when no row asked for any; an entry is None where its row did not ask.
+    failed : request id -> what went wrong, for rows whose result is unusable (their tokens are empty).
     """
 
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None] | None = None
+    failed: dict[str, str] | None = None
 
 
 @dataclass(slots=True)

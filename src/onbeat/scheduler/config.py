@@ -1,0 +1,48 @@
+"""Configuration of the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onbeat.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Limits of one replica's scheduler."""
+
+    num_blocks: int
+    """KV blocks in the cache."""
+    block_size: int = 16
+    """Tokens a KV block holds; a multiple of 16."""
+    max_model_len: int = 2048
+    """Most tokens (prompt and output) of one request."""
+    max_num_seqs: int = 64
+    """Most requests running at once."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step (chunks and decodes)."""
+    policy: str = "sarathi"
+    scheduling_policy: str = "fcfs"
+    """Order of requests: `fcfs` or `priority`."""
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        if self.block_size < 16 or self.block_size % 16:
+            raise ConfigError(
+                f"block_size is {self.block_size}; it must be a multiple of 16 (16, 32, 64, ...)"
+            )
+        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
+                f"({self.max_num_seqs}); every running request needs one token a step: raise the first or "
+                "lower the second"
+            )
+        if self.max_model_len > self.num_blocks * self.block_size:
+            raise ConfigError(
+                f"max_model_len is {self.max_model_len} tokens but the KV cache holds "
+                f"{self.num_blocks * self.block_size} ({self.num_blocks} blocks of {self.block_size}); lower "
+                "max_model_len or give the cache more memory (kv_cache_memory_bytes)"
+            )

@@ -1,0 +1,110 @@
+"""Fixed-size KV blocks: who holds them, which content they still carry, which to give away next."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+from onbeat.core.hashing import BlockHash
+
+
+class BlockPool:
+    """Ids, reference counts and the least-recently-used order of idle cached blocks.
+
+    A block is in one of three states: *in use* (reference count > 0), *idle* (count 0, its content still
+    findable by hash) or *free* (count 0, no content worth keeping). Idle blocks count as free space: the
+    least recently used one is evicted when the free list is empty.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free_ids = list(range(num_blocks - 1, -1, -1))
+        self._idle_ids: OrderedDict[int, None] = OrderedDict()
+        self._ref_counts = [0] * num_blocks
+        self._id_of_hash: dict[BlockHash, int] = {}
+        self._hash_of_id: dict[int, BlockHash] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` could hand out now."""
+        return len(self._free_ids) + len(self._idle_ids)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """Return the block that holds this content, if any."""
+        return self._id_of_hash.get(block_hash)
+
+    def num_idle(self, block_ids: Iterable[int]) -> int:
+        """Count the blocks that `hold` would take out of the free space."""
+        ref_counts = self._ref_counts
+        return sum(ref_counts[block_id] == 0 for block_id in block_ids)
+
+    def num_exclusive(self, block_ids: Iterable[int]) -> int:
+        """Count the blocks that `release` would return to the free space."""
+        ref_counts = self._ref_counts
+        return sum(ref_counts[block_id] == 1 for block_id in block_ids)
+
+    def hold(self, block_ids: Iterable[int]) -> None:
+        """Take one more reference to blocks that carry content."""
+        for block_id in block_ids:
+            if self._ref_counts[block_id] == 0:
+                del self._idle_ids[block_id]
+            self._ref_counts[block_id] += 1
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks with one reference each; the caller has checked `num_free_blocks`."""
+        assert num_blocks <= self.num_free_blocks, "allocation was not planned for"
+        block_ids = []
+        for _ in range(num_blocks):
+            if self._free_ids:
+                block_id = self._free_ids.pop()
+            else:
+                block_id, _ = self._idle_ids.popitem(last=False)
+                del self._id_of_hash[self._hash_of_id.pop(block_id)]
+            self._ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give up one reference to each block of a request, in the order of its tokens.
+
+        The tail of a request becomes idle first and is evicted first, because a prefix is worth more.
+        """
+        for block_id in reversed(block_ids):
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                if block_id in self._hash_of_id:
+                    self._idle_ids[block_id] = None
+                else:
+                    self._free_ids.append(block_id)
+
+    def register(self, block_id: int, block_hash: BlockHash) -> None:
+        """Make the content of a full block findable; the first block with a content keeps the name."""
+        if block_hash not in self._id_of_hash and block_id not in self._hash_of_id:
+            self._id_of_hash[block_hash] = block_id
+            self._hash_of_id[block_id] = block_hash
+
+    def forget_idle(self) -> int:
+        """Drop all idle cached content; return how many blocks became free."""
+        num_idle = len(self._idle_ids)
+        while self._idle_ids:
+            block_id, _ = self._idle_ids.popitem(last=False)
+            del self._id_of_hash[self._hash_of_id.pop(block_id)]
+            self._free_ids.append(block_id)
+        return num_idle
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state."""
+        free, idle = set(self._free_ids), set(self._idle_ids)
+        in_use = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
+        assert min(self._ref_counts, default=0) >= 0
+        assert len(free) == len(self._free_ids), "a block is free twice"
+        assert len(free | idle | in_use) == len(free) + len(idle) + len(in_use), "a block is in two states"
+        assert len(free) + len(idle) + len(in_use) == self.num_blocks, "a block is lost"
+        assert idle <= self._hash_of_id.keys(), "an idle block has no content"
+        assert not free & self._hash_of_id.keys(), "a free block is still findable"
+        assert {self._id_of_hash[h] for h in self._id_of_hash} == self._hash_of_id.keys()
+        assert all(self._id_of_hash[h] == block_id for block_id, h in self._hash_of_id.items())

@@ -1,0 +1,87 @@
+"""KV blocks of requests: prefix lookup, growth, release."""
+
+from __future__ import annotations
+
+from onbeat.core.hashing import hash_block, root_hash
+from onbeat.scheduler.replica.block_pool import BlockPool
+from onbeat.scheduler.replica.request_state import RequestState
+
+
+class KVCacheManager:
+    """Gives requests their block tables; knows block ids only, never tensors.
+
+    Parameters
+    ----------
+    num_blocks : blocks in the cache.
+    block_size : tokens a block holds.
+    enable_prefix_caching : whether full blocks can be found again by their content.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True) -> None:
+        self.pool = BlockPool(num_blocks)
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, state: RequestState) -> list[int]:
+        """Return the longest cached prefix as block ids, without taking a reference.
+
+        At least one token is left to compute: without a forward pass there would be no logits to sample.
+        """
+        if not self.enable_prefix_caching:
+            return []
+        num_usable_blocks = (state.num_tokens - 1) // self.block_size
+        block_ids: list[int] = []
+        for index in range(num_usable_blocks):
+            self._extend_hashes(state, index + 1)
+            block_id = self.pool.find(state.block_hashes[index])
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        return block_ids
+
+    def admit(self, state: RequestState, cached_block_ids: list[int]) -> None:
+        """Give a waiting request its cached prefix (already held by the caller's `pool.hold`)."""
+        assert not state.block_ids, "a waiting request holds no blocks"
+        state.block_ids = list(cached_block_ids)
+        state.num_computed_tokens = len(cached_block_ids) * self.block_size
+        state.num_allocated_tokens = state.num_computed_tokens
+        state.num_registered_blocks = len(cached_block_ids)
+
+    def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
+        """Extend the block table to hold `num_tokens`; return the new ids."""
+        num_new_blocks = self.num_blocks_for(num_tokens) - len(state.block_ids)
+        if num_new_blocks <= 0:
+            return ()
+        new_block_ids = self.pool.allocate(num_new_blocks)
+        state.block_ids += new_block_ids
+        state.num_allocated_tokens = len(state.block_ids) * self.block_size
+        return tuple(new_block_ids)
+
+    def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:
+        """Make blocks findable whose tokens are known and computed."""
+        if not self.enable_prefix_caching:
+            return
+        num_full_blocks = num_valid_tokens // self.block_size
+        self._extend_hashes(state, num_full_blocks)
+        for index in range(state.num_registered_blocks, num_full_blocks):
+            self.pool.register(state.block_ids[index], state.block_hashes[index])
+        state.num_registered_blocks = max(state.num_registered_blocks, num_full_blocks)
+
+    def free(self, state: RequestState) -> None:
+        """Give up all blocks of a request."""
+        self.pool.release(state.block_ids)
+        state.block_ids = []
+        state.num_allocated_tokens = 0
+        state.num_computed_tokens = 0
+        state.num_registered_blocks = 0
+
+    def _extend_hashes(self, state: RequestState, num_blocks: int) -> None:
+        hashes = state.block_hashes
+        while len(hashes) < num_blocks:
+            parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
+            start = len(hashes) * self.block_size
+            hashes.append(hash_block(parent, state.token_ids[start : start + self.block_size]))

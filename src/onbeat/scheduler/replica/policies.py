@@ -1,0 +1,90 @@
+"""Named policies: compositions of parts, and the limits that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from onbeat.core.errors import ConfigError
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
+from onbeat.scheduler.replica.parts import (
+    QUEUE_ORDERS,
+    ChunkedPrompts,
+    Release,
+    ReleaseAtOnce,
+    ReleaseWithBatch,
+    ReserveMaximum,
+    ReservePrompt,
+    WholePrompts,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A composition. `whole_prompts` says that a step must be able to hold the longest prompt."""
+
+    composer: Composer
+    release: Release
+    whole_prompts: bool
+
+
+def _static() -> Policy:
+    return Policy(BatchAtATime(WholePrompts(), ReserveMaximum()), ReleaseWithBatch(), whole_prompts=True)
+
+
+def _orca() -> Policy:
+    return Policy(DecodesFirst(WholePrompts(), ReserveMaximum()), ReleaseAtOnce(), whole_prompts=True)
+
+
+def _prefill_first() -> Policy:
+    return Policy(PrefillsFirst(WholePrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=True)
+
+
+def _sarathi() -> Policy:
+    return Policy(DecodesFirst(ChunkedPrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=False)
+
+
+POLICIES: dict[str, Callable[[], Policy]] = {
+    "static": _static,
+    "orca": _orca,
+    "prefill-first": _prefill_first,
+    "sarathi": _sarathi,
+}
+
+DEFAULT_TOKEN_BUDGET = 512
+"""Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
+
+
+def make_policy(config: SchedulerConfig) -> Policy:
+    """Build the configured policy.
+
+    Raises
+    ------
+    ConfigError : unknown name, or a token budget that the policy cannot work with.
+    """
+    if config.scheduling_policy not in QUEUE_ORDERS:
+        raise ConfigError(
+            f"unknown scheduling policy {config.scheduling_policy!r}; choose one of {', '.join(QUEUE_ORDERS)}"
+        )
+    policy = _lookup(config.policy)()
+    if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
+        raise ConfigError(
+            f"policy {config.policy!r} runs whole prompts, so max_num_batched_tokens "
+            f"({config.max_num_batched_tokens}) must be at least max_model_len ({config.max_model_len}); "
+            "raise it, lower max_model_len, or use a policy with chunked prefill (sarathi)"
+        )
+    return policy
+
+
+def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: int) -> int:
+    """Return the token budget of a step where the user gave none."""
+    if _lookup(policy_name)().whole_prompts:
+        return max(2048, max_model_len, max_num_seqs)
+    return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
+
+
+def _lookup(name: str) -> Callable[[], Policy]:
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[name]

@@ -1,0 +1,328 @@
+"""The scheduler of one replica: which request runs which tokens in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+
+from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from onbeat.core.step import (
+    AdmittedRequest,
+    BatchShape,
+    ModelRunnerOutput,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.parts import QUEUE_ORDERS
+from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+
+class Scheduler:
+    """Plans steps and takes their results; pure, so that a live engine and a simulator run the same object.
+
+    `schedule(now)` may be called again before the last step's `update`: such a step plans with tokens that
+    are still in flight. Steps are updated in the order in which they were scheduled.
+
+    Parameters
+    ----------
+    config : limits and the policy's name.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.kv = KVCacheManager(
+            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self.running = RunningList()
+        self.waiting = WaitingQueue()
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache so far."""
+        self.num_prefix_hits = 0
+        """Of these, tokens found."""
+        self._policy = make_policy(config)
+        self._order = QUEUE_ORDERS[config.scheduling_policy]()
+        self._states: dict[str, RequestState] = {}
+        self._released_ids: list[str] = []
+        self._in_flight: deque[tuple[int, list[RequestState]]] = deque()
+        self._num_added = 0
+        self._num_steps = 0
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that are waiting or running and will deliver more."""
+        return len(self._states)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises
+        ------
+        InvalidRequest : the id is in use, or the prompt is empty.
+        PromptTooLong : the request can never fit the context or the KV cache.
+        """
+        if request.request_id in self._states:
+            raise InvalidRequest(
+                f"request id {request.request_id!r} is in use; use a new one", param="request_id"
+            )
+        num_prompt_tokens = len(request.prompt_token_ids)
+        if num_prompt_tokens == 0:
+            raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt")
+        if num_prompt_tokens >= self.config.max_model_len:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
+                f"at most {self.config.max_model_len}. Shorten it or serve with a larger max_model_len"
+            )
+        sort_key = (self._order.rank(request), request.arrival, self._num_added)
+        self._num_added += 1
+        state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
+        self._states[request.request_id] = state
+        self.waiting.push(state)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Drop requests and free their blocks; unknown or finished ids are ignored."""
+        outputs = []
+        for request_id in request_ids:
+            state = self._states.get(request_id)
+            if state is not None:
+                outputs.append(self._output(state, [], FinishReason.ABORT))
+                self._drop(state)
+        return outputs
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Plan the next step, or return None where nothing can run (yet)."""
+        if not self.running and not self.waiting:
+            return None
+        plan = StepPlan(config=self.config, kv=self.kv, running=self.running, waiting=self.waiting)
+        self._policy.composer.compose(plan, self._order)
+        if plan.is_empty and not plan.preempted:
+            return None
+        return self._commit(plan, now)
+
+    def update(
+        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
+    ) -> list[RequestOutput]:
+        """Take the tokens of the oldest step in flight; return what each request got."""
+        del now  # part of the seam: a policy that watches the clock gets it here
+        step_id, states = self._in_flight.popleft()
+        assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
+        outputs: list[RequestOutput] = []
+        failed = result.failed or {}
+        sampled = iter(result.sampled_token_ids)
+        logprobs = iter(result.logprobs) if result.logprobs is not None else repeat(None)
+        block_size = self.config.block_size
+        for state, row in zip(states, scheduled.rows, strict=True):
+            row_token_ids, row_logprobs = (next(sampled), next(logprobs)) if row.samples else ((), None)
+            status = state.status
+            if status is RequestStatus.FINISHED or status is RequestStatus.PADDING:
+                continue
+            if failed and state.request_id in failed:
+                outputs.append(self._fail(state, failed[state.request_id]))
+                continue
+            finished = False
+            if row.samples:
+                output = self._deliver(state, row_token_ids, row_logprobs)
+                outputs.append(output)
+                finished = output.finish_reason is not None
+            num_valid = row.num_computed_tokens + row.num_new_tokens
+            # Not for a row planned before a preemption: its blocks belong to others by now.
+            if (
+                num_valid // block_size > state.num_registered_blocks
+                and status is RequestStatus.RUNNING
+                and state.admitted_step_id <= step_id
+            ):
+                self.kv.register_full_blocks(state, num_valid)
+            if finished:
+                self._finish(state)
+        self._release_batch()
+        return outputs
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
+        self.kv.pool.check_invariants()
+        held = [block_id for state in self.running for block_id in state.block_ids]
+        assert len(set(held)) == self.kv.pool.num_used_blocks, "a block is held by no running request"
+        assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)
+        assert len(self.running) <= self.config.max_num_seqs
+        waiting = list(self.waiting)
+        assert waiting == sorted(waiting, key=lambda state: state.sort_key)
+        assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
+        num_padding = sum(state.status is RequestStatus.PADDING for state in self.running)
+        assert len(self._states) == len(waiting) + len(self.running) - num_padding, "a request is lost"
+
+    # --- commit ---------------------------------------------------------------------------------------
+
+    def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
+        """Carry out a plan: the only place where planning changes queues and blocks."""
+        for state in plan.preempted:
+            self._preempt(state)
+        if plan.is_empty:
+            return None
+        step_id = self._num_steps
+        self._num_steps += 1
+        shape = BatchShape()
+        rows: list[ScheduledRequest] = []
+        states: list[RequestState] = []
+        # Before any allocation: an eviction must not take a prefix that this step has counted on.
+        for admission in plan.admissions:
+            self.kv.pool.hold(admission.cached_block_ids)
+        self._commit_running(plan.rows, rows, shape)
+        states += [state for state, _ in plan.rows]
+        admitted = []
+        for admission in plan.admissions:
+            state = admission.state
+            self.kv.admit(state, admission.cached_block_ids)
+            self.kv.grow(state, admission.num_reserved_tokens)
+            self._count_admission(state, now, step_id)
+            admitted.append(
+                AdmittedRequest(
+                    state.request,
+                    tuple(state.token_ids[state.num_prompt_tokens :]),
+                    tuple(state.block_ids),
+                )
+            )
+            rows.append(self._advance(state, admission.num_new_tokens, (), shape))
+            states.append(state)
+            self.running.insert_sorted(state)
+        self.waiting.take(len(plan.admissions))
+        released_ids, self._released_ids = tuple(self._released_ids), []
+        self._in_flight.append((step_id, states))
+        return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape)
+
+    def _commit_running(
+        self, planned: list[tuple[RequestState, int]], rows: list[ScheduledRequest], shape: BatchShape
+    ) -> None:
+        """Advance running requests. Decodes dominate a step, so their sums are kept in local names."""
+        num_decodes = context = num_sampling = 0
+        for state, num_new in planned:
+            num_computed = state.num_computed_tokens
+            if num_new != 1:
+                rows.append(self._advance(state, num_new, (), shape))
+                continue
+            block_ids: tuple[int, ...] = ()
+            if num_computed >= state.num_allocated_tokens:
+                block_ids = self.kv.grow(state, num_computed + 1)
+            samples = False
+            if state.status is RequestStatus.RUNNING:  # a padding row runs its last token again and again
+                samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
+                state.num_computed_tokens = num_computed + 1
+                state.num_in_flight_tokens += samples
+            num_decodes += 1
+            context += num_computed + 1
+            num_sampling += samples
+            rows.append(ScheduledRequest(state.request_id, num_computed, 1, block_ids, samples))
+        shape.num_new_tokens += num_decodes
+        shape.num_sequences += num_decodes
+        shape.num_decodes += num_decodes
+        shape.decode_context_tokens += context
+        shape.num_lm_head_rows += num_sampling
+
+    def _advance(
+        self, state: RequestState, num_new: int, new_block_ids: tuple[int, ...], shape: BatchShape
+    ) -> ScheduledRequest:
+        num_computed = state.num_computed_tokens
+        samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
+        state.num_computed_tokens = num_computed + num_new
+        state.num_in_flight_tokens += samples
+        shape.add(num_computed, num_new, samples=samples)
+        return ScheduledRequest(state.request_id, num_computed, num_new, new_block_ids, samples)
+
+    def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
+        state.status = RequestStatus.RUNNING
+        state.admitted_step_id = step_id
+        if state.scheduled_time < 0:
+            state.scheduled_time = now
+            state.num_cached_tokens = state.num_computed_tokens
+            self.num_prefix_queries += state.num_prompt_tokens
+            self.num_prefix_hits += state.num_cached_tokens
+
+    def _preempt(self, state: RequestState) -> None:
+        """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
+        assert state.status is RequestStatus.RUNNING
+        self.running.remove(state)
+        self.kv.free(state)
+        state.status = RequestStatus.WAITING
+        state.num_preemptions += 1
+        self.num_preemptions += 1
+        self._released_ids.append(state.request_id)
+        self.waiting.push(state)
+
+    # --- results --------------------------------------------------------------------------------------
+
+    def _deliver(
+        self, state: RequestState, sampled_ids: Sequence[int], logprobs: list[TokenLogprobs] | None
+    ) -> RequestOutput:
+        """Append sampled tokens and see whether they end the request."""
+        state.num_in_flight_tokens -= 1
+        finish_reason = None
+        stop_token_id = None
+        token_ids: list[int] = []
+        for token_id in sampled_ids:
+            token_ids.append(token_id)
+            state.token_ids.append(token_id)
+            state.num_tokens += 1
+            if token_id in state.stop_token_ids and (
+                state.num_output_tokens > state.request.sampling.min_tokens
+            ):
+                finish_reason, stop_token_id = FinishReason.STOP, token_id
+            elif state.num_tokens >= state.max_total_tokens:
+                finish_reason = FinishReason.LENGTH
+            if finish_reason is not None:
+                break
+        output = self._output(state, token_ids, finish_reason)
+        output.stop_token_id = stop_token_id
+        output.logprobs = logprobs
+        return output
+
+    def _fail(self, state: RequestState, message: str) -> RequestOutput:
+        """End one request with an error; the others of its step go on."""
+        output = self._output(state, [], FinishReason.ERROR)
+        output.error = message
+        self._drop(state)
+        return output
+
+    def _output(
+        self, state: RequestState, token_ids: list[int], finish_reason: FinishReason | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            state.request_id,
+            token_ids,
+            finish_reason,
+            None,
+            state.num_cached_tokens,
+            state.num_preemptions,
+            state.scheduled_time,
+        )
+
+    def _finish(self, state: RequestState) -> None:
+        """End a request that has all its tokens."""
+        if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
+            state.status = RequestStatus.PADDING
+            # A step in flight may have planned beyond the end: the padding row repeats the last known token.
+            state.num_in_flight_tokens = 0
+            state.num_computed_tokens = state.num_tokens - 1
+            del self._states[state.request_id]
+        else:
+            self._drop(state)
+
+    def _drop(self, state: RequestState) -> None:
+        """Forget a request, wherever it is, and free what it holds."""
+        self._states.pop(state.request_id, None)
+        if state.status is RequestStatus.WAITING:
+            self.waiting.remove(state)
+        else:
+            self.running.remove(state)
+            self.kv.free(state)
+            self._released_ids.append(state.request_id)
+        state.status = RequestStatus.FINISHED
+
+    def _release_batch(self) -> None:
+        for state in self._policy.release.releasable(self.running):
+            self._drop(state)

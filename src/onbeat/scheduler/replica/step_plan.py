@@ -1,0 +1,150 @@
+"""The plan of one step: decided in a local object, committed once by the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.request_state import RequestState
+
+
+@dataclass(slots=True)
+class PlannedAdmission:
+    """A waiting request that enters the batch."""
+
+    state: RequestState
+    cached_block_ids: list[int]
+    num_reserved_tokens: int
+    num_new_tokens: int
+
+
+class StepPlan:
+    """What the next step will do, and what is left to plan with. Nothing outside changes while it is made.
+
+    Composers (`composers.py`) call the verbs `decode_running`, `continue_prefills`, `admit_waiting` and
+    `make_room_for_waiting` in the order of their policy.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        running: RunningList,
+        waiting: WaitingQueue,
+    ) -> None:
+        self._config = config
+        self._kv = kv
+        self._waiting = waiting
+        self.running = running
+        self.num_kept = len(running)
+        """Requests of `running` that stay; those behind are preempted."""
+        self.rows: list[tuple[RequestState, int]] = []
+        """(running request, new tokens)"""
+        self.admissions: list[PlannedAdmission] = []
+        self.num_tokens_left = config.max_num_batched_tokens
+        self.num_blocks_left = kv.pool.num_free_blocks
+        self.ran_out_of_blocks = False
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.rows and not self.admissions
+
+    @property
+    def preempted(self) -> list[RequestState]:
+        return self.running[self.num_kept :]
+
+    def decode_running(self) -> None:
+        """Give one token to every running request that wants just one, first come first.
+
+        Where no block is left for a token, the last request of the batch is preempted, so the first always
+        goes on.
+        """
+        running, rows, index = self.running, self.rows, 0
+        while index < self.num_kept:
+            state = running[index]
+            num_computed = state.num_computed_tokens
+            num_wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
+            if num_wanted == 1 and not (state.num_in_flight_tokens and state.will_be_full):
+                if num_computed >= state.num_allocated_tokens and not self._take_block(index):
+                    break
+                rows.append((state, 1))
+            index += 1
+        self.num_tokens_left -= len(rows)
+
+    def continue_prefills(self, chunking: Chunking) -> None:
+        """Give running requests that want more than one token a chunk each, first come first."""
+        for state in self.running[: self.num_kept]:
+            num_wanted = state.num_wanted_tokens
+            if num_wanted <= 1:
+                continue
+            num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
+            if num_new == 0:
+                break
+            self.rows.append((state, num_new))
+            self.num_tokens_left -= num_new
+
+    def admit_waiting(self, chunking: Chunking, reservation: Reservation) -> None:
+        """Take requests from the head of the queue while they fit; never skip one (no starvation)."""
+        if self.ran_out_of_blocks:
+            return
+        while self.num_kept + len(self.admissions) < self._config.max_num_seqs and self.num_tokens_left > 0:
+            state = self._waiting.peek(len(self.admissions))
+            # A preempted request may still have a token in flight; its turn comes when that is known.
+            if state is None or state.num_in_flight_tokens:
+                break
+            cached_block_ids = self._kv.match(state)
+            num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
+            num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
+            num_reserved = reservation.num_tokens(state)
+            num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
+            if num_new == 0 or num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
+                break
+            self.admissions.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
+            self.num_blocks_left -= num_needed
+            self.num_tokens_left -= num_new
+
+    def make_room_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
+        """Preempt running requests of strictly lower rank for the head of the queue, if that makes it fit.
+
+        Equal ranks never push one another out, so two requests cannot take turns. Must come before the rows
+        of this step are planned.
+        """
+        head = self._waiting.peek() if order.preempts else None
+        if head is None or head.num_in_flight_tokens:
+            return
+        num_needed = self._num_new_blocks(self._kv.match(head), reservation.num_tokens(head))
+        num_needed += self._num_spare_blocks(reservation)
+        num_kept, num_blocks_left = self.num_kept, self.num_blocks_left
+        head_rank = order.rank(head.request)
+        while num_kept == self._config.max_num_seqs or num_needed > num_blocks_left:
+            if num_kept == 0 or order.rank(self.running[num_kept - 1].request) <= head_rank:
+                return
+            num_kept -= 1
+            num_blocks_left += self._kv.pool.num_exclusive(self.running[num_kept].block_ids)
+        self.num_kept, self.num_blocks_left = num_kept, num_blocks_left
+
+    def _take_block(self, index: int) -> bool:
+        """Find a block for the request at `index`, preempting from the end; False if it fell itself."""
+        while self.num_blocks_left < 1:
+            self.ran_out_of_blocks = True
+            self.num_kept -= 1
+            self.num_blocks_left += self._kv.pool.num_exclusive(self.running[self.num_kept].block_ids)
+            if self.num_kept == index:
+                return False
+        self.num_blocks_left -= 1
+        return True
+
+    def _num_new_blocks(self, cached_block_ids: list[int], num_reserved_tokens: int) -> int:
+        """Return the free space that an admission takes: new blocks, and cached ones that lie idle."""
+        num_new = self._kv.num_blocks_for(num_reserved_tokens) - len(cached_block_ids)
+        return num_new + self._kv.pool.num_idle(cached_block_ids)
+
+    def _num_spare_blocks(self, reservation: Reservation) -> int:
+        """Return the watermark; an empty batch waives it, or a large request could never start."""
+        if self.num_kept == 0 and not self.admissions:
+            return 0
+        return reservation.num_spare_blocks(self._config.num_blocks)
