@@ -138,8 +138,8 @@ def _sliding(values: Values, name: str) -> tuple[int | None, tuple[bool, ...]]:
         window = values.raw("attention.sliding_window")
         if window is not None and 0 < window < values.size("context_length"):
             raise ModelLoadError(
-                f"the GGUF file sets {name}.attention.sliding_window to {window}, which is supported for gemma3 "
-                "only; serve the Hugging Face checkpoint of this model instead"
+                f"the GGUF file sets {name}.attention.sliding_window to {window}, which is supported for "
+                "gemma3 only; serve the Hugging Face checkpoint of this model instead"
             )
         return None, ()
     num_layers = values.size("block_count")

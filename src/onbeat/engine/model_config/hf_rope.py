@@ -1,4 +1,4 @@
-"""Read a config.json's rotary embedding: `rope_theta`, `rope_scaling`, or transformers 5's `rope_parameters`."""
+"""Read the rotary embedding of a config.json, as `rope_theta` and `rope_scaling` or as `rope_parameters`."""
 
 from __future__ import annotations
 

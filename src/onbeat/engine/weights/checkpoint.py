@@ -1,0 +1,67 @@
+"""What every source of weights looks like, and the check that it holds what the model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import torch
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.model_config import ModelConfig
+
+
+class Checkpoint(Protocol):
+    """Weights of one model under their Hugging Face parameter names."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def names(self) -> Iterable[str]:
+        """Return the parameters' names: just those of `parameter_shapes(config)`."""
+        ...
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter on the CPU; it may share memory with the file, so don't write to it.
+
+        Raises
+        ------
+        ModelLoadError : the parameter is not there or cannot be read.
+        """
+        ...
+
+
+def check_parameters(
+    expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], source: str
+) -> None:
+    """Check that a source has each parameter in its right shape, and none that the model would leave out.
+
+    Parameters
+    ----------
+    expected, found : parameter name to shape.
+    source : what was read, for messages.
+
+    Raises
+    ------
+    ModelLoadError : naming the first parameters that differ.
+    """
+    missing = [name for name in expected if name not in found]
+    if missing:
+        raise ModelLoadError(f"{source} lacks {len(missing)} of {len(expected)} tensors: {_some(missing)}")
+    for name, shape in expected.items():
+        if found[name] != shape:
+            raise ModelLoadError(
+                f"{source}: tensor {name} has shape {list(found[name])}; "
+                f"the configuration asks for {list(shape)}"
+            )
+    extra = [name for name in found if name not in expected]
+    if extra:
+        raise ModelLoadError(
+            f"{source} has {len(extra)} tensors that this architecture does not use: {_some(extra)}; "
+            "the checkpoint is of another or a quantized model"
+        )
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return f"{shown}, ..." if len(names) > 3 else shown

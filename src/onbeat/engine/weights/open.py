@@ -1,0 +1,53 @@
+"""Open what the hub found: the one entry to the kinds of checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.weights.checkpoint import Checkpoint
+from onbeat.engine.weights.gguf_file import GgufCheckpoint
+from onbeat.engine.weights.safetensors_dir import SafetensorsCheckpoint
+from onbeat.hub.files import ModelFiles
+
+
+def open_checkpoint(files: ModelFiles) -> Checkpoint:
+    """Open a model's weights and check that all are there in their right shapes; read none of them yet.
+
+    Raises
+    ------
+    ModelLoadError : naming the file and the tensor at fault.
+    """
+    if files.kind == "gguf":
+        return GgufCheckpoint(files.path)
+    return SafetensorsCheckpoint(files.path, read_model_config(files))
+
+
+def read_model_config(files: ModelFiles) -> ModelConfig:
+    """Read a model's configuration alone; its weights need not be there.
+
+    Raises
+    ------
+    ModelLoadError : the configuration is missing, damaged or not supported.
+    """
+    if files.kind == "gguf":
+        return GgufCheckpoint(files.path).config
+    generation = files.path / "generation_config.json"
+    return model_config_from_hf(
+        _read_json(files.path / "config.json"), _read_json(generation) if generation.exists() else None
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} holds a JSON {type(value).__name__}; it must be an object")
+    return value

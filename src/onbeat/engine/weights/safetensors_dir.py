@@ -1,0 +1,132 @@
+"""Weights of a Hugging Face directory: one safetensors file, or shards with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.weights.checkpoint import check_parameters
+from onbeat.engine.weights.parameters import parameter_shapes
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
+_FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Tensors that old versions of transformers saved although the configuration gives them."""
+
+
+class SafetensorsCheckpoint:
+    """Memory-mapped weights of a directory.
+
+    Parameters
+    ----------
+    directory : holds `model.safetensors`, or shards and `model.safetensors.index.json`.
+    config : what the weights must fit.
+
+    Raises
+    ------
+    ModelLoadError : a file is missing or damaged, a tensor is missing or of the wrong shape or type, or the
+        weights are pickled.
+    """
+
+    def __init__(self, directory: Path, config: ModelConfig) -> None:
+        self._config = config
+        self._shapes = parameter_shapes(config)
+        self._files: dict[str, Any] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for path in weight_files(directory):
+            shapes |= self._open(path)
+        check_parameters(self._shapes, self._used(shapes), f"the checkpoint {directory}")
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model that the weights are of."""
+        return self._config
+
+    def names(self) -> Iterable[str]:
+        """Return the parameters' names."""
+        return self._shapes.keys()
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return a parameter; see `Checkpoint.get`."""
+        if name not in self._shapes:
+            raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
+        tensor: torch.Tensor = self._files[name].get_tensor(name)
+        return tensor.to(dtype)
+
+    def _open(self, path: Path) -> dict[str, tuple[int, ...]]:
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise ModelLoadError(f"the weight file {path} is missing; fetch the model again") from None
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"the weight file {path} is cut short or damaged ({error}); fetch the model again"
+            ) from error
+        shapes = {}
+        for name in file.keys():  # noqa: SIM118 -- no mapping
+            view = file.get_slice(name)
+            if view.get_dtype() not in _FLOAT_TYPES:
+                raise ModelLoadError(
+                    f"{path}: tensor {name} is of type {view.get_dtype()}, which is not supported; "
+                    f"supported: {', '.join(sorted(_FLOAT_TYPES))}"
+                )
+            shapes[name] = tuple(view.get_shape())
+            self._files[name] = file
+        return shapes
+
+    def _used(self, shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        unused = {name for name in shapes if _DERIVED.search(name)}
+        if self._config.tie_word_embeddings:
+            unused.add("lm_head.weight")  # a copy of the embedding
+        return {name: shape for name, shape in shapes.items() if name not in unused}
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files that make up a directory's weights.
+
+    Raises
+    ------
+    ModelLoadError : there are none, or only pickled ones.
+    """
+    if (directory / _INDEX).exists():
+        return [directory / name for name in _indexed_files(directory / _INDEX)]
+    if (directory / _SINGLE).exists():
+        return [directory / _SINGLE]
+    found = sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        return found
+    if found:
+        raise ModelLoadError(
+            f"{directory} has {len(found)} safetensors files but no {_INDEX} to say what is in them"
+        )
+    pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
+    if pickles:
+        raise ModelLoadError(
+            f"{directory} has pickled weights only ({pickles[0]}). Unpickling a file can run any code in it, so "
+            "onbeat refuses; convert them to safetensors (transformers: load the model, then save_pretrained)"
+        )
+    raise ModelLoadError(f"{directory} has no weights: neither {_SINGLE} nor {_INDEX}")
+
+
+def _indexed_files(index: Path) -> list[str]:
+    try:
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {index}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not a valid weight index: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise ModelLoadError(f"{index} names the file {name!r}, which is outside of its directory")
+    return names
