@@ -1,0 +1,39 @@
+"""The random numbers of sampling: a function of a request's seed and the token's position alone.
+
+A counter-based stream needs no state, so a token is the same whatever the batch, the chunks, a preemption or
+the device: the host hashes (seed, position) and the sampler inverts a cumulative distribution.
+
+References
+----------
+Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014 (SplitMix64).
+"""
+
+from __future__ import annotations
+
+_MASK = (1 << 64) - 1
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
+_DOUBLE_UNIT = 2.0**-53
+
+
+def _mix(value: int) -> int:
+    """Return SplitMix64's finalizer of a 64-bit value: every input bit changes half of the output bits."""
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the uniform number in [0, 1) that chooses one output token.
+
+    Parameters
+    ----------
+    seed : of the request; any integer, taken modulo 2**64.
+    position : index of the token among the request's output tokens.
+
+    Notes
+    -----
+    The seed is scrambled first, so that consecutive seeds start at unrelated points; position k is then the
+    k-th number of the SplitMix64 generator that starts there.
+    """
+    state = _mix((seed + _GOLDEN_GAMMA) & _MASK)
+    return (_mix((state + (position + 1) * _GOLDEN_GAMMA) & _MASK) >> 11) * _DOUBLE_UNIT

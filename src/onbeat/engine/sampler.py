@@ -1,0 +1,267 @@
+"""Logits to tokens. Rows never influence one another, and only rows that use a feature pay for it.
+
+Legend: R rows, V vocabulary, C rows handled at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.core.request import TokenLogprobs
+from onbeat.engine.draw import draw, locate, min_p_bound, nucleus_candidates
+from onbeat.engine.logit_edits import edit_logits
+from onbeat.engine.random_stream import uniform
+from onbeat.engine.sampling_row import SamplingRow
+
+__all__ = ["SampledTokens", "Sampler", "SamplingRow"]
+
+INVALID_TOKEN = -1
+"""Stands for the token of a row that has none because of an error."""
+
+_CHUNK_ROWS = 32
+"""Rows whose probabilities exist at once: their scratch memory stays in the cache and is used again."""
+_SUM_BLOCK = 256
+"""Probabilities summed together; a draw looks at the sums first, then inside one block."""
+
+
+@dataclass(slots=True)
+class SampledTokens:
+    """One step's tokens, in the order of the rows."""
+
+    token_ids: list[int]
+    """`INVALID_TOKEN` where the row is in `errors`."""
+    logprobs: list[TokenLogprobs | None]
+    """None where the row did not ask, or is in `errors`."""
+    errors: dict[int, str] = field(default_factory=dict)
+    """Row index to what is wrong with its logits; the other rows are not affected."""
+
+
+class Sampler:
+    """Chooses one token for each row of logits.
+
+    Parameters
+    ----------
+    vocab_size : number of logits in a row.
+    device : where the logits are.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self.vocab_size = vocab_size
+        self.device = device
+
+    @torch.inference_mode()
+    def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+        """Choose a token for each row.
+
+        Parameters
+        ----------
+        logits_RV : [rows, vocabulary], float32 or float64, contiguous; may be modified.
+        rows : the requests, one per row of logits.
+
+        Returns
+        -------
+        SampledTokens
+            A row with NaN, +inf or no finite logit at all is reported in `errors`.
+        """
+        if logits_RV.shape != (len(rows), self.vocab_size):
+            raise ValueError(
+                f"logits of shape {tuple(logits_RV.shape)} do not fit "
+                f"{len(rows)} rows x {self.vocab_size} tokens"
+            )
+        token_ids, peaks = _argmax(logits_RV)
+        sampled = SampledTokens(token_ids, [None] * len(rows))
+        _report_invalid(sampled, range(len(rows)), peaks, "the model produced invalid logits")
+        asking = _select(rows, sampled, lambda row: row.params.num_logprobs is not None)
+        raw_logprobs = _log_probabilities(logits_RV, asking)
+
+        self._edit(logits_RV, rows, sampled, peaks)
+        self._draw_untruncated(logits_RV, rows, sampled, peaks)
+        self._draw_truncated(logits_RV, rows, sampled, peaks)
+        self._attach_logprobs(raw_logprobs, asking, rows, sampled)
+        return sampled
+
+    def _edit(
+        self, logits_RV: Tensor, rows: Sequence[SamplingRow], sampled: SampledTokens, peaks: list[float]
+    ) -> None:
+        """Change the logits of the rows that ask for it, and look for their largest again."""
+        edited = _select(rows, sampled, lambda row: row.edits_logits)
+        if not edited:
+            return
+        logits = _take(logits_RV, edited)
+        edit_logits(logits, [rows[index] for index in edited])
+        if logits.data_ptr() != logits_RV[edited[0]].data_ptr():
+            logits_RV[edited] = logits
+        for index, token_id, peak in zip(edited, *_argmax(logits), strict=True):
+            sampled.token_ids[index], peaks[index] = token_id, peak
+        reason = "no token can be sampled under allowed_token_ids, logit_bias, penalties and min_tokens"
+        _report_invalid(sampled, edited, peaks, reason)
+
+    def _draw_untruncated(
+        self, logits_RV: Tensor, rows: Sequence[SamplingRow], sampled: SampledTokens, peaks: list[float]
+    ) -> None:
+        """Draw for rows whose whole vocabulary takes part, in the order of token ids."""
+        random = _select(rows, sampled, lambda row: not row.is_greedy and not row.is_truncated)
+        for chunk in _chunks(random):
+            probs_CV = _probabilities(_take(logits_RV, chunk), rows, chunk, peaks)
+            host_CV, sums = probs_CV.cpu().numpy(), _block_sums(probs_CV)
+            for index, probs_V, block_sums in zip(chunk, host_CV, sums, strict=True):
+                cumulative = np.cumsum(block_sums, dtype=np.float64)
+                target = _number(rows[index]) * cumulative[-1]
+                block = locate(cumulative, target)
+                inside = np.cumsum(probs_V[block * _SUM_BLOCK : (block + 1) * _SUM_BLOCK], dtype=np.float64)
+                before = cumulative[block - 1] if block else 0.0
+                sampled.token_ids[index] = block * _SUM_BLOCK + locate(inside, target - before)
+
+    def _draw_truncated(
+        self, logits_RV: Tensor, rows: Sequence[SamplingRow], sampled: SampledTokens, peaks: list[float]
+    ) -> None:
+        """Draw for rows with min-p, top-k or top-p: narrow each row down before anything is sorted."""
+        random = _select(rows, sampled, lambda row: not row.is_greedy and row.is_truncated)
+        for chunk in _chunks(random):
+            logits_CV = _take(logits_RV, chunk)
+            masses = _masses(logits_CV, rows, chunk, peaks)
+            bounds = _bounds(logits_CV, rows, chunk, peaks)
+            for index, logits_V in zip(chunk, logits_CV.cpu().numpy(), strict=True):
+                params, mass = rows[index].params, masses.get(index, 1.0)
+                if index in masses:
+                    candidates = nucleus_candidates(logits_V, params, mass)
+                else:
+                    candidates = np.flatnonzero(logits_V >= bounds[index])
+                values = logits_V[candidates].astype(np.float64)
+                number = _number(rows[index])
+                sampled.token_ids[index] = draw(candidates, values, params, mass=mass, number=number)
+
+    def _attach_logprobs(
+        self,
+        raw_logprobs: Tensor | None,
+        asking: Sequence[int],
+        rows: Sequence[SamplingRow],
+        sampled: SampledTokens,
+    ) -> None:
+        """Report the sampled tokens' log-probabilities and the most likely alternatives."""
+        if raw_logprobs is None:
+            return
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, index in enumerate(asking):
+            if index not in sampled.errors:
+                places[rows[index].params.num_logprobs or 0].append(place)
+        for num_alternatives, group in places.items():
+            top = raw_logprobs[group].topk(min(num_alternatives, self.vocab_size), dim=-1)
+            indices = [asking[place] for place in group]
+            chosen = [sampled.token_ids[index] for index in indices]
+            values = raw_logprobs[group, chosen].tolist()
+            tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+            for index, token_id, value, (top_ids, top_values) in zip(
+                indices, chosen, values, tops, strict=True
+            ):
+                sampled.logprobs[index] = TokenLogprobs(token_id, value, tuple(top_ids), tuple(top_values))
+
+
+def _argmax(logits_RV: Tensor) -> tuple[list[int], list[float]]:
+    """Return each row's most likely token (the lowest id of equals) and its logit; NaN counts as largest."""
+    if logits_RV.device.type == "cpu":
+        # NumPy's argmax is vectorized; PyTorch's CPU kernel is not, and takes ten times as long.
+        host_RV = logits_RV.numpy()
+        token_ids = host_RV.argmax(axis=-1)
+        return token_ids.tolist(), host_RV[np.arange(len(host_RV)), token_ids].tolist()
+    values_R, indices_R = logits_RV.max(dim=-1)
+    return indices_R.tolist(), values_R.tolist()
+
+
+def _report_invalid(
+    sampled: SampledTokens, indices: Sequence[int], peaks: Sequence[float], reason: str
+) -> None:
+    """Mark the rows whose largest logit is not a number that a token can be chosen by."""
+    for index in indices:
+        if not math.isfinite(peaks[index]):
+            sampled.errors[index] = f"{reason}: the largest is {peaks[index]}"
+            sampled.token_ids[index] = INVALID_TOKEN
+
+
+def _select(
+    rows: Sequence[SamplingRow], sampled: SampledTokens, wanted: Callable[[SamplingRow], bool]
+) -> list[int]:
+    return [index for index, row in enumerate(rows) if wanted(row) and index not in sampled.errors]
+
+
+def _chunks(indices: Sequence[int]) -> Iterator[Sequence[int]]:
+    for start in range(0, len(indices), _CHUNK_ROWS):
+        yield indices[start : start + _CHUNK_ROWS]
+
+
+def _take(logits_RV: Tensor, indices: Sequence[int]) -> Tensor:
+    """Return some rows, as a view where they lie next to one another."""
+    first, last = indices[0], indices[-1]
+    if last - first + 1 == len(indices):
+        return logits_RV[first : last + 1]
+    return logits_RV[torch.tensor(indices, device=logits_RV.device)]
+
+
+def _number(row: SamplingRow) -> float:
+    return uniform(row.params.seed, row.position)
+
+
+def _log_probabilities(logits_RV: Tensor, asking: Sequence[int]) -> Tensor | None:
+    return torch.log_softmax(_take(logits_RV, asking), dim=-1) if asking else None
+
+
+def _probabilities(
+    logits_CV: Tensor, rows: Sequence[SamplingRow], indices: Sequence[int], peaks: Sequence[float]
+) -> Tensor:
+    """Return the probabilities at each row's temperature.
+
+    The largest logit is taken off before the division, which so cannot overflow. Softmax works row by row,
+    where a sum over a single row might be split among threads and round differently than in a batch.
+    """
+    peaks_C1 = logits_CV.new_tensor([peaks[index] for index in indices]).unsqueeze(1)
+    temperatures_C1 = logits_CV.new_tensor([rows[index].params.temperature for index in indices]).unsqueeze(1)
+    return torch.softmax((logits_CV - peaks_C1).div_(temperatures_C1), dim=-1)
+
+
+def _block_sums(probs_CV: Tensor) -> np.ndarray:
+    """Return sums of `_SUM_BLOCK` neighbouring probabilities, the last of what is left: [C, blocks]."""
+    whole = probs_CV.shape[1] // _SUM_BLOCK * _SUM_BLOCK
+    sums = [probs_CV[:, :whole].reshape(len(probs_CV), -1, _SUM_BLOCK).sum(-1)] if whole else []
+    if whole < probs_CV.shape[1]:
+        sums.append(probs_CV[:, whole:].sum(-1, keepdim=True))
+    return torch.cat(sums, dim=1).cpu().numpy()
+
+
+def _masses(
+    logits_CV: Tensor, rows: Sequence[SamplingRow], chunk: Sequence[int], peaks: Sequence[float]
+) -> dict[int, float]:
+    """Return the sum of exp((logit - peak) / temperature) of each row that top-p alone truncates."""
+    places = [
+        p for p, index in enumerate(chunk) if not rows[index].params.min_p and not rows[index].params.top_k
+    ]
+    if not places:
+        return {}
+    indices = [chunk[place] for place in places]
+    probs_CV = _probabilities(_take(logits_CV, places), rows, indices, peaks)
+    largest = probs_CV.amax(dim=-1).tolist()
+    return {index: 1.0 / value for index, value in zip(indices, largest, strict=True)}
+
+
+def _bounds(
+    logits_CV: Tensor, rows: Sequence[SamplingRow], chunk: Sequence[int], peaks: Sequence[float]
+) -> dict[int, float]:
+    """Return for each row with min-p or top-k a logit under which no token is kept."""
+    bounds: dict[int, float] = {}
+    places_by_k: dict[int, list[int]] = defaultdict(list)
+    for place, index in enumerate(chunk):
+        params = rows[index].params
+        if params.min_p:
+            bounds[index] = min_p_bound(params, peaks[index])
+        elif params.top_k:
+            places_by_k[min(params.top_k, logits_CV.shape[1])].append(place)
+    for top_k, places in places_by_k.items():
+        smallest = torch.topk(_take(logits_CV, places), top_k, dim=-1).values[:, -1].tolist()
+        bounds.update(zip([chunk[place] for place in places], smallest, strict=True))
+    return bounds
