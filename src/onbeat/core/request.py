@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import isfinite
+
+from onbeat.core.errors import InvalidRequest
 
 
 class FinishReason(StrEnum):
@@ -21,7 +24,11 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How output tokens are chosen. Values are checked at the edge; here they are taken as valid.
+    """How output tokens are chosen.
+
+    Raises
+    ------
+    InvalidRequest : a value is outside its range; `param` names the field.
 
     Notes
     -----
@@ -49,9 +56,46 @@ class SamplingParams:
     min_tokens: int = 0
     """No stop or end-of-sequence token is sampled before this many output tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Tokens that end the request: the caller's and, unless `ignore_eos`, the model's end-of-sequence tokens."""
+    """Tokens that end the request: the caller's and, unless ignored, the model's end-of-sequence tokens."""
     num_logprobs: int | None = None
     """Report the sampled token's log-probability and this many alternatives; None reports nothing."""
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not (isfinite(value) and low <= value <= high):
+                raise InvalidRequest(
+                    f"{name} is {value}; it must be between {low:g} and {high:g}",
+                    param=name,
+                    code="invalid_value",
+                )
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            name = "top_p" if self.top_p == 0 else "repetition_penalty"
+            raise InvalidRequest(
+                f"{name} is 0; it must be greater than 0", param=name, code="invalid_value"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise InvalidRequest(
+                f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",
+                param="min_tokens",
+                code="invalid_value",
+            )
+
+
+_MANY = float(2**31)
+_RANGES: dict[str, tuple[float, float]] = {
+    "temperature": (0, 2),
+    "top_k": (0, _MANY),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 100),
+    "max_tokens": (1, _MANY),
+    "min_tokens": (0, _MANY),
+    "num_logprobs": (0, _MANY),
+}
+"""Smallest and largest value of each field, both allowed (OpenAI's ranges; vLLM's for its extras)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -161,6 +161,7 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes queues and blocks."""
+        self.waiting.take(len(plan.admissions))
         for state in plan.preempted:
             self._preempt(state)
         if plan.is_empty:
@@ -191,7 +192,6 @@ class Scheduler:
             rows.append(self._advance(state, admission.num_new_tokens, (), shape))
             states.append(state)
             self.running.insert_sorted(state)
-        self.waiting.take(len(plan.admissions))
         released_ids, self._released_ids = tuple(self._released_ids), []
         self._in_flight.append((step_id, states))
         return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape)

@@ -94,7 +94,7 @@ class StepPlan:
         while self.num_kept + len(self.admissions) < self._config.max_num_seqs and self.num_tokens_left > 0:
             state = self._waiting.peek(len(self.admissions))
             # A preempted request may still have a token in flight; its turn comes when that is known.
-            if state is None or state.num_in_flight_tokens:
+            if state is None or state.num_in_flight_tokens or self._is_behind_preempted(state):
                 break
             cached_block_ids = self._kv.match(state)
             num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
@@ -126,6 +126,11 @@ class StepPlan:
             num_kept -= 1
             num_blocks_left += self._kv.pool.num_exclusive(self.running[num_kept].block_ids)
         self.num_kept, self.num_blocks_left = num_kept, num_blocks_left
+
+    def _is_behind_preempted(self, state: RequestState) -> bool:
+        """Whether a request that this plan preempts comes before `state` in the queue."""
+        is_preempting = self.num_kept < len(self.running)
+        return is_preempting and self.running[self.num_kept].sort_key < state.sort_key
 
     def _take_block(self, index: int) -> bool:
         """Find a block for the request at `index`, preempting from the end; False if it fell itself."""

@@ -1,0 +1,233 @@
+"""The asyncio client of an engine process: the `EngineClient` that the server gets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import tempfile
+from collections.abc import AsyncGenerator, Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+import zmq.asyncio
+
+from onbeat.core.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    OnbeatError,
+    PromptTooLong,
+)
+from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
+from onbeat.core.request import FinishReason, Request
+from onbeat.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    FromEngine,
+    Progress,
+    Ready,
+    Rejected,
+    Shutdown,
+    StartFailed,
+    Stepped,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_process
+
+STOP_TIMEOUT_SECONDS = 5.0
+"""How long the process may take to end before it is killed."""
+
+_DEAD_MESSAGE = "the engine process has ended; see the server's log and start the server again"
+
+_Item = Delivery | OnbeatError
+
+
+class ProcessEngineClient:
+    """Starts an engine process and speaks to it; one reader task hands deliveries to their streams.
+
+    Parameters
+    ----------
+    build : makes the engine inside the new process; must be picklable.
+    observers : see every step message before the streams do.
+    on_progress : called with one line of text at a time while the engine starts.
+    """
+
+    def __init__(
+        self,
+        build: BuildEngine,
+        *,
+        observers: Sequence[StepObserver] = (),
+        on_progress: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._build = build
+        self._observers = list(observers)
+        self._on_progress = on_progress
+        self._streams: dict[str, asyncio.Queue[_Item]] = {}
+        self._info: EngineInfo | None = None
+        self._is_alive = False
+        self._reader: asyncio.Task[None] | None = None
+
+    @property
+    def info(self) -> EngineInfo:
+        if self._info is None:
+            raise EngineDead("the engine has not been started")
+        return self._info
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid
+
+    def add_observer(self, observer: StepObserver) -> None:
+        """Let one more object see the step messages from now on."""
+        self._observers.append(observer)
+
+    async def __aenter__(self) -> ProcessEngineClient:
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._stop()
+
+    async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
+        if not self._is_alive:
+            raise EngineDead(_DEAD_MESSAGE)
+        request_id = request.request_id
+        if request_id in self._streams:
+            raise InvalidRequest(
+                f"request id {request_id!r} is in use; use a new one", param="request_id"
+            )
+        stream: asyncio.Queue[_Item] = asyncio.Queue()
+        self._streams[request_id] = stream
+        self._send(AddRequest(request))
+        finished = False
+        try:
+            while not finished:
+                item = await stream.get()
+                if isinstance(item, OnbeatError):
+                    finished = True
+                    raise item
+                finished = item.output.finish_reason is not None
+                if item.output.finish_reason is FinishReason.ERROR:
+                    raise EngineError(item.output.error or "the engine failed on this request")
+                yield item
+        finally:
+            del self._streams[request_id]
+            if not finished and self._is_alive:
+                self._send(AbortRequests([request_id]))
+
+    async def abort(self, request_ids: Sequence[str]) -> None:
+        self._send(AbortRequests(list(request_ids)))
+
+    async def is_idle(self) -> bool:
+        return not self._streams
+
+    # --- life of the process --------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="onbeat-")
+        folder = Path(self._folder.name)
+        addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
+        self._context = zmq.asyncio.Context()
+        # Sending never blocks (no limit on queued messages), so it needs no asyncio socket.
+        self._outbox = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        for socket in (self._outbox, self._inbox):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._outbox.bind(addresses.to_engine)
+        self._inbox.bind(addresses.from_engine)
+        # spawn: a forked child would inherit the event loop and its sockets
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_engine_process, args=(self._build, addresses), name="onbeat-engine", daemon=True
+        )
+        self._process.start()
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_process_end)
+        try:
+            self._info = await self._wait_until_ready()
+        except BaseException:
+            await self._stop()
+            raise
+        self._is_alive = True
+        self._reader = asyncio.create_task(self._read(), name="onbeat-engine-reader")
+
+    async def _wait_until_ready(self) -> EngineInfo:
+        ended = asyncio.create_task(self._ended.wait())
+        try:
+            while True:
+                received = asyncio.ensure_future(self._receive())
+                await asyncio.wait({ended, received}, return_when=asyncio.FIRST_COMPLETED)
+                if not received.done() and not self._inbox.poll(timeout=0):
+                    received.cancel()
+                    raise EngineDead(
+                        f"the engine process ended while it started (exit code {self._process.exitcode})"
+                    )
+                match await received:
+                    case Progress(text):
+                        self._on_progress(text)
+                    case Ready(info):
+                        return info
+                    case StartFailed(message, is_user_error):
+                        raise ConfigError(message) if is_user_error else EngineDead(message)
+        finally:
+            ended.cancel()
+
+    def _on_process_end(self) -> None:
+        """Fail every open stream: nobody may wait for an engine that is gone."""
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self._is_alive = False
+        self._ended.set()
+        for stream in self._streams.values():
+            stream.put_nowait(EngineDead(_DEAD_MESSAGE))
+
+    async def _stop(self) -> None:
+        self._is_alive = False
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+        if not self._ended.is_set():
+            self._send(Shutdown())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), STOP_TIMEOUT_SECONDS)
+        if self._process.is_alive():
+            self._process.kill()
+        self._process.join()
+        self._context.destroy(linger=0)
+        self._folder.cleanup()
+
+    # --- messages -------------------------------------------------------------------------------------
+
+    def _send(self, message: ToEngine) -> None:
+        self._outbox.send(encode(message), flags=zmq.NOBLOCK)
+
+    async def _receive(self) -> FromEngine:
+        return decode_from_engine(await self._inbox.recv())
+
+    async def _read(self) -> None:
+        while True:
+            match await self._receive():
+                case Stepped(outputs):
+                    for observer in self._observers:
+                        observer.on_step(outputs)
+                    for output in outputs.outputs:
+                        if stream := self._streams.get(output.request_id):
+                            stream.put_nowait(Delivery(outputs.now, output))
+                case Rejected(request_id, message, param, code):
+                    kind = PromptTooLong if code == "context_length_exceeded" else InvalidRequest
+                    if stream := self._streams.get(request_id):
+                        stream.put_nowait(kind(message, param=param))

@@ -1,0 +1,50 @@
+"""Configuration of one engine; imports no torch, so that the command line starts quickly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onbeat.core.errors import ConfigError
+from onbeat.hub.resolve import ModelFiles
+
+DTYPES = ("auto", "float32", "bfloat16", "float64")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """What one engine loads and how it runs. None means: decided at start, and said."""
+
+    model: ModelFiles
+    dtype: str = "auto"
+    """`auto` is bfloat16 where the device computes in it natively, else float32."""
+    device: str = "auto"
+    """`cpu`, `cuda`, or `auto`: cuda where there is one."""
+    load_format: str = "auto"
+    """`dummy` gives random weights of the model's configuration."""
+    seed: int = 0
+    """Seed of dummy weights."""
+    threads: int | None = None
+    """CPU threads of a forward pass."""
+    kv_cache_memory_bytes: int | None = None
+    block_size: int = 16
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    policy: str = "sarathi"
+    scheduling_policy: str = "fcfs"
+    enable_prefix_caching: bool = True
+    async_scheduling: bool = False
+    """Plan the next step while the current one runs."""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        if self.load_format not in LOAD_FORMATS:
+            raise ConfigError(
+                f"unknown load format {self.load_format!r}; choose one of {', '.join(LOAD_FORMATS)}"
+            )
+        for name in ("threads", "kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")

@@ -1,0 +1,143 @@
+"""The step loop: plan, run, take the results."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from onbeat.core.protocols import Executor
+from onbeat.core.request import Request, RequestOutput
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+logger = logging.getLogger("onbeat.engine")
+
+
+@dataclass(slots=True)
+class _StepInFlight:
+    scheduled: SchedulerOutput
+    future: Future[ModelRunnerOutput]
+    start: float
+    schedule_seconds: float
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+
+
+class EngineCore:
+    """One replica: a scheduler, an executor and a clock.
+
+    Parameters
+    ----------
+    scheduler, executor : who plans and who runs.
+    max_in_flight_steps : steps launched before the oldest is waited for; 1 is synchronous, 2 hides the
+        host's work behind the device. The loop is the same.
+    clock : seconds; the same clock stamps `Request.arrival`.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        *,
+        max_in_flight_steps: int = 1,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self._executor = executor
+        self._max_in_flight_steps = max_in_flight_steps
+        self._clock = clock
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._last_end = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._in_flight) or self.scheduler.num_unfinished > 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; raises `RequestRejected` where it can never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """Drop requests; their blocks are free for the next step."""
+        return self.scheduler.abort(request_ids)
+
+    def step(self) -> StepOutputs | None:
+        """Launch the next step; collect the oldest one once `max_in_flight_steps` run or none can be added."""
+        launched = self._launch()
+        if not self._in_flight or (launched and len(self._in_flight) < self._max_in_flight_steps):
+            return None
+        return self._collect(self._in_flight.popleft())
+
+    def shutdown(self) -> None:
+        """Wait for steps in flight and let the executor go."""
+        self._executor.shutdown()
+
+    def _launch(self) -> bool:
+        scheduler = self.scheduler
+        before = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
+        start = self._clock()
+        scheduled = scheduler.schedule(start)
+        if scheduled is None:
+            return False
+        end = self._clock()
+        self._in_flight.append(
+            _StepInFlight(
+                scheduled,
+                self._executor.submit(scheduled),
+                end,
+                end - start,
+                scheduler.num_preemptions - before[0],
+                scheduler.num_prefix_queries - before[1],
+                scheduler.num_prefix_hits - before[2],
+            )
+        )
+        return True
+
+    def _collect(self, step: _StepInFlight) -> StepOutputs:
+        try:
+            result = step.future.result()
+        except Exception as error:
+            # The outermost loop of the engine: the requests of this step fail, the server goes on.
+            logger.exception("step %d failed", step.scheduled.step_id)
+            message = f"the engine failed on this step: {type(error).__name__}: {error}"
+            result = _failed_step(step.scheduled, message)
+        now = self._clock()
+        outputs = self.scheduler.update(step.scheduled, result, now)
+        stats = self._stats(step, now, self._clock() - now)
+        self._last_end = now
+        return StepOutputs(now, outputs, stats)
+
+    def _stats(self, step: _StepInFlight, now: float, update_seconds: float) -> StepStats:
+        scheduler, scheduled = self.scheduler, step.scheduled
+        return StepStats(
+            step_id=scheduled.step_id,
+            start=max(step.start, self._last_end),
+            end=now,
+            shape=scheduled.shape,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_blocks=scheduler.kv.pool.num_blocks,
+            num_used_blocks=scheduler.kv.pool.num_used_blocks,
+            num_preemptions=step.num_preemptions,
+            num_prefix_queries=step.num_prefix_queries,
+            num_prefix_hits=step.num_prefix_hits,
+            schedule_seconds=step.schedule_seconds,
+            update_seconds=update_seconds,
+            chunk_request_ids=(
+                [row.request_id for row in scheduled.rows if row.num_new_tokens > 1]
+                if scheduled.shape.num_chunks
+                else []
+            ),
+        )
+
+
+def _failed_step(scheduled: SchedulerOutput, message: str) -> ModelRunnerOutput:
+    return ModelRunnerOutput(
+        [[] for row in scheduled.rows if row.samples],
+        failed={row.request_id: message for row in scheduled.rows},
+    )

@@ -1,0 +1,31 @@
+"""Runs planned steps on a model runner, in a thread of its own."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+
+
+class StepRunner(Protocol):
+    """Something that can run a step here and now."""
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput: ...
+
+
+class ThreadExecutor:
+    """One worker thread: steps run in order, and the host may plan the next one meanwhile.
+
+    Torch lets go of the interpreter lock inside its operators, so planning overlaps with them.
+    """
+
+    def __init__(self, runner: StepRunner) -> None:
+        self._runner = runner
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step")
+
+    def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self._pool.submit(self._runner.execute, scheduled)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True)

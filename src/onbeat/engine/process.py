@@ -1,0 +1,128 @@
+"""The engine process: one thread that reads requests, steps, and sends what each step delivered."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from onbeat.core.errors import OnbeatError, RequestRejected
+from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import RequestOutput
+from onbeat.core.step import StepOutputs
+from onbeat.engine.core import EngineCore
+from onbeat.engine.messages import (
+    AbortRequests,
+    AddRequest,
+    Progress,
+    Ready,
+    Rejected,
+    Shutdown,
+    StartFailed,
+    Stepped,
+    decode_to_engine,
+    encode,
+)
+
+logger = logging.getLogger("onbeat.engine")
+
+IDLE_POLL_SECONDS = 1.0
+"""How long an idle engine waits before it looks whether its parent is still there."""
+
+BuildEngine = Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]
+"""Called in the engine process with a function that reports progress."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddresses:
+    """ZeroMQ endpoints; the client binds, the engine connects."""
+
+    to_engine: str
+    from_engine: str
+
+
+def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
+    """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    context = zmq.Context()
+    inbox = context.socket(zmq.PULL)
+    outbox = context.socket(zmq.PUSH)
+    for socket, address in ((inbox, addresses.to_engine), (outbox, addresses.from_engine)):
+        socket.set_hwm(0)  # an unread message waits in memory; a full queue must not stop the step loop
+        socket.connect(address)
+    outbox.linger = 1000
+    try:
+        core, info = build(lambda text: outbox.send(encode(Progress(text))))
+    except OnbeatError as error:
+        outbox.send(encode(StartFailed(str(error), is_user_error=True)))
+    except Exception as error:
+        logger.exception("the engine could not start")
+        outbox.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
+    else:
+        outbox.send(encode(Ready(info)))
+        _EngineLoop(core, inbox, outbox).run()
+        core.shutdown()
+    finally:
+        context.destroy(linger=1000)
+
+
+class _EngineLoop:
+    """Alternates between the inbox and the step; sleeps on the inbox when there is nothing to run."""
+
+    def __init__(self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._inbox = inbox
+        self._outbox = outbox
+        self._parent_id = os.getppid()
+        self._next_parent_check = 0.0
+        self._stopped = False
+
+    def run(self) -> None:
+        while not self._stopped and self._has_parent():
+            if not self._core.has_work:
+                self._core.scheduler.check_invariants()
+                if not self._inbox.poll(timeout=IDLE_POLL_SECONDS * 1000):
+                    continue
+            self._read_inbox()
+            outputs = self._core.step()
+            if outputs is not None:
+                self._outbox.send(encode(Stepped(outputs)))
+
+    def _has_parent(self) -> bool:
+        now = time.monotonic()
+        if now < self._next_parent_check:
+            return True
+        self._next_parent_check = now + IDLE_POLL_SECONDS
+        return os.getppid() == self._parent_id
+
+    def _read_inbox(self) -> None:
+        """Take every message that is there."""
+        while True:
+            try:
+                data = self._inbox.recv(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode_to_engine(data)
+            match message:
+                case AddRequest():
+                    self._add(message)
+                case AbortRequests():
+                    self._send(self._core.abort(message.request_ids))
+                case Shutdown():
+                    self._stopped = True
+
+    def _add(self, message: AddRequest) -> None:
+        request_id = message.request.request_id
+        try:
+            self._core.add(message.request)
+        except RequestRejected as error:
+            self._outbox.send(encode(Rejected(request_id, str(error), error.param, error.code)))
+
+    def _send(self, outputs: list[RequestOutput]) -> None:
+        if outputs:
+            self._outbox.send(encode(Stepped(StepOutputs(time.monotonic(), outputs))))

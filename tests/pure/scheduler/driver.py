@@ -1,0 +1,143 @@
+"""Runs a scheduler without an engine: tokens are a function of (request, position) alone."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+POLICY_NAMES = ("static", "orca", "prefill-first", "sarathi")
+
+
+def make_config(policy: str = "sarathi", **changes) -> SchedulerConfig:
+    values = {
+        "num_blocks": 64,
+        "block_size": 16,
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32 if policy == "sarathi" else 256,
+        "policy": policy,
+    }
+    return SchedulerConfig(**(values | changes))
+
+
+def make_request(
+    request_id: str, num_prompt_tokens: int, max_tokens: int, *, arrival=0.0, priority=0, salt=None, prompt=None
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_token_ids=tuple(prompt if prompt is not None else range(num_prompt_tokens)),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        arrival=arrival,
+        priority=priority,
+        cache_salt=salt if salt is not None else request_id,
+    )
+
+
+class Driver:
+    """Steps a scheduler by hand and remembers all that it said.
+
+    A small model of the runner: it keeps each request's tokens and block table, and checks that every row
+    continues exactly where the last one ended, inside the blocks that the request holds.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, depth: int = 1) -> None:
+        self.scheduler = Scheduler(config)
+        self.depth = depth
+        self.now = 0.0
+        self.log: list[SchedulerOutput] = []
+        self.outputs: dict[str, list[int]] = {}
+        self.finished: dict[str, FinishReason] = {}
+        self.finish_order: list[str] = []
+        self.first_scheduled: list[str] = []
+        self.in_flight: deque[SchedulerOutput] = deque()
+        self.blocks: dict[str, list[int]] = {}
+        self.known_tokens: dict[str, int] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.outputs[request.request_id] = []
+
+    def abort(self, request_id: str) -> None:
+        self.receive(self.scheduler.abort([request_id]))
+
+    def receive(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            assert output.request_id not in self.finished, "a delivery after the end"
+            self.outputs[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output.finish_reason
+                self.finish_order.append(output.request_id)
+
+    def step(self) -> bool:
+        """One turn of the engine loop; False once there is nothing to do."""
+        self.now += 1.0
+        scheduled = self.scheduler.schedule(self.now)
+        if scheduled is not None:
+            self.check_step(scheduled)
+            self.log.append(scheduled)
+            self.in_flight.append(scheduled)
+            if len(self.in_flight) < self.depth:
+                return True
+        if self.in_flight:
+            self.collect()
+            return True
+        return self.scheduler.num_unfinished > 0
+
+    def collect(self) -> None:
+        scheduled = self.in_flight.popleft()
+        sampled = []
+        for row in scheduled.rows:
+            position = row.num_computed_tokens + row.num_new_tokens
+            if row.samples:
+                sampled.append([token_of(row.request_id, position)])
+        self.receive(self.scheduler.update(scheduled, ModelRunnerOutput(sampled), self.now))
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+    def check_step(self, scheduled: SchedulerOutput) -> None:
+        config = self.scheduler.config
+        assert 0 < sum(row.num_new_tokens for row in scheduled.rows) <= config.max_num_batched_tokens
+        assert scheduled.shape.num_new_tokens == sum(row.num_new_tokens for row in scheduled.rows)
+        assert scheduled.shape.num_sequences == len(scheduled.rows) <= config.max_num_seqs
+        assert scheduled.shape.num_lm_head_rows == sum(row.samples for row in scheduled.rows)
+        ids = [row.request_id for row in scheduled.rows]
+        assert len(set(ids)) == len(ids), "a request has two rows"
+        for request_id in scheduled.released_ids:
+            del self.blocks[request_id]
+        for admitted in scheduled.admitted:
+            request_id = admitted.request.request_id
+            assert request_id not in self.blocks
+            assert list(admitted.output_token_ids) == self.outputs[request_id]
+            self.blocks[request_id] = list(admitted.block_ids)
+            self.known_tokens[request_id] = len(admitted.request.prompt_token_ids) + len(
+                admitted.output_token_ids
+            )
+            if request_id not in self.first_scheduled:
+                self.first_scheduled.append(request_id)
+        for row in scheduled.rows:
+            self.blocks[row.request_id] += row.new_block_ids
+            end = row.num_computed_tokens + row.num_new_tokens
+            assert end <= len(self.blocks[row.request_id]) * config.block_size, "KV without a block"
+            assert end <= self.known_tokens[row.request_id], "a token that nobody knows"
+            if row.samples:
+                assert end == self.known_tokens[row.request_id]
+                self.known_tokens[row.request_id] += 1
+
+
+def token_of(request_id: str, position: int) -> int:
+    return hash_text(f"{request_id}/{position}") % 1000
+
+
+def hash_text(text: str) -> int:
+    value = 1469598103934665603
+    for byte in text.encode():
+        value = (value ^ byte) * 1099511628211 % 2**64
+    return value
