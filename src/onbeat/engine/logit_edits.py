@@ -6,7 +6,7 @@ together; the work grows with the tokens concerned, not with the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -18,20 +18,20 @@ from onbeat.engine.sampling_row import SamplingRow, TokenIds
 _Floats = npt.NDArray[np.float64]
 
 
-def edit_logits(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def edit_logits(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:
     """Apply penalties, then logit bias, then bans, in place.
 
     Parameters
     ----------
     logits : [rows, vocabulary], float32 or float64, contiguous.
-    rows : one per row of `logits`.
+    rows : the requests whose logits change, by row of `logits`.
     """
     _apply_penalties(logits, rows)
     _add_bias(logits, rows)
     _ban_tokens(logits, rows)
 
 
-def _apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def _apply_penalties(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:
     """Repetition (prompt and output), then frequency and presence (output only) penalties.
 
     References
@@ -40,7 +40,7 @@ def _apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     the OpenAI API reference (frequency and presence).
     """
     indices, per_row = [], []
-    for row_index, row in enumerate(rows):
+    for row_index, row in rows.items():
         if not row.has_penalties:
             continue
         params, counts = row.params, row.token_counts
@@ -58,9 +58,9 @@ def _apply_penalties(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
     flat[where] = values - lowered_by
 
 
-def _add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def _add_bias(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:
     indices, values = [], []
-    for row_index, row in enumerate(rows):
+    for row_index, row in rows.items():
         if row.params.logit_bias:
             token_ids, bias = _in_vocabulary(logits, *row.bias)
             indices.append(row_index * logits.shape[1] + token_ids)
@@ -70,8 +70,8 @@ def _add_bias(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         logits.view(-1)[_to(logits, np.concatenate(indices))] += added
 
 
-def _ban_tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    for row_index, row in enumerate(rows):
+def _ban_tokens(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:
+    for row_index, row in rows.items():
         if row.params.allowed_token_ids:
             allowed = _to(logits, _in_vocabulary(logits, row.allowed_token_ids)[0])
             kept = logits[row_index, allowed]

@@ -94,11 +94,8 @@ class Sampler:
         edited = _select(rows, sampled, lambda row: row.edits_logits)
         if not edited:
             return
-        logits = _take(logits_RV, edited)
-        edit_logits(logits, [rows[index] for index in edited])
-        if logits.data_ptr() != logits_RV[edited[0]].data_ptr():
-            logits_RV[edited] = logits
-        for index, token_id, peak in zip(edited, *_argmax(logits), strict=True):
+        edit_logits(logits_RV, {index: rows[index] for index in edited})
+        for index, token_id, peak in zip(edited, *_argmax(_take(logits_RV, edited)), strict=True):
             sampled.token_ids[index], peaks[index] = token_id, peak
         reason = "no token can be sampled under allowed_token_ids, logit_bias, penalties and min_tokens"
         _report_invalid(sampled, edited, peaks, reason)
