@@ -44,8 +44,9 @@ class DummyCheckpoint:
         shape = self._shapes.get(name)
         if shape is None:
             raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
-        # A generator for each name: a parameter does not depend on which were read before it.
-        generator = torch.Generator().manual_seed(self._seed * 0x1_0000_0000 + zlib.crc32(name.encode()))
+        # A generator for each name: a parameter does not depend on which were read before it. The seed goes
+        # into the hash because torch's CPU generator takes only the low 32 bits.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
         noise = torch.randn(shape, generator=generator, dtype=torch.float32)
         if len(shape) == 2:
             # Embeddings feed a norm in some families and are added as they are in others: unit rows over all.

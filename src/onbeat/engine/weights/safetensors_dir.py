@@ -112,7 +112,7 @@ def weight_files(directory: Path) -> list[Path]:
     pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
     if pickles:
         raise ModelLoadError(
-            f"{directory} has pickled weights only ({pickles[0]}). Unpickling a file can run any code in it, so "
+            f"{directory} has pickled weights only ({pickles[0]}). Unpickling can run any code, so "
             "onbeat refuses; convert them to safetensors (transformers: load the model, then save_pretrained)"
         )
     raise ModelLoadError(f"{directory} has no weights: neither {_SINGLE} nor {_INDEX}")

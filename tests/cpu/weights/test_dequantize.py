@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import random
+import struct
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from onbeat.engine.weights.dequantize import SUPPORTED_TYPES, dequantize_rows
+from tests.cpu.weights.ggml_blocks import DECODERS
+
+
+def random_blocks(name: str, count: int, seed: int = 0) -> list[bytes]:
+    """Random bytes with sane half-precision scales (random ones may be NaN)."""
+    rng = random.Random(f"{name} {seed}")
+    _, size, _, halves = DECODERS[name]
+    blocks = []
+    for _ in range(count):
+        block = bytearray(rng.randbytes(size))
+        for offset in halves:
+            struct.pack_into("<e", block, offset, rng.uniform(-2, 2))
+        if name in ("F32", "BF16"):
+            block = bytearray(struct.pack("<f", rng.uniform(-2, 2))[4 - size :])
+        blocks.append(bytes(block))
+    return blocks
+
+
+def test_the_decoders_cover_every_supported_type() -> None:
+    assert {kind.name for kind in SUPPORTED_TYPES} == set(DECODERS)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_every_type_equals_its_definition(name: str) -> None:
+    block_size, _, decode, _ = DECODERS[name]
+    num_rows, blocks_per_row = 5, max(3, 64 // block_size)
+    blocks = random_blocks(name, num_rows * blocks_per_row)
+    expected = torch.tensor([value for block in blocks for value in decode(block)], dtype=torch.float64)
+    rows = np.frombuffer(b"".join(blocks), dtype=np.uint8).reshape(num_rows, -1)
+    shape = (num_rows, blocks_per_row * block_size)
+    kind = gguf.GGMLQuantizationType[name]
+    values = dequantize_rows(rows, shape, kind, torch.float32)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values.double(), expected.reshape(shape), rtol=1e-6, atol=1e-6)
+    # A lower precision is the float32 result rounded once.
+    assert torch.equal(dequantize_rows(rows, shape, kind, torch.bfloat16), values.to(torch.bfloat16))
+    assert torch.equal(dequantize_rows(rows, shape, kind, torch.float64), values.double())
+
+
+def test_hand_computed_q4_0_block() -> None:
+    # Scale 0.5; byte i has i in its low half (number i) and 15 - i in its high half (number 16 + i).
+    block = struct.pack("<e", 0.5) + bytes(i | (15 - i) << 4 for i in range(16))
+    rows = np.frombuffer(block, dtype=np.uint8).reshape(1, -1)
+    values = dequantize_rows(rows, (1, 32), gguf.GGMLQuantizationType.Q4_0, torch.float32)
+    assert values[0].tolist() == [0.5 * (i - 8) for i in range(16)] + [0.5 * (7 - i) for i in range(16)]
+
+
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "F16"])
+def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    block_size, *_ = DECODERS[name]
+    num_rows, blocks_per_row = 37, max(2, 64 // block_size)
+    rows = np.frombuffer(b"".join(random_blocks(name, num_rows * blocks_per_row)), np.uint8).reshape(
+        num_rows, -1
+    )
+    shape, kind = (num_rows, blocks_per_row * block_size), gguf.GGMLQuantizationType[name]
+    whole = dequantize_rows(rows, shape, kind, torch.float32, minus=1.0)
+    monkeypatch.setattr("onbeat.engine.weights.dequantize._CHUNK_ELEMENTS", 5 * shape[1])
+    assert torch.equal(dequantize_rows(rows, shape, kind, torch.float32, minus=1.0), whole)
+    assert torch.equal(whole, torch.from_numpy(gguf.quants.dequantize(rows, kind) - np.float32(1)))

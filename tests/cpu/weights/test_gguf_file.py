@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.weights import open_checkpoint
+from onbeat.hub.files import ModelFiles
+from tests.cpu.weights.tiny_models import (
+    FAMILIES,
+    finish,
+    head_dim,
+    parameters,
+    tiny_model,
+    to_gguf,
+    write_gguf,
+    write_metadata,
+)
+
+QUANTIZABLE = ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+K_QUANTS = ["Q4_K", "Q5_K", "Q6_K"]
+
+
+def gguf_files(path: Path) -> ModelFiles:
+    return ModelFiles(kind="gguf", path=path, name=path.name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_model_that_was_converted(family: str, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    write_gguf(tmp_path / "model.gguf", model)
+    checkpoint = open_checkpoint(gguf_files(tmp_path / "model.gguf"))
+    expected = parameters(model)
+    assert set(checkpoint.names()) == set(expected)
+    for name, tensor in expected.items():
+        # Gemma's norms went through + 1 and - 1 in float32.
+        atol = 1e-6 if family == "gemma3" and "norm" in name else 0.0
+        torch.testing.assert_close(checkpoint.get(name, torch.float32), tensor, rtol=0, atol=atol)
+    config = checkpoint.config
+    assert config.vocab_size == model.config.vocab_size
+    assert config.tie_word_embeddings == ("lm_head.weight" not in expected)
+    assert config.head_dim == head_dim(model.config)
+
+
+@pytest.mark.parametrize("name", QUANTIZABLE)
+def test_quantized_weights_are_dequantized_then_put_in_order(name: str, tmp_path: Path) -> None:
+    model, kind = tiny_model("llama"), gguf.GGMLQuantizationType[name]
+    wanted = ["blk.1.attn_q.weight", "blk.1.attn_k.weight", "blk.2.ffn_down.weight", "token_embd.weight"]
+    write_gguf(tmp_path / "model.gguf", model, dict.fromkeys(wanted, kind))
+    checkpoint = open_checkpoint(gguf_files(tmp_path / "model.gguf"))
+    for hf_name in (
+        "model.layers.1.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.2.mlp.down_proj.weight",
+        "model.embed_tokens.weight",
+    ):
+        # Quantization runs along rows, so the order of rows does not matter to it.
+        tensor = parameters(model)[hf_name].numpy()
+        expected = gguf.quants.dequantize(gguf.quants.quantize(tensor, kind), kind)
+        assert torch.equal(checkpoint.get(hf_name, torch.float32), torch.from_numpy(expected))
+
+
+def write_k_quants(path: Path, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Write a model whose feed-forward has one K-quantized matrix of random bytes; return those."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=64, intermediate_size=256, num_hidden_layers=1, num_attention_heads=2
+    )
+    _, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(0).integers(0, 256, (64, block_bytes), dtype=np.uint8)
+    halves = [208] if kind.name == "Q6_K" else [0, 2]
+    for offset in halves:
+        raw[:, offset : offset + 2] = np.linspace(-1, 1, 64, dtype=np.float16).view(np.uint8).reshape(64, 2)
+    writer = gguf.GGUFWriter(path, "llama")
+    write_metadata(writer, config)
+    for name, tensor in parameters(LlamaForCausalLM(config)).items():
+        short, values = to_gguf(name, tensor.numpy(), config)
+        if short == "blk.0.ffn_down.weight":
+            writer.add_tensor(short, raw, raw_dtype=kind)
+        else:
+            writer.add_tensor(short, values)
+    finish(writer)
+    return raw
+
+
+@pytest.mark.parametrize("name", K_QUANTS)
+def test_k_quants(name: str, tmp_path: Path) -> None:
+    kind = gguf.GGMLQuantizationType[name]
+    raw = write_k_quants(tmp_path / "model.gguf", kind)
+    checkpoint = open_checkpoint(gguf_files(tmp_path / "model.gguf"))
+    expected = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+    assert torch.equal(checkpoint.get("model.layers.0.mlp.down_proj.weight", torch.float32), expected)
+
+
+def test_llama3_frequency_factors_go_into_the_configuration(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    write_metadata(writer, model.config)
+    for name, tensor in parameters(model).items():
+        writer.add_tensor(*to_gguf(name, tensor.numpy(), model.config))
+    writer.add_tensor("rope_freqs.weight", np.array([1, 1, 2, 4, 8, 8, 8, 8], dtype=np.float32))
+    finish(writer)
+    checkpoint = open_checkpoint(gguf_files(tmp_path / "model.gguf"))
+    assert checkpoint.config.rope.kind == "factors"
+    assert checkpoint.config.rope.frequency_factors == (1.0, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0, 8.0)
+    assert "rope_freqs.weight" not in checkpoint.names()
+
+
+def test_unsupported_type_is_named(tmp_path: Path) -> None:
+    model = tiny_model("qwen2")
+    write_gguf(tmp_path / "model.gguf", model, {"blk.0.ffn_up.weight": gguf.GGMLQuantizationType.Q8_0})
+    data = (tmp_path / "model.gguf").read_bytes()
+    # The type stands after the name, the number of dimensions (4 bytes) and the dimensions (8 each).
+    at = data.index(b"blk.0.ffn_up.weight") + len(b"blk.0.ffn_up.weight") + 4 + 16
+    assert data[at] == gguf.GGMLQuantizationType.Q8_0
+    for number, shown in ((gguf.GGMLQuantizationType.IQ2_S, "IQ2_S"), (250, "number 250")):
+        (tmp_path / "odd.gguf").write_bytes(data[:at] + bytes([number]) + data[at + 1 :])
+        with pytest.raises(
+            ModelLoadError, match=rf"blk\.0\.ffn_up\.weight is of GGUF type {shown}.*supported: BF16,"
+        ):
+            open_checkpoint(gguf_files(tmp_path / "odd.gguf"))
+
+
+def test_a_file_cut_short_anywhere_is_a_clear_error(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", tiny_model("gemma3"))
+    data = (tmp_path / "model.gguf").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    start = data.index(b"token_embd.weight")
+    places = [0, 3, 4, 10, 20, 23, 30, *range(start - 700, start + 60, 31), len(data) // 2, len(data) - 40]
+    for place in places:
+        cut.write_bytes(data[:place])
+        with pytest.raises(ModelLoadError, match=r"cut\.gguf"):
+            open_checkpoint(gguf_files(cut))
+
+
+def test_truncation_names_the_tensor(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", tiny_model("llama"))
+    data = (tmp_path / "model.gguf").read_bytes()
+    (tmp_path / "model.gguf").write_bytes(data[: len(data) // 2])
+    with pytest.raises(ModelLoadError, match=r"is cut short: tensor \S+ ends at byte \d+"):
+        open_checkpoint(gguf_files(tmp_path / "model.gguf"))
+
+
+def test_other_bad_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="No such file"):
+        open_checkpoint(gguf_files(tmp_path / "none.gguf"))
+    (tmp_path / "text.gguf").write_text("this is no model" * 10)
+    with pytest.raises(ModelLoadError, match="not a GGUF file"):
+        open_checkpoint(gguf_files(tmp_path / "text.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "mamba.gguf", "mamba")
+    writer.add_block_count(1)
+    finish(writer)
+    with pytest.raises(ModelLoadError, match=r"mamba \(GGUF\).*supported"):
+        open_checkpoint(gguf_files(tmp_path / "mamba.gguf"))
+
+
+def test_missing_tensor_is_named(tmp_path: Path) -> None:
+    model = tiny_model("qwen3")
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")
+    write_metadata(writer, model.config)
+    for name, tensor in parameters(model).items():
+        if name != "model.layers.2.self_attn.k_norm.weight":
+            writer.add_tensor(*to_gguf(name, tensor.numpy(), model.config))
+    finish(writer)
+    with pytest.raises(
+        ModelLoadError, match=r"lacks 1 of \d+ tensors: model\.layers\.2\.self_attn\.k_norm\.weight"
+    ):
+        open_checkpoint(gguf_files(tmp_path / "model.gguf"))
