@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
-from onbeat.hub.resolve import ModelFiles
+from onbeat.hub.files import ModelFiles
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 LOAD_FORMATS = ("auto", "dummy")

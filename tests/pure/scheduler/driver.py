@@ -25,7 +25,14 @@ def make_config(policy: str = "sarathi", **changes) -> SchedulerConfig:
 
 
 def make_request(
-    request_id: str, num_prompt_tokens: int, max_tokens: int, *, arrival=0.0, priority=0, salt=None, prompt=None
+    request_id: str,
+    num_prompt_tokens: int,
+    max_tokens: int,
+    *,
+    arrival=0.0,
+    priority=0,
+    salt=None,
+    prompt=None,
 ) -> Request:
     return Request(
         request_id=request_id,

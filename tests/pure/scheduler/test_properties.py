@@ -94,7 +94,10 @@ def run_load(load, policy: str, *, depth: int = 1, **changes) -> Driver:
     """Requests arrive at given steps and run to the end."""
     driver = Driver(make_config(policy, **changes), depth=depth)
     pending = sorted(
-        ((arrival, f"r{i}", num_prompt, num_output) for i, (num_prompt, num_output, arrival) in enumerate(load))
+        (
+            (arrival, f"r{i}", num_prompt, num_output)
+            for i, (num_prompt, num_output, arrival) in enumerate(load)
+        )
     )
     for _ in range(20_000):
         while pending and pending[0][0] <= driver.now:

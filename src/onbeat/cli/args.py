@@ -1,0 +1,165 @@
+"""A strict argument parser: one-line errors with a near match, `--config FILE`, dashes or underscores."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import yaml
+
+from onbeat.core.errors import ConfigError
+
+T = TypeVar("T")
+
+
+class Parser(argparse.ArgumentParser):
+    """`ArgumentParser` without abbreviations, whose errors are one line on stderr and exit code 2."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter} | options)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults where there is one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, argparse.SUPPRESS) or isinstance(action.default, (list, tuple)):
+            return action.help
+        return super()._get_help_string(action)
+
+
+def add_config_flag(parser: argparse.ArgumentParser) -> None:
+    """Let a command take its flags from a YAML file too."""
+    parser.add_argument(
+        "--config", metavar="FILE.yaml", help="file whose keys are long flags; the command line wins over it"
+    )
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line strictly.
+
+    Raises
+    ------
+    SystemExit : with code 2 and one line on stderr, for anything that is not understood.
+    """
+    arguments = insert_config_file([normalise(argument) for argument in argv])
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = find_command(parser, arguments)
+        command.error(unknown_argument_message(command, unknown[0]))
+    return namespace
+
+
+def normalise(argument: str) -> str:
+    """Spell a long flag with dashes: `--max_model_len=8` is `--max-model-len=8`."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return flag.replace("_", "-") + equals + value
+
+
+def insert_config_file(arguments: list[str]) -> list[str]:
+    """Replace `--config FILE` by the flags in the file, put before the others so that those win."""
+    for index, argument in enumerate(arguments):
+        flag, equals, value = argument.partition("=")
+        if flag != "--config":
+            continue
+        if not equals and index + 1 == len(arguments):
+            return arguments  # argparse says that the value is missing
+        path = value if equals else arguments[index + 1]
+        rest = arguments[:index] + arguments[index + (1 if equals else 2) :]
+        words = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+        return rest[:words] + read_config_flags(Path(path)) + rest[words:]
+    return arguments
+
+
+def read_config_flags(path: Path) -> list[str]:
+    """Turn a YAML mapping into flags.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read or is not a mapping of flags to plain values.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
+    flags: list[str] = []
+    for key, value in content.items():
+        flag = "--" + str(key).replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif isinstance(value, list):
+            flags += [flag, *(str(item) for item in value)]
+        elif isinstance(value, dict) or value is None:
+            raise ConfigError(f"{path}: {key!r} is {value!r}; a flag takes a plain value or a list")
+        else:
+            flags.append(f"{flag}={value}")
+    return flags
+
+
+def find_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser of the innermost sub-command that the arguments name."""
+    for action in parser._subparsers._group_actions if parser._subparsers else ():
+        choices: dict[str, argparse.ArgumentParser] = dict(action.choices or {})  # type: ignore[arg-type]
+        for index, argument in enumerate(arguments):
+            if argument in choices:
+                return find_command(choices[argument], arguments[index + 1 :])
+    return parser
+
+
+def unknown_argument_message(parser: argparse.ArgumentParser, argument: str) -> str:
+    """Say what was not understood, and what was probably meant."""
+    flag = argument.partition("=")[0]
+    if not flag.startswith("-"):
+        return f"unexpected argument {argument!r}"
+    known = [option for option in parser._option_string_actions if option.startswith("--")]
+    near = difflib.get_close_matches(flag, known, n=1)
+    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
+    """Give an argparse type a readable error: 'expected WHAT, got VALUE'."""
+
+    def read(text: str) -> T:
+        try:
+            return convert(text)
+        except (ValueError, OverflowError) as error:
+            raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from error
+
+    return read
+
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def _count(text: str) -> int:
+    text = text.strip()
+    for suffix in ("iB", "B"):
+        text = text.removesuffix(suffix) if text[-len(suffix) - 1 : -len(suffix)] in _SUFFIXES else text
+    if text[-1:] in _SUFFIXES:
+        return int(float(text[:-1]) * _SUFFIXES[text[-1]])
+    return int(text)
+
+
+count = checked(_count, "a whole number such as 4096, 32k (32,000) or 4G (4 x 2^30)")
+"""Argparse type: an integer, with vLLM's suffixes (k, m, g decimal; K, M, G, T binary)."""
+
+
+def flags_of(parser: argparse.ArgumentParser) -> list[str]:
+    """Return all long flags of a parser, sorted (for the test that freezes them)."""
+    return sorted(option for option in parser._option_string_actions if option.startswith("--"))
+
+
+def print_error(message: str) -> None:
+    """Say what is wrong in one line on stderr."""
+    print(f"onbeat: error: {' '.join(message.split())}", file=sys.stderr)

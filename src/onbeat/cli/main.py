@@ -1,0 +1,69 @@
+"""The `onbeat` command: finds the sub-command, and turns errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from onbeat import __version__
+from onbeat.cli.args import Parser, parse, print_error
+from onbeat.core.errors import MissingExtra, OnbeatError
+
+COMMANDS = {
+    "serve": "onbeat.cli.serve",
+    "bench": "onbeat.cli.bench",
+    "models": "onbeat.cli.models",
+}
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+def build_parser() -> Parser:
+    """Return the parser with every sub-command."""
+    parser = Parser(prog="onbeat", description="Serve large language models to a latency objective.")
+    parser.add_argument("--version", action="version", version=f"onbeat {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
+    for name, module_name in COMMANDS.items():
+        module = _load(module_name)
+        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 2 bad input, 130 interrupted."""
+    try:
+        args = parse(build_parser(), sys.argv[1:] if argv is None else argv)
+        return int(args.run(args))
+    except OnbeatError as error:
+        print_error(str(error))
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return 0
+
+
+def run_with_extra(module_name: str, args: argparse.Namespace) -> int:
+    """Run a command whose code needs the `serve` extra."""
+    try:
+        return int(_load(module_name).run(args))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("onbeat"):
+            raise
+        raise MissingExtra(
+            f"this command needs {error.name!r}, which is not installed: pip install 'onbeat[serve]'"
+        ) from error
+
+
+def _load(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
