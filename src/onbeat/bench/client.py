@@ -1,0 +1,171 @@
+"""A streaming client for one OpenAI-compatible endpoint that notes when every delivery arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import aiohttp
+import orjson
+
+from onbeat.bench.payload import PayloadBuilder
+from onbeat.bench.record import RequestRecord, Status, TokenCountSource
+from onbeat.bench.stream import AnswerStream, StreamError, error_text
+
+CountTokens = Callable[[str], int]
+
+REJECTED_STATUSES = frozenset({429, 503})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Endpoint:
+    """Where requests go."""
+
+    url: str
+    payload: PayloadBuilder
+    headers: dict[str, str] = field(default_factory=dict)
+    timeout: float = 6 * 3600.0
+    """Longest time one request may take, seconds."""
+
+
+def open_session(timeout: float) -> aiohttp.ClientSession:
+    """Return a session whose connections are kept alive and unlimited in number.
+
+    The client must never be the queue: with a limit, requests would wait in it unseen.
+    """
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(_note_reuse)
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=60),
+        timeout=aiohttp.ClientTimeout(total=timeout),
+        trace_configs=[trace],
+        raise_for_status=False,
+    )
+
+
+async def _note_reuse(
+    _session: aiohttp.ClientSession,
+    context: SimpleNamespace,
+    _params: aiohttp.TraceConnectionReuseconnParams,
+) -> None:
+    if context.trace_request_ctx is not None:
+        context.trace_request_ctx.is_reused = True
+
+
+class StreamingClient:
+    """Sends requests and fills in their records.
+
+    Parameters
+    ----------
+    count_tokens : counts an answer's tokens when the server sends no usage.
+    keep_text : keep each answer's text in its record.
+    """
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        endpoint: Endpoint,
+        *,
+        count_tokens: CountTokens | None = None,
+        keep_text: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._session = session
+        self._endpoint = endpoint
+        self._count_tokens = count_tokens
+        self._keep_text = keep_text
+        self._clock = clock
+        self._headers = {"Content-Type": "application/json", "Accept": "text/event-stream"} | endpoint.headers
+
+    async def send(self, prompt: str, record: RequestRecord) -> RequestRecord:
+        """Send one request and read its answer; every failure ends up in the record."""
+        body = self._endpoint.payload.build(prompt, record.max_tokens)
+        stream = AnswerStream()
+        record.sent = self._clock()
+        try:
+            await self._exchange(body, stream, record)
+            record.status = Status.COMPLETED
+        except StreamError as error:
+            _note_failure(record, error.cause, error.detail)
+        except TimeoutError:
+            _note_failure(record, "timeout", f"no complete answer within {self._endpoint.timeout:g} s")
+        except aiohttp.ClientPayloadError as error:
+            _note_failure(record, "broken stream", f"the connection broke in mid-answer: {error}")
+        except aiohttp.ClientConnectorError as error:
+            _note_failure(record, "connection refused", str(error))
+        except (aiohttp.ClientError, OSError) as error:
+            _note_failure(record, "connection lost", f"{type(error).__name__}: {error}")
+        except asyncio.CancelledError:
+            record.status = Status.INTERRUPTED
+            raise
+        finally:
+            record.end = self._clock()
+            self._take_answer(stream, record)
+        return record
+
+    async def _exchange(self, body: bytes, stream: AnswerStream, record: RequestRecord) -> None:
+        async with await self._post(body) as response:
+            if response.status != 200:
+                await _raise_for_status(response, record)
+            clock = self._clock
+            content = response.content
+            while piece := await content.readany():
+                stream.feed(piece, clock())
+            stream.finish(clock())
+
+    async def _post(self, body: bytes) -> aiohttp.ClientResponse:
+        """Post, once more if a kept-alive connection turns out to have been closed by the server.
+
+        Some servers close the connection after each stream; the close can cross the next request, which then
+        was never seen by the server. A fresh connection that breaks is a failure.
+        """
+        context = SimpleNamespace(is_reused=False)
+        try:
+            return await self._post_once(body, context)
+        except (aiohttp.ServerDisconnectedError, ConnectionError):
+            if not context.is_reused:
+                raise
+        return await self._post_once(body, SimpleNamespace())
+
+    async def _post_once(self, body: bytes, context: SimpleNamespace) -> aiohttp.ClientResponse:
+        return await self._session.post(
+            self._endpoint.url, data=body, headers=self._headers, trace_request_ctx=context
+        )
+
+    def _take_answer(self, stream: AnswerStream, record: RequestRecord) -> None:
+        record.delivery_times = stream.delivery_times
+        record.finish_reason = stream.finish_reason
+        if self._keep_text:
+            record.text = "".join(stream.texts)
+        usage = stream.usage or {}
+        record.num_prompt_tokens = usage.get("prompt_tokens") or record.num_prompt_tokens
+        if usage.get("completion_tokens"):
+            record.num_output_tokens = usage["completion_tokens"]
+            record.count_source = TokenCountSource.USAGE
+        elif self._count_tokens is not None:
+            record.num_output_tokens = self._count_tokens("".join(stream.texts))
+            record.count_source = TokenCountSource.TOKENIZER
+        else:
+            record.num_output_tokens = len(stream.delivery_times)
+
+
+def _note_failure(record: RequestRecord, cause: str, detail: str) -> None:
+    record.cause = cause
+    record.detail = detail
+    if record.status is not Status.REJECTED:
+        record.status = Status.FAILED
+
+
+async def _raise_for_status(response: aiohttp.ClientResponse, record: RequestRecord) -> None:
+    body = (await response.content.read(4096)).decode(errors="replace")
+    try:
+        message = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        message = None
+    if response.status in REJECTED_STATUSES:
+        record.status = Status.REJECTED
+    detail = error_text(message) if isinstance(message, dict) else body.strip()[:300]
+    raise StreamError(f"HTTP {response.status}", detail or response.reason or "no message")

@@ -1,0 +1,194 @@
+"""What a load test is made of; one small record per concern, filled in by the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from onbeat.bench.payload import DEFAULT_PATHS, Api
+from onbeat.core.errors import ConfigError
+from onbeat.metrics.summary import SummaryOptions
+from onbeat.workload.arrivals import RampShape
+
+DatasetName = Literal[
+    "random",
+    "conversation",
+    "sharegpt",
+    "prefix_repetition",
+    "custom",
+    "azure",
+    "mooncake",
+    "burstgpt",
+    "lengths",
+]
+ArrivalKind = Literal["gamma", "constant", "replay"]
+
+DATASET_NAMES: tuple[str, ...] = get_args(DatasetName)
+FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "lengths"})
+DEFAULT_NUM_PROMPTS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetConfig:
+    """The server under test."""
+
+    base_url: str = "http://127.0.0.1:8000"
+    api: Api = "completions"
+    path: str | None = None
+    """None takes the API's usual path."""
+    model: str | None = None
+    """None asks the server's /v1/models."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    request_timeout: float = 6 * 3600.0
+    """Seconds."""
+    ready_timeout: float = 0.0
+    """How long to wait for the server to answer, seconds; 0 tries once."""
+
+    def __post_init__(self) -> None:
+        if not self.base_url.startswith(("http://", "https://")):
+            raise ConfigError(f"--base-url must start with http:// or https://, got {self.base_url!r}")
+        if self.request_timeout <= 0:
+            raise ConfigError(f"--request-timeout-sec must be above 0, got {self.request_timeout:g}")
+
+    @property
+    def url(self) -> str:
+        """Where generation requests are posted."""
+        return self.root + (self.path or DEFAULT_PATHS[self.api])
+
+    @property
+    def root(self) -> str:
+        """The server without a path; a base URL with a trailing /v1 means the same as one without."""
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetConfig:
+    """What is asked."""
+
+    name: DatasetName = "random"
+    path: Path | None = None
+    input_len: int = 1024
+    """Mean prompt tokens of `random` and `conversation`."""
+    output_len: int | None = None
+    """Output tokens of `random` (128 if None), mean of `conversation`; replaces a file's where given."""
+    range_ratio: float = 0.0
+    prefix_len: int = 0
+    """Tokens that all prompts of `random` share, on top of `input_len`."""
+    num_prefixes: int = 10
+    """Different prefixes of `prefix_repetition`."""
+    repeated_prefix_len: int = 256
+    suffix_len: int = 256
+    repetition_output_len: int = 128
+    shuffle: bool = True
+    """Draw conversations in random order (`sharegpt`, `lengths`) instead of file order."""
+    length_scale: float = 1.0
+    """Multiplies every length of a synthetic data set."""
+
+    def __post_init__(self) -> None:
+        if self.name in FILE_DATASETS and self.path is None:
+            raise ConfigError(f"--dataset-name {self.name} needs a file: give it with --dataset-path")
+        if self.name not in FILE_DATASETS and self.path is not None:
+            raise ConfigError(
+                f"--dataset-name {self.name} reads no file, but --dataset-path {self.path} was given"
+            )
+        if not 0 < self.length_scale <= 1:
+            raise ConfigError(f"the length scale must lie in (0, 1], got {self.length_scale:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RampConfig:
+    """A request rate that moves during the run."""
+
+    shape: RampShape
+    start_rate: float
+    end_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadConfig:
+    """How it is asked."""
+
+    request_rate: float = math.inf
+    """Requests per second; infinity sends as fast as `max_concurrency` allows."""
+    arrivals: ArrivalKind = "gamma"
+    burstiness: float = 1.0
+    rate_scale: float = 1.0
+    """Speed-up of replayed arrivals."""
+    ramp: RampConfig | None = None
+    max_concurrency: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.request_rate > 0:
+            raise ConfigError(f"--request-rate must be above 0 (or inf), got {self.request_rate:g}")
+        if self.max_concurrency is not None and self.max_concurrency < 1:
+            raise ConfigError(f"--max-concurrency must be at least 1, got {self.max_concurrency}")
+        if self.ramp is not None and (math.isfinite(self.request_rate) or self.arrivals != "gamma"):
+            raise ConfigError(
+                "--ramp-up-strategy sets the rate itself: leave out --request-rate and --arrivals"
+            )
+        if self.arrivals == "constant" and math.isinf(self.request_rate):
+            raise ConfigError("--arrivals constant needs a finite --request-rate")
+        if self.arrivals == "replay" and math.isfinite(self.request_rate):
+            raise ConfigError(
+                "--arrivals replay keeps the recorded times; scale them with --rate-scale instead"
+            )
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether requests have arrival times of their own (an open loop)."""
+        return math.isfinite(self.request_rate) or self.arrivals == "replay" or self.ramp is not None
+
+    def at_concurrency(self, max_concurrency: int) -> LoadConfig:
+        """Return the closed loop of that many workers."""
+        return LoadConfig(max_concurrency=max_concurrency)
+
+    def at_rate(self, request_rate: float) -> LoadConfig:
+        """Return this load at another rate."""
+        return replace(self, request_rate=request_rate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """One measured run: a data set under a load."""
+
+    dataset: DatasetConfig
+    load: LoadConfig
+    num_prompts: int | None = None
+    """None takes 1000, or the whole file if it has fewer."""
+    title: str = ""
+    """What sets this run apart from others in a sweep, for tables and plots."""
+    series: str = ""
+    """Runs of one series are joined by a line in plots."""
+
+    def __post_init__(self) -> None:
+        if self.num_prompts is not None and self.num_prompts < 1:
+            raise ConfigError(f"--num-prompts must be at least 1, got {self.num_prompts}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """What all runs of one command share."""
+
+    target: TargetConfig
+    backend: str = "openai"
+    label: str | None = None
+    tokenizer: Path | None = None
+    num_warmups: int = 0
+    seed: int = 0
+    salt: str = ""
+    """Changes the words of the prompts, but no length and no arrival."""
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    """Sampling fields and others, added to each request."""
+    summary: SummaryOptions = field(default_factory=SummaryOptions)
+    num_gpus: int = 1
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    keep_text: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_gpus < 1:
+            raise ConfigError(f"--num-gpus must be at least 1, got {self.num_gpus}")
+        if self.num_warmups < 0:
+            raise ConfigError(f"--num-warmups must not be negative, got {self.num_warmups}")

@@ -1,0 +1,45 @@
+"""Request bodies of the two OpenAI endpoints, and what their stream chunks carry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+Api = Literal["completions", "chat"]
+
+DEFAULT_PATHS: dict[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PayloadBuilder:
+    """Makes the body of a streaming request."""
+
+    api: Api
+    model: str
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields added to every body; they win over the built ones."""
+
+    def build(self, prompt: str, max_tokens: int) -> bytes:
+        """Return the JSON body that asks for at most `max_tokens` tokens and a usage count."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.api == "chat":
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        return orjson.dumps(body | dict(self.extra))
+
+
+def choice_text(choice: Mapping[str, Any]) -> str:
+    """Return the text that one choice of a chunk delivers, reasoning text included; '' if none."""
+    delta = choice.get("delta")
+    if delta is None:
+        return choice.get("text") or ""
+    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""

@@ -1,0 +1,101 @@
+"""What must be known of the server before it is loaded: that it answers, its model, how it counts tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import aiohttp
+import orjson
+
+from onbeat.bench.config import TargetConfig
+from onbeat.core.errors import ConfigError
+from onbeat.workload.prompts import WordPool, calibrated_pool
+from onbeat.workload.words import COMMON_WORDS
+
+NUM_CALIBRATION_WORDS = 256
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
+
+
+async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig) -> list[str]:
+    """Return the ids of the models that the server offers, once it answers.
+
+    Raises
+    ------
+    ConfigError : no answer in time, or one that no OpenAI-compatible server gives.
+    """
+    url = f"{target.root}/v1/models"
+    deadline = time.monotonic() + target.ready_timeout
+    while True:
+        try:
+            async with session.get(url, headers=dict(target.headers), timeout=PROBE_TIMEOUT) as response:
+                if response.status < 500:
+                    return await _model_ids(url, response)
+                problem = f"HTTP {response.status}"
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            problem = str(error) or type(error).__name__
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"no server answers at {url} ({problem}). Start it, mend --base-url, or wait for it with "
+                f"--ready-check-timeout-sec"
+            )
+        await asyncio.sleep(0.5)
+
+
+async def _model_ids(url: str, response: aiohttp.ClientResponse) -> list[str]:
+    if response.status in {401, 403}:
+        raise ConfigError(f"{url} answers HTTP {response.status}: set the key in OPENAI_API_KEY")
+    if response.status == 404:  # an endpoint without a model list can be loaded all the same
+        return []
+    try:
+        return [model["id"] for model in orjson.loads(await response.read())["data"]]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        raise ConfigError(f"{url} does not answer like an OpenAI-compatible server") from error
+
+
+def choose_model(target: TargetConfig, offered: list[str]) -> str:
+    """Return the model to ask for.
+
+    Raises
+    ------
+    ConfigError : none was named and the server does not offer exactly one kind of answer.
+    """
+    if target.model is not None:
+        return target.model
+    if not offered:
+        raise ConfigError(f"{target.root} lists no model: name one with --model")
+    return offered[0]
+
+
+async def server_pool(session: aiohttp.ClientSession, target: TargetConfig, model: str) -> WordPool | None:
+    """Return words that the server's own /tokenize counts as one token; None if it has no such path."""
+    candidates = COMMON_WORDS[:: len(COMMON_WORDS) // NUM_CALIBRATION_WORDS]
+    texts = ["the", "the the", *candidates, *(f"{word} {word}" for word in candidates)]
+    if await _count(session, target, model, candidates[0]) is None:
+        return None
+    limit = asyncio.Semaphore(8)
+
+    async def count(text: str) -> int:
+        async with limit:
+            return await _count(session, target, model, text) or 0
+
+    counts = dict(zip(texts, await asyncio.gather(*map(count, texts)), strict=True))
+    return calibrated_pool(candidates, counts.__getitem__, source="server")
+
+
+async def _count(session: aiohttp.ClientSession, target: TargetConfig, model: str, text: str) -> int | None:
+    body: Mapping[str, Any] = {"model": model, "prompt": text}
+    try:
+        async with session.post(
+            f"{target.root}/tokenize", json=body, headers=dict(target.headers), timeout=PROBE_TIMEOUT
+        ) as response:
+            if response.status != 200:
+                return None
+            answer = orjson.loads(await response.read())
+    except (TimeoutError, aiohttp.ClientError, OSError, orjson.JSONDecodeError):
+        return None
+    if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
+        return None
+    return len(answer["tokens"])

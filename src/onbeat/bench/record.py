@@ -1,0 +1,86 @@
+"""What the load client notes of each request."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    """An error answer, a broken stream, a timeout or no text."""
+    REJECTED = "rejected"
+    """HTTP 429 or 503: the server refused it for want of capacity."""
+    INTERRUPTED = "interrupted"
+    """The run was stopped while the request was open; it counts nowhere."""
+
+
+class TokenCountSource(StrEnum):
+    """Where a token count comes from, best first."""
+
+    USAGE = "usage"
+    """The server's own count in the answer."""
+    TOKENIZER = "tokenizer"
+    """The given tokenizer, run over the answer."""
+    CHUNKS = "chunks"
+    """The number of deliveries: too low if the server sends several tokens at once."""
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request as the client saw it. Times are seconds of `time.perf_counter`.
+
+    Memory: about 8 bytes per delivery; the text is kept only when asked for.
+    """
+
+    index: int
+    num_prompt_tokens: int
+    """The planned length; the server's count replaces it when the answer carries one."""
+    max_tokens: int
+    scheduled: float | None = None
+    """When an open loop wanted to send it; None in a closed loop."""
+    slot_wait: float = 0.0
+    """Time spent waiting for one of `max_concurrency` slots."""
+    sent: float = 0.0
+    end: float = 0.0
+    delivery_times: array[float] = field(default_factory=lambda: array("d"))
+    num_output_tokens: int = 0
+    count_source: TokenCountSource = TokenCountSource.CHUNKS
+    finish_reason: str | None = None
+    status: Status = Status.FAILED
+    cause: str | None = None
+    """Failures of one kind share it: `HTTP 500`, `timeout`, `broken stream` ..."""
+    detail: str | None = None
+    """What exactly happened, for a person."""
+    text: str | None = None
+
+    @property
+    def arrival(self) -> float:
+        """Where TTFT and E2E start: the scheduled time if there is one.
+
+        Timing an open loop from the send would hide the wait of requests that the client sent late
+        ("coordinated omission").
+        """
+        return self.sent if self.scheduled is None else self.scheduled
+
+    @property
+    def client_queue_time(self) -> float:
+        """Time from the scheduled arrival to the send, seconds; 0 in a closed loop."""
+        return self.sent - self.arrival
+
+    @property
+    def dispatch_lag(self) -> float:
+        """How late the client itself was: the queue time without the wait for a slot, seconds."""
+        return max(0.0, self.client_queue_time - self.slot_wait)
+
+    @property
+    def is_completed(self) -> bool:
+        return self.status is Status.COMPLETED
+
+    @property
+    def is_rejected(self) -> bool:
+        return self.status is Status.REJECTED

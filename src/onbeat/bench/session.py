@@ -1,0 +1,196 @@
+"""One command's measurements: probe the server, then run after run against it."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
+from onbeat.bench.config import BenchConfig, LoadConfig, RunConfig
+from onbeat.bench.datasets import PromptTools, load_workload
+from onbeat.bench.feed import PromptFeed
+from onbeat.bench.payload import PayloadBuilder
+from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
+from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.result import RunResult, build_result
+from onbeat.bench.runner import LoadPlan, LoadRunner
+from onbeat.core.errors import ConfigError
+from onbeat.core.protocols import Tokenizer
+from onbeat.workload.arrivals import constant_arrivals, gamma_arrivals, ramp_arrivals, replay_arrivals
+from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
+from onbeat.workload.workload import Workload
+
+
+class Progress(Protocol):
+    """What the caller shows while runs go on."""
+
+    def on_phase(self, text: str) -> None:
+        """Say what is being done before and between runs."""
+        ...
+
+    def on_start(self, run: RunConfig, num_requests: int) -> None: ...
+
+    def on_request(self, record: RequestRecord) -> None: ...
+
+    def on_result(self, result: RunResult) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Server:
+    """The server under test, probed."""
+
+    session: aiohttp.ClientSession
+    endpoint: Endpoint
+    model: str
+    pool: WordPool
+    count_tokens: CountTokens | None
+
+
+async def run_bench(
+    bench: BenchConfig,
+    runs: Sequence[RunConfig],
+    *,
+    tokenizer: Tokenizer | None,
+    progress: Progress,
+    stop: asyncio.Event,
+) -> list[RunResult]:
+    """Do the runs one after another; when `stop` is set, return what has been measured.
+
+    Raises
+    ------
+    ConfigError : the server does not answer, or a data set is bad.
+    """
+    async with open_session(bench.target.request_timeout) as session:
+        server = await _probe(session, bench, tokenizer, progress)
+        results: list[RunResult] = []
+        for position, run in enumerate(runs):
+            if stop.is_set():
+                break
+            result = await _run(bench, run, position, server, progress, stop)
+            results.append(result)
+            progress.on_result(result)
+        return results
+
+
+async def _probe(
+    session: aiohttp.ClientSession, bench: BenchConfig, tokenizer: Tokenizer | None, progress: Progress
+) -> _Server:
+    target = bench.target
+    progress.on_phase(f"asking {target.root}")
+    model = choose_model(target, await wait_until_ready(session, target))
+    pool: WordPool | None
+    if tokenizer is not None:
+        pool = tokenizer_pool(tokenizer)
+    else:
+        pool = await server_pool(session, target, model)
+    return _Server(
+        session=session,
+        endpoint=Endpoint(
+            url=target.url,
+            payload=PayloadBuilder(api=target.api, model=model, extra=bench.extra_body),
+            headers=dict(target.headers),
+            timeout=target.request_timeout,
+        ),
+        model=model,
+        pool=pool or estimated_pool(),
+        count_tokens=None if tokenizer is None else _output_counter(tokenizer),
+    )
+
+
+def _output_counter(tokenizer: Tokenizer) -> CountTokens:
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _count_words(text: str) -> int:
+    return len(text.split())
+
+
+async def _run(
+    bench: BenchConfig,
+    run: RunConfig,
+    position: int,
+    server: _Server,
+    progress: Progress,
+    stop: asyncio.Event,
+) -> RunResult:
+    # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
+    tools = PromptTools(
+        writer=PromptWriter(server.pool, f"{bench.salt}/{position}"),
+        count_tokens=server.count_tokens or _count_words,
+    )
+    progress.on_phase(f"making prompts ({run.dataset.name})")
+    workload = await asyncio.to_thread(load_workload, run.dataset, run.num_prompts, tools, bench.seed)
+    plan = LoadPlan(
+        offsets=schedule(run.load, workload, np.random.default_rng([bench.seed, 1])),
+        max_concurrency=run.load.max_concurrency,
+    )
+    client = StreamingClient(
+        server.session, server.endpoint, count_tokens=server.count_tokens, keep_text=bench.keep_text
+    )
+    if bench.num_warmups:
+        progress.on_phase(f"warming up with {bench.num_warmups} requests")
+        await _warm_up(bench, run, client, tools, stop)
+    feed = PromptFeed(workload)
+    await feed.fill()
+    progress.on_start(run, len(workload))
+    outcome = await LoadRunner(client.send, plan, on_end=progress.on_request).run(feed, stop)
+    run = replace(run, num_prompts=len(workload))
+    return build_result(bench, run, outcome, model=server.model, length_source=server.pool.source)
+
+
+async def _warm_up(
+    bench: BenchConfig, run: RunConfig, client: StreamingClient, tools: PromptTools, stop: asyncio.Event
+) -> None:
+    """Send requests of the run's own kind, but with other words, and forget them.
+
+    Raises
+    ------
+    ConfigError : every one failed: the run would only repeat that.
+    """
+    tools = replace(tools, writer=replace(tools.writer, salt=f"{tools.writer.salt}/warm-up"))
+    workload = await asyncio.to_thread(load_workload, run.dataset, run.num_prompts, tools, bench.seed)
+    num_warmups = min(bench.num_warmups, len(workload))
+    plan = LoadPlan(offsets=None, max_concurrency=min(num_warmups, run.load.max_concurrency or num_warmups))
+    outcome = await LoadRunner(client.send, plan).run(PromptFeed(workload, limit=num_warmups), stop)
+    failures = [record for record in outcome.records if record.status is Status.FAILED]
+    if failures and len(failures) == num_warmups:
+        raise ConfigError(
+            f"all {num_warmups} warm-up requests failed: {failures[0].cause}: {failures[0].detail}"
+        )
+
+
+def schedule(load: LoadConfig, workload: Workload, rng: np.random.Generator) -> NDArray[np.float64] | None:
+    """Return the arrival offsets of a load in seconds; None in a closed loop.
+
+    Raises
+    ------
+    ConfigError : a replay of a data set without times.
+    """
+    num_requests = len(workload)
+    if load.ramp is not None:
+        return ramp_arrivals(
+            num_requests,
+            start_rate=load.ramp.start_rate,
+            end_rate=load.ramp.end_rate,
+            shape=load.ramp.shape,
+            burstiness=load.burstiness,
+            rng=rng,
+        )
+    if load.arrivals == "replay":
+        if workload.times is None:
+            raise ConfigError(
+                f"the {workload.name} data set has no arrival times to replay: give --request-rate"
+            )
+        return replay_arrivals(workload.times, rate_scale=load.rate_scale)
+    if math.isinf(load.request_rate):
+        return None
+    if load.arrivals == "constant":
+        return constant_arrivals(num_requests, rate=load.request_rate)
+    return gamma_arrivals(num_requests, rate=load.request_rate, burstiness=load.burstiness, rng=rng)

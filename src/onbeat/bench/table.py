@@ -1,0 +1,131 @@
+"""Results as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from onbeat.bench.result import RunResult
+from onbeat.metrics.summary import percentile_name
+
+METRIC_TITLES = {
+    "ttft": "TTFT",
+    "tpot": "TPOT",
+    "itl": "TBT",
+    "e2el": "E2E",
+    "client_queue_time": "client queue",
+    "e2el_including_client_queue": "E2E with client queue",
+}
+
+
+def number(value: Any, digits: int = 1) -> str:
+    """Return a number for people: fewer digits the larger it is; `-` for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}f}" if abs(value) >= 10 else f"{value:.{digits + 1}f}"
+
+
+def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the counts and rates of one run, as (name, value)."""
+    rows = [
+        ("requests completed", number(summary["completed"])),
+        ("requests failed", number(summary["failed"])),
+        ("requests rejected", number(summary["rejected"])),
+        ("duration (s)", number(summary["duration"])),
+        ("prompt tokens", number(summary["total_input_tokens"])),
+        ("output tokens", number(summary["total_output_tokens"])),
+        ("request throughput (req/s)", number(summary["request_throughput"])),
+        ("output throughput (tok/s)", number(summary["output_throughput"])),
+        ("total throughput (tok/s)", number(summary["total_token_throughput"])),
+        ("peak output in 1 s (tok)", number(summary["max_output_tokens_per_s"])),
+        ("peak concurrency", number(summary["max_concurrent_requests"])),
+    ]
+    if summary["request_goodput"] is not None:
+        rows.append(("goodput (req/s)", number(summary["request_goodput"])))
+        rows.append(
+            ("objectives met", f"{summary['attainment']:.1%}" if summary["attainment"] is not None else "-")
+        )
+    return rows
+
+
+def latency_rows(
+    summary: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]
+) -> list[tuple[str, ...]]:
+    """Return one row per metric: its title, mean, median, standard deviation, percentiles, maximum (ms)."""
+    columns = ["mean", "median", "std", *map(percentile_name, percentiles), "max"]
+    return [
+        (METRIC_TITLES[metric], *(number(summary[f"{column}_{metric}_ms"]) for column in columns))
+        for metric in metrics
+    ]
+
+
+def run_tables(result: RunResult, metrics: Sequence[str], percentiles: Sequence[float]) -> list[Table]:
+    """Return the tables of one run."""
+    counts = Table(box=SIMPLE_HEAD, title="Load test", title_justify="left", show_header=False)
+    counts.add_column()
+    counts.add_column(justify="right")
+    for row in summary_rows(result.summary):
+        counts.add_row(*row)
+    latencies = Table(box=SIMPLE_HEAD, title="Latency (ms)", title_justify="left")
+    latencies.add_column("")
+    for column in ("mean", "median", "std", *map(percentile_name, percentiles), "max"):
+        latencies.add_column(column, justify="right")
+    for latency_row in latency_rows(result.summary, metrics, percentiles):
+        latencies.add_row(*latency_row)
+    tables = [counts, latencies]
+    if result.summary["errors_by_cause"]:
+        tables.append(error_table(result.summary["errors_by_cause"]))
+    return tables
+
+
+def error_table(errors: Sequence[dict[str, Any]]) -> Table:
+    """Return failures and rejections by cause."""
+    table = Table(box=SIMPLE_HEAD, title="Not completed", title_justify="left")
+    for name in ("status", "cause", "count", "example"):
+        table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
+    for error in errors:
+        table.add_row(error["status"], error["cause"], number(error["count"]), str(error["example"])[:120])
+    return table
+
+
+SWEEP_COLUMNS = (
+    ("out tok/s", "output_throughput"),
+    ("req/s", "request_throughput"),
+    ("TTFT mean", "mean_ttft_ms"),
+    ("P90", "p90_ttft_ms"),
+    ("P99", "p99_ttft_ms"),
+    ("TPOT mean", "mean_tpot_ms"),
+    ("P90", "p90_tpot_ms"),
+    ("P99", "p99_tpot_ms"),
+    ("TBT P99", "p99_itl_ms"),
+    ("max", "max_itl_ms"),
+)
+
+
+def sweep_table(results: Sequence[RunResult]) -> Table:
+    """Return one row per run of a sweep; a column that no run has is left out."""
+    table = Table(box=SIMPLE_HEAD, title="Sweep (times in ms)", title_justify="left")
+    table.add_column("run")
+    table.add_column("done", justify="right")
+    columns = [(title, key) for title, key in SWEEP_COLUMNS if any(key in r.summary for r in results)]
+    has_goodput = any(result.summary["request_goodput"] is not None for result in results)
+    for title, _ in columns:
+        table.add_column(title, justify="right")
+    if has_goodput:
+        table.add_column("good", justify="right")
+    for result in results:
+        summary = result.summary
+        lost = summary["failed"] + summary["rejected"]
+        done = number(summary["completed"]) + (f" (-{lost})" if lost else "")
+        cells = [number(summary.get(key)) for _, key in columns]
+        if has_goodput:
+            cells.append(f"{summary['attainment']:.0%}")
+        table.add_row(result.config.title, done, *cells)
+    return table

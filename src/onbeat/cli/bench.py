@@ -1,0 +1,143 @@
+"""`onbeat bench`: load a server and report its latency; compare two results."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from onbeat.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from onbeat.bench.config import BenchConfig, RunConfig
+    from onbeat.bench.result import RunResult
+    from onbeat.bench.session import Progress
+    from onbeat.core.protocols import Tokenizer
+
+NAME = "bench"
+HELP = "load any OpenAI-compatible server and report its latency"
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the sub-commands `serve` and `compare`."""
+    from onbeat.cli import bench_options as options
+
+    commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
+    serve = commands.add_parser("serve", help="load a running server", description="Load a running server.")
+    options.add_target_options(serve)
+    options.add_dataset_options(serve)
+    options.add_load_options(serve)
+    options.add_sampling_options(serve)
+    options.add_output_options(serve)
+    compare = commands.add_parser(
+        "compare", help="compare two saved results", description="Compare two saved results."
+    )
+    compare.add_argument("baseline", type=Path, metavar="A.json")
+    compare.add_argument("candidate", type=Path, metavar="B.json")
+    compare.add_argument("--seed", type=int, default=0, help="of the bootstrap")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a sub-command; returns the exit code."""
+    if args.bench_command == "compare":
+        return _compare(args)
+    return _serve(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from onbeat.cli import bench_options as options
+    from onbeat.cli.bench_progress import BenchProgress
+
+    bench = options.bench_config(args)
+    runs = _planned_runs(args)
+    console = Console(stderr=True)
+    tokenizer = _load_tokenizer(bench.tokenizer)
+    with BenchProgress(console, is_quiet=args.disable_tqdm, num_runs=len(runs)) as progress:
+        results = asyncio.run(_measure(bench, runs, tokenizer, progress))
+    if not results:
+        console.print("interrupted before anything was measured")
+        return INTERRUPTED
+    _show(args, results)
+    _save(args, bench, results, console)
+    return INTERRUPTED if any(result.summary["interrupted"] for result in results) else 0
+
+
+def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:
+    from onbeat.bench.config import RunConfig
+    from onbeat.bench.plan import concurrency_sweep, rate_sweep
+    from onbeat.cli import bench_options as options
+
+    dataset = options.dataset_config(args)
+    load = options.load_config(args, is_trace=args.trace is not None)
+    base = RunConfig(
+        dataset=dataset, load=load, num_prompts=args.num_prompts, title=args.label or args.backend
+    )
+    runs: list[RunConfig] = []
+    if args.sweep_concurrency:
+        levels = options.whole_numbers("--sweep-concurrency", args.sweep_concurrency)
+        runs += concurrency_sweep(base, levels)
+    if args.sweep_rate:
+        runs += rate_sweep(base, options.numbers("--sweep-rate", args.sweep_rate))
+    return runs or [base]
+
+
+def _load_tokenizer(path: Path | None) -> Tokenizer | None:
+    if path is None:
+        return None
+    from onbeat.text.tokenizer import load_tokenizer
+
+    return load_tokenizer(path)
+
+
+async def _measure(
+    bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: Progress
+) -> list[RunResult]:
+    """Measure; the first Ctrl-C ends the current run early and keeps what it has measured."""
+    from onbeat.bench.session import run_bench
+
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    return await run_bench(bench, runs, tokenizer=tokenizer, progress=progress, stop=stop)
+
+
+def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
+    from onbeat.bench.table import run_tables, sweep_table
+    from onbeat.cli import bench_options as options
+
+    console = Console()
+    percentiles = options.summary_options(args).percentiles
+    if len(results) == 1:
+        for table in run_tables(results[0], options.table_metrics(args), percentiles):
+            console.print(table)
+    else:
+        console.print(sweep_table(results))
+    for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
+        console.print(f"note: {warning}", markup=False, highlight=False)
+    if any(result.summary["interrupted"] for result in results):
+        console.print("interrupted: this is a partial result", style="bold yellow")
+
+
+def _save(args: argparse.Namespace, bench: BenchConfig, results: list[RunResult], console: Console) -> None:
+    from onbeat.bench.result import default_file_name, to_document, write_document
+
+    document = to_document(results, detailed=args.save_detailed)
+    paths = [args.json] if args.json is not None else []
+    if args.save_result or args.append_result or args.result_filename:
+        name = args.result_filename or default_file_name(bench, results)
+        paths.append((args.result_dir or Path()) / name)
+    elif args.result_dir is not None:
+        raise ConfigError("--result-dir needs --save-result")
+    for path in paths:
+        write_document(path, document, append=args.append_result)
+        console.print(f"saved {path}", highlight=False)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    raise NotImplementedError

@@ -1,0 +1,65 @@
+"""The progress bar of a load test."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from onbeat.bench.config import RunConfig
+from onbeat.bench.record import RequestRecord
+from onbeat.bench.result import RunResult
+
+
+class BenchProgress:
+    """Shows phases, a bar per run, and failures as they come.
+
+    Parameters
+    ----------
+    is_quiet : show nothing.
+    """
+
+    def __init__(self, console: Console, *, is_quiet: bool, num_runs: int) -> None:
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}"),
+            console=console,
+            disable=is_quiet,
+            refresh_per_second=4,  # drawing takes time from the client
+        )
+        self._num_runs = num_runs
+        self._num_started = 0
+        self._num_lost = 0
+        self._task: TaskID = self._bar.add_task("", total=None, note="")
+
+    def __enter__(self) -> BenchProgress:
+        self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def on_phase(self, text: str) -> None:
+        self._bar.update(self._task, description=text)
+
+    def on_start(self, run: RunConfig, num_requests: int) -> None:
+        self._num_started += 1
+        self._num_lost = 0
+        position = f"[{self._num_started}/{self._num_runs}] " if self._num_runs > 1 else ""
+        self._bar.reset(self._task, total=num_requests, description=f"{position}{run.title}", note="")
+
+    def on_request(self, record: RequestRecord) -> None:
+        if not record.is_completed:
+            self._num_lost += 1
+            self._bar.update(self._task, note=f"{self._num_lost} not completed ({record.cause})")
+        self._bar.advance(self._task)
+
+    def on_result(self, result: RunResult) -> None:
+        rate = result.summary["output_throughput"]
+        self._bar.update(self._task, note=f"{rate:,.0f} output tok/s")

@@ -1,0 +1,94 @@
+"""How many tokens requests bring and ask for."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+
+TokenCounts = NDArray[np.int64]
+
+
+class Lengths(Protocol):
+    """A distribution of token counts."""
+
+    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
+        """Return one count per request, each at least 1."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FixedLength:
+    """Every request has the same length."""
+
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        _require_positive(self.num_tokens)
+
+    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:  # noqa: ARG002
+        return np.full(num_requests, self.num_tokens, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class UniformLength:
+    """Whole numbers, uniform in [mean (1 - range_ratio), mean (1 + range_ratio)], both ends included."""
+
+    mean: int
+    range_ratio: float
+
+    def __post_init__(self) -> None:
+        _require_positive(self.mean)
+        if not 0 <= self.range_ratio < 1:
+            raise ConfigError(f"the range ratio must lie in [0, 1), got {self.range_ratio:g}")
+
+    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
+        low = max(1, math.floor(self.mean * (1 - self.range_ratio)))
+        high = max(low, math.ceil(self.mean * (1 + self.range_ratio)))
+        return rng.integers(low, high, size=num_requests, endpoint=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormalLength:
+    """Log-normal with the given mean (before clipping): the shape of human conversations."""
+
+    mean: float
+    sigma: float
+    """Standard deviation of the logarithm."""
+    low: int = 1
+    high: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        _require_positive(self.low)
+        if not self.low <= self.mean <= self.high:
+            raise ConfigError(f"the mean length {self.mean:g} must lie in [{self.low}, {self.high}]")
+
+    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
+        location = math.log(self.mean) - self.sigma**2 / 2
+        drawn = rng.lognormal(location, self.sigma, size=num_requests)
+        return np.clip(np.rint(drawn), self.low, self.high).astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class EmpiricalLength:
+    """Draw with replacement from observed lengths."""
+
+    observed: TokenCounts
+
+    def __post_init__(self) -> None:
+        if not self.observed.size:
+            raise ConfigError("an empirical length distribution needs at least one observation")
+        _require_positive(int(self.observed.min()))
+
+    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
+        return rng.choice(self.observed, size=num_requests)
+
+
+def _require_positive(num_tokens: int) -> None:
+    if num_tokens < 1:
+        raise ConfigError(f"a length must be at least 1 token, got {num_tokens}")

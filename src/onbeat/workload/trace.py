@@ -1,0 +1,219 @@
+"""Recorded workloads: lengths, and arrival times and shared prefixes where the file has them.
+
+The header decides the kind. gzip files are read as they are.
+
+==========  =====================================================================
+kind        columns (CSV) or keys (JSON lines)
+==========  =====================================================================
+azure       TIMESTAMP, ContextTokens, GeneratedTokens
+mooncake    timestamp (or timestamp_ms), input_length, output_length, hash_ids
+burstgpt    Timestamp, Request tokens, Response tokens
+lengths     num_prefill_tokens, num_decode_tokens
+==========  =====================================================================
+
+References
+----------
+Patel et al., "Splitwise", ISCA 2024 (Azure LLM inference trace 2023); Qin et al., "Mooncake", FAST 2025.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+
+TraceKind = Literal["azure", "mooncake", "burstgpt", "lengths"]
+
+MOONCAKE_BLOCK_SIZE = 512
+"""Prompt tokens of one hashed block in Mooncake's traces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trace:
+    """Columns of a recorded workload, one entry a request, in file order."""
+
+    kind: TraceKind
+    num_prompt_tokens: NDArray[np.int64]
+    num_output_tokens: NDArray[np.int64]
+    times: NDArray[np.float64] | None = None
+    """Seconds, from any origin; None where the file has no times."""
+    block_ids: tuple[tuple[int, ...], ...] | None = None
+    """Ids of each prompt's blocks; equal ids mean an equal prefix up to the block's end."""
+    block_size: int = MOONCAKE_BLOCK_SIZE
+
+    def __len__(self) -> int:
+        return len(self.num_prompt_tokens)
+
+    def take(self, rows: NDArray[np.int64]) -> Trace:
+        """Return the given rows in the given order."""
+        return Trace(
+            kind=self.kind,
+            num_prompt_tokens=self.num_prompt_tokens[rows],
+            num_output_tokens=self.num_output_tokens[rows],
+            times=None if self.times is None else self.times[rows],
+            block_ids=None if self.block_ids is None else tuple(self.block_ids[i] for i in rows.tolist()),
+            block_size=self.block_size,
+        )
+
+
+Row = tuple[float | None, int, int, tuple[int, ...] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    kind: TraceKind
+    columns: frozenset[str]
+    parse: Callable[[Mapping[str, Any]], Row]
+
+
+def read_trace(path: Path, *, kind: TraceKind | None = None) -> Trace:
+    """Read a trace file of any known kind.
+
+    Parameters
+    ----------
+    path : CSV or JSON lines, plain or gzip.
+    kind : what it must be; None takes what the header says.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, has an unknown header, or a bad value; the message names the line.
+    """
+    text = read_text(path)
+    if not text.strip():
+        raise ConfigError(f"{path}: the file is empty")
+    records = _json_records(path, text) if text.lstrip().startswith("{") else _csv_records(path, text)
+    line, first = next(records)
+    found = _find_format(path, first, kind)
+    rows = [_parse_row(path, line, first, found)]
+    rows.extend(_parse_row(path, line, record, found) for line, record in records)
+    times, prompts, outputs, blocks = zip(*rows, strict=True)
+    return Trace(
+        kind=found.kind,
+        num_prompt_tokens=np.array(prompts, dtype=np.int64),
+        num_output_tokens=np.array(outputs, dtype=np.int64),
+        times=None if times[0] is None else np.array(times, dtype=np.float64),
+        block_ids=None if blocks[0] is None else tuple(blocks),
+    )
+
+
+def read_text(path: Path) -> str:
+    """Return a text file's content, unpacked if it is gzip.
+
+    Raises
+    ------
+    ConfigError : the file is missing, unreadable, a broken gzip, or not UTF-8.
+    """
+    try:
+        content = path.read_bytes()
+        if content[:2] == b"\x1f\x8b":
+            content = gzip.decompress(content)
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is it the right file?") from error
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise ConfigError(f"{path}: the gzip file is damaged ({error}); fetch it again") from error
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _csv_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    reader = csv.DictReader(io.StringIO(text), strict=True)
+    if not reader.fieldnames:
+        raise ConfigError(f"{path}, line 1: no header")
+    count = 0
+    for row in reader:
+        count += 1
+        if None in row or None in row.values():
+            raise ConfigError(
+                f"{path}, line {reader.line_num}: the header names {len(reader.fieldnames)} columns, this "
+                f"line has another number; repair or remove it"
+            )
+        yield reader.line_num, row
+    if not count:
+        raise ConfigError(f"{path}: only a header ({', '.join(reader.fieldnames)}), no requests")
+
+
+def _json_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            raise ConfigError(f"{path}, line {number}: not JSON ({error}): {line[:80]!r}") from error
+        if not isinstance(record, dict):
+            raise ConfigError(f"{path}, line {number}: expected a JSON object, got {line[:80]!r}")
+        yield number, record
+
+
+def _find_format(path: Path, first: Mapping[str, Any], kind: TraceKind | None) -> _Format:
+    found = next((known for known in FORMATS if known.columns <= first.keys()), None)
+    if found is None:
+        known = "; ".join(f"{f.kind}: {', '.join(sorted(f.columns))}" for f in FORMATS)
+        raise ConfigError(f"{path}, line 1: unknown columns {', '.join(map(str, first))}. Known are {known}")
+    if kind is not None and found.kind != kind:
+        raise ConfigError(f"{path}: the header is that of a {found.kind} file, but {kind} was asked for")
+    return found
+
+
+def _parse_row(path: Path, line: int, record: Mapping[str, Any], found: _Format) -> Row:
+    try:
+        row = found.parse(record)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path}, line {line}: bad value ({error}) in {dict(record)}") from error
+    _, num_prompt_tokens, num_output_tokens, _ = row
+    if num_prompt_tokens < 0 or num_output_tokens < 0:
+        raise ConfigError(f"{path}, line {line}: a negative length in {dict(record)}")
+    return row
+
+
+def _parse_azure(record: Mapping[str, Any]) -> Row:
+    time = _parse_timestamp(record["TIMESTAMP"])
+    return time, int(record["ContextTokens"]), int(record["GeneratedTokens"]), None
+
+
+def _parse_timestamp(text: str) -> float:
+    """Return seconds since 1970; fractions may have more digits than Python's parser takes."""
+    whole, _, fraction = text.partition(".")
+    digits = fraction.rstrip("Zz").split("+")[0]
+    seconds = datetime.fromisoformat(whole).replace(tzinfo=UTC).timestamp()
+    return seconds + (int(digits) / 10 ** len(digits) if digits else 0.0)
+
+
+def _parse_mooncake(record: Mapping[str, Any]) -> Row:
+    time_ms = record["timestamp_ms"] if "timestamp_ms" in record else record["timestamp"]
+    ids = record["hash_ids"]
+    block_ids = tuple(int(i) for i in (ids.split() if isinstance(ids, str) else ids))
+    return float(time_ms) / 1e3, int(record["input_length"]), int(record["output_length"]), block_ids
+
+
+def _parse_burstgpt(record: Mapping[str, Any]) -> Row:
+    return float(record["Timestamp"]), int(record["Request tokens"]), int(record["Response tokens"]), None
+
+
+def _parse_lengths(record: Mapping[str, Any]) -> Row:
+    return None, int(record["num_prefill_tokens"]), int(record["num_decode_tokens"]), None
+
+
+FORMATS: tuple[_Format, ...] = (
+    _Format("azure", frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}), _parse_azure),
+    _Format("mooncake", frozenset({"input_length", "output_length", "hash_ids"}), _parse_mooncake),
+    _Format("burstgpt", frozenset({"Timestamp", "Request tokens", "Response tokens"}), _parse_burstgpt),
+    _Format("lengths", frozenset({"num_prefill_tokens", "num_decode_tokens"}), _parse_lengths),
+)
+
+
+def kinds() -> Iterable[TraceKind]:
+    """Return the kinds of trace that `read_trace` knows."""
+    return [known.kind for known in FORMATS]
