@@ -1,0 +1,69 @@
+# Everything runs in .venv, which is made on first use; it follows pyproject.toml and constraints.txt.
+#
+#   make serve ARGS="--port 9000"        make test PYTHON=python3.12        make test PYTEST_ARGS="-k sampler"
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+
+MODEL := smollm2-135m-instruct
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+FAST := -m "not slow and not network" tests/pure tests/cpu
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# A second installer in the same environment would break it.
+.NOTPARALLEL:
+.PHONY: help serve test test-all check lint types imports format size model clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+serve: .venv/.serve model ## Install what serving needs, get the embedded model and serve it (ARGS="...")
+	$(BIN)/onbeat serve $(ARGS)
+
+test: .venv/.dev model ## Run the fast tests
+	$(BIN)/python -m pytest $(FAST) $(PYTEST_ARGS)
+
+test-all: .venv/.dev model ## Run every test, the slow ones and those that need a package index too
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: lint types imports ## Run all static checks
+
+lint: .venv/.dev ## Check format and lint rules
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: .venv/.dev ## Check types
+	$(BIN)/mypy
+
+imports: .venv/.dev ## Check who imports whom
+	$(BIN)/lint-imports
+
+format: .venv/.dev ## Format the code and mend what the linter can
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+size: ## Show the lines of every source file
+	@scripts/size
+
+model: | .venv/.serve
+	@$(BIN)/onbeat models fetch $(MODEL)
+
+clean: ## Remove the environment and everything generated
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@scripts/make-venv "$(PYTHON)" .venv
+
+.venv/.serve: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "Installing onbeat and what serving needs into .venv (PyTorch is large: minutes on a slow line)"
+	$(INSTALL) -e '.[serve]'
+	@touch $@
+
+.venv/.dev: .venv/.serve
+	@echo "Installing what the tests and checks need into .venv"
+	$(INSTALL) -e '.[serve,dev]'
+	@touch $@

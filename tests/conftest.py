@@ -1,0 +1,44 @@
+"""What all tests share. Imports nothing heavy: the pure tier starts in a blink and runs without torch."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Engine process and tests share few cores; threads of both on the same cores cost more than they bring.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+SMOLLM2 = "smollm2-135m-instruct"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a CUDA device where there is none."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _why_no_cuda() if gpu_items else None
+    if reason:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_cuda() -> str | None:
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "torch is not installed"
+    return None if torch.cuda.is_available() else "no CUDA device"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct: ONBEAT_TEST_SMOLLM2, else the cache's. Downloads nothing."""
+    from onbeat.core.errors import ModelLoadError
+    from onbeat.hub.resolve import resolve_model
+
+    if override := os.environ.get("ONBEAT_TEST_SMOLLM2"):
+        return Path(override)
+    try:
+        return resolve_model(SMOLLM2, offline=True).path
+    except ModelLoadError as error:
+        pytest.skip(f"SmolLM2 is not at hand (`onbeat models fetch {SMOLLM2}` gets it): {error}")

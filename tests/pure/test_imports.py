@@ -1,0 +1,73 @@
+"""What a fresh interpreter loads: the pure packages and the command line need no framework."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import onbeat
+
+FRAMEWORKS = {"torch", "fastapi", "transformers"}
+PURE_PACKAGES = ("core", "scheduler", "metrics", "workload", "text", "hub", "bench")
+
+
+def modules_after(code: str) -> set[str]:
+    """Run code in a fresh interpreter; return the top-level packages that it loaded."""
+    code += "\nimport json, sys; print('\\n' + json.dumps([name.partition('.')[0] for name in sys.modules]))"
+    run = subprocess.run(  # -I: nothing of this directory or the environment gets in
+        [sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    return set(json.loads(run.stdout.splitlines()[-1]))
+
+
+def modules_of(*packages: str) -> list[str]:
+    """All modules of some packages of onbeat."""
+    found = [f"onbeat.{package}" for package in packages]
+    for info in pkgutil.walk_packages(onbeat.__path__, "onbeat.", onerror=lambda name: None):
+        if info.name.startswith(tuple(f"onbeat.{package}." for package in packages)):
+            found.append(info.name)
+    return found
+
+
+def import_all(modules: list[str]) -> str:
+    return "\n".join(f"import {module}" for module in modules)
+
+
+def test_pure_packages_load_no_framework() -> None:
+    modules = [*modules_of(*PURE_PACKAGES), "onbeat.cli.main"]
+    assert len(modules) > 20
+    assert not modules_after(import_all(modules)) & FRAMEWORKS
+
+
+def test_bench_works_without_the_serve_extra() -> None:
+    blocked = sorted(
+        FRAMEWORKS
+        | {"gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "uvicorn", "zmq"}
+    )
+    refuse = f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+    modules_after(
+        refuse + import_all([*modules_of("core", "metrics", "workload", "bench"), "onbeat.cli.main"])
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["bench", "serve", "--help"], ["serve", "--help"]]
+)
+def test_help_loads_no_framework(arguments: list[str]) -> None:
+    code = f"""
+from onbeat.cli.main import main
+try:
+    code = main({arguments})
+except SystemExit as exit:
+    code = exit.code
+assert code in (0, None), code
+"""
+    assert not modules_after(code) & FRAMEWORKS
+
+
+def test_importing_onbeat_loads_only_the_standard_library() -> None:
+    before = modules_after("")
+    assert modules_after("import onbeat") - before <= set(sys.stdlib_module_names) | {"onbeat"}

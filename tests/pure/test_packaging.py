@@ -1,0 +1,83 @@
+"""What the package says of itself is true, and a checkout sets itself up from it."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import onbeat
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def distribution_names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w.-]", line, maxsplit=1)[0].lower().replace("_", "-") for line in requirements}
+
+
+def imported_packages(folder: Path) -> dict[str, str]:
+    """Top-level package to a file that imports it."""
+    found = {}
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names = [node.module]
+            else:
+                continue
+            found.update({name.partition(".")[0]: str(path) for name in names})
+    return found
+
+
+def test_version_is_one() -> None:
+    assert onbeat.__version__ == PROJECT["version"]
+
+
+def test_command_is_there() -> None:
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="onbeat")
+    assert command.value == PROJECT["scripts"]["onbeat"]
+    assert callable(command.load())
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    base = distribution_names(PROJECT["dependencies"])
+    declared = base | distribution_names(PROJECT["optional-dependencies"]["serve"])
+    providers = importlib.metadata.packages_distributions()
+    for package, path in imported_packages(ROOT / "src").items():
+        if package in sys.stdlib_module_names or package == "onbeat":
+            continue
+        distributions = {name.lower().replace("_", "-") for name in providers.get(package, [package])}
+        assert distributions & declared, f"{path} imports {package}, which no dependency declares"
+
+
+def test_base_install_has_no_framework() -> None:
+    assert not distribution_names(PROJECT["dependencies"]) & {"torch", "fastapi", "transformers"}
+
+
+def test_constraints_are_pins_without_addresses() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert "torch==2.13.0" in pins
+    assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+
+
+def test_make_lists_every_target() -> None:
+    shown = subprocess.run(["make", "-C", ROOT, "help"], capture_output=True, text=True, check=True).stdout
+    for target in ("serve", "test", "test-all", "check", "lint", "types", "imports", "format", "clean"):
+        assert f"make {target} " in shown
+
+
+def test_old_python_is_refused_by_name(tmp_path: Path) -> None:
+    old = tmp_path / "python3.9"
+    old.write_text('#!/bin/sh\n[ "$1" = --version ] && echo "Python 3.9.2"\nexit 1\n')
+    old.chmod(0o755)
+    run = subprocess.run(
+        [ROOT / "scripts/make-venv", old, tmp_path / "venv"], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 2
+    assert "needs 3.11 or newer" in run.stderr
+    assert not (tmp_path / "venv").exists()
