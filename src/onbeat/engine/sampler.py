@@ -17,6 +17,7 @@ from torch import Tensor
 from onbeat.core.request import TokenLogprobs
 from onbeat.engine.draw import draw, locate, min_p_bound, nucleus_candidates
 from onbeat.engine.logit_edits import edit_logits
+from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow
 
@@ -78,13 +79,19 @@ class Sampler:
         token_ids, peaks = _argmax(logits_RV)
         sampled = SampledTokens(token_ids, [None] * len(rows))
         _report_invalid(sampled, range(len(rows)), peaks, "the model produced invalid logits")
-        asking = _select(rows, sampled, lambda row: row.params.num_logprobs is not None)
-        raw_logprobs = _log_probabilities(logits_RV, asking)
+        # Only edits change logits; where log-probabilities are asked for, the model's own are kept.
+        changed = _select(rows, sampled, lambda row: row.asks_logprobs and row.edits_logits)
+        kept_CV = logits_RV[changed] if changed else None
 
         self._edit(logits_RV, rows, sampled, peaks)
         self._draw_untruncated(logits_RV, rows, sampled, peaks)
         self._draw_truncated(logits_RV, rows, sampled, peaks)
-        self._attach_logprobs(raw_logprobs, asking, rows, sampled)
+
+        if kept_CV is not None:
+            _attach_logprobs(kept_CV, changed, rows, sampled)
+        asking = _select(rows, sampled, lambda row: row.asks_logprobs and not row.edits_logits)
+        if asking:
+            _attach_logprobs(_take(logits_RV, asking), asking, rows, sampled)
         return sampled
 
     def _edit(
@@ -135,31 +142,6 @@ class Sampler:
                 number = _number(rows[index])
                 sampled.token_ids[index] = draw(candidates, values, params, mass=mass, number=number)
 
-    def _attach_logprobs(
-        self,
-        raw_logprobs: Tensor | None,
-        asking: Sequence[int],
-        rows: Sequence[SamplingRow],
-        sampled: SampledTokens,
-    ) -> None:
-        """Report the sampled tokens' log-probabilities and the most likely alternatives."""
-        if raw_logprobs is None:
-            return
-        places: dict[int, list[int]] = defaultdict(list)
-        for place, index in enumerate(asking):
-            if index not in sampled.errors:
-                places[rows[index].params.num_logprobs or 0].append(place)
-        for num_alternatives, group in places.items():
-            top = raw_logprobs[group].topk(min(num_alternatives, self.vocab_size), dim=-1)
-            indices = [asking[place] for place in group]
-            chosen = [sampled.token_ids[index] for index in indices]
-            values = raw_logprobs[group, chosen].tolist()
-            tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-            for index, token_id, value, (top_ids, top_values) in zip(
-                indices, chosen, values, tops, strict=True
-            ):
-                sampled.logprobs[index] = TokenLogprobs(token_id, value, tuple(top_ids), tuple(top_values))
-
 
 def _argmax(logits_RV: Tensor) -> tuple[list[int], list[float]]:
     """Return each row's most likely token (the lowest id of equals) and its logit; NaN counts as largest."""
@@ -205,8 +187,16 @@ def _number(row: SamplingRow) -> float:
     return uniform(row.params.seed, row.position)
 
 
-def _log_probabilities(logits_RV: Tensor, asking: Sequence[int]) -> Tensor | None:
-    return torch.log_softmax(_take(logits_RV, asking), dim=-1) if asking else None
+def _attach_logprobs(
+    logits_CV: Tensor, indices: Sequence[int], rows: Sequence[SamplingRow], sampled: SampledTokens
+) -> None:
+    """Report the log-probabilities of the rows at `indices`, whose unmodified logits these are."""
+    # A row whose edits left nothing to sample reports nothing; any token stands in for the one it lacks.
+    token_ids = [max(sampled.token_ids[index], 0) for index in indices]
+    num_alternatives = [rows[index].params.num_logprobs or 0 for index in indices]
+    for index, report in zip(indices, token_logprobs(logits_CV, token_ids, num_alternatives), strict=True):
+        if index not in sampled.errors:
+            sampled.logprobs[index] = report
 
 
 def _probabilities(

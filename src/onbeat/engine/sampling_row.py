@@ -73,6 +73,7 @@ class SamplingRow:
         self.output_token_ids = output_token_ids
         self.is_greedy = params.temperature < GREEDY_BELOW
         self.is_truncated = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.asks_logprobs = params.num_logprobs is not None
         self.has_penalties = (
             params.repetition_penalty != 1.0
             or params.presence_penalty != 0.0
