@@ -1,1 +1,15 @@
 """Find model files: a path, a known model, or a hub id. No torch."""
+
+from onbeat.hub.files import FetchStatus, ModelFiles, Progress
+from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel
+from onbeat.hub.resolve import resolve_model
+
+__all__ = [
+    "DEFAULT_MODEL",
+    "KNOWN_MODELS",
+    "FetchStatus",
+    "KnownModel",
+    "ModelFiles",
+    "Progress",
+    "resolve_model",
+]

@@ -1,10 +1,11 @@
-"""What finding a model yields."""
+"""What finding a model yields, and what it reports on the way."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeAlias
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +17,20 @@ class ModelFiles:
     """hf: a directory with config.json; gguf: a file."""
     name: str
     """What the user called the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchStatus:
+    """What a fetch is doing now."""
+
+    message: str
+    bytes_done: int | None = None
+    bytes_total: int | None = None
+
+
+Progress: TypeAlias = Callable[[FetchStatus], None]
+"""Called often while a model is fetched; the first call with a new message says what begins."""
+
+
+def no_progress(status: FetchStatus) -> None:
+    """Show nothing."""

