@@ -1,0 +1,175 @@
+"""The host's part of the reference backend: which rows attend together, which blocks they read, their masks.
+
+Legend: T tokens of the step, R rows of a group, L query tokens of a row (padded), G query heads per KV head,
+B blocks per row (padded), S tokens of a block, C = B * S keys of a row.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.attention.grouping import FOLDED_QUERY_LIMIT, group_rows
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedGroup:
+    """Rows of few query tokens and similar context length."""
+
+    num_rows: int
+    block_ids: Tensor
+    """[R * B]."""
+    mask: Tensor | None
+    """Added to the scores, [R, 1, L * G or 1, C]."""
+    num_keys: int
+    """Keys used of the C gathered ones; fewer only for a single row, which then needs no mask."""
+    source_tokens: Tensor | None
+    """[R * L] tokens of the step; a padded query repeats token 0. None where the group is the packed step."""
+    target_tokens: Tensor | None
+    """The same with padded queries at T, one line past the step's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongChunk:
+    """One row of many query tokens."""
+
+    start: int
+    end: int
+    block_ids: Tensor
+    """[B]."""
+    mask: Tensor | None
+    """Added to the scores, [L, keys]; None where plain causal attention over `num_keys` = L keys is exact."""
+    num_keys: int
+
+
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """A step's groups for the layers of one window. Every row is in exactly one of them."""
+
+    folded: Sequence[FoldedGroup]
+    chunks: Sequence[LongChunk]
+
+
+@dataclass(frozen=True, slots=True)
+class SdpaPlan:
+    """A step's groups, for each window that a layer of the model has."""
+
+    slot_mapping_T: Tensor
+    windows: dict[int | None, WindowPlan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanConfig:
+    """What planning must know of the cache and the model."""
+
+    block_size: int
+    num_query_groups: int
+    """Query heads per KV head."""
+    group_cost_blocks: int
+    """Blocks of padding that take as much time as one more group."""
+    dtype: torch.dtype
+    device: torch.device
+
+
+class WindowPlanner:
+    """Plans one step for the layers of one window.
+
+    Parameters
+    ----------
+    config : sizes, type and device.
+    batch : the step's rows.
+    window : a token sees itself and the `window` - 1 tokens before it; None for all.
+    """
+
+    def __init__(self, config: PlanConfig, batch: AttentionBatch, window: int | None) -> None:
+        self.config = config
+        self.batch = batch
+        self.window = window
+        self.starts_R = np.cumsum(batch.query_lens_R) - batch.query_lens_R
+        self.first_blocks_R = self._first_blocks()
+        self.end_blocks_R = -(-batch.context_lens_R // config.block_size)
+
+    def plan(self) -> WindowPlan:
+        query_lens_R = self.batch.query_lens_R
+        groups = group_rows(
+            query_lens_R, self.end_blocks_R - self.first_blocks_R, self.config.group_cost_blocks
+        )
+        long_rows = np.flatnonzero(query_lens_R > FOLDED_QUERY_LIMIT)
+        return WindowPlan([self._fold(rows) for rows in groups], [self._chunk(int(row)) for row in long_rows])
+
+    def _first_blocks(self) -> IntArray:
+        """Return the first block that each row's first new token sees; a layer reads no block before it."""
+        if self.window is None:
+            return np.zeros_like(self.batch.context_lens_R)
+        first_keys_R = self.batch.context_lens_R - self.batch.query_lens_R + 1 - self.window
+        first_blocks_R: IntArray = np.maximum(first_keys_R, 0) // self.config.block_size
+        return first_blocks_R
+
+    def _fold(self, rows: IntArray) -> FoldedGroup:
+        batch, block_size = self.batch, self.config.block_size
+        query_lens_R1, contexts_R1 = batch.query_lens_R[rows, None], batch.context_lens_R[rows, None]
+        first_blocks_R1 = self.first_blocks_R[rows, None]
+        num_queries, num_tokens = int(query_lens_R1.max()), len(batch.slot_mapping_T)
+        num_blocks = int((self.end_blocks_R[rows] - self.first_blocks_R[rows]).max())
+        # A column past the end of a table (of a row shorter than the group's longest) is read and masked.
+        columns_RB = np.minimum(first_blocks_R1 + np.arange(num_blocks), batch.block_tables_SB.shape[1] - 1)
+        block_ids_RB = batch.block_tables_SB[batch.slots_R[rows, None], columns_RB].astype(np.int64)
+
+        offsets_L = np.arange(num_queries)
+        is_padding_RL = offsets_L >= query_lens_R1
+        tokens_RL = self.starts_R[rows, None] + offsets_L
+        source_tokens = target_tokens = None
+        if is_padding_RL.any() or tokens_RL.size != num_tokens:
+            source_tokens = self._to_device(np.where(is_padding_RL, 0, tokens_RL).reshape(-1))
+            target_tokens = self._to_device(np.where(is_padding_RL, num_tokens, tokens_RL).reshape(-1))
+        is_exact = len(rows) == 1 and num_queries == 1 and self.window is None
+        mask = None
+        if not is_exact:
+            # A padded query repeats the last position: one that sees no key at all would be NaN.
+            positions_RL = np.minimum(contexts_R1 - query_lens_R1 + offsets_L, contexts_R1 - 1)
+            mask = self._mask(positions_RL - first_blocks_R1 * block_size, num_blocks * block_size)
+            if num_queries > 1:
+                mask = mask.repeat_interleave(self.config.num_query_groups, dim=1)
+            mask = mask[:, None]
+        return FoldedGroup(
+            num_rows=len(rows),
+            block_ids=self._to_device(block_ids_RB.reshape(-1)),
+            mask=mask,
+            num_keys=int(contexts_R1[0, 0]) if is_exact else num_blocks * block_size,
+            source_tokens=source_tokens,
+            target_tokens=target_tokens,
+        )
+
+    def _chunk(self, row: int) -> LongChunk:
+        batch = self.batch
+        start, first_block = int(self.starts_R[row]), int(self.first_blocks_R[row])
+        num_queries, context = int(batch.query_lens_R[row]), int(batch.context_lens_R[row])
+        block_ids = batch.block_tables_SB[batch.slots_R[row], first_block : int(self.end_blocks_R[row])]
+        first_key = first_block * self.config.block_size
+        num_keys = context - first_key
+        mask = None
+        if num_queries < num_keys or (self.window is not None and self.window < num_keys):
+            mask = self._mask(np.arange(context - num_queries, context)[None] - first_key, num_keys)[0]
+        return LongChunk(
+            start, start + num_queries, self._to_device(block_ids.astype(np.int64)), mask, num_keys
+        )
+
+    def _mask(self, positions_RL: IntArray, num_keys: int) -> Tensor:
+        """Return what is added to scores: 0 for the keys that a query at a position sees, -inf for others."""
+        positions_RL1 = self._to_device(positions_RL)[:, :, None]
+        keys_C = torch.arange(num_keys, device=self.config.device)
+        hidden_RLC = keys_C > positions_RL1
+        if self.window is not None:
+            hidden_RLC |= keys_C <= positions_RL1 - self.window
+        mask_RLC = torch.zeros(hidden_RLC.shape, dtype=self.config.dtype, device=self.config.device)
+        return mask_RLC.masked_fill_(hidden_RLC, -torch.inf)
+
+    def _to_device(self, array: IntArray) -> Tensor:
+        return torch.from_numpy(array).to(self.config.device)

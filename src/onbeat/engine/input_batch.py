@@ -1,0 +1,128 @@
+"""The requests that a model runner holds, as arrays, and the model's input made from them.
+
+Legend: T tokens of the step, R rows, S request slots, P positions, B blocks of a table.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.step import AdmittedRequest, ScheduledRequest
+from onbeat.engine.attention.base import AttentionBatch, BlockTable, IntArray
+from onbeat.engine.sampler import SampledTokens, SamplingRow
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """One step's input in host memory, tokens packed row after row."""
+
+    token_ids_T: IntArray
+    positions_T: IntArray
+    attention: AttentionBatch
+    sampling_tokens: IntArray
+    """Index into the packed tokens of each sampling row's last token."""
+    sampling_rows: list[SamplingRow]
+    sampling_request_ids: list[str]
+    sampling_slots: IntArray
+    sampling_positions: IntArray
+    """Position that each sampled token will have."""
+
+
+class InputBatch:
+    """Token ids and block tables of every live request, one slot each.
+
+    Nothing here grows with the context of a request: a step gathers its input by index.
+
+    Parameters
+    ----------
+    max_num_seqs : most requests at once.
+    max_model_len : most tokens of one request.
+    block_size : tokens of a KV block.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        self.block_size = block_size
+        # One position more than is ever run: the last sampled token.
+        self.token_ids_SP: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
+        self.block_tables_SB: BlockTable = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
+        self.num_blocks_S: IntArray = np.zeros(max_num_seqs, np.int64)
+        self.sampling_rows: dict[int, SamplingRow] = {}
+        self.slots: dict[str, int] = {}
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+
+    def admit(self, admitted: AdmittedRequest) -> None:
+        """Take in a request: its tokens so far and its block table."""
+        request = admitted.request
+        assert request.request_id not in self.slots, f"request {request.request_id} is already running"
+        slot = self.free_slots.pop()
+        self.slots[request.request_id] = slot
+        num_prompt_tokens = len(request.prompt_token_ids)
+        num_tokens = num_prompt_tokens + len(admitted.output_token_ids)
+        self.token_ids_SP[slot, :num_prompt_tokens] = request.prompt_token_ids
+        self.token_ids_SP[slot, num_prompt_tokens:num_tokens] = admitted.output_token_ids
+        self.num_blocks_S[slot] = 0
+        self._append_blocks(slot, admitted.block_ids)
+        self.sampling_rows[slot] = SamplingRow(
+            request.sampling, request.prompt_token_ids, list(admitted.output_token_ids)
+        )
+
+    def release(self, request_id: str) -> None:
+        """Forget a request; one that never ran is ignored."""
+        slot = self.slots.pop(request_id, None)
+        if slot is not None:
+            del self.sampling_rows[slot]
+            self.free_slots.append(slot)
+
+    def prepare(self, rows: Sequence[ScheduledRequest]) -> StepInputs:
+        """Append new blocks to the tables and gather the step's input."""
+        slots = self.slots
+        for row in rows:
+            if row.new_block_ids:
+                self._append_blocks(slots[row.request_id], row.new_block_ids)
+        slots_R = np.array([slots[row.request_id] for row in rows], np.int64)
+        starts_R = np.array([row.num_computed_tokens for row in rows], np.int64)
+        query_lens_R = np.array([row.num_new_tokens for row in rows], np.int64)
+        samples_R = np.array([row.samples for row in rows], np.bool_)
+        context_lens_R = starts_R + query_lens_R
+        ends_R = np.cumsum(query_lens_R)
+        slots_T = np.repeat(slots_R, query_lens_R)
+        positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (ends_R - query_lens_R), query_lens_R)
+        blocks_T = self.block_tables_SB[slots_T, positions_T // self.block_size].astype(np.int64)
+        return StepInputs(
+            token_ids_T=self.token_ids_SP[slots_T, positions_T].astype(np.int64),
+            positions_T=positions_T,
+            attention=AttentionBatch(
+                query_lens_R=query_lens_R,
+                context_lens_R=context_lens_R,
+                slots_R=slots_R,
+                block_tables_SB=self.block_tables_SB,
+                slot_mapping_T=blocks_T * self.block_size + positions_T % self.block_size,
+            ),
+            sampling_tokens=ends_R[samples_R] - 1,
+            sampling_rows=[self.sampling_rows[slot] for slot in slots_R[samples_R].tolist()],
+            sampling_request_ids=[row.request_id for row in rows if row.samples],
+            sampling_slots=slots_R[samples_R],
+            sampling_positions=context_lens_R[samples_R],
+        )
+
+    def append(self, inputs: StepInputs, sampled: SampledTokens) -> None:
+        """Add each sampling row's new token to its request.
+
+        A failed row gets token 0, so that a step which was planned before the failure was seen can still run.
+        """
+        token_ids = np.maximum(np.array(sampled.token_ids, np.int64), 0)
+        self.token_ids_SP[inputs.sampling_slots, inputs.sampling_positions] = token_ids
+        for sampling_row, token_id in zip(inputs.sampling_rows, token_ids.tolist(), strict=True):
+            sampling_row.output_token_ids.append(token_id)
+
+    def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
+        start = self.num_blocks_S[slot]
+        end = start + len(block_ids)
+        self.block_tables_SB[slot, start:end] = block_ids
+        self.num_blocks_S[slot] = end

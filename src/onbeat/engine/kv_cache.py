@@ -1,0 +1,91 @@
+"""How many bytes the paged KV cache takes, and the memory itself.
+
+Legend: B blocks, S tokens of a block, K KV heads, H head width.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.model_config import ModelConfig
+
+BLOCK_SIZE_MULTIPLE = 16
+
+
+class LayerKVCache(NamedTuple):
+    """Keys and values of one layer."""
+
+    k_BSKH: Tensor
+    v_BSKH: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVCacheSpec:
+    """Size of one block, tokens and bytes.
+
+    Raises
+    ------
+    ConfigError : a block size that is no positive multiple of 16.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    block_size: int
+
+    def __post_init__(self) -> None:
+        if self.block_size <= 0 or self.block_size % BLOCK_SIZE_MULTIPLE:
+            raise ConfigError(
+                f"the block size is {self.block_size} tokens; it must be a multiple of {BLOCK_SIZE_MULTIPLE}"
+            )
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, *, dtype: torch.dtype, block_size: int) -> KVCacheSpec:
+        """Return the cache shape of a model."""
+        return cls(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=dtype,
+            block_size=block_size,
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, keys and values of all layers."""
+        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def num_blocks_in(self, budget_bytes: int) -> int:
+        """Return how many whole blocks fit in a budget.
+
+        Raises
+        ------
+        ConfigError : not even one does.
+        """
+        num_blocks = budget_bytes // self.block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{budget_bytes} bytes of KV cache hold no block: one of {self.block_size} tokens takes "
+                f"{self.block_bytes} bytes; give the KV cache more memory"
+            )
+        return num_blocks
+
+    def allocate(self, num_blocks: int, device: torch.device) -> list[LayerKVCache]:
+        """Return the zeroed cache of every layer.
+
+        Zeroed, because slots that were never written are read (and masked) as part of a block, and masking
+        does not survive a NaN.
+        """
+        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        return [
+            LayerKVCache(*(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)))
+            for _ in range(self.num_layers)
+        ]

@@ -1,0 +1,67 @@
+"""The attention block of a layer: projections, optional head norms, rotation, paged attention.
+
+Legend: T tokens, D model width, N query heads, K KV heads, H head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from onbeat.engine.attention.base import ForwardContext
+from onbeat.engine.layers.linear import Linear
+from onbeat.engine.layers.norm import RMSNorm
+from onbeat.engine.layers.rotary import Rotation
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayout:
+    """How the columns of the fused projection are divided: N query heads, K key heads, K value heads."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head's query and key."""
+
+    query: RMSNorm
+    key: RMSNorm
+
+
+class SelfAttention:
+    """Causal self-attention of one layer.
+
+    Parameters
+    ----------
+    layer_index : which layer's KV cache it reads and writes.
+    heads : the division of `qkv`'s output.
+    qkv, output : projections.
+    norms : applied to queries and keys before the rotation, where the family has them.
+    """
+
+    def __init__(
+        self, layer_index: int, heads: HeadLayout, *, qkv: Linear, output: Linear, norms: HeadNorms | None
+    ) -> None:
+        self.layer_index = layer_index
+        self.heads = heads
+        self.qkv = qkv
+        self.output = output
+        self.norms = norms
+
+    def __call__(self, x_TD: Tensor, rotation: Rotation, context: ForwardContext) -> Tensor:
+        num_heads, num_kv_heads = self.heads.num_heads, self.heads.num_kv_heads
+        heads_THH = self.qkv(x_TD).view(x_TD.shape[0], num_heads + 2 * num_kv_heads, self.heads.head_dim)
+        v_TKH = heads_THH[:, num_heads + num_kv_heads :]
+        if self.norms is None:
+            # Queries and keys are neighbours in the fused output, so that one rotation serves both.
+            rotated_THH = rotation.apply(heads_THH[:, : num_heads + num_kv_heads])
+            q_TNH, k_TKH = rotated_THH[:, :num_heads], rotated_THH[:, num_heads:]
+        else:
+            q_TNH = rotation.apply(self.norms.query(heads_THH[:, :num_heads]))
+            k_TKH = rotation.apply(self.norms.key(heads_THH[:, num_heads : num_heads + num_kv_heads]))
+        mixed_TNH = context.attention.run(self.layer_index, q_TNH, k_TKH, v_TKH, context.metadata)
+        return self.output(mixed_TNH.flatten(1))
