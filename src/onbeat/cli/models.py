@@ -69,23 +69,23 @@ def _print_table() -> None:
     table.add_column("Size", justify="right")
     table.add_column("License", no_wrap=True)
     table.add_column("Cached")
-    table.add_column("What it is")
     for model in KNOWN_MODELS.values():
         table.add_row(*_row(model))
     console = Console()
     console.print(table)
     for model in KNOWN_MODELS.values():
-        console.print(f"{model.license_name}: {model.license_url}", highlight=False, soft_wrap=True)
+        default = " (served when no model is named)" if model.name == DEFAULT_MODEL else ""
+        lines = f"{model.name}{default}: {model.summary}\n  license: {model.license_url}"
+        console.print(lines, highlight=False, soft_wrap=True)
     console.print(f"Cache: {models_dir()}", highlight=False, soft_wrap=True)
     console.print("Fetch one: onbeat models fetch NAME. Serve one: onbeat serve NAME.", highlight=False)
 
 
 def _row(model: KnownModel) -> tuple[str, ...]:
     return (
-        f"{model.name}\n(default)" if model.name == DEFAULT_MODEL else model.name,
+        model.name,
         f"{model.num_parameters / 1e6:.0f}M",
         f"{model.file_bytes / 1e6:.0f} MB",
         model.license_name,
         "yes" if cached_file(model) else "no",
-        model.summary,
     )
