@@ -33,7 +33,7 @@ def edited_logits(
 
 
 def distribution(logits: list[float], params: SamplingParams) -> dict[int, float]:
-    """Token ids that may be drawn, and their probabilities."""
+    """Tokens that may be drawn and their probabilities: in order of ids, most likely first if truncated."""
     peak = max(logits)
     weights = {token_id: math.exp((x - peak) / params.temperature) for token_id, x in enumerate(logits)}
     order = sorted(weights, key=lambda token_id: (-logits[token_id], token_id))
@@ -49,5 +49,17 @@ def distribution(logits: list[float], params: SamplingParams) -> dict[int, float
             if reached >= params.top_p * total:
                 break
         order = nucleus
+    if not (params.min_p or params.top_k or params.top_p < 1.0):
+        order = sorted(order)
     total = sum(weights[token_id] for token_id in order)
     return {token_id: weights[token_id] / total for token_id in order if weights[token_id] > 0}
+
+
+def invert(probabilities: dict[int, float], number: float) -> int:
+    """Return the token at which the probabilities, summed up in order, exceed the number."""
+    reached = 0.0
+    for token_id, probability in probabilities.items():
+        reached += probability
+        if reached > number:
+            return token_id
+    return token_id
