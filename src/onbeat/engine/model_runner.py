@@ -105,7 +105,8 @@ class ModelRunner:
         chunk = ScheduledRequest(request.request_id, 0, num_prompt_tokens, (), samples=True)
         decode = ScheduledRequest(request.request_id, num_prompt_tokens, 1, (), samples=True)
         self.execute(SchedulerOutput(-2, (chunk,), (admitted,), (), BatchShape()))
-        self.execute(SchedulerOutput(-1, (decode,), (), (), BatchShape()))
+        if num_prompt_tokens < self.max_model_len:
+            self.execute(SchedulerOutput(-1, (decode,), (), (), BatchShape()))
         self.batch.release(request.request_id)
 
     def _forward(self, inputs: StepInputs) -> Tensor:
