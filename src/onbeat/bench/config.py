@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -140,14 +140,6 @@ class LoadConfig:
     def is_scheduled(self) -> bool:
         """Whether requests have arrival times of their own (an open loop)."""
         return math.isfinite(self.request_rate) or self.arrivals == "replay" or self.ramp is not None
-
-    def at_concurrency(self, max_concurrency: int) -> LoadConfig:
-        """Return the closed loop of that many workers."""
-        return LoadConfig(max_concurrency=max_concurrency)
-
-    def at_rate(self, request_rate: float) -> LoadConfig:
-        """Return this load at another rate."""
-        return replace(self, request_rate=request_rate)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

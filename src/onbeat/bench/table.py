@@ -7,7 +7,9 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
+from onbeat.bench.compare import Comparison
 from onbeat.bench.result import RunResult
 from onbeat.metrics.summary import percentile_name
 
@@ -111,13 +113,13 @@ SWEEP_COLUMNS = (
 
 def sweep_table(results: Sequence[RunResult]) -> Table:
     """Return one row per run of a sweep; a column that no run has is left out."""
-    table = Table(box=SIMPLE_HEAD, title="Sweep (times in ms)", title_justify="left")
-    table.add_column("run")
+    table = Table(box=SIMPLE_HEAD, title="Sweep (times in ms)", title_justify="left", pad_edge=False)
+    table.add_column("run", no_wrap=True)
     table.add_column("done", justify="right")
     columns = [(title, key) for title, key in SWEEP_COLUMNS if any(key in r.summary for r in results)]
     has_goodput = any(result.summary["request_goodput"] is not None for result in results)
     for title, _ in columns:
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True)
     if has_goodput:
         table.add_column("good", justify="right")
     for result in results:
@@ -128,4 +130,19 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
         if has_goodput:
             cells.append(f"{summary['attainment']:.0%}")
         table.add_row(result.config.title, done, *cells)
+    return table
+
+
+def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
+    """Return the numbers of two runs side by side."""
+    table = Table(box=SIMPLE_HEAD, title=comparison.title or None, title_justify="left", pad_edge=False)
+    table.add_column("")
+    for name in (*names, "ratio", "95 % interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for row in comparison.rows:
+        interval = "-" if row.interval is None else f"{row.interval[0]:.3f} .. {row.interval[1]:.3f}"
+        style = {"better": "green", "worse": "red"}.get(row.verdict, "")
+        cells = (row.name, number(row.baseline), number(row.candidate), f"{row.ratio:.3f}", interval)
+        table.add_row(*cells, Text(row.verdict, style=style))
     return table

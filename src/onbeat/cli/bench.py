@@ -69,14 +69,14 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:
     from onbeat.bench.config import RunConfig
-    from onbeat.bench.plan import concurrency_sweep, rate_sweep
+    from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
     from onbeat.cli import bench_options as options
 
+    if args.preset is not None:
+        return MlcStudy().runs(scale=args.preset_scale, sharegpt=options.preset_file(args))
     dataset = options.dataset_config(args)
     load = options.load_config(args, is_trace=args.trace is not None)
-    base = RunConfig(
-        dataset=dataset, load=load, num_prompts=args.num_prompts, title=args.label or args.backend
-    )
+    base = RunConfig(dataset=dataset, load=load, num_prompts=args.num_prompts, title=args.label or "")
     runs: list[RunConfig] = []
     if args.sweep_concurrency:
         levels = options.whole_numbers("--sweep-concurrency", args.sweep_concurrency)
@@ -111,7 +111,7 @@ def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
     from onbeat.bench.table import run_tables, sweep_table
     from onbeat.cli import bench_options as options
 
-    console = Console()
+    console = _result_console()
     percentiles = options.summary_options(args).percentiles
     if len(results) == 1:
         for table in run_tables(results[0], options.table_metrics(args), percentiles):
@@ -137,7 +137,44 @@ def _save(args: argparse.Namespace, bench: BenchConfig, results: list[RunResult]
     for path in paths:
         write_document(path, document, append=args.append_result)
         console.print(f"saved {path}", highlight=False)
+    if args.report is not None:
+        _report(args, results)
+        console.print(f"saved {args.report}", highlight=False)
+
+
+def _report(args: argparse.Namespace, results: list[RunResult]) -> None:
+    from onbeat.bench.report import write_report
+    from onbeat.cli import bench_options as options
+
+    hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
+    settings = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in sorted(vars(args).items())
+        if name not in hidden and value not in (None, [], False)
+    }
+    percentiles = options.summary_options(args).percentiles
+    write_report(args.report, results, percentiles=percentiles, settings=settings)
 
 
 def _compare(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    import numpy as np
+
+    from onbeat.bench.compare import compare, read_runs
+    from onbeat.bench.table import comparison_table
+
+    baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
+    comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))
+    console = _result_console()
+    for comparison in comparisons:
+        console.print(comparison_table(comparison, (args.baseline.stem, args.candidate.stem)))
+        for difference in comparison.differences:
+            console.print(f"note: settings differ: {difference}", markup=False, highlight=False)
+    if not any(row.interval for comparison in comparisons for row in comparison.rows):
+        console.print("note: intervals and verdicts need both results saved with --save-detailed")
+    return 0
+
+
+def _result_console() -> Console:
+    console = Console()
+    # A file or a pipe has no width to respect.
+    return console if console.is_terminal else Console(width=160)

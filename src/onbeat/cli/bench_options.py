@@ -274,6 +274,29 @@ def _refuse_foreign(args: argparse.Namespace, name: str) -> None:
         )
 
 
+def preset_file(args: argparse.Namespace) -> Path | None:
+    """Return the ShareGPT file of a preset, if one is given; refuse flags that the preset sets itself."""
+    own = {
+        "request_rate": math.inf,
+        "max_concurrency": None,
+        "num_prompts": None,
+        "sweep_concurrency": None,
+        "sweep_rate": None,
+        "trace": None,
+        "input_len": None,
+        "output_len": None,
+        "arrivals": None,
+        "ramp_up_strategy": None,
+    }
+    for name, default in own.items():
+        if getattr(args, name) != default:
+            raise ConfigError(f"--preset {args.preset} sets --{name.replace('_', '-')} itself: leave it out")
+    if args.dataset_name not in {None, "sharegpt"}:
+        raise ConfigError(f"--preset {args.preset} takes a ShareGPT file or none, not {args.dataset_name}")
+    path: Path | None = args.dataset_path
+    return path
+
+
 def load_config(args: argparse.Namespace, *, is_trace: bool) -> LoadConfig:
     """Return the load that the flags describe, sweeps aside."""
     arrivals = args.arrivals

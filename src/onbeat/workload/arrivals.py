@@ -79,14 +79,15 @@ def replay_arrivals(times: ArrayLike, *, rate_scale: float = 1.0) -> Offsets:
     """
     _require_positive("rate scale", rate_scale)
     ordered: Offsets = np.sort(np.asarray(times, dtype=np.float64))
-    return (ordered - ordered[0]) / rate_scale
+    offsets: Offsets = (ordered - ordered[0]) / rate_scale
+    return offsets
 
 
 def _rescale(offsets: Offsets, end: float) -> Offsets:
     # A tiny burstiness can round every gap to 0; then there is nothing to stretch.
     if not offsets.size or offsets[-1] <= 0:
         return offsets
-    return offsets * (end / offsets[-1])
+    return np.multiply(offsets, end / float(offsets[-1]))
 
 
 def _require_positive(name: str, value: float) -> None:

@@ -1,0 +1,51 @@
+"use strict";
+(function () {
+  const dark = window.matchMedia("(prefers-color-scheme: dark)");
+
+  function colour(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  }
+
+  function themed(layout) {
+    const ink = colour("--ink"), line = colour("--line"), muted = colour("--muted");
+    const full = structuredClone(layout);
+    const axis = { gridcolor: line, zerolinecolor: line, linecolor: line, tickcolor: line, automargin: true };
+    for (const name of Object.keys(full)) {
+      if (!/^[xy]axis/.test(name)) continue;
+      full[name] = Object.assign({}, axis, full[name]);
+      full[name].title = Object.assign({ font: { size: 12, color: muted } }, full[name].title);
+    }
+    return Object.assign(full, {
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
+      font: { family: "system-ui, sans-serif", size: 12, color: ink },
+      margin: { l: 56, r: 24, t: 34, b: 48 },
+      legend: { orientation: "h", y: 1.0, yanchor: "bottom", x: 0, font: { size: 11 } },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
+      hovermode: "closest",
+    });
+  }
+
+  function draw(node) {
+    const figure = JSON.parse(document.getElementById(node.dataset.figure).textContent);
+    Plotly.react(node, figure.data, themed(figure.layout), {
+      displaylogo: false, responsive: true, displayModeBar: false,
+    });
+    node.dataset.drawn = "yes";
+  }
+
+  function drawVisible() {
+    for (const node of document.querySelectorAll("[data-figure]")) {
+      const holder = node.closest("details");
+      if (!holder || holder.open) draw(node);
+    }
+  }
+
+  for (const holder of document.querySelectorAll("details")) {
+    holder.addEventListener("toggle", () => {
+      if (!holder.open) return;
+      for (const node of holder.querySelectorAll("[data-figure]:not([data-drawn])")) draw(node);
+    });
+  }
+  dark.addEventListener("change", drawVisible);
+  drawVisible();
+})();

@@ -1,0 +1,297 @@
+"""The figures of a report, as plain Plotly descriptions: numbers in, dictionaries out.
+
+Colours of text and grid are left to the page, which knows whether it is shown dark or light.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.bench.record import RequestRecord
+from onbeat.bench.result import RunResult
+from onbeat.metrics.summary import collect_samples
+
+Figure = dict[str, Any]
+Array = NDArray[np.float64]
+
+# Colour-blind safe and readable on white and on near-black.
+COLOURS = ("#4c8dff", "#f2a23a", "#2fb58a", "#b07cf0", "#ef6f6c", "#35b6d4", "#d98cc0", "#a3a847")
+QUEUE_COLOUR = "#9aa3ad"
+WAIT_COLOUR = "#f2a23a"
+STREAM_COLOUR = "#4c8dff"
+LOST_COLOUR = "#ef6f6c"
+
+VISIBLE_SECONDS = 1e-3
+"""A shorter wait is too thin to draw."""
+MAX_TIMELINE_REQUESTS = 300
+MAX_GAP_POINTS = 2500
+NUM_TIME_BINS = 120
+
+# Dense at the tail, where the interesting part of a latency distribution is.
+CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), np.linspace(99.1, 100, 10)])
+
+
+def cdf_figure(results: Sequence[RunResult], metric: str, title: str) -> Figure | None:
+    """Return the cumulative distribution of a metric, one curve a run; None where no run has a value."""
+    curves = []
+    for position, result in enumerate(results):
+        values = collect_samples(result.records)[metric] * 1e3
+        if not values.size:
+            continue
+        curves.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": result.config.title,
+                "x": _rounded(np.percentile(values, CDF_LEVELS)),
+                "y": CDF_LEVELS.tolist(),
+                "line": {"color": _level_colour(position, len(results)), "width": 2},
+                "hovertemplate": "%{y:.1f} % within %{x:.1f} ms<extra>%{fullData.name}</extra>",
+            }
+        )
+    if not curves:
+        return None
+    layout = {
+        "xaxis": {"title": {"text": "ms"}, "type": "log" if metric != "tpot" else "linear"},
+        "yaxis": {"title": {"text": "% of requests" if metric != "itl" else "% of gaps"}, "range": [0, 101]},
+        "showlegend": len(curves) > 1,
+        "height": 320,
+    }
+    return {"title": title, "data": curves, "layout": layout}
+
+
+def tradeoff_figure(results: Sequence[RunResult], key: str, title: str) -> Figure | None:
+    """Return a latency statistic against output throughput per GPU, one line a series of runs."""
+    lines = []
+    for position, (series, members) in enumerate(group_by_series(results).items()):
+        points = [result.summary for result in members if result.summary.get(key) is not None]
+        if not points:
+            continue
+        lines.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers+text",
+                "name": series,
+                "x": _rounded([point["output_throughput_per_gpu"] for point in points]),
+                "y": _rounded([point[key] for point in points]),
+                "text": [level_name(point) for point in points],
+                "textposition": "top center",
+                "textfont": {"size": 10},
+                "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
+                "marker": {
+                    "size": 7,
+                    "symbol": "circle" if points[0]["request_rate"] == "inf" else "diamond",
+                },
+                "hovertemplate": "%{x:.1f} tok/s, %{y:.1f} ms (%{text})<extra>%{fullData.name}</extra>",
+            }
+        )
+    if not lines:
+        return None
+    layout = {
+        "xaxis": {"title": {"text": "output tokens/s per GPU"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "showlegend": len(lines) > 1,
+        "height": 380,
+    }
+    return {"title": title, "data": lines, "layout": layout}
+
+
+def level_name(summary: dict[str, Any]) -> str:
+    """Return what sets a run of a sweep apart: the rate of an open loop, else the concurrency."""
+    rate = summary["request_rate"]
+    return str(summary["max_concurrency"] or "") if rate == "inf" else f"{rate:g}/s"
+
+
+def group_by_series(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """Return the runs by series, in their order."""
+    groups: dict[str, list[RunResult]] = {}
+    for result in results:
+        groups.setdefault(result.config.series or "all runs", []).append(result)
+    return groups
+
+
+def timeline_figure(result: RunResult) -> Figure | None:
+    """Return a Gantt chart: each request's wait in the client, wait for the first token, and stream."""
+    records = sorted(_thinned(result.records, MAX_TIMELINE_REQUESTS), key=lambda record: record.arrival)
+    if not records:
+        return None
+    segments: dict[str, tuple[str, list[float | None], list[float | None]]] = {
+        "waiting in the client": (QUEUE_COLOUR, [], []),
+        "sent, no token yet": (WAIT_COLOUR, [], []),
+        "streaming": (STREAM_COLOUR, [], []),
+        "not completed": (LOST_COLOUR, [], []),
+    }
+    for row, record in enumerate(records):
+        for name, begin, end in _spans(record):
+            _, xs, ys = segments[name]
+            xs += [round(begin - result.start, 4), round(end - result.start, 4), None]
+            ys += [row, row, None]
+    width = 8 if len(records) <= 50 else 4 if len(records) <= 120 else 2
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": name,
+            "x": xs,
+            "y": ys,
+            "line": {"color": colour, "width": width},
+            "hovertemplate": "%{x:.2f} s<extra>" + name + "</extra>",
+        }
+        for name, (colour, xs, ys) in segments.items()
+        if xs
+    ]
+    shown = "" if len(records) == len(result.records) else f" ({len(records)} of {len(result.records)} shown)"
+    layout = {
+        "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "request, by arrival"}, "autorange": "reversed", "zeroline": False},
+        "showlegend": True,
+        "height": min(700, 200 + 8 * len(records)),
+    }
+    return {"title": f"Timeline of requests{shown}", "data": data, "layout": layout}
+
+
+def _spans(record: RequestRecord) -> list[tuple[str, float, float]]:
+    if not record.is_completed:
+        return [("not completed", record.arrival, record.end)]
+    first, last = record.delivery_times[0], record.delivery_times[-1]
+    spans = [("sent, no token yet", record.sent, first), ("streaming", first, last)]
+    if record.client_queue_time > VISIBLE_SECONDS:
+        spans.insert(0, ("waiting in the client", record.arrival, record.sent))
+    return spans
+
+
+def gaps_figure(result: RunResult) -> Figure | None:
+    """Return the gaps between deliveries over time: the points, and median and P99 of each time slice."""
+    times, gap_ms = _gap_series(result)
+    if not times.size:
+        return None
+    shown = _most_telling(times, gap_ms)
+    edges = np.linspace(0, times.max() + 1e-9, min(NUM_TIME_BINS, max(2, times.size // 50)) + 1)
+    bins = np.digitize(times, edges) - 1
+    filled = np.unique(bins)
+    centres = (edges[:-1] + edges[1:])[filled] / 2
+    data: list[dict[str, Any]] = [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "gap",
+            "x": _rounded(times[shown]),
+            "y": _rounded(gap_ms[shown]),
+            "marker": {"color": STREAM_COLOUR, "size": 3, "opacity": 0.35},
+            "hovertemplate": "%{y:.1f} ms at %{x:.2f} s<extra></extra>",
+        }
+    ]
+    for level, colour in ((50, COLOURS[2]), (99, LOST_COLOUR)):
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines",
+                "name": "median" if level == 50 else f"P{level}",
+                "x": _rounded(centres),
+                "y": _rounded([np.percentile(gap_ms[bins == index], level) for index in filled]),
+                "line": {"color": colour, "width": 2},
+            }
+        )
+    layout = {
+        "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "showlegend": True,
+        "height": 340,
+    }
+    return {"title": "Gaps between deliveries (TBT) over time", "data": data, "layout": layout}
+
+
+def _gap_series(result: RunResult) -> tuple[Array, Array]:
+    """Return when each gap ended (seconds since start) and how long it was (ms)."""
+    done = [
+        np.asarray(r.delivery_times) for r in result.records if r.is_completed and len(r.delivery_times) > 1
+    ]
+    if not done:
+        return np.empty(0), np.empty(0)
+    times = np.concatenate([series[1:] for series in done]) - result.start
+    return times, np.concatenate([np.diff(series) for series in done]) * 1e3
+
+
+def _most_telling(times: Array, gap_ms: Array) -> NDArray[np.int64]:
+    """Choose the points to draw: the longest gaps, and every k-th of the others."""
+    if times.size <= MAX_GAP_POINTS:
+        return np.arange(times.size)
+    longest = np.argsort(gap_ms)[-MAX_GAP_POINTS // 4 :]
+    others = np.linspace(0, times.size - 1, MAX_GAP_POINTS * 3 // 4).astype(np.int64)
+    return np.union1d(longest, others)
+
+
+def load_figure(result: RunResult) -> Figure | None:
+    """Return open requests and output tokens per second over time."""
+    records = [record for record in result.records if record.is_completed]
+    if not records:
+        return None
+    end = max(record.end for record in result.records) - result.start
+    edges = np.linspace(0, max(end, 1e-6), NUM_TIME_BINS + 1)
+    width = edges[1] - edges[0]
+    times = np.concatenate([np.asarray(record.delivery_times) for record in records]) - result.start
+    weights = np.concatenate(
+        [np.full(len(r.delivery_times), r.num_output_tokens / len(r.delivery_times)) for r in records]
+    )
+    tokens, _ = np.histogram(times, bins=edges, weights=weights)
+    centres = (edges[:-1] + edges[1:]) / 2
+    begins = np.sort([record.arrival - result.start for record in result.records])
+    ends = np.sort([record.end - result.start for record in result.records])
+    open_requests = np.searchsorted(begins, centres, side="right") - np.searchsorted(ends, centres)
+    data = [
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "output tokens/s",
+            "x": _rounded(centres),
+            "y": _rounded(tokens / width),
+            "line": {"color": COLOURS[0], "width": 1.5},
+            "fill": "tozeroy",
+            "fillcolor": "rgba(76,141,255,0.15)",
+        },
+        {
+            "type": "scatter",
+            "mode": "lines",
+            "name": "open requests",
+            "x": _rounded(centres),
+            "y": open_requests.tolist(),
+            "yaxis": "y2",
+            "line": {"color": COLOURS[1], "width": 2, "shape": "hv"},
+        },
+    ]
+    layout = {
+        "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "output tokens/s"}, "rangemode": "tozero"},
+        "yaxis2": {
+            "overlaying": "y",
+            "side": "right",
+            "rangemode": "tozero",
+            "showgrid": False,
+            "tickmode": "auto",
+        },
+        "showlegend": True,
+        "height": 340,
+    }
+    return {"title": "Load over time", "data": data, "layout": layout}
+
+
+def _thinned(records: Sequence[RequestRecord], limit: int) -> list[RequestRecord]:
+    if len(records) <= limit:
+        return list(records)
+    return [records[i] for i in np.linspace(0, len(records) - 1, limit).astype(int).tolist()]
+
+
+def _level_colour(position: int, count: int) -> str:
+    """Return one of a few colours, or for many curves a step between blue (low load) and red (high load)."""
+    if count <= len(COLOURS):
+        return COLOURS[position]
+    return f"hsl({round(215 - 215 * position / (count - 1))}, 75%, 58%)"
+
+
+def _rounded(values: Any) -> list[float]:
+    """Five significant digits are more than a plot shows, and keep the page small."""
+    return [float(f"{value:.5g}") for value in np.asarray(values, dtype=np.float64).tolist()]
