@@ -20,7 +20,8 @@ class Parser(argparse.ArgumentParser):
     """`ArgumentParser` without abbreviations, whose errors are one line on stderr and exit code 2."""
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**{"allow_abbrev": False, "formatter_class": HelpFormatter} | options)
+        defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
+        super().__init__(**(defaults | options))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -90,7 +91,8 @@ def read_config_flags(path: Path) -> list[str]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read the configuration file {path}: {' '.join(str(error).split())}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []
@@ -110,7 +112,7 @@ def read_config_flags(path: Path) -> list[str]:
 def find_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of the innermost sub-command that the arguments name."""
     for action in parser._subparsers._group_actions if parser._subparsers else ():
-        choices: dict[str, argparse.ArgumentParser] = dict(action.choices or {})  # type: ignore[arg-type]
+        choices: dict[str, argparse.ArgumentParser] = dict(action.choices or {})
         for index, argument in enumerate(arguments):
             if argument in choices:
                 return find_command(choices[argument], arguments[index + 1 :])

@@ -39,6 +39,7 @@ from onbeat.engine.messages import (
 )
 from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_process
 
+LAST_WORDS_SECONDS = 0.5
 STOP_TIMEOUT_SECONDS = 5.0
 """How long the process may take to end before it is killed."""
 
@@ -62,7 +63,7 @@ class ProcessEngineClient:
         build: BuildEngine,
         *,
         observers: Sequence[StepObserver] = (),
-        on_progress: Callable[[str], None] = lambda text: None,
+        on_progress: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._build = build
         self._observers = list(observers)
@@ -143,7 +144,7 @@ class ProcessEngineClient:
         addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
         self._context = zmq.asyncio.Context()
         # Sending never blocks (no limit on queued messages), so it needs no asyncio socket.
-        self._outbox = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         for socket in (self._outbox, self._inbox):
             socket.set_hwm(0)
@@ -171,7 +172,9 @@ class ProcessEngineClient:
             while True:
                 received = asyncio.ensure_future(self._receive())
                 await asyncio.wait({ended, received}, return_when=asyncio.FIRST_COMPLETED)
-                if not received.done() and not self._inbox.poll(timeout=0):
+                # Its last words may still be on their way.
+                done, _ = await asyncio.wait({received}, timeout=LAST_WORDS_SECONDS)
+                if not done:
                     received.cancel()
                     raise EngineDead(
                         f"the engine process ended while it started (exit code {self._process.exitcode})"
@@ -207,16 +210,21 @@ class ProcessEngineClient:
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
-        self._context.destroy(linger=0)
+        self._outbox.close()
+        self._inbox.close()
+        self._context.term()
         self._folder.cleanup()
 
     # --- messages -------------------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
-        self._outbox.send(encode(message), flags=zmq.NOBLOCK)
+        # No peer: the process has just ended, which `_on_process_end` tells every stream.
+        with contextlib.suppress(zmq.Again):
+            self._outbox.send(encode(message), flags=zmq.NOBLOCK)
 
     async def _receive(self) -> FromEngine:
-        return decode_from_engine(await self._inbox.recv())
+        message: FromEngine = decode_from_engine(await self._inbox.recv())
+        return message
 
     async def _read(self) -> None:
         while True:
@@ -228,6 +236,11 @@ class ProcessEngineClient:
                         if stream := self._streams.get(output.request_id):
                             stream.put_nowait(Delivery(outputs.now, output))
                 case Rejected(request_id, message, param, code):
-                    kind = PromptTooLong if code == "context_length_exceeded" else InvalidRequest
                     if stream := self._streams.get(request_id):
-                        stream.put_nowait(kind(message, param=param))
+                        stream.put_nowait(_rejection(message, param, code))
+
+
+def _rejection(message: str, param: str | None, code: str | None) -> OnbeatError:
+    if code == "context_length_exceeded":
+        return PromptTooLong(message, param=param)
+    return InvalidRequest(message, param=param, code=code)

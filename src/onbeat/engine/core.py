@@ -67,7 +67,7 @@ class EngineCore:
         return self.scheduler.abort(request_ids)
 
     def step(self) -> StepOutputs | None:
-        """Launch the next step; collect the oldest one once `max_in_flight_steps` run or none can be added."""
+        """Launch the next step; collect the oldest one once `max_in_flight_steps` run or no more can."""
         launched = self._launch()
         if not self._in_flight or (launched and len(self._in_flight) < self._max_in_flight_steps):
             return None

@@ -86,7 +86,7 @@ class _EngineLoop:
         while not self._stopped and self._has_parent():
             if not self._core.has_work:
                 self._core.scheduler.check_invariants()
-                if not self._inbox.poll(timeout=IDLE_POLL_SECONDS * 1000):
+                if not self._inbox.poll(timeout=int(IDLE_POLL_SECONDS * 1000)):
                     continue
             self._read_inbox()
             outputs = self._core.step()

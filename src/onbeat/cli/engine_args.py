@@ -1,0 +1,116 @@
+"""Flags of an engine, named as vLLM names them, and the configuration that they make."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from onbeat.cli.args import count
+from onbeat.core.errors import ConfigError
+from onbeat.engine.config import DTYPES, LOAD_FORMATS, EngineConfig
+from onbeat.hub.files import ModelFiles
+from onbeat.hub.known import DEFAULT_MODEL
+from onbeat.scheduler.replica.parts import QUEUE_ORDERS
+from onbeat.scheduler.replica.policies import POLICIES
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, and how it is loaded."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "model_positional",
+        metavar="MODEL",
+        nargs="?",
+        help=f"Hugging Face directory, .gguf file, hub id or known model (default: {DEFAULT_MODEL})",
+    )
+    group.add_argument("--model", help="the same as MODEL")
+    group.add_argument("--tokenizer", type=Path, help="directory or .gguf to take the tokenizer from")
+    group.add_argument("--revision", help="branch, tag or commit of a hub model")
+    group.add_argument("--chat-template", type=Path, help="file with a Jinja chat template")
+    group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="type of weights and activations")
+    group.add_argument("--seed", type=int, default=0, help="seed of dummy weights")
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the engine runs."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run")
+    group.add_argument("--threads", type=int, help="CPU threads of a forward pass (default: all cores)")
+    group.add_argument(
+        "--kv-cache-memory-bytes",
+        type=count,
+        metavar="BYTES",
+        help="memory of the KV cache, such as 2G (default: a quarter of what is free, at most 4G)",
+    )
+    group.add_argument("--block-size", type=int, default=16, help="tokens in a KV block")
+    group.add_argument(
+        "--max-model-len",
+        type=count,
+        metavar="TOKENS",
+        help="longest request, prompt and output (default: the model's, or what the KV cache holds)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV of shared prompt prefixes",
+    )
+
+
+def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which request runs when."""
+    group = parser.add_argument_group("scheduler")
+    group.add_argument("--policy", choices=tuple(POLICIES), default="sarathi", help="how steps are composed")
+    group.add_argument(
+        "--scheduling-policy",
+        choices=tuple(QUEUE_ORDERS),
+        default="fcfs",
+        help="order of requests; priority: lower `priority` first, strictly",
+    )
+    group.add_argument("--max-num-seqs", type=count, default=64, metavar="N", help="most requests at once")
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=count,
+        metavar="N",
+        help="token budget of a step (default: 512 with chunked prefill, else the longest request)",
+    )
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="plan the next step while the current one runs",
+    )
+
+
+def model_name(args: argparse.Namespace) -> str:
+    """Return the model that was asked for.
+
+    Raises
+    ------
+    ConfigError : two different models were given.
+    """
+    if args.model and args.model_positional and args.model != args.model_positional:
+        raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}; give one")
+    return str(args.model or args.model_positional or DEFAULT_MODEL)
+
+
+def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
+    """Build the engine's configuration from parsed flags."""
+    return EngineConfig(
+        model=model,
+        dtype=args.dtype,
+        device=args.device,
+        load_format=args.load_format,
+        seed=args.seed,
+        threads=args.threads,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        policy=args.policy,
+        scheduling_policy=args.scheduling_policy,
+        enable_prefix_caching=args.enable_prefix_caching,
+        async_scheduling=args.async_scheduling,
+    )

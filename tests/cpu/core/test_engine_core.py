@@ -1,0 +1,94 @@
+"""The step loop, synchronous and overlapped, with a fake runner."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.request import FinishReason, Request, SamplingParams
+from tests.fake_runner import build_fake_engine
+
+
+def run_all(core, requests):
+    for request in requests:
+        core.add(request)
+    tokens = {request.request_id: [] for request in requests}
+    reasons, messages = {}, []
+    while core.has_work:
+        outputs = core.step()
+        if outputs is None:
+            continue
+        messages.append(outputs)
+        for output in outputs.outputs:
+            tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason:
+                reasons[output.request_id] = output.finish_reason
+    core.scheduler.check_invariants()
+    core.shutdown()
+    return tokens, reasons, messages
+
+
+def make_requests(*lengths, prefix="r"):
+    return [
+        Request(
+            request_id=f"{prefix}{i}",
+            prompt_token_ids=tuple(range(n)),
+            sampling=SamplingParams(max_tokens=m),
+            cache_salt=str(i),
+        )
+        for i, (n, m) in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_every_request_gets_its_tokens(policy, depth):
+    budget = 64 if policy == "sarathi" else 1024
+    core, _ = build_fake_engine(
+        lambda text: None, policy=policy, max_in_flight_steps=depth, max_num_batched_tokens=budget
+    )
+    lengths = [(5, 7), (200, 1), (70, 30), (1, 12), (300, 3)]
+    tokens, reasons, _ = run_all(core, make_requests(*lengths))
+    for i, (n, m) in enumerate(lengths):
+        assert tokens[f"r{i}"] == [(n + k) % 97 for k in range(m)]
+        assert reasons[f"r{i}"] is FinishReason.LENGTH
+
+
+def test_overlapped_planning_runs_ahead():
+    core, _ = build_fake_engine(lambda text: None, max_in_flight_steps=2)
+    core.add(make_requests((5, 7))[0])
+    assert core.step() is None  # the first step was only launched
+    outputs = core.step()  # launches the second before it takes the first
+    assert outputs.stats.step_id == 0
+    assert core.scheduler._states["r0"].num_in_flight_tokens == 1
+    core.shutdown()
+
+
+def test_a_failed_row_leaves_the_others_alone():
+    core, _ = build_fake_engine(lambda text: None)
+    requests = make_requests((5, 7)) + make_requests((5, 7), prefix="bad")
+    tokens, reasons, _ = run_all(core, requests)
+    assert reasons == {"r0": FinishReason.LENGTH, "bad0": FinishReason.ERROR}
+    assert len(tokens["r0"]) == 7
+
+
+def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(caplog):
+    core, _ = build_fake_engine(lambda text: None)
+    core.add(make_requests((5, 7), prefix="boom")[0])
+    outputs = core.step()
+    assert outputs.outputs[0].finish_reason is FinishReason.ERROR
+    assert "RuntimeError: boom" in outputs.outputs[0].error
+    tokens, _, _ = run_all(core, make_requests((5, 7)))
+    assert len(tokens["r0"]) == 7
+
+
+def test_stats_describe_the_steps():
+    core, info = build_fake_engine(lambda text: None, max_num_batched_tokens=64)
+    _, _, messages = run_all(core, make_requests((100, 3), (4, 3)))
+    stats = [message.stats for message in messages]
+    assert sum(entry.shape.num_new_tokens for entry in stats) == 100 + 4 + 4
+    assert stats[0].chunk_request_ids == ["r0"]
+    assert all(entry.end >= entry.start for entry in stats)
+    assert [entry.step_id for entry in stats] == list(range(len(stats)))
+    assert stats[-1].num_used_blocks == 0
+    assert stats[0].num_blocks == info.num_blocks
+    assert sum(entry.num_prefix_queries for entry in stats) == 104
