@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.hub import DEFAULT_MODEL, KNOWN_MODELS, resolve_model
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def test_directory_and_file_are_taken_as_they_are(directory: Path) -> None:
+    files = resolve_model(str(directory))
+    assert (files.kind, files.path, files.name) == ("hf", directory, str(directory))
+    (directory / "model.gguf").write_bytes(b"GGUF")
+    assert resolve_model(str(directory / "model.gguf")).kind == "gguf"
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_a_directory_lacks_is_named(directory: Path, name: str) -> None:
+    (directory / name).unlink()
+    with pytest.raises(ModelLoadError, match="lacks " + name.replace("model.", r"\*.")):
+        resolve_model(str(directory))
+
+
+def test_random_weights_need_no_weight_files(directory: Path) -> None:
+    (directory / "model.safetensors").unlink()
+    assert resolve_model(str(directory), needs_weights=False).kind == "hf"
+
+
+def test_pickled_weights_get_as_far_as_their_own_error(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
+    assert resolve_model(str(directory)).kind == "hf"
+
+
+def test_directory_of_a_gguf_file_says_to_pass_the_file(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").write_bytes(b"GGUF")
+    with pytest.raises(ModelLoadError, match=r"to serve some\.gguf pass its own path"):
+        resolve_model(str(tmp_path))
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match=r"is not a \.gguf file"):
+        resolve_model(str(tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    "name", ["/no/such/model", "./model", "~/no-such-model", "folder/file.gguf", "x.gguf"]
+)
+def test_missing_path(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="does not exist"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "SmolLM2-135M-Instruct", "smollm2-135m"])
+def test_near_match(name: str) -> None:
+    with pytest.raises(ModelLoadError, match="Did you mean smollm2-135m-instruct"):
+        resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["", "what?", "a/b/c", "https://example.org/model"])
+def test_no_match(name: str) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        resolve_model(name)
+    assert "Did you mean" not in str(caught.value)
+
+
+def test_known_model_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelLoadError, match=f"onbeat models fetch {DEFAULT_MODEL}"):
+        resolve_model(DEFAULT_MODEL, offline=True)
+    model = KNOWN_MODELS[DEFAULT_MODEL]
+    path = tmp_path / "onbeat/models" / model.file_name
+    path.parent.mkdir(parents=True)
+    with path.open("wb") as file:
+        file.truncate(model.file_bytes)
+    assert resolve_model(DEFAULT_MODEL, offline=True).path == path
+
+
+def test_table_is_well_formed() -> None:
+    assert DEFAULT_MODEL in KNOWN_MODELS
+    for name, model in KNOWN_MODELS.items():
+        assert name == model.name == name.lower()
+        assert all("==" in wheel.requirement and len(wheel.sha256) == 64 for wheel in model.wheels)
+        assert len(model.file_sha256) == 64

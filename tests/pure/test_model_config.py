@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.model_config import RopeConfig, model_config_from_gguf, model_config_from_hf
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "vocab_size": 262144,
+    "hidden_size": 640,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "intermediate_size": 2048,
+    "max_position_embeddings": 32768,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "rope_theta": 1000000.0,
+    "rope_local_base_freq": 10000.0,
+    "eos_token_id": 1,
+}
+GGUF: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.vocab_size": 49152,
+    "llama.embedding_length": 576,
+    "llama.block_count": 30,
+    "llama.context_length": 8192,
+    "llama.feed_forward_length": 1536,
+    "llama.attention.head_count": 9,
+    "llama.attention.head_count_kv": 3,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 100000.0,
+    "llama.rope.dimension_count": 64,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def gguf_of(architecture: str, **changes: Any) -> dict[str, Any]:
+    table = {key.replace("llama.", f"{architecture}."): value for key, value in GGUF.items()}
+    table["general.architecture"] = architecture
+    return table | {f"{architecture}.{key.replace('__', '.')}": value for key, value in changes.items()}
+
+
+def test_llama() -> None:
+    config = model_config_from_hf(LLAMA | {"rope_scaling": LLAMA3_SCALING})
+    assert config.family == "llama"
+    assert config.head_dim == 128
+    assert config.num_kv_heads == 8
+    assert config.attention_scale == pytest.approx(128**-0.5)
+    assert config.rope == RopeConfig(theta=500000.0, kind="llama3", factor=8.0)
+    assert config.layer_rope(5) is config.rope
+    assert config.layer_window(5) is None
+    assert config.eos_token_ids == (128001, 128008, 128009)
+    assert config.dtype == "bfloat16"
+    assert not config.attention_bias
+
+
+def test_transformers_5_spelling_is_the_same_model() -> None:
+    old = model_config_from_hf(LLAMA | {"rope_scaling": LLAMA3_SCALING})
+    new = {key: value for key, value in LLAMA.items() if key not in ("rope_theta", "torch_dtype")}
+    new |= {"rope_parameters": LLAMA3_SCALING | {"rope_theta": 500000.0}, "dtype": "bfloat16"}
+    assert model_config_from_hf(new) == old
+
+
+def test_older_spelling_of_linear_scaling() -> None:
+    config = model_config_from_hf(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}})
+    assert config.rope == RopeConfig(theta=500000.0, kind="linear", factor=4.0)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su"])
+def test_unsupported_scaling_names_kind_and_choices(kind: str) -> None:
+    with pytest.raises(ModelLoadError, match=f"kind '{kind}'.*supported: default, linear, llama3"):
+        model_config_from_hf(LLAMA | {"rope_scaling": {"rope_type": kind, "factor": 4.0}})
+
+
+def test_generation_config_adds_end_tokens() -> None:
+    assert model_config_from_hf(LLAMA, {"eos_token_id": [7, 8]}).eos_token_ids == (7, 8)
+    assert model_config_from_hf(LLAMA, {"temperature": 0.6}).eos_token_ids == (128001, 128008, 128009)
+    assert model_config_from_hf(LLAMA | {"eos_token_id": None}).eos_token_ids == ()
+
+
+def test_mistral_window_applies_to_all_layers_and_may_be_null() -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    windowed = model_config_from_hf(mistral | {"sliding_window": 4096})
+    assert windowed.layer_window(0) == windowed.layer_window(31) == 4096
+    assert model_config_from_hf(mistral | {"sliding_window": None}).layer_window(0) is None
+
+
+def test_qwen2_and_qwen3() -> None:
+    qwen2 = model_config_from_hf(LLAMA | {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 4096})
+    assert qwen2.attention_bias
+    assert not qwen2.attention_output_bias
+    assert not qwen2.qk_norm
+    assert qwen2.layer_window(31) is None  # use_sliding_window is false where it is not set
+    windowed = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "max_window_layers": 30}
+    partly = model_config_from_hf(LLAMA | windowed | {"sliding_window": 4096})
+    assert [index for index in range(32) if partly.is_sliding(index)] == [30, 31]
+    qwen3 = model_config_from_hf(LLAMA | {"architectures": ["Qwen3ForCausalLM"], "head_dim": 64})
+    assert qwen3.qk_norm
+    assert qwen3.head_dim == 64
+
+
+def test_gemma3() -> None:
+    config = model_config_from_hf(GEMMA)
+    assert config.tie_word_embeddings
+    assert config.qk_norm
+    assert config.embedding_scale == pytest.approx(640**0.5)
+    assert config.norm_weight_offset == 1.0
+    assert [index for index in range(18) if not config.is_sliding(index)] == [5, 11, 17]
+    assert config.layer_rope(0).theta == 10000.0
+    assert config.layer_rope(5).theta == 1000000.0
+    assert config.layer_window(0) == 512
+    assert config.layer_window(5) is None
+
+
+def test_gemma3_transformers_5_spelling() -> None:
+    scaled = GEMMA | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    new = {key: value for key, value in GEMMA.items() if not key.startswith("rope_")}
+    new["layer_types"] = ["full_attention" if index % 6 == 5 else "sliding_attention" for index in range(18)]
+    new["rope_parameters"] = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    }
+    assert model_config_from_hf(new) == model_config_from_hf(scaled)
+    # Only full-attention layers are scaled.
+    assert model_config_from_hf(scaled).layer_rope(0) == RopeConfig(theta=10000.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' is not supported; supported: Gemma3ForCausalLM",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"mlp_bias": True}, "mlp_bias to True"),
+        ({"hidden_act": "gelu"}, "hidden_act to 'gelu'.*'silu'"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping to 50.0"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"sliding_window": 4096}, "sliding_window"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a positive whole number"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_key_value_heads": 5}, "32 attention heads, which is no multiple of its 5"),
+        ({"head_dim": 31}, "head_dim is 31"),
+        ({"rms_norm_eps": True}, "rms_norm_eps is True"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "lacks low_freq_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+    ],
+)
+def test_what_would_change_the_output_is_an_error(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        model_config_from_hf(LLAMA | change)
+
+
+def test_unknown_layer_type_is_an_error() -> None:
+    with pytest.raises(ModelLoadError, match="'linear_attention' is not supported"):
+        model_config_from_hf(GEMMA | {"layer_types": ["linear_attention"] * 18})
+
+
+def test_configuration_saved_without_a_model_is_known_by_its_type() -> None:
+    table = {key: value for key, value in LLAMA.items() if key != "architectures"}
+    assert model_config_from_hf(table | {"model_type": "qwen3"}).family == "qwen3"
+    with pytest.raises(ModelLoadError, match="'t5' is not supported"):
+        model_config_from_hf(table | {"model_type": "t5"})
+
+
+def test_gguf_llama() -> None:
+    config = model_config_from_gguf(GGUF, tensor_names={"output.weight", "blk.0.attn_q.bias"})
+    assert (config.head_dim, config.num_layers, config.vocab_size) == (64, 30, 49152)
+    assert config.rope == RopeConfig(theta=100000.0)
+    assert not config.tie_word_embeddings
+    assert config.attention_bias
+    tied = model_config_from_gguf(GGUF, tensor_names=())
+    assert tied.tie_word_embeddings
+    assert not tied.attention_bias
+    assert tied.eos_token_ids == (2,)
+
+
+def test_gguf_rope_scaling() -> None:
+    def rope(factors: tuple[float, ...] | None = None, **changes: Any) -> RopeConfig:
+        table = gguf_of("llama", **changes)
+        return model_config_from_gguf(table, tensor_names=(), rope_frequency_factors=factors).rope
+
+    assert rope(rope__scaling__type="linear", rope__scaling__factor=4.0).factor == 4.0
+    assert rope(rope__scale_linear=2.0).kind == "linear"
+    assert rope(rope__scaling__type="none", rope__scaling__factor=4.0).kind == "default"
+    assert rope((1.0, 8.0)) == RopeConfig(theta=100000.0, kind="factors", frequency_factors=(1.0, 8.0))
+    with pytest.raises(ModelLoadError, match="kind 'yarn'"):
+        rope(rope__scaling__type="yarn", rope__scaling__factor=4.0)
+    with pytest.raises(ModelLoadError, match="only one can hold"):
+        rope((1.0, 8.0), rope__scale_linear=2.0)
+
+
+def test_gguf_gemma3_constants_that_the_format_leaves_out() -> None:
+    table = gguf_of(
+        "gemma3", attention__sliding_window=512, attention__key_length=256, attention__head_count_kv=3
+    )
+    table["gemma3.rope.dimension_count"] = 256
+    config = model_config_from_gguf(table, tensor_names=())
+    assert config.local_rope == RopeConfig(theta=10000.0)
+    assert [index for index in range(30) if not config.is_sliding(index)] == [5, 11, 17, 23, 29]
+    assert config.query_pre_attn_scalar == 256.0
+    assert config.norm_weight_offset == 1.0
+    assert config.hidden_activation == "gelu_pytorch_tanh"
+    # The 27B is known by its depth: its scalar is the hidden size over the heads.
+    large = model_config_from_gguf(table | {"gemma3.block_count": 62}, tensor_names=())
+    assert large.query_pre_attn_scalar == 576 / 9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"expert_count": 8}, r"llama\.expert_count to 8"),
+        ({"attention__head_count_kv": [3, 1]}, "the same for every layer"),
+        ({"rope__dimension_count": 32}, "rope.dimension_count"),
+        ({"attention__value_length": 32}, "value_length"),
+        ({"attention__sliding_window": 512}, "supported for gemma3 only"),
+        ({"block_count": None}, r"lacks llama\.block_count"),
+    ],
+)
+def test_gguf_errors(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelLoadError, match=message):
+        model_config_from_gguf(gguf_of("llama", **change), tensor_names=())
+
+
+def test_loads_no_torch() -> None:
+    code = "import sys, onbeat.engine.model_config, onbeat.hub; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
