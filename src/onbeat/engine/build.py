@@ -1,0 +1,140 @@
+"""From a configuration to a running engine: weights, KV cache, scheduler, runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.protocols import EngineInfo
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.core import EngineCore
+from onbeat.engine.device import DeviceConfig, available_memory_bytes, detect_device
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.models.model import Model
+from onbeat.engine.models.registry import build_model
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import default_token_budget
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+OnProgress = Callable[[str], None]
+
+DEFAULT_KV_SHARE = 0.25
+"""Share of the free memory that the KV cache takes where the user gives no size."""
+DEFAULT_KV_LIMIT_BYTES = 4 * 2**30
+"""But no more than this."""
+
+
+def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineCore, EngineInfo]:
+    """Load the model and put an engine around it.
+
+    Raises
+    ------
+    ConfigError : the model cannot be loaded, or limits and memory do not go together.
+    """
+    device = detect_device(config.device, config.dtype, config.threads)
+    torch.set_num_threads(device.num_threads)
+    checkpoint = _open(config)
+    on_progress(
+        f"loading {config.model.name} ({checkpoint.config.architecture}) in {device.dtype_name} "
+        f"on {device.device} with {device.num_threads} threads"
+    )
+    model = build_model(checkpoint, dtype=device.dtype, device=device.device)
+    scheduler_config = resolve_limits(config, checkpoint.config, device)
+    on_progress(
+        f"KV cache of {scheduler_config.num_blocks} blocks "
+        f"({scheduler_config.num_blocks * scheduler_config.block_size} tokens), longest request "
+        f"{scheduler_config.max_model_len} tokens, policy {scheduler_config.policy}, "
+        f"{scheduler_config.max_num_batched_tokens} tokens a step"
+    )
+    runner = _make_runner(model, scheduler_config, device)
+    on_progress("warming up")
+    runner.warm_up()
+    core = EngineCore(
+        Scheduler(scheduler_config),
+        ThreadExecutor(runner),
+        max_in_flight_steps=2 if config.async_scheduling else 1,
+    )
+    return core, _describe(config, checkpoint.config, scheduler_config, device)
+
+
+def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> SchedulerConfig:
+    """Decide what the user left open, from the model and the memory.
+
+    Raises
+    ------
+    ConfigError : what the user gave cannot be kept.
+    """
+    spec = KVCacheSpec.of_model(model, dtype=device.dtype, block_size=config.block_size)
+    limit = model.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}, but this model was made for {limit} tokens; "
+            "give a smaller one"
+        )
+    wanted_len = config.max_model_len or limit
+    num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or _default_kv_bytes(device))
+    # More blocks than every slot can fill would be memory for nothing.
+    num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // config.block_size))
+    # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
+    max_model_len = config.max_model_len or min(limit, num_blocks * config.block_size)
+    budget = config.max_num_batched_tokens or default_token_budget(
+        config.policy, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs
+    )
+    return SchedulerConfig(
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        policy=config.policy,
+        scheduling_policy=config.scheduling_policy,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def _open(config: EngineConfig) -> Checkpoint:
+    if config.load_format == "dummy":
+        return DummyCheckpoint(read_model_config(config.model), seed=config.seed)
+    return open_checkpoint(config.model)
+
+
+def _default_kv_bytes(device: DeviceConfig) -> int:
+    free = available_memory_bytes(device.device)
+    return min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
+
+
+def _make_runner(model: Model, config: SchedulerConfig, device: DeviceConfig) -> ModelRunner:
+    return ModelRunner(
+        model=model,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=config.max_model_len,
+        sampler=Sampler(model.config.vocab_size, device.device),
+    )
+
+
+def _describe(
+    config: EngineConfig, model: ModelConfig, limits: SchedulerConfig, device: DeviceConfig
+) -> EngineInfo:
+    return EngineInfo(
+        model_name=config.model.name,
+        architecture=model.architecture,
+        vocab_size=model.vocab_size,
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        num_blocks=limits.num_blocks,
+        policy=limits.policy,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        device=str(device.device),
+        dtype=device.dtype_name,
+        priority_scheduling=limits.scheduling_policy == "priority",
+    )
