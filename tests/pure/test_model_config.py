@@ -173,6 +173,7 @@ def test_gemma3_transformers_5_spelling() -> None:
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"sliding_window": 4096}, "sliding_window"),
+        ({"rope_interleaved": True}, "rope_interleaved"),
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a positive whole number"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),

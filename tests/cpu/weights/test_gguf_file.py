@@ -159,6 +159,14 @@ def test_other_bad_files(tmp_path: Path) -> None:
         open_checkpoint(gguf_files(tmp_path / "mamba.gguf"))
 
 
+def test_split_files_are_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    finish(writer)
+    with pytest.raises(ModelLoadError, match="one of 3 parts"):
+        open_checkpoint(gguf_files(tmp_path / "part.gguf"))
+
+
 def test_missing_tensor_is_named(tmp_path: Path) -> None:
     model = tiny_model("qwen3")
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3")

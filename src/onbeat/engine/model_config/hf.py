@@ -32,6 +32,7 @@ _MUST_BE_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "logits_scaling": (1.0,),
     "mlp_bias": (False,),
     "use_bidirectional_attention": (False,),
+    "rope_interleaved": (False,),
     "is_causal": (True,),
     "num_experts": (0,),
     "num_local_experts": (0, 1),

@@ -32,6 +32,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         reader = TensorReader(path)
+        _refuse_split(reader.metadata(), path)
         by_gguf_name = {tensor.name: tensor for tensor in reader.tensors}
         self._config = _read_config(reader.metadata(), by_gguf_name)
         self._shapes = parameter_shapes(self._config)
@@ -60,6 +61,15 @@ class GgufCheckpoint:
         shape, minus = self._shapes[name], stored_offset(name, self._config)
         values = dequantize_rows(tensor.data, shape, tensor.tensor_type, dtype, minus=minus)
         return unpermute_rows(name, values, self._config)
+
+
+def _refuse_split(metadata: dict[str, Any], path: Path) -> None:
+    count = metadata.get("split.count", 0)
+    if count > 1:
+        raise ModelLoadError(
+            f"{path} is one of {count} parts of a model; merge them first "
+            "(llama.cpp: llama-gguf-split --merge)"
+        )
 
 
 def _read_config(metadata: dict[str, Any], tensors: dict[str, Any]) -> ModelConfig:
