@@ -1,0 +1,98 @@
+"""Runs requests through the real scheduler and the real model runner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onbeat.core.request import Request, SamplingParams
+from onbeat.engine.core import EngineCore
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.models.model import Model
+from onbeat.engine.sampler import Sampler
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One way to serve the same requests. `arrivals`: a new request every so many steps; 0 is all at once."""
+
+    policy: str = "sarathi"
+    budget: int | None = None
+    num_blocks: int = 400
+    depth: int = 1
+    arrivals: int = 0
+    repeats: int = 1
+    """How often the whole set is sent; from the second time on the prefix cache holds it."""
+    max_num_seqs: int = 8
+
+    def __str__(self) -> str:
+        return "-".join(str(value) for value in (self.policy, self.budget, self.num_blocks, self.depth))
+
+
+@dataclass
+class Outcome:
+    tokens: list[list[int]]
+    """Of each prompt, for each repeat."""
+    num_preemptions: int
+    num_prefix_hits: int
+    num_mixed_steps: int
+
+
+def run_engine(
+    model: Model, prompts: Sequence[Sequence[int]], max_tokens: int, setting: Setting, *, max_model_len: int
+) -> Outcome:
+    """Serve all prompts greedily; checks that no block is left behind."""
+    config = SchedulerConfig(
+        num_blocks=setting.num_blocks,
+        max_model_len=max_model_len,
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=setting.budget or max_model_len,
+        policy=setting.policy,
+    )
+    runner = ModelRunner(
+        model=model,
+        num_blocks=config.num_blocks,
+        block_size=config.block_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        sampler=Sampler(model.config.vocab_size, model.device),
+    )
+    core = EngineCore(Scheduler(config), ThreadExecutor(runner), max_in_flight_steps=setting.depth)
+    tokens: dict[str, list[int]] = {}
+    num_mixed_steps = 0
+    for repeat in range(setting.repeats):
+        pending = [
+            Request(
+                request_id=f"{repeat}-{index}",
+                prompt_token_ids=tuple(prompt),
+                sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
+                arrival=float(repeat * len(prompts) + index),
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        tokens |= {request.request_id: [] for request in pending}
+        num_steps = 0
+        while pending or core.has_work:
+            while pending and (not setting.arrivals or num_steps % setting.arrivals == 0):
+                core.add(pending.pop(0))
+                if setting.arrivals:
+                    break
+            num_steps += 1
+            message = core.step()
+            if message is None:
+                continue
+            assert message.stats is not None
+            num_mixed_steps += bool(message.stats.shape.num_chunks and message.stats.shape.num_decodes)
+            for output in message.outputs:
+                assert output.error is None, output.error
+                tokens[output.request_id] += output.new_token_ids
+    scheduler = core.scheduler
+    scheduler.check_invariants()
+    assert scheduler.kv.pool.num_used_blocks == 0
+    core.shutdown()
+    return Outcome(
+        list(tokens.values()), scheduler.num_preemptions, scheduler.num_prefix_hits, num_mixed_steps
+    )
