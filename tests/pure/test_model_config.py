@@ -177,6 +177,7 @@ def test_gemma3_transformers_5_spelling() -> None:
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"hidden_size": "4096"}, "hidden_size is '4096'; it must be a positive whole number"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be at most"),
         ({"num_key_value_heads": 5}, "32 attention heads, which is no multiple of its 5"),
         ({"head_dim": 31}, "head_dim is 31"),
         ({"rms_norm_eps": True}, "rms_norm_eps is True"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import gguf
@@ -179,3 +180,22 @@ def test_missing_tensor_is_named(tmp_path: Path) -> None:
         ModelLoadError, match=r"lacks 1 of \d+ tensors: model\.layers\.2\.self_attn\.k_norm\.weight"
     ):
         open_checkpoint(gguf_files(tmp_path / "model.gguf"))
+
+
+def test_damaged_headers_give_our_error_or_a_checkpoint(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", tiny_model("llama"))
+    data = (tmp_path / "model.gguf").read_bytes()
+    header = data.index(b"token_embd.weight") + 2000
+    rng = random.Random(0)
+    refused = 0
+    for _ in range(150):
+        damaged = bytearray(data)
+        for _ in range(rng.choice([1, 2, 4])):
+            damaged[rng.randrange(header)] = rng.choice([0, 1, 255, rng.randrange(256)])
+        (tmp_path / "damaged.gguf").write_bytes(damaged)
+        try:
+            checkpoint = open_checkpoint(gguf_files(tmp_path / "damaged.gguf"))
+            checkpoint.get("model.embed_tokens.weight", torch.float32)
+        except ModelLoadError:
+            refused += 1
+    assert refused > 50

@@ -70,7 +70,7 @@ def model_config_from_gguf(
         architecture=architecture,
         vocab_size=values.size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=values.size("block_count"),
+        num_layers=values.num_layers("block_count"),
         num_heads=num_heads,
         num_kv_heads=_per_layer(values, "attention.head_count_kv", num_heads),
         head_dim=head_dim,
@@ -142,7 +142,7 @@ def _sliding(values: Values, name: str) -> tuple[int | None, tuple[bool, ...]]:
                 "gemma3 only; serve the Hugging Face checkpoint of this model instead"
             )
         return None, ()
-    num_layers = values.size("block_count")
+    num_layers = values.num_layers("block_count")
     pattern = values.raw("attention.sliding_window_pattern")
     if isinstance(pattern, list):
         return values.size("attention.sliding_window"), tuple(bool(slides) for slides in pattern)
@@ -153,4 +153,4 @@ def _sliding(values: Values, name: str) -> tuple[int | None, tuple[bool, ...]]:
 
 
 def _gemma_query_scalar(values: Values, head_dim: int, head_share: float) -> float:
-    return head_share if values.size("block_count") == _GEMMA_27B_LAYERS else float(head_dim)
+    return head_share if values.num_layers("block_count") == _GEMMA_27B_LAYERS else float(head_dim)

@@ -80,7 +80,7 @@ def model_config_from_hf(
         architecture=architecture,
         vocab_size=values.size("vocab_size"),
         hidden_size=hidden_size,
-        num_layers=values.size("num_hidden_layers"),
+        num_layers=values.num_layers("num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=values.size("num_key_value_heads", num_heads),
         head_dim=values.size("head_dim", default_head_dim),
@@ -134,7 +134,7 @@ def _has_output_bias(values: Values, architecture: str) -> bool:
 
 def _sliding(values: Values, architecture: str) -> tuple[int | None, tuple[bool, ...]]:
     """Return the window and which layers slide."""
-    num_layers = values.size("num_hidden_layers")
+    num_layers = values.num_layers("num_hidden_layers")
     if architecture == "LlamaForCausalLM":
         # The class has no window; a configuration that asks for one was meant for another class.
         values.refuse_unless("sliding_window")

@@ -7,6 +7,8 @@ from typing import Any
 
 from onbeat.core.errors import ModelLoadError
 
+_MAX_LAYERS = 4096
+
 
 class Values:
     """A read-only table of what a model file says of itself.
@@ -39,6 +41,13 @@ class Values:
         value = self._required(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, value, "a positive whole number")
+        return value
+
+    def num_layers(self, key: str) -> int:
+        """Return the depth of a model, within reason: a damaged value must not cost all memory."""
+        value = self.size(key)
+        if value > _MAX_LAYERS:
+            raise self.wrong(key, value, f"at most {_MAX_LAYERS}")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -32,9 +32,9 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path) -> None:
         reader = TensorReader(path)
-        _refuse_split(reader.metadata(), path)
+        _refuse_split(reader.metadata, path)
         by_gguf_name = {tensor.name: tensor for tensor in reader.tensors}
-        self._config = _read_config(reader.metadata(), by_gguf_name)
+        self._config = _read_config(reader.metadata, by_gguf_name)
         self._shapes = parameter_shapes(self._config)
         self._tensors = {
             hf_name(name, self._config): tensor

@@ -33,6 +33,8 @@ class TensorReader(GGUFReader):
         self.path = path
         try:
             super().__init__(path)
+            self.metadata = self._read_metadata()
+            """The scalars, texts and number arrays of the file."""
         except OSError as error:
             raise ModelLoadError(f"cannot read the model file {path}: {error.strerror}") from error
         except (ValueError, IndexError, KeyError, OverflowError, struct.error) as error:
@@ -40,8 +42,7 @@ class TensorReader(GGUFReader):
                 f"{path} is not a GGUF file, is damaged or cut short ({error}); fetch the file again"
             ) from error
 
-    def metadata(self) -> dict[str, Any]:
-        """Return the scalars, texts and number arrays of the file."""
+    def _read_metadata(self) -> dict[str, Any]:
         return {name: field.contents() for name, field in self.fields.items() if not _is_skipped(field)}
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
