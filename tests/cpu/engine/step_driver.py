@@ -1,4 +1,4 @@
-"""Drives a model runner with plans made up by the test: a stand-in for the scheduler, with shuffled blocks."""
+"""Drives a model runner with plans made up by the test: a stand-in for the scheduler; blocks are shuffled."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, TinyModel, random_prompt, tiny_model
 
@@ -75,12 +76,14 @@ def test_a_finished_request_as_padding_changes_nothing(tiny: TinyModel) -> None:
     finished = driver.add(random_prompt(17), 10**9)  # its blocks stay, as in a batch that ends as a whole
     for _ in range(MAX_TOKENS):
         driver.step({finished: 64})
-    cache_before = [layer.k_BSKH.clone() for layer in driver.runner.attention.layers]
+    assert isinstance(driver.runner.attention, TorchSdpaBackend)
+    layers = driver.runner.attention.layers
+    cache_before = [layer.k_BSKH.clone() for layer in layers]
     blocks = driver.requests[finished].block_ids
     other = driver.add(random_prompt(40), MAX_TOKENS)
     for _ in range(MAX_TOKENS):
         driver.step({other: 64}, padding=[finished])
-    for layer, before in zip(driver.runner.attention.layers, cache_before, strict=True):
+    for layer, before in zip(layers, cache_before, strict=True):
         torch.testing.assert_close(layer.k_BSKH[blocks], before[blocks], rtol=0, atol=1e-12)
     driver.requests[finished].max_tokens = MAX_TOKENS
     assert_equals_reference(driver, tiny)

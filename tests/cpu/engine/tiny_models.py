@@ -101,9 +101,9 @@ class TinyModel:
     hf_model: Any
     model: Model
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019 -- lives as long as the test session anyway
+    @functools.cache  # noqa: B019 -- lives as long as the test session anyway
     def reference(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[list[int], torch.Tensor]:
-        """Return greedy tokens of `generate`, and the logits [max_tokens, vocabulary] they were chosen from."""
+        """Return greedy tokens of `generate`, and the logits [max_tokens, vocabulary] behind them."""
         with torch.inference_mode():
             output = self.hf_model.generate(
                 torch.tensor([prompt]),

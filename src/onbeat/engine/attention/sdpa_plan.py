@@ -18,6 +18,8 @@ from torch import Tensor
 from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.attention.grouping import FOLDED_QUERY_LIMIT, group_rows
 
+TILE_QUERIES = 128
+
 
 @dataclass(frozen=True, slots=True)
 class FoldedGroup:
@@ -37,16 +39,25 @@ class FoldedGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LongChunk:
-    """One row of many query tokens."""
+class ChunkTile:
+    """Some queries of a chunk, and the range of its keys that they see."""
 
     start: int
     end: int
+    """Tokens of the step."""
+    first_key: int
+    end_key: int
+    mask: Tensor | None
+    """Added to the scores, [queries, keys]; None where plain causal attention of as many keys is exact."""
+
+
+@dataclass(frozen=True, slots=True)
+class LongChunk:
+    """One row of many query tokens, cut into tiles that leave out most of the keys which causality hides."""
+
     block_ids: Tensor
     """[B]."""
-    mask: Tensor | None
-    """Added to the scores, [L, keys]; None where plain causal attention over `num_keys` = L keys is exact."""
-    num_keys: int
+    tiles: Sequence[ChunkTile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,17 +160,26 @@ class WindowPlanner:
 
     def _chunk(self, row: int) -> LongChunk:
         batch = self.batch
-        start, first_block = int(self.starts_R[row]), int(self.first_blocks_R[row])
-        num_queries, context = int(batch.query_lens_R[row]), int(batch.context_lens_R[row])
+        first_block = int(self.first_blocks_R[row])
         block_ids = batch.block_tables_SB[batch.slots_R[row], first_block : int(self.end_blocks_R[row])]
-        first_key = first_block * self.config.block_size
-        num_keys = context - first_key
+        num_queries = int(batch.query_lens_R[row])
+        first_position = int(batch.context_lens_R[row]) - num_queries - first_block * self.config.block_size
+        start = int(self.starts_R[row])
+        tiles = [
+            self._tile(start + offset, first_position + offset, min(TILE_QUERIES, num_queries - offset))
+            for offset in range(0, num_queries, TILE_QUERIES)
+        ]
+        return LongChunk(self._to_device(block_ids.astype(np.int64)), tiles)
+
+    def _tile(self, start: int, position: int, num_queries: int) -> ChunkTile:
+        """Plan queries at `position` and after, counted from the first key that the chunk reads."""
+        first_key = 0 if self.window is None else max(position + 1 - self.window, 0)
+        end_key = position + num_queries
         mask = None
-        if num_queries < num_keys or (self.window is not None and self.window < num_keys):
-            mask = self._mask(np.arange(context - num_queries, context)[None] - first_key, num_keys)[0]
-        return LongChunk(
-            start, start + num_queries, self._to_device(block_ids.astype(np.int64)), mask, num_keys
-        )
+        if position > first_key or (self.window is not None and self.window < num_queries):
+            positions_L = np.arange(position, end_key) - first_key
+            mask = self._mask(positions_L[None], end_key - first_key)[0]
+        return ChunkTile(start, start + num_queries, first_key, end_key, mask)
 
     def _mask(self, positions_RL: IntArray, num_keys: int) -> Tensor:
         """Return what is added to scores: 0 for the keys that a query at a position sees, -inf for others."""

@@ -75,9 +75,7 @@ class TorchSdpaBackend:
                 return mixed_TNH
             out_TNH.index_copy_(0, group.target_tokens, mixed_TNH)
         for chunk in plan.chunks:
-            out_TNH[chunk.start : chunk.end] = self._attend_chunk(
-                chunk, q_TNH[chunk.start : chunk.end], cache
-            )
+            self._attend_chunk(chunk, q_TNH, cache, out_TNH)
         return out_TNH[:num_tokens]
 
     def _attend_folded(self, group: FoldedGroup, q_TNH: Tensor, cache: LayerKVCache) -> Tensor:
@@ -101,24 +99,24 @@ class TorchSdpaBackend:
         )
         return mixed_RKQH.view(q_RKLGH.shape).transpose(1, 2).reshape(-1, num_heads, head_dim)
 
-    def _attend_chunk(self, chunk: LongChunk, q_LNH: Tensor, cache: LayerKVCache) -> Tensor:
-        num_tokens, num_heads, head_dim = q_LNH.shape
-        num_groups = num_heads // self.num_kv_heads
+    def _attend_chunk(self, chunk: LongChunk, q_TNH: Tensor, cache: LayerKVCache, out_TNH: Tensor) -> None:
+        num_groups = q_TNH.shape[1] // self.num_kv_heads
         # The query heads of a KV head are the batch dimension here: keys and values repeat with stride 0, and
         # the mask is not repeated either.
         k_GKCH, v_GKCH = (
-            part.index_select(0, chunk.block_ids)
-            .view(1, -1, self.num_kv_heads, head_dim)[:, : chunk.num_keys]
-            .transpose(1, 2)
-            .expand(num_groups, -1, -1, -1)
+            part.index_select(0, chunk.block_ids).flatten(0, 1).transpose(0, 1).expand(num_groups, -1, -1, -1)
             for part in cache
         )
-        mixed_GKLH = scaled_dot_product_attention(
-            q_LNH.view(num_tokens, self.num_kv_heads, num_groups, head_dim).permute(2, 1, 0, 3),
-            k_GKCH,
-            v_GKCH,
-            attn_mask=chunk.mask,
-            is_causal=chunk.mask is None,
-            scale=self.scale,
+        q_GKTH, out_GKTH = (
+            part.view(part.shape[0], self.num_kv_heads, num_groups, -1).permute(2, 1, 0, 3)
+            for part in (q_TNH, out_TNH)
         )
-        return mixed_GKLH.permute(2, 1, 0, 3).flatten(1, 2)
+        for tile in chunk.tiles:
+            out_GKTH[:, :, tile.start : tile.end] = scaled_dot_product_attention(
+                q_GKTH[:, :, tile.start : tile.end],
+                k_GKCH[:, :, tile.first_key : tile.end_key],
+                v_GKCH[:, :, tile.first_key : tile.end_key],
+                attn_mask=tile.mask,
+                is_causal=tile.mask is None,
+                scale=self.scale,
+            )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from onbeat.engine.layers.attention import HeadLayout, HeadNorms, SelfAttention
 from onbeat.engine.layers.embedding import Embedding
-from onbeat.engine.layers.linear import Linear, PlainLinear, select_linear_kernel
+from onbeat.engine.layers.linear import Linear, select_linear_kernel
 from onbeat.engine.layers.mlp import GatedMLP
 from onbeat.engine.layers.norm import RMSNorm
 from onbeat.engine.layers.rotary import RotaryEmbedding
@@ -55,9 +55,14 @@ class LayerLoader:
         return Embedding(self.tensor("model.embed_tokens.weight"), self.config.embedding_scale)
 
     def lm_head(self, embedding: Embedding) -> Linear:
-        """Return the output projection; a tied one shares the embedding's memory, so it is not repacked."""
+        """Return the output projection.
+
+        A tied one shares the embedding's memory, unless the kernel repacks weights: rows of a packed weight
+        cannot be looked up, so this one matrix is then held twice. For a small model with a large vocabulary
+        the plain product would take a quarter of a decode step.
+        """
         if self.config.tie_word_embeddings:
-            return PlainLinear(embedding.weight_VD)
+            return self.linear_kernel(embedding.weight_VD)
         return self.linear("lm_head")
 
     def self_attention(self, layer_index: int) -> SelfAttention:
