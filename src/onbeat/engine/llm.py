@@ -1,0 +1,186 @@
+"""Offline generation in this process: the same engine, without a server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from onbeat.core.errors import EngineError, InvalidRequest
+from onbeat.core.protocols import Tokenizer
+from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
+from onbeat.engine.build import build_engine
+from onbeat.engine.config import EngineConfig
+from onbeat.hub.known import DEFAULT_MODEL
+from onbeat.hub.resolve import resolve_model
+from onbeat.text.chat_template import load_chat_template
+from onbeat.text.stream import TextStream
+from onbeat.text.tokenizer import load_tokenizer
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Generation:
+    """What came of one prompt."""
+
+    prompt_token_ids: tuple[int, ...]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+
+
+class LLM:
+    """A model and an engine in this process.
+
+    Parameters
+    ----------
+    model : path, known model or hub id, as for `onbeat serve`; None is the embedded model.
+    engine_options : fields of `EngineConfig`, such as `dtype`, `policy` or `max_model_len`.
+
+    Examples
+    --------
+    >>> llm = LLM()
+    >>> llm.generate(["The capital of France is"], SamplingParams(temperature=0))[0].text  # doctest: +SKIP
+    ' Paris.'
+    """
+
+    def __init__(self, model: str | None = None, **engine_options: Any) -> None:
+        files = resolve_model(model or DEFAULT_MODEL)
+        self.tokenizer: Tokenizer = load_tokenizer(files.path)
+        self._chat_template = load_chat_template(self.tokenizer, None)
+        self._core, self.info = build_engine(EngineConfig(model=files, **engine_options), _ignore)
+        self._num_requests = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let the engine's thread go."""
+        self._core.shutdown()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> list[Generation]:
+        """Generate for all prompts at once; results come in their order.
+
+        Parameters
+        ----------
+        prompts : one or several, each a text or token ids.
+        sampling : how tokens are chosen; prompt i uses `seed + i`.
+        stop : strings that end a text and are left out of it.
+        ignore_eos : go on to `max_tokens` even if the model would end.
+
+        Raises
+        ------
+        RequestRejected : a prompt cannot be served; none has been run.
+        EngineError : the engine failed on a prompt.
+        """
+        sampling = sampling or SamplingParams()
+        if not ignore_eos:
+            ends = (*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)
+            sampling = replace(sampling, stop_token_ids=ends)
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        return _OfflineRun(self, token_ids, sampling, stop).run()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """Answer one conversation, rendered with the model's chat template.
+
+        Raises
+        ------
+        InvalidRequest : the model has no chat template.
+        """
+        if self._chat_template is None:
+            raise InvalidRequest("this model has no chat template; use generate with a plain prompt")
+        prompt = self._chat_template.render([dict(message) for message in messages])
+        token_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return self.generate([token_ids], sampling, stop=stop)[0]
+
+    def _encode(self, prompt: Prompt) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+
+
+class _OfflineRun:
+    """One call of `generate`: adds the requests, steps until they end, gathers text."""
+
+    def __init__(
+        self, llm: LLM, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, stop: Sequence[str]
+    ) -> None:
+        self._core = llm._core
+        self._streams: dict[str, TextStream] = {}
+        self._generations: dict[str, Generation] = {}
+        self._requests: list[Request] = []
+        for index, prompt in enumerate(prompts):
+            request_id = f"offline-{llm._num_requests + index}"
+            self._requests.append(
+                Request(
+                    request_id=request_id,
+                    prompt_token_ids=prompt,
+                    sampling=replace(sampling, seed=sampling.seed + index),
+                    arrival=time.monotonic(),
+                )
+            )
+            self._streams[request_id] = TextStream(llm.tokenizer, stop=stop)
+            self._generations[request_id] = Generation(prompt)
+        llm._num_requests += len(prompts)
+
+    def run(self) -> list[Generation]:
+        try:
+            for request in self._requests:
+                self._core.add(request)
+            while self._core.has_work:
+                message = self._core.step()
+                for output in message.outputs if message else ():
+                    self._take(output)
+        finally:
+            # After an error or Ctrl-C nothing of this call may stay behind in the engine.
+            self._core.abort(self._generations)
+        return list(self._generations.values())
+
+    def _take(self, output: RequestOutput) -> None:
+        generation = self._generations[output.request_id]
+        if generation.finish_reason is not None:
+            return
+        if output.finish_reason is FinishReason.ERROR:
+            raise EngineError(output.error or "the engine failed on this request")
+        generation.num_cached_tokens = output.num_cached_tokens
+        generation.token_ids += output.new_token_ids
+        if output.logprobs:
+            generation.logprobs = (generation.logprobs or []) + output.logprobs
+        is_final = output.finish_reason is not None
+        # A stop token ends the text and is no part of it.
+        visible = output.new_token_ids[:-1] if output.stop_token_id is not None else output.new_token_ids
+        delta = self._streams[output.request_id].push(visible, final=is_final)
+        generation.text += delta.text
+        generation.finish_reason = output.finish_reason
+        if delta.stop_string is not None:
+            generation.finish_reason = FinishReason.STOP
+            self._core.abort([output.request_id])
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _ignore(_: str) -> None:
+    """Report no progress: library code does not print."""

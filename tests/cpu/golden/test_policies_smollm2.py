@@ -1,0 +1,149 @@
+"""In float32, greedy tokens of SmolLM2-135M equal transformers' under every policy.
+
+The rule of exactness: a token may differ only where the reference's two largest logits are closer than 1e-4 (what
+float32 allows when sums run in another order); such places are counted, at most 1 in 10,000 tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.engine.models.model import Model
+from onbeat.engine.models.registry import load_model
+from onbeat.hub.files import ModelFiles
+from onbeat.text.tokenizer import load_tokenizer
+from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
+
+pytestmark = pytest.mark.golden
+
+MAX_TOKENS = 16
+MAX_MODEL_LEN = 1536
+ALL_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 50, 64, 100, 128, 200, 257, 333, 512, 640, 900, 1200, 1500)
+FAST_LENGTHS = (1, 16, 50, 200, 333)
+TIE_GAP = 1e-4
+TEXT = Path(__file__).parents[3] / "LICENSE"
+
+
+class Reference:
+    """transformers' greedy continuation of slices of a text, and how near the second choice was."""
+
+    def __init__(self, gguf: Path) -> None:
+        self.hf_model = read_hf_model(gguf)
+        self.token_ids = load_tokenizer(gguf).encode(TEXT.read_text(encoding="utf-8"))
+        self.answers: dict[int, tuple[list[int], list[float]]] = {}
+
+    def prompt(self, length: int) -> list[int]:
+        start = 11 * length % 300
+        return self.token_ids[start : start + length]
+
+    def answer(self, length: int) -> tuple[list[int], list[float]]:
+        if length not in self.answers:
+            prompt = torch.tensor([self.prompt(length)])
+            with torch.inference_mode():
+                output = self.hf_model.generate(
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    max_new_tokens=MAX_TOKENS,
+                    do_sample=False,
+                    return_dict_in_generate=True,
+                    output_logits=True,
+                )
+            top_two = torch.stack(output.logits)[:, 0].topk(2).values
+            gaps = (top_two[:, 0] - top_two[:, 1]).tolist()
+            self.answers[length] = output.sequences[0, length:].tolist(), gaps
+        return self.answers[length]
+
+
+def read_hf_model(gguf: Path) -> Any:
+    """Build transformers' model from its own reading of the file."""
+    import transformers
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = transformers.AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    tensors = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=False)
+    model.tie_weights()
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_gguf: Path) -> Reference:
+    return Reference(smollm2_gguf)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2_gguf: Path) -> Model:
+    files = ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2")
+    return load_model(files, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def check(reference: Reference, model: Model, lengths: tuple[int, ...], setting: Setting) -> Outcome:
+    prompts = [reference.prompt(length) for length in lengths]
+    outcome = run_engine(model, prompts, MAX_TOKENS, setting, max_model_len=MAX_MODEL_LEN)
+    num_ties = 0
+    for length, tokens in zip(lengths * setting.repeats, outcome.tokens, strict=True):
+        expected, gaps = reference.answer(length)
+        if tokens != expected:
+            first = next(i for i in range(MAX_TOKENS) if tokens[i] != expected[i])
+            assert gaps[first] < TIE_GAP, f"prompt of {length} tokens differs at token {first}"
+            num_ties += 1
+    assert num_ties <= max(1, len(outcome.tokens) * MAX_TOKENS // 10_000)
+    return outcome
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(policy="static"),
+        Setting(policy="orca", arrivals=2),
+        Setting(policy="prefill-first", arrivals=2),
+        Setting(policy="sarathi", budget=64, arrivals=2, depth=2),
+    ],
+    ids=str,
+)
+def test_some_prompts(reference: Reference, model: Model, setting: Setting):
+    check(reference, model, FAST_LENGTHS, setting)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "setting",
+    [
+        Setting(policy="static", num_blocks=800),
+        Setting(policy="orca", arrivals=1, num_blocks=800),
+        Setting(policy="prefill-first", arrivals=1, num_blocks=800),
+        Setting(policy="sarathi", budget=64, arrivals=2, num_blocks=800),
+        Setting(policy="sarathi", budget=512, arrivals=1, num_blocks=800, max_num_seqs=20),
+        Setting(policy="sarathi", budget=512, arrivals=1, num_blocks=800, depth=2),
+    ],
+    ids=str,
+)
+def test_all_prompts(reference: Reference, model: Model, setting: Setting):
+    outcome = check(reference, model, ALL_LENGTHS, setting)
+    if setting.policy in ("orca", "sarathi"):
+        assert outcome.num_mixed_steps > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+def test_all_prompts_with_prefix_hits(reference: Reference, model: Model, policy: str):
+    budget = 512 if policy == "sarathi" else None
+    setting = Setting(policy=policy, budget=budget, num_blocks=1000, repeats=2)
+    outcome = check(reference, model, ALL_LENGTHS, setting)
+    assert outcome.num_prefix_hits > 4000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["prefill-first", "sarathi"])
+def test_all_prompts_with_forced_preemption(reference: Reference, model: Model, policy: str):
+    budget = 64 if policy == "sarathi" else None
+    setting = Setting(policy=policy, budget=budget, num_blocks=97, max_num_seqs=20)
+    outcome = check(reference, model, ALL_LENGTHS, setting)
+    assert outcome.num_preemptions > 0
