@@ -1,0 +1,111 @@
+"""Count what steps and requests do. Plain numbers; `metrics.exporter` gives them names for Prometheus."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from onbeat.core.step import StepStats
+from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.record import RequestRecord
+
+REQUEST_SECONDS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+GAP_SECONDS = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
+    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
+)
+HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
+TOKENS = tuple(float(2**power) for power in range(18))
+ROWS = tuple(float(2**power) for power in range(11))
+
+
+class RunCounts:
+    """A `metrics.tracker.RunListener` that counts."""
+
+    def __init__(self) -> None:
+        self.num_running = 0
+        self.num_waiting = 0
+        self.num_blocks = 0
+        self.num_used_blocks = 0
+        self.num_steps = 0
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        self.num_prefix_hits = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_output_tokens = 0
+        self.finished = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        """Requests by finish reason."""
+        self.ttft = Histogram(REQUEST_SECONDS)
+        self.gap = Histogram(GAP_SECONDS)
+        self.tpot = Histogram(GAP_SECONDS)
+        self.e2e = Histogram(REQUEST_SECONDS)
+        self.queue = Histogram(REQUEST_SECONDS)
+        self.prefill = Histogram(REQUEST_SECONDS)
+        self.decode = Histogram(REQUEST_SECONDS)
+        self.inference = Histogram(REQUEST_SECONDS)
+        self.prompt_lengths = Histogram(TOKENS)
+        self.output_lengths = Histogram(TOKENS)
+        self.step = Histogram(GAP_SECONDS)
+        self.step_tokens = Histogram(TOKENS)
+        self.step_decodes = Histogram(ROWS)
+        self.step_chunk_tokens = Histogram(TOKENS)
+        self.step_rows = Histogram(ROWS)
+        self.schedule = Histogram(HOST_SECONDS)
+        self.update = Histogram(HOST_SECONDS)
+
+    def on_request(self, record: RequestRecord) -> None:
+        """Nothing is counted before a request has run."""
+
+    def on_preemption(self, record: RequestRecord, now: float) -> None:
+        """Preemptions are counted by step, those of unknown requests included."""
+
+    def on_delivery(self, record: RequestRecord, num_tokens: int) -> None:
+        """Count tokens, and the time since the delivery before or since the arrival."""
+        self.num_output_tokens += num_tokens
+        times = record.delivery_times
+        if len(times) > 1:
+            self.gap.observe(times[-1] - times[-2])
+            return
+        first = times[0]
+        self.num_prompt_tokens += record.num_prompt_tokens
+        self.num_cached_tokens += record.num_cached_tokens
+        self.ttft.observe(first - record.arrival)
+        if record.scheduled is not None:
+            self.queue.observe(record.scheduled - record.arrival)
+            self.prefill.observe(first - record.scheduled)
+
+    def on_finish(self, record: RequestRecord) -> None:
+        """Count a request; only a whole answer has latencies."""
+        self.finished[record.finish_reason or "error"] += 1
+        if not record.is_completed or not record.delivery_times:
+            return
+        self.e2e.observe(record.e2e)
+        self.prompt_lengths.observe(record.num_prompt_tokens)
+        self.output_lengths.observe(record.num_output_tokens)
+        self.decode.observe(record.delivery_times[-1] - record.delivery_times[0])
+        if record.tpot is not None:
+            self.tpot.observe(record.tpot)
+        if record.scheduled is not None:
+            self.inference.observe(record.delivery_times[-1] - record.scheduled)
+
+    def on_step(self, stats: StepStats) -> None:
+        """Count a step."""
+        shape = stats.shape
+        self.num_running = stats.num_running
+        self.num_waiting = stats.num_waiting
+        self.num_blocks = stats.num_blocks
+        self.num_used_blocks = stats.num_used_blocks
+        self.num_steps += 1
+        self.num_preemptions += stats.num_preemptions
+        self.num_prefix_queries += stats.num_prefix_queries
+        self.num_prefix_hits += stats.num_prefix_hits
+        self.step.observe(stats.end - stats.start)
+        self.step_tokens.observe(shape.num_new_tokens)
+        self.step_decodes.observe(shape.num_decodes)
+        self.step_chunk_tokens.observe(shape.num_new_tokens - shape.num_decodes)
+        self.step_rows.observe(shape.num_sequences)
+        self.schedule.observe(stats.schedule_seconds)
+        self.update.observe(stats.update_seconds)

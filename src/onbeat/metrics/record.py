@@ -1,0 +1,65 @@
+"""What happened to one request: the same record for live, simulated and replayed runs."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """One request from its arrival to its end. Times are seconds on one clock.
+
+    A *delivery* is the set of tokens that one step gives a request.
+    """
+
+    request_id: str
+    arrival: float
+    """When the whole request had been received."""
+    num_prompt_tokens: int
+    request_class: str | None = None
+    replica: str | None = None
+    scheduled: float | None = None
+    """When it was first put in a step; None if it never was."""
+    delivery_times: array[float] = field(default_factory=lambda: array("d"))
+    delivery_sizes: array[int] = field(default_factory=lambda: array("I"))
+    """Tokens of each delivery."""
+    end: float = float("nan")
+    """When it ended, however it did."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, `error`; None while it runs."""
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache held."""
+    num_preemptions: int = 0
+    predicted_wait: float | None = None
+    """Seconds; set only for a request that was rejected because of it."""
+    is_rejected: bool = False
+    """Refused for want of capacity."""
+
+    @property
+    def first_token(self) -> float | None:
+        """When its first delivery came; None before that."""
+        return self.delivery_times[0] if self.delivery_times else None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first delivery."""
+        return self.delivery_times[0] - self.arrival if self.delivery_times else None
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from arrival to the end."""
+        return self.end - self.arrival
+
+    @property
+    def tpot(self) -> float | None:
+        """(last - first delivery) / (tokens - 1), seconds; None below two tokens."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.delivery_times[-1] - self.delivery_times[0]) / (self.num_output_tokens - 1)
+
+    @property
+    def is_completed(self) -> bool:
+        """Whether the whole answer came."""
+        return self.finish_reason in ("stop", "length")

@@ -1,0 +1,101 @@
+"""Keep the record of every open request from the engine's step messages, and tell listeners what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.step import StepOutputs, StepStats
+from onbeat.metrics.record import RequestRecord
+
+
+class RunListener(Protocol):
+    """Hears of steps and requests in the order in which things happened."""
+
+    def on_request(self, record: RequestRecord) -> None:
+        """Hear of a request that went to the engine."""
+        ...
+
+    def on_delivery(self, record: RequestRecord, num_tokens: int) -> None:
+        """Hear of new tokens; `record` has them already, its last delivery time is now."""
+        ...
+
+    def on_preemption(self, record: RequestRecord, now: float) -> None:
+        """Hear that a request was preempted since its delivery before."""
+        ...
+
+    def on_finish(self, record: RequestRecord) -> None:
+        """Hear that a request ended; the record is complete and nothing follows for it."""
+        ...
+
+    def on_step(self, stats: StepStats) -> None:
+        """Hear of a step, before the deliveries it made."""
+        ...
+
+
+class RequestTracker:
+    """A `core.protocols.StepObserver` that keeps one `RequestRecord` for each open request.
+
+    The server opens and closes requests; the engine client feeds `on_step`.
+    """
+
+    def __init__(self, listeners: Sequence[RunListener] = ()) -> None:
+        self._listeners = tuple(listeners)
+        self._open: dict[str, RequestRecord] = {}
+
+    def open(self, request: Request, *, request_class: str | None = None) -> RequestRecord:
+        """Start the record of a request that goes to the engine now."""
+        record = RequestRecord(
+            request_id=request.request_id,
+            arrival=request.arrival,
+            num_prompt_tokens=len(request.prompt_token_ids),
+            request_class=request_class,
+        )
+        self._open[request.request_id] = record
+        for listener in self._listeners:
+            listener.on_request(record)
+        return record
+
+    def close(self, request_id: str, finish_reason: FinishReason, now: float) -> None:
+        """End a request that ended outside of the engine: by a stop string, or because a client left.
+
+        Does nothing if the engine has ended it already.
+        """
+        record = self._open.pop(request_id, None)
+        if record is not None:
+            self._finish(record, finish_reason, now)
+
+    def on_step(self, message: StepOutputs) -> None:
+        """Take in one step message of the engine."""
+        if message.stats is not None:
+            for listener in self._listeners:
+                listener.on_step(message.stats)
+        for output in message.outputs:
+            record = self._open.get(output.request_id)
+            if record is not None:
+                self._take(record, output, message.now)
+
+    def _take(self, record: RequestRecord, output: RequestOutput, now: float) -> None:
+        if output.scheduled_time and record.scheduled is None:
+            record.scheduled = output.scheduled_time
+            record.num_cached_tokens = output.num_cached_tokens
+        if output.num_preemptions > record.num_preemptions:
+            record.num_preemptions = output.num_preemptions
+            for listener in self._listeners:
+                listener.on_preemption(record, now)
+        if num_tokens := len(output.new_token_ids):
+            record.delivery_times.append(now)
+            record.delivery_sizes.append(num_tokens)
+            record.num_output_tokens += num_tokens
+            for listener in self._listeners:
+                listener.on_delivery(record, num_tokens)
+        if output.finish_reason is not None:
+            del self._open[record.request_id]
+            self._finish(record, output.finish_reason, now)
+
+    def _finish(self, record: RequestRecord, finish_reason: FinishReason, now: float) -> None:
+        record.finish_reason = finish_reason.value
+        record.end = now
+        for listener in self._listeners:
+            listener.on_finish(record)

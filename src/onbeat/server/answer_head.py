@@ -1,0 +1,36 @@
+"""What the chunks of one answer have in common, and what the caller wants in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What all chunks of an answer have in common."""
+
+    completion_id: str
+    created: int
+    """Unix time, seconds."""
+    model: str
+    fingerprint: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Return the fields of an object of one kind."""
+        return {
+            "id": self.completion_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerOptions:
+    """What the caller wants to see beside the text."""
+
+    include_usage: bool
+    logprobs: bool
+    token_ids: bool

@@ -1,0 +1,104 @@
+"""Put the HTTP application together."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+
+from onbeat import __version__
+from onbeat.core.errors import OnbeatError
+from onbeat.core.protocols import EngineClient, Tokenizer
+from onbeat.server.config import ServerConfig
+from onbeat.server.errors import handle_error
+from onbeat.server.generation import Generator
+from onbeat.server.health import health_routes
+from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.middleware import ApiKeys, BodyLimit, RequestLog
+from onbeat.server.openapi import describe
+from onbeat.server.prompts import PromptEncoder
+from onbeat.server.routes_models import model_routes
+from onbeat.server.routes_openai import REQUEST_BODIES, openai_routes
+from onbeat.server.services import Services
+from onbeat.server.telemetry import Telemetry
+from onbeat.text.chat_template import ChatTemplate
+
+
+def create_app(
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    chat_template: ChatTemplate | None,
+    config: ServerConfig,
+    telemetry: Telemetry,
+) -> FastAPI:
+    """Return the OpenAI-compatible application over a running engine.
+
+    Parameters
+    ----------
+    engine : where requests go; its `info` must be known already.
+    tokenizer : the model's.
+    chat_template : how chats become prompts; None for base models, whose chat endpoint then answers 400.
+    config : who may call and what one request may ask for.
+    telemetry : metrics and timeline; its tracker must observe the engine.
+
+    Notes
+    -----
+    `app.state.lifecycle` lets `server.run` drain the application.
+    """
+    lifecycle = Lifecycle()
+    info = engine.info
+    services = Services(
+        engine=engine,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        config=config,
+        lifecycle=lifecycle,
+        encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
+        generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
+        created=int(time.time()),
+    )
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        services.encoder.close()
+
+    app = FastAPI(title="onbeat", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app.state.lifecycle = lifecycle
+    app.state.engine = engine
+    for router in (
+        openai_routes(services),
+        model_routes(services),
+        health_routes(services),
+        telemetry.routes(),
+    ):
+        app.include_router(router)
+    for kind in (OnbeatError, HTTPException):
+        app.add_exception_handler(kind, handle_error)
+    _add_middleware(app, config, telemetry)
+    describe(app, REQUEST_BODIES, needs_key=bool(config.api_keys))
+    return app
+
+
+def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) -> None:
+    """Wrap the application, from the inside out."""
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(ApiKeys, keys=config.api_keys)
+    if config.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(config.allowed_origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "openai-processing-ms", "retry-after"],
+        )
+    app.add_middleware(
+        RequestLog,
+        endpoints=frozenset(getattr(route, "path", "") for route in app.routes),
+        on_done=telemetry.on_http,
+        log_requests=config.log_requests,
+    )

@@ -1,0 +1,118 @@
+"""A request's body from bytes to a checked model, with errors that name the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.disconnect import ClientGone
+from onbeat.server.errors import ApiError
+from onbeat.server.fields import check_fields
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+_MOST_QUOTED = 100
+"""Characters of a wrong value that its error repeats."""
+
+
+async def read_json_object(request: Request) -> dict[str, Any]:
+    """Return the JSON object that a request carries.
+
+    Raises
+    ------
+    InvalidRequest : another content type, not UTF-8, not JSON (NaN and Infinity are not JSON), not an object.
+    ClientGone : the connection closed before the body was complete.
+    """
+    content_type = request.headers.get("content-type", "")
+    media_type = content_type.partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise InvalidRequest(
+            f"the content type is {content_type[:_MOST_QUOTED]!r}; send JSON as 'application/json'",
+            code="invalid_content_type",
+        )
+    raw = await _read_body(request)
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise InvalidRequest(
+            f"the body is a JSON {_json_type(body)}; it must be an object", code="invalid_json"
+        )
+    return body
+
+
+async def _read_body(request: Request) -> bytes:
+    chunks = []
+    more = True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        chunks.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(chunks)
+
+
+def parse_body(
+    model: type[_Model], body: Mapping[str, Any], *, extra_no_ops: Mapping[str, Any] | None = None
+) -> _Model:
+    """Return a body as a checked model.
+
+    Raises
+    ------
+    InvalidRequest : a field is unknown, unsupported, missing or wrong.
+    """
+    kept = check_fields(body, model.model_fields, extra_no_ops=extra_no_ops or {})
+    try:
+        return model.model_validate(kept)
+    except ValidationError as error:
+        raise _first_error(error) from error
+
+
+def _first_error(error: ValidationError) -> InvalidRequest:
+    first, *others = error.errors(include_url=False)
+    location = first["loc"]
+    field = str(location[0]) if location else None
+    if first["type"] == "missing":
+        name = _dotted(location)
+        return InvalidRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+    if first["type"] == "value_error":
+        return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
+    reasons = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == location[:1])]
+    reason = " or ".join(dict.fromkeys(reasons)).replace("Input should", "it should")
+    value = repr(first["input"])
+    quoted = value if len(value) <= _MOST_QUOTED else value[:_MOST_QUOTED] + "..."
+    return InvalidRequest(f"{_dotted(location)} is {quoted}; {reason}", param=field, code="invalid_value")
+
+
+def _dotted(location: Sequence[int | str]) -> str:
+    """Return a path such as `messages[0].role`, without pydantic's names of union members."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location if _is_field(part)]
+    return "".join(parts).removeprefix(".")
+
+
+def _is_field(part: int | str) -> bool:
+    if isinstance(part, int):
+        return True
+    return part.replace("_", "").isalnum() and part not in {"str", "int", "float", "bool"}
+
+
+def _json_type(value: object) -> str:
+    names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")
+
+
+def unknown_model(name: str, served: Sequence[str]) -> ApiError:
+    """Return the error for a model that is not served here."""
+    return ApiError(
+        404,
+        f"the model {name[:_MOST_QUOTED]!r} does not exist; this server has {', '.join(map(repr, served))}",
+        code="model_not_found",
+        param="model",
+    )

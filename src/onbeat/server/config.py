@@ -1,0 +1,58 @@
+"""What the HTTP server can be told; the engine has a configuration of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from onbeat.core.errors import ConfigError
+
+MAX_STOP_STRINGS = 16
+"""Most stop strings of one request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How the server listens, whom it lets in and what it allows one request."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes any free port."""
+    served_model_names: tuple[str, ...] = ()
+    """Names under which the model answers, the first in responses; empty means the engine's own name."""
+    api_keys: tuple[str, ...] = ()
+    """Any of them opens /v1/*, /tokenize and /detokenize; empty leaves them open to everybody."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web origins whose pages may call the server (CORS); `*` is every origin."""
+    max_body_bytes: int = 10 * 2**20
+    max_n: int = 16
+    """Most choices per prompt."""
+    max_choices: int = 512
+    """Most choices of one request, over all its prompts."""
+    max_top_logprobs: int = 20
+    ssl_keyfile: Path | None = None
+    ssl_certfile: Path | None = None
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+    log_requests: bool = True
+    """Whether to log a line for each request."""
+    metrics_aliases: Literal["vllm"] | None = None
+    """Export the metrics under this server's names as well."""
+    response_role: str = "assistant"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
+        for name in ("max_body_bytes", "max_n", "max_choices"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("max_top_logprobs", "shutdown_timeout"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if any(not key or not key.isascii() for key in self.api_keys):
+            raise ConfigError("an API key is empty or not ASCII; leave it out or choose another")
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")
+        if self.metrics_aliases not in (None, "vllm"):
+            raise ConfigError(f"metrics_aliases is {self.metrics_aliases!r}; the only aliases are 'vllm'")

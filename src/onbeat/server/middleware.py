@@ -1,0 +1,173 @@
+"""What happens to every HTTP request, as plain ASGI: no task and no copy per message.
+
+From the outside in: `RequestLog` (id, access log, counters, last resort for bugs), Starlette's CORS,
+`ApiKeys`, `BodyLimit`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import re
+import uuid
+from collections.abc import Callable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from onbeat.server.context import HttpContext, put_context
+from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
+
+logger = logging.getLogger("onbeat.server")
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_GUARDED = re.compile(r"/v1(/.*)?|/tokenize|/detokenize")
+
+
+class RequestLog:
+    """Names a request, measures it, and answers 500 where nothing else did.
+
+    Parameters
+    ----------
+    app : the next application.
+    endpoints : known paths; others are counted as `unmatched`, so that a scan cannot fill the metrics.
+    on_done : called with each finished request (metrics).
+    log_requests : whether to log a line for each.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        endpoints: frozenset[str],
+        on_done: Callable[[HttpContext], None],
+        log_requests: bool,
+    ) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._on_done = on_done
+        self._log_requests = log_requests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        context = HttpContext(_request_id(scope), self._endpoint(scope["path"]))
+        put_context(scope, context)
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                context.status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = context.request_id
+                if not headers.get("content-type", "").startswith("text/event-stream"):
+                    headers["openai-processing-ms"] = str(round(context.elapsed * 1000))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_named)
+        except Exception as error:
+            logger.exception("%s %s failed", context.request_id, context.endpoint)
+            if context.status == 0:
+                await error_response(error)(scope, receive, send_named)
+            else:
+                raise  # half an answer is out: only closing the connection tells the client
+        finally:
+            self._finish(scope, context)
+
+    def _endpoint(self, path: str) -> str:
+        if path.startswith("/v1/models/"):
+            return "/v1/models/{model}"
+        return path if path in self._endpoints else "unmatched"
+
+    def _finish(self, scope: Scope, context: HttpContext) -> None:
+        if context.status == 0:
+            context.status = CLIENT_GONE
+        self._on_done(context)
+        if self._log_requests:
+            logger.info("%s", _access_line(scope["method"], context))
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex
+
+
+def _access_line(method: str, context: HttpContext) -> str:
+    parts = [f"{context.request_id} {method} {context.endpoint} {context.status}"]
+    if context.completion_id is not None:
+        parts.append(f"id={context.completion_id}")
+        parts.append(f"prompt_tokens={context.num_prompt_tokens} output_tokens={context.num_output_tokens}")
+    if context.ttft is not None:
+        parts.append(f"ttft_ms={context.ttft * 1000:.1f}")
+    parts.append(f"e2e_ms={context.elapsed * 1000:.1f}")
+    if context.finish is not None:
+        parts.append(f"finish={context.finish}")
+    if context.error_code is not None:
+        parts.append(f"error={context.error_code}")
+    return " ".join(parts)
+
+
+class ApiKeys:
+    """Lets in only those who carry a key, where keys are set. Health and metrics stay open."""
+
+    def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_guarded = (
+            scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.fullmatch(scope["path"])
+        )
+        if not self._keys or not is_guarded or self._is_known(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            401,
+            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await error_response(error)(scope, receive, send)
+
+    def _is_known(self, header: str) -> bool:
+        scheme, _, key = header.partition(" ")
+        given = key.strip().encode(errors="replace")
+        # every key is compared, each in constant time: the time tells nothing about them
+        matches = [hmac.compare_digest(given, known) for known in self._keys]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+class BodyLimit:
+    """Refuses bodies over a limit, by their announced length or, where there is none, as they arrive."""
+
+    def __init__(self, app: ASGIApp, *, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdecimal() and int(announced) > self._max_bytes:
+            await error_response(self._error())(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def receive_counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                raise self._error()
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _error(self) -> ApiError:
+        return ApiError(
+            413,
+            f"the request's body is larger than the limit of {self._max_bytes} bytes; send less",
+            code="request_too_large",
+        )

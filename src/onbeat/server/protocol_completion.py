@@ -1,0 +1,81 @@
+"""The body of POST /v1/completions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.config import ServerConfig
+from onbeat.server.sampling_fields import SamplingFields
+
+PromptInput = str | list[int]
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
+
+
+def _checked_prompts(value: Any) -> list[PromptInput]:
+    """Return the prompts of a request, one or many, as text or token ids.
+
+    Written out because a union of list types would check a prompt of 100,000 tokens four times.
+    """
+    if isinstance(value, str) or _is_token_ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return value
+    if isinstance(value, list) and value and all(_is_token_ids(item) for item in value):
+        return value
+    if value == []:
+        raise ValueError("prompt is empty; send text or token ids")
+    raise ValueError(
+        "prompt must be a string, an array of strings, token ids, or an array of token id arrays"
+    )
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
+
+
+class CompletionRequest(SamplingFields):
+    """OpenAI's text completion, with vLLM's extra fields."""
+
+    prompt: Annotated[list[PromptInput], PlainValidator(_checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
+    echo: bool | None = None
+    """Put the prompt before the answer."""
+    logprobs: int | None = Field(None, ge=0)
+
+
+def check_completion(body: CompletionRequest, config: ServerConfig) -> None:
+    """Check the fields that only text completions have.
+
+    Raises
+    ------
+    InvalidRequest : values contradict each other or exceed this server's caps.
+    """
+    num_choices = len(body.prompt) * body.num_choices
+    if num_choices > config.max_choices:
+        raise InvalidRequest(
+            f"{len(body.prompt)} prompts with n = {body.num_choices} are {num_choices} choices; this server "
+            f"allows at most {config.max_choices} in one request",
+            param="prompt",
+        )
+    if (body.logprobs or 0) > config.max_top_logprobs:
+        raise InvalidRequest(
+            f"logprobs is {body.logprobs}; this server allows at most {config.max_top_logprobs}",
+            param="logprobs",
+        )
+    if body.echo and body.logprobs is not None:
+        raise InvalidRequest(
+            "echo with logprobs is not supported by this server (it computes none for prompts); drop one",
+            param="echo",
+            code="unsupported_parameter",
+        )

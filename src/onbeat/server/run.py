@@ -1,0 +1,218 @@
+"""Run the application: listen, say when ready, drain on the first signal, stop on the second."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.protocols import EngineClient
+from onbeat.server.config import ServerConfig
+from onbeat.server.lifecycle import Lifecycle
+
+logger = logging.getLogger("onbeat.server")
+
+_ABORT_SECONDS = 2.0
+"""What aborted requests get to tell their clients."""
+
+_KEEP_ALIVE_SECONDS = 75
+"""Longer than clients keep idle connections, so that none is closed while its next request is on the way."""
+
+
+def bind(config: ServerConfig) -> socket.socket:
+    """Return a socket bound to the configured address, not listening yet.
+
+    Call it before the model is loaded: a busy port is then known within milliseconds.
+
+    Raises
+    ------
+    ConfigError : the port is in use, or the address is not one of this machine's.
+    """
+    where = f"{config.host}:{config.port}"
+    try:
+        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"cannot listen on {where}: no such host; choose another --host") from error
+    family, kind, protocol, _, address = found[0]
+    sock = socket.socket(family, kind, protocol)
+    try:
+        _bind_and_check(sock, address)
+        # A vanished client is noticed even if its stream has nothing to send; connections inherit this.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    except OSError as error:
+        sock.close()
+        raise _cannot_listen(where, error) from error
+    sock.settimeout(0)
+    return sock
+
+
+def _bind_and_check(sock: socket.socket, address: object) -> None:
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+
+
+def _cannot_listen(where: str, error: OSError) -> ConfigError:
+    cure = (
+        "stop the server that has it or choose another --port"
+        if error.errno == 98
+        else "choose another address"
+    )
+    return ConfigError(f"cannot listen on {where}: {error.strerror or error}; {cure}")
+
+
+async def serve(
+    app: FastAPI,
+    config: ServerConfig,
+    sock: socket.socket,
+    *,
+    on_started: Callable[[str], None],
+) -> None:
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    On the first signal `/ready` turns 503, new generations get 503, and running ones finish within
+    `config.shutdown_timeout` seconds; those that do not are aborted and say so. A second signal aborts
+    at once.
+
+    Parameters
+    ----------
+    app : from `create_app`.
+    config : the same as the application's.
+    sock : from `bind`; closed at the end.
+    on_started : called with the server's URL once it takes requests.
+
+    Raises
+    ------
+    ConfigError : a TLS file is missing or wrong, or the port was taken meanwhile.
+    """
+    check_tls(config)
+    server = _Server(_uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
+    stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
+    try:
+        with _signals(stopper.on_signal):
+            await server.serve(sockets=[sock])
+    except OSError as error:
+        raise _cannot_listen(f"{config.host}:{config.port}", error) from error
+    finally:
+        sock.close()
+        await stopper.close()
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Check that the TLS files can be used.
+
+    Raises
+    ------
+    ConfigError : a file is missing, damaged, or the key does not belong to the certificate.
+    """
+    if config.ssl_certfile is None or config.ssl_keyfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+    except OSError as error:  # SSLError is one
+        raise ConfigError(
+            f"cannot use the TLS certificate {config.ssl_certfile} with the key {config.ssl_keyfile}: {error}"
+            "; give PEM files that belong together"
+        ) from error
+
+
+def _url(config: ServerConfig, sock: socket.socket) -> str:
+    scheme = "https" if config.ssl_certfile else "http"
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"{scheme}://{host}:{sock.getsockname()[1]}"
+
+
+def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        log_config=None,
+        access_log=False,  # ours knows tokens and times
+        server_header=False,
+        ws="none",
+        lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        # generations have ended or been aborted by then; what is left is a client that does not read
+        timeout_graceful_shutdown=3,
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server without its signal handlers: the first signal must not stop the listening."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+class _Stopper:
+    """Turns signals into an orderly end."""
+
+    def __init__(
+        self, lifecycle: Lifecycle, engine: EngineClient, server: uvicorn.Server, timeout: float
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._engine = engine
+        self._server = server
+        self._timeout = timeout
+        self._drain: asyncio.Task[None] | None = None
+        self._hurry = asyncio.Event()
+
+    def on_signal(self) -> None:
+        if self._drain is None:
+            logger.info("draining: no new requests; %d are running", self._lifecycle.num_open)
+            self._lifecycle.start_draining()
+            self._drain = asyncio.create_task(self._stop_when_idle())
+        else:
+            logger.info("stopping at once")
+            self._hurry.set()
+
+    async def close(self) -> None:
+        if self._drain is not None:
+            await self._drain
+
+    async def _stop_when_idle(self) -> None:
+        idle = asyncio.create_task(self._lifecycle.wait_until_idle())
+        hurry = asyncio.create_task(self._hurry.wait())
+        done, _ = await asyncio.wait(
+            {idle, hurry}, timeout=self._timeout, return_when=asyncio.FIRST_COMPLETED
+        )
+        if idle not in done:
+            logger.warning("aborting %d requests that are still running", self._lifecycle.num_open)
+            await self._engine.abort(self._lifecycle.engine_request_ids)
+            await asyncio.wait({idle}, timeout=_ABORT_SECONDS)
+            self._server.force_exit = not idle.done()
+        for task in (idle, hurry):
+            task.cancel()
+        self._server.should_exit = True
+
+
+@contextlib.contextmanager
+def _signals(handler: Callable[[], None]) -> Iterator[None]:
+    """Call `handler` in the event loop on SIGTERM and SIGINT while the block runs."""
+    loop = asyncio.get_running_loop()
+    handled = (signal.SIGTERM, signal.SIGINT)
+    for number in handled:
+        loop.add_signal_handler(number, handler)
+    try:
+        yield
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)

@@ -1,0 +1,189 @@
+"""The fields that chat and text completions share, and how they become `SamplingParams`."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.core.protocols import EngineInfo, Tokenizer
+from onbeat.core.request import SamplingParams
+from onbeat.server.config import MAX_STOP_STRINGS, ServerConfig
+
+_SEED_MASK = 2**63 - 1
+_INT64 = 2**63
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    """One more event at the end, with the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every event (vLLM's)."""
+    include_obfuscation: bool | None = None
+    """OpenAI's padding against traffic analysis; accepted, never added."""
+
+
+class SamplingFields(BaseModel):
+    """Fields of both completion endpoints. Null means the default everywhere."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    model: str | None = None
+    """One of /v1/models; the served model if absent."""
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    """-1 and 0 keep all tokens."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = Field(None, ge=0)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    """Token id (as a string) to the value added to its logit."""
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    """Keep only this many of the prompt's last tokens; -1 keeps what fits."""
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    """Lower is earlier; needs the priority scheduling policy unless 0."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+def check_common(fields: SamplingFields, config: ServerConfig, info: EngineInfo) -> None:
+    """Check what no single field's type can say.
+
+    Raises
+    ------
+    InvalidRequest : values contradict each other, exceed this server's caps, or name unknown tokens.
+    """
+    if fields.num_choices > config.max_n:
+        raise InvalidRequest(f"n is {fields.n}; this server allows at most {config.max_n}", param="n")
+    if fields.stream_options is not None and not fields.stream:
+        raise InvalidRequest(
+            "stream_options is given without stream; set stream to true or leave it out",
+            param="stream_options",
+        )
+    if fields.priority and not info.priority_scheduling:
+        raise InvalidRequest(
+            f"priority is {fields.priority}, which needs the priority scheduling policy; serve with "
+            "--scheduling-policy priority or leave it out",
+            param="priority",
+        )
+    if fields.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
+            param="truncate_prompt_tokens",
+        )
+    check_token_ids(fields.stop_token_ids or (), info.vocab_size, "stop_token_ids")
+    check_token_ids(fields.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
+    if fields.allowed_token_ids == []:
+        raise InvalidRequest(
+            "allowed_token_ids is empty, which allows no token; leave it out to allow all",
+            param="allowed_token_ids",
+        )
+
+
+def check_token_ids(token_ids: Any, vocab_size: int, param: str) -> None:
+    """Check that token ids are in the vocabulary."""
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{param} holds the token id {token_id}; this model's vocabulary is 0 to {vocab_size - 1}",
+                param=param,
+            )
+
+
+def sampling_params(
+    fields: SamplingFields,
+    tokenizer: Tokenizer,
+    *,
+    vocab_size: int,
+    max_tokens: int,
+    num_logprobs: int | None,
+) -> SamplingParams:
+    """Return how the first choice of a request is sampled; `for_choice` gives the others.
+
+    Raises
+    ------
+    InvalidRequest : values contradict each other.
+    """
+    seed = secrets.randbits(63) if fields.seed is None else fields.seed & _SEED_MASK
+    stops = dict.fromkeys(fields.stop_token_ids or ())
+    if not fields.ignore_eos:
+        stops |= dict.fromkeys(tokenizer.eos_token_ids)
+    return SamplingParams(
+        temperature=_default(fields.temperature, 1.0),
+        top_k=max(_default(fields.top_k, 0), 0),
+        top_p=_default(fields.top_p, 1.0),
+        min_p=_default(fields.min_p, 0.0),
+        presence_penalty=_default(fields.presence_penalty, 0.0),
+        frequency_penalty=_default(fields.frequency_penalty, 0.0),
+        repetition_penalty=_default(fields.repetition_penalty, 1.0),
+        logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
+        allowed_token_ids=tuple(dict.fromkeys(fields.allowed_token_ids or ())),
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=_default(fields.min_tokens, 0),
+        stop_token_ids=tuple(stops),
+        num_logprobs=num_logprobs,
+    )
+
+
+def seed_of_choice(seed: int, choice: int) -> int:
+    """Return the seed of one of several choices of a prompt: choice i of seed s is choice 0 of s + i."""
+    return (seed + choice) & _SEED_MASK
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise InvalidRequest(
+                f"logit_bias has the key {key[:100]!r}; keys are token ids", param="logit_bias"
+            )
+        pairs[int(key)] = float(value)
+    check_token_ids(pairs, vocab_size, "logit_bias")
+    return tuple(pairs.items())

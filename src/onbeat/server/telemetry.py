@@ -1,0 +1,52 @@
+"""What the server shows of itself: records of requests, Prometheus metrics, the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.exporter import MetricsExporter
+from onbeat.metrics.tracker import RequestTracker, RunListener
+from onbeat.server.config import ServerConfig
+from onbeat.server.context import HttpContext
+
+
+class Telemetry:
+    """Owns the tracker and the exporter.
+
+    Parameters
+    ----------
+    config : which aliases to export.
+    model_name : the model's name, as metrics label it.
+    listeners : more that want to hear of steps and requests, such as a timeline.
+
+    Attributes
+    ----------
+    tracker : must observe the engine client (`observers=[telemetry.tracker]`).
+    """
+
+    def __init__(self, config: ServerConfig, model_name: str, listeners: Sequence[RunListener] = ()) -> None:
+        counts = RunCounts()
+        self.tracker = RequestTracker([counts, *listeners])
+        self.exporter = MetricsExporter(counts, model_name=model_name, aliases=config.metrics_aliases)
+
+    def on_http(self, context: HttpContext) -> None:
+        """Count an HTTP request that has ended."""
+        self.exporter.count_http(context.endpoint, context.status)
+        if context.status == 200 and context.error_code is not None:
+            self.exporter.count_stream_error(context.error_code)
+
+    def routes(self) -> APIRouter:
+        """Return the route of the metrics, open to everybody."""
+        router = APIRouter(tags=["health"])
+
+        @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+        async def metrics() -> Response:
+            """Return Prometheus metrics."""
+            body, content_type = self.exporter.render()
+            return Response(body, headers={"content-type": content_type})
+
+        return router

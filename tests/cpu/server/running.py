@@ -1,0 +1,139 @@
+"""A real server on a free port, in the test's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import openai
+import orjson
+import uvicorn
+from fastapi import FastAPI
+from onbeat.text.chat_template import ChatTemplate
+from openai.types.chat import ChatCompletionMessageParam
+
+from onbeat.server.app import create_app
+from onbeat.server.config import ServerConfig
+from onbeat.server.run import bind
+from onbeat.server.telemetry import Telemetry
+from tests.fakes_engine import ByteTokenizer, FakeEngine
+
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}\n"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% if loud %}!{% endif %}{% endif %}"
+)
+
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+
+
+@dataclass
+class Served:
+    """A running server and ways to talk to it."""
+
+    url: str
+    engine: FakeEngine
+    app: FastAPI
+    session: aiohttp.ClientSession
+    _clients: list[openai.AsyncOpenAI] = field(default_factory=list)
+
+    @property
+    def client(self) -> openai.AsyncOpenAI:
+        if not self._clients:
+            self._clients.append(openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0))
+        return self._clients[0]
+
+    async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
+        if body is not None:
+            options["json"] = body
+        async with self.session.post(self.url + path, **options) as response:
+            return Answer(response.status, dict(response.headers), await response.read())
+
+    async def get(self, path: str, **options: Any) -> Answer:
+        async with self.session.get(self.url + path, **options) as response:
+            return Answer(response.status, dict(response.headers), await response.read())
+
+    async def events(self, path: str, body: Any) -> list[Any]:
+        """Return the events of a stream, `[DONE]` as text."""
+        answer = await self.post(path, {**body, "stream": True})
+        assert answer.status == 200, answer.body
+        return parse_events(answer.body)
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.close()
+        await self.session.close()
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error's fields; checks that nothing else is there."""
+        assert self.json.keys() == {"error"}
+        error: dict[str, Any] = self.json["error"]
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert "Traceback" not in error["message"]
+        return error
+
+
+def parse_events(body: bytes) -> list[Any]:
+    """Split a stream; every event must be one `data:` line and an empty line."""
+    assert body.endswith(b"\n\n")
+    events: list[Any] = []
+    for part in body.decode().removesuffix("\n\n").split("\n\n"):
+        assert part.startswith("data: ")
+        assert "\n" not in part
+        data = part.removeprefix("data: ")
+        events.append(data if data == "[DONE]" else orjson.loads(data))
+    return events
+
+
+def make_app(engine: FakeEngine, config: ServerConfig, *, has_template: bool = True) -> FastAPI:
+    telemetry = Telemetry(config, engine.info.model_name)
+    engine.observers.append(telemetry.tracker)
+    template = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>") if has_template else None
+    return create_app(engine, ByteTokenizer(), template, config, telemetry)
+
+
+@asynccontextmanager
+async def serving(engine: FakeEngine, *, has_template: bool = True, **fields: Any) -> AsyncIterator[Served]:
+    config = ServerConfig(port=0, **fields)
+    app = make_app(engine, config, has_template=has_template)
+    sock = bind(config)
+    uvicorn_config = uvicorn.Config(
+        app, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(uvicorn_config)
+    task = asyncio.create_task(server._serve([sock]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+    served = Served(url, engine, app, aiohttp.ClientSession())
+    try:
+        yield served
+    finally:
+        await served.close()
+        server.should_exit = True
+        await task
+
+
+async def until(condition: Any, timeout: float = 5.0) -> None:
+    """Wait for a condition, or fail."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)
