@@ -108,6 +108,7 @@ async def _measure(
 
 
 def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
+    from onbeat.bench.result import merge_warnings
     from onbeat.bench.table import run_tables, sweep_table
     from onbeat.cli import bench_options as options
 
@@ -118,7 +119,7 @@ def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
             console.print(table)
     else:
         console.print(sweep_table(results))
-    for warning in dict.fromkeys(warning for result in results for warning in result.warnings):
+    for warning in merge_warnings(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
     if any(result.summary["interrupted"] for result in results):
         console.print("interrupted: this is a partial result", style="bold yellow")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
@@ -10,7 +9,7 @@ from types import ModuleType
 
 from onbeat import __version__
 from onbeat.cli.args import Parser, parse, print_error
-from onbeat.core.errors import MissingExtra, OnbeatError
+from onbeat.core.errors import OnbeatError
 
 COMMANDS = {
     "serve": "onbeat.cli.serve",
@@ -47,18 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0
-
-
-def run_with_extra(module_name: str, args: argparse.Namespace) -> int:
-    """Run a command whose code needs the `serve` extra."""
-    try:
-        return int(_load(module_name).run(args))
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("onbeat"):
-            raise
-        raise MissingExtra(
-            f"this command needs {error.name!r}, which is not installed: pip install 'onbeat[serve]'"
-        ) from error
 
 
 def _load(name: str) -> ModuleType:
