@@ -62,9 +62,9 @@ class RunCounts:
     def on_preemption(self, record: RequestRecord, now: float) -> None:
         """Preemptions are counted by step, those of unknown requests included."""
 
-    def on_delivery(self, record: RequestRecord, num_tokens: int) -> None:
+    def on_delivery(self, record: RequestRecord) -> None:
         """Count tokens, and the time since the delivery before or since the arrival."""
-        self.num_output_tokens += num_tokens
+        self.num_output_tokens += record.delivery_sizes[-1]
         times = record.delivery_times
         if len(times) > 1:
             self.gap.observe(times[-1] - times[-2])

@@ -17,8 +17,8 @@ class RunListener(Protocol):
         """Hear of a request that went to the engine."""
         ...
 
-    def on_delivery(self, record: RequestRecord, num_tokens: int) -> None:
-        """Hear of new tokens; `record` has them already, its last delivery time is now."""
+    def on_delivery(self, record: RequestRecord) -> None:
+        """Hear of new tokens: the last delivery of `record`."""
         ...
 
     def on_preemption(self, record: RequestRecord, now: float) -> None:
@@ -89,7 +89,7 @@ class RequestTracker:
             record.delivery_sizes.append(num_tokens)
             record.num_output_tokens += num_tokens
             for listener in self._listeners:
-                listener.on_delivery(record, num_tokens)
+                listener.on_delivery(record)
         if output.finish_reason is not None:
             del self._open[record.request_id]
             self._finish(record, output.finish_reason, now)

@@ -1,8 +1,8 @@
 """Which fields of a request's body are honoured, which are harmless, and which are refused.
 
 A field of OpenAI's or vLLM's API that cannot change the output is accepted and dropped. One that would change
-it, and that onbeat lacks, is refused by name unless it has the value that asks for nothing. Any other field is
-a mistake of the caller's, and says so: dropped silently, a misspelt `temperature` would change every answer.
+it, and that onbeat lacks, is refused by name unless it has the value that asks for nothing. Any other field
+is the caller's mistake, and says so: dropped silently, a misspelt `temperature` would change every answer.
 """
 
 from __future__ import annotations

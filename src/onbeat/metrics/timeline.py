@@ -1,0 +1,202 @@
+"""Write what steps and requests did as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing show.
+
+One track holds the steps, counters show queues and KV use, and each open request has a track with its spans:
+`queued` (arrival to first step), `prefill` (to the first delivery), `decode` (to the end), and marks for
+prompt chunks and preemptions. Tracks are used again, so there are as many as requests were ever open at once.
+
+The file is a JSON array written event by event: memory stays bounded, and of a killed run everything is
+readable but the last second: viewers accept an array without its end.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import StepStats
+from onbeat.metrics.record import RequestRecord
+
+logger = logging.getLogger("onbeat.metrics")
+
+_FLUSH_SECONDS = 1.0
+_ENGINE = 1
+"""Process number of the steps' track and the counters."""
+_REQUESTS = 2
+
+
+class Timeline:
+    """A `metrics.tracker.RunListener` that writes Chrome's trace event format.
+
+    Parameters
+    ----------
+    file : open for writing bytes; `close` ends the array and leaves the file open.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file: BinaryIO | None = file
+        self._tracks: dict[str, int] = {}
+        self._free_tracks: list[int] = []
+        self._num_tracks = 0
+        self._last_flush = 0.0
+        self._write_bytes(b"[\n" + orjson.dumps(_name_event("process_name", "engine", pid=_ENGINE)))
+        self._write(_name_event("thread_name", "steps", pid=_ENGINE))
+        self._write(_name_event("process_name", "requests", pid=_REQUESTS))
+
+    def close(self) -> None:
+        """End the array."""
+        self._write_bytes(b"\n]\n")
+        self._flush()
+        self._file = None
+
+    def on_request(self, record: RequestRecord) -> None:
+        """Give a request its track."""
+        if self._free_tracks:
+            self._tracks[record.request_id] = heapq.heappop(self._free_tracks)
+            return
+        self._tracks[record.request_id] = self._num_tracks
+        self._write(
+            _name_event("thread_name", f"request {self._num_tracks}", pid=_REQUESTS, tid=self._num_tracks)
+        )
+        self._num_tracks += 1
+
+    def on_step(self, stats: StepStats) -> None:
+        """Write a step, the counters after it, and marks for its prompt chunks."""
+        shape = stats.shape
+        self._write(
+            {
+                **_span("step", _ENGINE, 0, stats.start, stats.end),
+                "args": {
+                    "step": stats.step_id,
+                    "tokens": shape.num_new_tokens,
+                    "rows": shape.num_sequences,
+                    "decodes": shape.num_decodes,
+                    "chunks": shape.num_chunks,
+                    "decode_context_tokens": shape.decode_context_tokens,
+                    "running": stats.num_running,
+                    "waiting": stats.num_waiting,
+                    "preemptions": stats.num_preemptions,
+                    "schedule_us": round(stats.schedule_seconds * 1e6, 1),
+                    "update_us": round(stats.update_seconds * 1e6, 1),
+                },
+            }
+        )
+        self._write(_counter("requests", stats.end, running=stats.num_running, waiting=stats.num_waiting))
+        self._write(_counter("kv blocks", stats.end, used=stats.num_used_blocks))
+        for request_id in stats.chunk_request_ids:
+            if request_id in self._tracks:
+                self._mark("chunk", self._tracks[request_id], stats.start, step=stats.step_id)
+        if stats.end - self._last_flush >= _FLUSH_SECONDS:
+            self._last_flush = stats.end
+            self._flush()
+
+    def on_delivery(self, record: RequestRecord) -> None:
+        """Write what came before the first delivery, and begin the decode span there."""
+        if len(record.delivery_times) > 1:
+            return
+        track, first = self._tracks[record.request_id], record.delivery_times[0]
+        scheduled = first if record.scheduled is None else record.scheduled
+        name = {"request": record.request_id}
+        cached = {"prompt_tokens": record.num_prompt_tokens, "cached_tokens": record.num_cached_tokens}
+        self._write({**_span("queued", _REQUESTS, track, record.arrival, scheduled), "args": name})
+        self._write({**_span("prefill", _REQUESTS, track, scheduled, first), "args": {**name, **cached}})
+        self._write({**_event("decode", "B", _REQUESTS, track, first), "args": name})
+
+    def on_preemption(self, record: RequestRecord, now: float) -> None:
+        """Mark a preemption."""
+        self._mark("preempted", self._tracks[record.request_id], now, preemptions=record.num_preemptions)
+
+    def on_finish(self, record: RequestRecord) -> None:
+        """End a request's span and free its track."""
+        track = self._tracks.pop(record.request_id)
+        heapq.heappush(self._free_tracks, track)
+        args = {
+            "request": record.request_id,
+            "output_tokens": record.num_output_tokens,
+            "finish": record.finish_reason,
+            "preemptions": record.num_preemptions,
+        }
+        if record.delivery_times:
+            self._write({**_event("decode", "E", _REQUESTS, track, record.end), "args": args})
+        else:
+            self._write({**_span("no output", _REQUESTS, track, record.arrival, record.end), "args": args})
+
+    def _mark(self, name: str, track: int, time: float, **args: Any) -> None:
+        self._write({**_event(name, "i", _REQUESTS, track, time), "s": "t", "args": args})
+
+    def _write(self, event: dict[str, Any]) -> None:
+        # the comma goes first, so that the file is one bracket away from valid JSON at any time
+        self._write_bytes(b",\n" + orjson.dumps(event))
+
+    def _write_bytes(self, data: bytes) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self._give_up(error)
+
+    def _flush(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """Stop writing: a full disk must not end the requests that are being served."""
+        self._file = None
+        logger.warning("the timeline ends here: cannot write it: %s", error)
+
+
+@contextmanager
+def open_timeline(path: Path) -> Iterator[Timeline]:
+    """Write a timeline to a file while the block runs.
+
+    Raises
+    ------
+    ConfigError : the file cannot be created.
+    """
+    try:
+        file = path.open("wb", buffering=2**18)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the timeline to {path}: {error.strerror}; choose another file"
+        ) from error
+    timeline = Timeline(file)
+    try:
+        yield timeline
+    finally:
+        timeline.close()
+        try:
+            file.close()
+        except OSError as error:
+            logger.warning("the timeline %s is not complete: %s", path, error)
+
+
+def _event(name: str, phase: str, pid: int, tid: int, time: float) -> dict[str, Any]:
+    return {"name": name, "ph": phase, "pid": pid, "tid": tid, "ts": _microseconds(time)}
+
+
+def _span(name: str, pid: int, tid: int, start: float, end: float) -> dict[str, Any]:
+    duration = max(_microseconds(end) - _microseconds(start), 0.0)
+    return {**_event(name, "X", pid, tid, start), "dur": round(duration, 3)}
+
+
+def _counter(name: str, time: float, **values: int) -> dict[str, Any]:
+    return {**_event(name, "C", _ENGINE, 0, time), "args": values}
+
+
+def _name_event(kind: str, name: str, *, pid: int, tid: int = 0) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

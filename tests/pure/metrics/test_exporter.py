@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from onbeat.core.request import FinishReason
+from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.exporter import MetricsExporter
+from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.tracker import RequestTracker
+from tests.pure.metrics.runs import request, run_one
+
+VLLM_NAMES = {
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:prompt_tokens_total",
+    "vllm:prompt_tokens_cached_total",
+    "vllm:generation_tokens_total",
+    "vllm:request_success_total",
+    "vllm:num_preemptions_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
+    "vllm:request_time_per_output_token_seconds",
+    "vllm:e2e_request_latency_seconds",
+    "vllm:request_queue_time_seconds",
+    "vllm:request_prefill_time_seconds",
+    "vllm:request_decode_time_seconds",
+    "vllm:request_inference_time_seconds",
+    "vllm:request_prompt_tokens",
+    "vllm:request_generation_tokens",
+    "vllm:iteration_tokens_total",
+}
+"""As vLLM's dashboards ask for them."""
+
+
+def samples(exporter: MetricsExporter) -> dict[str, float]:
+    """Return all samples by name, labels in braces except those of the aliases."""
+    text = exporter.render()[0].decode()
+    result = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = {k: v for k, v in sample.labels.items() if k not in ("model_name", "engine")}
+            inside = ",".join(f"{k}={v}" for k, v in labels.items())
+            result[sample.name + (f"{{{inside}}}" if inside else "")] = sample.value
+    return result
+
+
+@pytest.fixture
+def counts() -> RunCounts:
+    return RunCounts()
+
+
+def test_a_run_is_counted(counts: RunCounts) -> None:
+    tracker = RequestTracker([counts])
+    run_one(tracker)
+    tracker.open(request("gone", arrival=20.0))
+    tracker.close("gone", FinishReason.ABORT, 21.0)
+    got = samples(MetricsExporter(counts, model_name="m"))
+    expected = {
+        "onbeat_prompt_tokens_total": 10,
+        "onbeat_prompt_tokens_cached_total": 4,
+        "onbeat_output_tokens_total": 4,
+        "onbeat_steps_total": 3,
+        "onbeat_preemptions_total": 1,
+        "onbeat_requests_total{finish_reason=length}": 1,
+        "onbeat_requests_total{finish_reason=abort}": 1,
+        "onbeat_requests_total{finish_reason=stop}": 0,
+        "onbeat_requests_running": 1,
+        "onbeat_kv_blocks_used": 2,
+        "onbeat_kv_blocks": 100,
+        "onbeat_time_to_first_token_seconds_count": 1,
+        "onbeat_time_to_first_token_seconds_sum": 2.0,
+        "onbeat_request_queue_seconds_sum": 1.0,
+        "onbeat_time_between_tokens_seconds_count": 2,
+        "onbeat_time_between_tokens_seconds_sum": 1.5,
+        "onbeat_time_between_tokens_seconds_bucket{le=0.5}": 1,
+        "onbeat_time_per_output_token_seconds_sum": 0.5,
+        "onbeat_request_e2e_seconds_count": 1,
+        "onbeat_request_e2e_seconds_sum": 3.5,
+        "onbeat_step_chunk_tokens_sum": 6,
+        "onbeat_step_decodes_sum": 2,
+        "onbeat_step_rows_count": 3,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected)
+
+
+def test_http_requests_are_counted_by_endpoint_and_status(counts: RunCounts) -> None:
+    exporter = MetricsExporter(counts, model_name="m")
+    exporter.count_http("/v1/completions", 200)
+    exporter.count_http("/v1/completions", 200)
+    exporter.count_http("unmatched", 404)
+    exporter.count_stream_error("engine_dead")
+    got = samples(exporter)
+    assert got["onbeat_http_requests_total{endpoint=/v1/completions,status=200}"] == 2
+    assert got["onbeat_http_requests_total{endpoint=unmatched,status=404}"] == 1
+    assert got["onbeat_stream_errors_total{code=engine_dead}"] == 1
+
+
+def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
+    run_one(RequestTracker([counts]))
+    plain = samples(MetricsExporter(counts, model_name="m"))
+    assert not [name for name in plain if name.startswith("vllm:")]
+    aliased = samples(MetricsExporter(counts, model_name="m", aliases="vllm"))
+    families = {name.split("{")[0] for name in aliased if name.startswith("vllm:")}
+    for suffix in ("_bucket", "_sum", "_count"):
+        families = {name.removesuffix(suffix) for name in families}
+    assert families == VLLM_NAMES
+    assert aliased["vllm:generation_tokens_total"] == 4
+    assert aliased["vllm:kv_cache_usage_perc"] == pytest.approx(0.02)
+    assert aliased["vllm:request_success_total{finished_reason=length}"] == 1
+
+
+@given(st.lists(st.floats(0, 100)), st.lists(st.floats(0.001, 50), min_size=1, unique=True).map(sorted))
+def test_histograms_count_like_prometheus(values: list[float], bounds: list[float]) -> None:
+    histogram = Histogram(bounds)
+    for value in values:
+        histogram.observe(value)
+    *inner, last = histogram.cumulative()
+    assert [number for _, number in inner] == [sum(v <= bound for v in values) for bound in bounds]
+    assert last == ("+Inf", len(values))
+    assert histogram.count == len(values)
+    assert histogram.sum == pytest.approx(sum(values))

@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import FinishReason
+from onbeat.core.step import StepOutputs
+from onbeat.metrics.timeline import Timeline, open_timeline
+from onbeat.metrics.tracker import RequestTracker
+from tests.pure.metrics.runs import request, run_one, stats
+
+
+def events_of(data: bytes) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = orjson.loads(data)
+    return events
+
+
+def find(events: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["name"] == name]
+
+
+@pytest.fixture
+def events(tmp_path: Path) -> list[dict[str, Any]]:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        run_one(RequestTracker([timeline]))
+    return events_of(path.read_bytes())
+
+
+def test_steps_carry_their_batch(events: list[dict[str, Any]]) -> None:
+    first, second, third = find(events, "step")
+    assert (first["ts"], first["dur"]) == (11e6, 1e6)
+    assert (first["args"]["tokens"], first["args"]["chunks"], first["args"]["decodes"]) == (6, 1, 0)
+    assert (second["args"]["decodes"], third["args"]["preemptions"]) == (1, 1)
+
+
+def test_a_request_is_queued_prefilled_and_decoded(events: list[dict[str, Any]]) -> None:
+    (queued,), (prefill,), (begin, end) = (find(events, name) for name in ("queued", "prefill", "decode"))
+    assert (queued["ts"], queued["dur"]) == (10e6, 1e6)
+    assert (prefill["ts"], prefill["dur"], prefill["args"]["cached_tokens"]) == (11e6, 1e6, 4)
+    assert (begin["ph"], begin["ts"], end["ph"], end["ts"]) == ("B", 12e6, "E", 13.5e6)
+    assert end["args"] == {"request": "r", "output_tokens": 4, "finish": "length", "preemptions": 1}
+
+
+def test_chunks_and_preemptions_are_marked_on_the_requests_track(events: list[dict[str, Any]]) -> None:
+    (chunk,), (preempted,) = find(events, "chunk"), find(events, "preempted")
+    assert (chunk["ph"], chunk["ts"], preempted["ts"]) == ("i", 11e6, 13.5e6)
+    assert chunk["tid"] == preempted["tid"] == find(events, "queued")[0]["tid"]
+
+
+def test_counters_show_queues_and_kv_use(events: list[dict[str, Any]]) -> None:
+    assert find(events, "requests")[0]["args"] == {"running": 1, "waiting": 0}
+    assert find(events, "kv blocks")[0]["args"] == {"used": 2}
+
+
+def test_tracks_are_used_again() -> None:
+    file = io.BytesIO()
+    timeline = Timeline(file)
+    tracker = RequestTracker([timeline])
+    for i in range(20):
+        run_one(tracker, f"r{i}", arrival=10.0 * i)
+    tracker.open(request("a", arrival=500.0))
+    tracker.open(request("b", arrival=500.0))
+    tracker.close("a", FinishReason.ABORT, 501.0)
+    timeline.close()
+    events = events_of(file.getvalue())
+    assert {event["tid"] for event in events if event["pid"] == 2} == {0, 1}
+    (aborted,) = find(events, "no output")
+    assert (aborted["dur"], aborted["args"]["finish"]) == (1e6, "abort")
+
+
+def test_a_killed_run_is_one_bracket_away_from_json() -> None:
+    file = io.BytesIO()
+    run_one(RequestTracker([Timeline(file)]))
+    assert len(events_of(file.getvalue() + b"]")) > 10
+
+
+def test_events_reach_the_file_within_a_second_of_steps(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        RequestTracker([timeline]).on_step(StepOutputs(5.0, [], stats(4.0, 5.0)))
+        assert find(events_of(path.read_bytes() + b"]"), "step")
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_ends_the_timeline_not_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    run_one(RequestTracker([Timeline(FullDisk())]))
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "No space left" in caplog.text
+
+
+def test_a_file_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(ConfigError, match="cannot write the timeline"),
+        open_timeline(tmp_path / "no" / "run.json"),
+    ):
+        pass

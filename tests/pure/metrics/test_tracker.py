@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from onbeat.core.request import FinishReason
+from onbeat.core.step import StepOutputs, StepStats
+from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.tracker import RequestTracker
+from tests.pure.metrics.runs import output, request, run_one
+
+
+class Recorder:
+    """Remembers what a listener hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.finished: list[RequestRecord] = []
+
+    def on_request(self, record: RequestRecord) -> None:
+        self.heard.append("request")
+
+    def on_delivery(self, record: RequestRecord) -> None:
+        self.heard.append(f"delivery {record.delivery_sizes[-1]}")
+
+    def on_preemption(self, record: RequestRecord, now: float) -> None:
+        self.heard.append("preemption")
+
+    def on_finish(self, record: RequestRecord) -> None:
+        self.heard.append("finish")
+        self.finished.append(record)
+
+    def on_step(self, stats: StepStats) -> None:
+        self.heard.append("step")
+
+
+def test_a_record_has_the_times_and_sizes_of_its_deliveries() -> None:
+    recorder = Recorder()
+    run_one(RequestTracker([recorder]))
+    (record,) = recorder.finished
+    assert list(record.delivery_times) == [12.0, 12.5, 13.5]
+    assert list(record.delivery_sizes) == [1, 2, 1]
+    assert (record.scheduled, record.first_token, record.ttft, record.end) == (11.0, 12.0, 2.0, 13.5)
+    assert record.tpot == pytest.approx(1.5 / 3)
+    assert (record.num_output_tokens, record.num_cached_tokens, record.num_preemptions) == (4, 4, 1)
+    assert record.is_completed
+
+
+def test_listeners_hear_things_in_order() -> None:
+    recorder = Recorder()
+    run_one(RequestTracker([recorder]))
+    assert recorder.heard == [
+        "request",
+        *("step", "delivery 1"),
+        *("step", "delivery 2"),
+        *("step", "preemption", "delivery 1", "finish"),
+    ]
+
+
+def test_closing_ends_a_request_once() -> None:
+    recorder = Recorder()
+    tracker = RequestTracker([recorder])
+    record = tracker.open(request("r", arrival=1.0))
+    tracker.close("r", FinishReason.ABORT, 4.0)
+    tracker.close("r", FinishReason.STOP, 5.0)
+    tracker.on_step(StepOutputs(6.0, [output("r", finish_reason=FinishReason.ABORT)]))
+    assert recorder.heard == ["request", "finish"]
+    assert (record.finish_reason, record.e2e, record.ttft, record.tpot) == ("abort", 3.0, None, None)
+    assert not record.is_completed
+
+
+def test_outputs_of_unknown_requests_are_ignored() -> None:
+    recorder = Recorder()
+    RequestTracker([recorder]).on_step(StepOutputs(1.0, [output("stranger")]))
+    assert recorder.heard == []
+
+
+def test_an_open_record_has_no_end() -> None:
+    record = RequestTracker().open(request("r", arrival=1.0))
+    assert math.isnan(record.end)
