@@ -2,8 +2,8 @@
 
     python benchmarks/scheduler_cost.py [--json FILE]
 
-Every row of the batch decodes; the queue behind it grows by a factor of 1,000. The cost of a step may grow with
-the batch, not with the queue.
+Every row of the batch decodes; the queue behind it grows by a factor of 1,000. The cost of a step may grow
+with the batch, not with the queue.
 """
 
 from __future__ import annotations
@@ -82,9 +82,7 @@ def main() -> None:
     costs += [measure("sarathi", 256, n) for n in (100, 10_000)]
     costs += [measure("sarathi", n, 0) for n in (32, 64, 128, 512)]
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
-    print(
-        f"{'policy':14} {'running':>7} {'waiting':>7} {'schedule us':>11} {'update us':>9} {'both p99 us':>11}"
-    )
+    print(f"{'policy':14} {'running':>7} {'waiting':>7} {'schedule us':>11} {'update us':>9} {'p99 us':>11}")
     for cost in costs:
         print(
             f"{cost.policy:14} {cost.num_running:7} {cost.num_waiting:7} {cost.schedule_us:11.0f} "
