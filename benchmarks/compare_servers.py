@@ -13,7 +13,7 @@
       env: {VLLM_CPU_KVCACHE_SPACE: "4"}
 
 Each round starts one server after another, loads it at every concurrency with `onbeat bench serve` (same
-lengths, fresh words, so that no prefix cache helps), and stops it. Client and server share the machine. Ratios
+lengths, fresh words, so that no prefix cache helps) and stops it. Client and server share the machine. Ratios
 are taken within a round, since a machine's speed drifts between rounds; the median is quoted with minimum and
 maximum.
 """
