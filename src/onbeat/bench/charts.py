@@ -46,7 +46,7 @@ def cdf_figure(results: Sequence[RunResult], metric: str, title: str) -> Figure 
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": result.config.title,
+                "name": level_name(result.summary),
                 "x": _rounded(np.percentile(values, CDF_LEVELS)),
                 "y": CDF_LEVELS.tolist(),
                 "line": {"color": _level_colour(position, len(results)), "width": 2},
@@ -67,7 +67,8 @@ def cdf_figure(results: Sequence[RunResult], metric: str, title: str) -> Figure 
 def tradeoff_figure(results: Sequence[RunResult], key: str, title: str) -> Figure | None:
     """Return a latency statistic against output throughput per GPU, one line a series of runs."""
     lines = []
-    for position, (series, members) in enumerate(group_by_series(results).items()):
+    groups = group_by_series(results)
+    for position, (series, members) in enumerate(groups.items()):
         points = [result.summary for result in members if result.summary.get(key) is not None]
         if not points:
             continue
@@ -78,15 +79,14 @@ def tradeoff_figure(results: Sequence[RunResult], key: str, title: str) -> Figur
                 "name": series,
                 "x": _rounded([point["output_throughput_per_gpu"] for point in points]),
                 "y": _rounded([point[key] for point in points]),
-                "text": [level_name(point) for point in points],
+                "text": _point_labels(points, is_crowded=len(groups) > 1),
+                "customdata": [level_name(point) for point in points],
                 "textposition": "top center",
                 "textfont": {"size": 10},
+                "cliponaxis": False,
                 "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
-                "marker": {
-                    "size": 7,
-                    "symbol": "circle" if points[0]["request_rate"] == "inf" else "diamond",
-                },
-                "hovertemplate": "%{x:.1f} tok/s, %{y:.1f} ms (%{text})<extra>%{fullData.name}</extra>",
+                "marker": {"size": 7},
+                "hovertemplate": "%{x:.1f} tok/s, %{y:.1f} ms (%{customdata})<extra>%{fullData.name}</extra>",
             }
         )
     if not lines:
@@ -95,22 +95,39 @@ def tradeoff_figure(results: Sequence[RunResult], key: str, title: str) -> Figur
         "xaxis": {"title": {"text": "output tokens/s per GPU"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
         "showlegend": len(lines) > 1,
-        "height": 380,
+        "height": 340,
     }
     return {"title": title, "data": lines, "layout": layout}
+
+
+def _point_labels(points: Sequence[dict[str, Any]], *, is_crowded: bool) -> list[str]:
+    """Label every point, or where several lines lie together only their ends."""
+    names = [level_name(point).removeprefix("c=") for point in points]
+    ends = {0, len(names) - 1}
+    return [name if i in ends or not is_crowded else "" for i, name in enumerate(names)]
 
 
 def level_name(summary: dict[str, Any]) -> str:
     """Return what sets a run of a sweep apart: the rate of an open loop, else the concurrency."""
     rate = summary["request_rate"]
-    return str(summary["max_concurrency"] or "") if rate == "inf" else f"{rate:g}/s"
+    return f"c={summary['max_concurrency']}" if rate == "inf" else f"{rate:g}/s"
+
+
+def group_by_load(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    """Return the runs of closed loops and those of open loops, in their order."""
+    groups: dict[str, list[RunResult]] = {}
+    for result in results:
+        is_closed = result.summary["request_rate"] == "inf"
+        name = "closed loop, by concurrency" if is_closed else "open loop, by request rate"
+        groups.setdefault(name, []).append(result)
+    return groups
 
 
 def group_by_series(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     """Return the runs by series, in their order."""
     groups: dict[str, list[RunResult]] = {}
     for result in results:
-        groups.setdefault(result.config.series or "all runs", []).append(result)
+        groups.setdefault(result.config.series, []).append(result)
     return groups
 
 
@@ -286,10 +303,10 @@ def _thinned(records: Sequence[RequestRecord], limit: int) -> list[RequestRecord
 
 
 def _level_colour(position: int, count: int) -> str:
-    """Return one of a few colours, or for many curves a step between blue (low load) and red (high load)."""
-    if count <= len(COLOURS):
-        return COLOURS[position]
-    return f"hsl({round(215 - 215 * position / (count - 1))}, 75%, 58%)"
+    """Return a step between blue (the first, lowest level) and red (the last)."""
+    if count == 1:
+        return COLOURS[0]
+    return f"hsl({round(217 - 217 * position / (count - 1))}, 72%, 58%)"
 
 
 def _rounded(values: Any) -> list[float]:

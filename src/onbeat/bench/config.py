@@ -153,7 +153,7 @@ class RunConfig:
     title: str = ""
     """What sets this run apart from others in a sweep, for tables and plots."""
     series: str = ""
-    """Runs of one series are joined by a line in plots."""
+    """Runs of one series and kind of load are joined by a line in plots."""
 
     def __post_init__(self) -> None:
         if self.num_prompts is not None and self.num_prompts < 1:

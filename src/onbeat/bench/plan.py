@@ -17,7 +17,7 @@ def concurrency_sweep(base: RunConfig, levels: Sequence[int]) -> list[RunConfig]
             base,
             load=LoadConfig(max_concurrency=level),
             title=f"{base.title} c={level}".strip(),
-            series=f"{base.title} closed loop".strip(),
+            series=base.title,
         )
         for level in levels
     ]
@@ -30,7 +30,7 @@ def rate_sweep(base: RunConfig, rates: Sequence[float]) -> list[RunConfig]:
             base,
             load=replace(base.load, request_rate=rate),
             title=f"{base.title} {rate:g} req/s".strip(),
-            series=f"{base.title} open loop".strip(),
+            series=base.title,
         )
         for rate in rates
     ]

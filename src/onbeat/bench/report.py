@@ -14,7 +14,7 @@ from plotly.offline import get_plotlyjs
 
 from onbeat.bench import charts
 from onbeat.bench.charts import Figure
-from onbeat.bench.result import RunResult
+from onbeat.bench.result import RunResult, merge_warnings
 from onbeat.bench.table import SWEEP_COLUMNS, latency_rows, number, summary_rows
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import METRICS, percentile_name
@@ -171,7 +171,7 @@ def _sweep_tiles(results: Sequence[RunResult]) -> list[tuple[str, str]]:
 
 
 def _notes(results: Sequence[RunResult]) -> str:
-    notes = list(dict.fromkeys(warning for result in results for warning in result.warnings))
+    notes = merge_warnings(results)
     if any(result.summary["interrupted"] for result in results):
         notes.insert(0, "This load test was interrupted: the numbers cover what had been measured by then.")
     if not notes:
@@ -193,12 +193,18 @@ def _run_sections(page: _Page, result: RunResult, percentiles: Sequence[float]) 
 
 
 def _sweep_sections(page: _Page, results: Sequence[RunResult]) -> str:
-    body = "<h2>Latency against throughput</h2>\n"
-    body += page.grid([charts.tradeoff_figure(results, key, title) for key, title in TRADEOFFS.items()])
+    body = ""
+    loads = charts.group_by_load(results)
+    for load, members in loads.items():
+        body += f"<h2>Latency against throughput: {html.escape(load)}</h2>\n"
+        body += page.grid([charts.tradeoff_figure(members, key, title) for key, title in TRADEOFFS.items()])
     body += f"<h2>Numbers</h2>\n{_sweep_table(results)}"
-    for series, members in charts.group_by_series(results).items():
-        body += f"<h2>Distributions: {html.escape(series)}</h2>\n"
-        body += page.grid([charts.cdf_figure(members, metric, title) for metric, title in CDF_TITLES.items()])
+    for load, members in loads.items():
+        for series, runs in charts.group_by_series(members).items():
+            body += f"<h2>Distributions: {html.escape(' '.join([series, load]).strip())}</h2>\n"
+            body += page.grid(
+                [charts.cdf_figure(runs, metric, title) for metric, title in CDF_TITLES.items()]
+            )
     body += "<h2>Each run over time</h2>\n"
     for result in results:
         rate = number(result.summary["output_throughput"])

@@ -20,6 +20,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import describe, gaps, percentile, summarise, ttft
 
 SCHEMA_VERSION = 1
+SCHEDULED = "scheduled arrival"
 LATE_CLIENT_SECONDS = 5e-3
 """A client later than this at the 99th percentile adds visibly to what it measures."""
 
@@ -52,7 +53,7 @@ def build_result(
     summary |= {
         "interrupted": outcome.interrupted,
         "num_interrupted_requests": len(outcome.records) - len(records),
-        "timing_origin": "scheduled arrival" if run.load.is_scheduled else "send",
+        "timing_origin": SCHEDULED if run.load.is_scheduled else "send",
         "prompt_length_source": length_source,
         "token_count_source": _token_count_source(records),
         "tokens_per_chunk": _tokens_per_chunk(records),
@@ -139,22 +140,30 @@ def _warnings(summary: dict[str, Any], records: Sequence[RequestRecord]) -> list
     lag_ms = summary["p99_dispatch_lag_ms"]
     if lag_ms is not None and lag_ms > LATE_CLIENT_SECONDS * 1e3:
         warnings.append(
-            f"this client sent its requests late: by {lag_ms:.1f} ms at the 99th percentile. The wait is "
-            f"inside TTFT and E2E; use a freer or faster machine for the client, or a lower rate"
+            f"this client sent requests more than {LATE_CLIENT_SECONDS * 1e3:g} ms late (99th percentile), "
+            f"and TTFT and E2E contain that wait; give the client a freer machine, or lower the rate"
         )
-    short = sum(r.is_completed and r.num_output_tokens < r.max_tokens for r in records)
-    if short:
+    if any(r.is_completed and r.num_output_tokens < r.max_tokens for r in records):
         warnings.append(
-            f"{short} of {summary['completed']} answers ended before their planned length; --ignore-eos "
-            f"makes servers that know it go on to the end"
+            "some answers ended before their planned length; --ignore-eos makes servers that know it go on"
         )
     if summary["token_count_source"] and "chunks" in summary["token_count_source"]:
-        warnings.append(
-            "the server sent no usage: output tokens are counted as chunks unless --tokenizer is given"
-        )
+        warnings.append("the server sent no usage: output tokens are counted as chunks (or give --tokenizer)")
     if summary["prompt_length_source"] == "estimate":
         warnings.append("prompt lengths are estimates, one token a word: give --tokenizer for exact ones")
     return warnings
+
+
+def merge_warnings(results: Sequence[RunResult]) -> list[str]:
+    """Return each different warning once, with the runs that it is about unless it is about all."""
+    about: dict[str, list[str]] = {}
+    for result in results:
+        for warning in result.warnings:
+            about.setdefault(warning, []).append(result.config.title)
+    return [
+        warning if len(titles) == len(results) else f"{warning} ({', '.join(titles)})"
+        for warning, titles in about.items()
+    ]
 
 
 def details(result: RunResult) -> dict[str, Any]:

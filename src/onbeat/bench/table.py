@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from onbeat.bench.compare import Comparison
-from onbeat.bench.result import RunResult
+from onbeat.bench.result import SCHEDULED, RunResult
 from onbeat.metrics.summary import percentile_name
 
 METRIC_TITLES = {
@@ -49,6 +49,8 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak output in 1 s (tok)", number(summary["max_output_tokens_per_s"])),
         ("peak concurrency", number(summary["max_concurrent_requests"])),
     ]
+    if summary["timing_origin"] == SCHEDULED:
+        rows.append(("client lateness P99 (ms)", number(summary["p99_dispatch_lag_ms"])))
     if summary["request_goodput"] is not None:
         rows.append(("goodput (req/s)", number(summary["request_goodput"])))
         rows.append(

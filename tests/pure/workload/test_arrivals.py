@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.workload.arrivals import (
+    constant_arrivals,
+    gamma_arrivals,
+    poisson_arrivals,
+    ramp_arrivals,
+    replay_arrivals,
+)
+
+
+def gaps_of(offsets: np.ndarray) -> np.ndarray:
+    return np.diff(offsets, prepend=0.0)
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_gamma_gaps_have_the_asked_mean_and_spread(burstiness: float) -> None:
+    gaps = gaps_of(gamma_arrivals(20_000, rate=5.0, burstiness=burstiness, rng=rng()))
+
+    assert gaps.mean() == pytest.approx(0.2, rel=1e-9)  # exact, because the sequence is rescaled
+    assert gaps.std() / gaps.mean() == pytest.approx(1 / np.sqrt(burstiness), rel=0.05)
+
+
+def test_poisson_is_gamma_with_burstiness_one() -> None:
+    np.testing.assert_array_equal(
+        poisson_arrivals(50, rate=3.0, rng=rng()), gamma_arrivals(50, rate=3.0, burstiness=1.0, rng=rng())
+    )
+
+
+def test_the_last_arrival_falls_at_n_over_rate() -> None:
+    assert gamma_arrivals(7, rate=2.0, burstiness=0.5, rng=rng())[-1] == pytest.approx(3.5)
+    assert constant_arrivals(7, rate=2.0)[-1] == pytest.approx(3.5)
+
+
+def test_constant_gaps_are_equal() -> None:
+    np.testing.assert_allclose(gaps_of(constant_arrivals(10, rate=4.0)), 0.25)
+
+
+def test_replay_starts_at_zero_and_scales_the_rate() -> None:
+    np.testing.assert_allclose(replay_arrivals([12.0, 10.0, 16.0], rate_scale=2.0), [0.0, 1.0, 3.0])
+
+
+@pytest.mark.parametrize(("shape", "middle"), [("linear", 5.5), ("exponential", np.sqrt(10.0))])
+def test_ramp_moves_the_rate_over_the_requests(shape: str, middle: float) -> None:
+    offsets = ramp_arrivals(
+        40_000,
+        start_rate=1.0,
+        end_rate=10.0,
+        shape=shape,  # type: ignore[arg-type]
+        burstiness=1.0,
+        rng=rng(),
+    )
+
+    gaps = gaps_of(offsets)
+    assert 1 / gaps[:1000].mean() == pytest.approx(1.0, rel=0.15)
+    assert 1 / gaps[19_000:21_000].mean() == pytest.approx(middle, rel=0.15)
+    assert 1 / gaps[-1000:].mean() == pytest.approx(10.0, rel=0.15)
+
+
+@pytest.mark.parametrize("rate", [0.0, -1.0, np.inf, np.nan])
+def test_bad_rates_are_refused(rate: float) -> None:
+    with pytest.raises(ConfigError, match="request rate"):
+        gamma_arrivals(3, rate=rate, burstiness=1.0, rng=rng())
+
+
+def test_equal_seeds_give_equal_arrivals() -> None:
+    np.testing.assert_array_equal(
+        poisson_arrivals(9, rate=1.0, rng=rng()), poisson_arrivals(9, rate=1.0, rng=rng())
+    )

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.workload.lengths import EmpiricalLength, FixedLength, Lengths, LogNormalLength, UniformLength
+
+
+def rng() -> np.random.Generator:
+    return np.random.default_rng(1)
+
+
+def test_fixed() -> None:
+    assert FixedLength(7).draw(3, rng()).tolist() == [7, 7, 7]
+
+
+def test_uniform_covers_exactly_its_range() -> None:
+    drawn = UniformLength(10, 0.25).draw(5000, rng())
+
+    assert set(drawn.tolist()) == set(range(7, 14))  # floor(7.5) .. ceil(12.5)
+    assert drawn.mean() == pytest.approx(10, rel=0.02)
+
+
+def test_uniform_without_range_is_fixed() -> None:
+    assert set(UniformLength(10, 0.0).draw(100, rng()).tolist()) == {10}
+
+
+def test_lognormal_has_the_asked_mean_and_stays_in_bounds() -> None:
+    drawn = LogNormalLength(mean=300, sigma=0.8, low=4, high=5000).draw(50_000, rng())
+
+    assert drawn.mean() == pytest.approx(300, rel=0.03)
+    assert np.log(drawn).std() == pytest.approx(0.8, rel=0.03)
+    assert drawn.min() >= 4
+    assert drawn.max() <= 5000
+
+
+def test_empirical_draws_only_what_was_observed() -> None:
+    drawn = EmpiricalLength(np.array([3, 5, 5, 5])).draw(4000, rng())
+
+    assert set(drawn.tolist()) == {3, 5}
+    assert (drawn == 5).mean() == pytest.approx(0.75, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FixedLength(0),
+        lambda: UniformLength(10, 1.0),
+        lambda: LogNormalLength(mean=3, sigma=1, low=4),
+        lambda: EmpiricalLength(np.empty(0, dtype=np.int64)),
+        lambda: EmpiricalLength(np.array([4, 0])),
+    ],
+)
+def test_bad_parameters_are_refused(make: object) -> None:
+    with pytest.raises(ConfigError):
+        make()  # type: ignore[operator]
+
+
+def test_all_satisfy_the_protocol() -> None:
+    kinds: list[Lengths] = [FixedLength(2), UniformLength(4, 0.5), LogNormalLength(mean=5, sigma=1)]
+
+    assert all(len(lengths.draw(6, rng())) == 6 for lengths in kinds)

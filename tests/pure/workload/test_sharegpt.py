@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.workload.sharegpt import Exchange, read_sharegpt, sharegpt_workload
+
+
+def words(count: int, word: str = "w") -> str:
+    return " ".join([word] * count)
+
+
+def count_words(text: str) -> int:
+    return len(text.split())
+
+
+def conversation(*turns: str) -> dict[str, object]:
+    return {"id": "x", "conversations": [{"from": "human", "value": turn} for turn in turns]}
+
+
+def test_the_first_exchange_of_each_conversation_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_bytes(
+        orjson.dumps([conversation("q", "a", "more"), conversation("alone"), conversation("r", "b")])
+    )
+
+    assert read_sharegpt(path) == [Exchange("q", "a"), Exchange("r", "b")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{oops", "line 1: not JSON"),
+        (b'{"a": 1}', "expected a JSON list"),
+        (b'[{"text": "x"}]', "entry 0: expected"),
+        (b'[{"conversations": [{"value": 1}, {"value": 2}]}]', "entry 0: a turn's value must be text"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+    path = tmp_path / "s.json"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=message):
+        read_sharegpt(path)
+
+
+def test_very_short_and_long_exchanges_are_passed_over() -> None:
+    exchanges = [
+        Exchange(words(3), words(50)),
+        Exchange(words(50), words(3)),
+        Exchange(words(1025), words(50)),
+        Exchange(words(1000), words(1049)),
+        Exchange(words(1024), words(1024)),
+        Exchange(words(4), words(4)),
+    ]
+
+    workload = sharegpt_workload(
+        exchanges, num_requests=2, output_len=None, count_tokens=count_words, order=None
+    )
+
+    assert workload.num_prompt_tokens.tolist() == [1024, 4]
+    assert workload.max_tokens.tolist() == [1024, 4]
+
+
+def test_a_fixed_output_length_replaces_the_recorded_ones() -> None:
+    exchanges = [Exchange(words(50), words(1))]
+
+    workload = sharegpt_workload(
+        exchanges, num_requests=1, output_len=7, count_tokens=count_words, order=None
+    )
+
+    assert workload.max_tokens.tolist() == [7]
+    assert workload.request(0).prompt == words(50)
+
+
+def test_shuffling_draws_from_the_whole_file() -> None:
+    exchanges = [Exchange(words(10, f"w{i}"), words(10)) for i in range(50)]
+
+    def first_words(seed: int) -> list[str]:
+        order = np.random.default_rng(seed)
+        workload = sharegpt_workload(
+            exchanges, num_requests=5, output_len=None, count_tokens=count_words, order=order
+        )
+        return [workload.request(i).prompt.split()[0] for i in range(5)]
+
+    assert first_words(1) == first_words(1)
+    assert first_words(1) != first_words(2)
+
+
+def test_too_few_usable_conversations_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"1 usable conversations \(of 2\), 5 were asked for"):
+        sharegpt_workload(
+            [Exchange(words(9), words(9)), Exchange("a", "b")],
+            num_requests=5,
+            output_len=None,
+            count_tokens=count_words,
+            order=None,
+        )

@@ -1,0 +1,183 @@
+"""Readers of recorded workloads: small files, bad files, and the published traces where they are at hand."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.workload.trace import read_trace
+
+AZURE = (
+    "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,4808,10\n"
+    "2023-11-16 18:17:04.2299600,3180,8\n2023-11-16 18:17:05,7,1\n"
+)
+MOONCAKE_CSV = "timestamp_ms,input_length,output_length,hash_ids\n0,700,50,4 9\n1500,512,5,4\n"
+MOONCAKE_JSONL = (
+    '{"timestamp": 0, "input_length": 700, "output_length": 50, "hash_ids": [4, 9]}\n\n'
+    '{"timestamp": 1500, "input_length": 512, "output_length": 5, "hash_ids": [4]}\n'
+)
+BURSTGPT = (
+    "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+    "5,ChatGPT,472,18,490,Conversation log\n"
+)
+LENGTHS = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio\n74,918,992,0.08\n"
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_azure(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "a.csv", AZURE))
+
+    assert trace.kind == "azure"
+    assert trace.num_prompt_tokens.tolist() == [4808, 3180, 7]
+    assert trace.num_output_tokens.tolist() == [10, 8, 1]
+    assert trace.times is not None
+    np.testing.assert_allclose(np.diff(trace.times), [0.25, 0.77004], atol=1e-6)
+
+
+@pytest.mark.parametrize("text", [MOONCAKE_CSV, MOONCAKE_JSONL])
+def test_mooncake_in_both_forms(tmp_path: Path, text: str) -> None:
+    trace = read_trace(write(tmp_path / "m", text))
+
+    assert trace.kind == "mooncake"
+    assert trace.block_ids == ((4, 9), (4,))
+    assert trace.times is not None
+    assert trace.times.tolist() == [0.0, 1.5]
+    assert trace.num_prompt_tokens.tolist() == [700, 512]
+
+
+def test_burstgpt_and_lengths(tmp_path: Path) -> None:
+    burst = read_trace(write(tmp_path / "b.csv", BURSTGPT))
+    lengths = read_trace(write(tmp_path / "l.csv", LENGTHS))
+
+    assert (burst.kind, burst.num_output_tokens.tolist()) == ("burstgpt", [18])
+    assert (lengths.kind, lengths.times, lengths.num_prompt_tokens.tolist()) == ("lengths", None, [74])
+
+
+def test_gzip_is_read_whatever_the_name(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(gzip.compress(AZURE.encode()))
+
+    assert len(read_trace(path)) == 3
+
+
+def test_take_keeps_all_columns_together(tmp_path: Path) -> None:
+    trace = read_trace(write(tmp_path / "m", MOONCAKE_CSV)).take(np.array([1]))
+
+    assert trace.block_ids == ((4,),)
+    assert trace.num_prompt_tokens.tolist() == [512]
+    assert trace.times is not None
+    assert trace.times.tolist() == [1.5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "empty"),
+        ("a,b\n1,2\n", r"line 1: unknown columns a, b\. Known are azure"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no requests"),
+        (AZURE + "2023-11-16 18:17:06,many,3\n", r"line 5: bad value .*many"),
+        (AZURE + "yesterday,5,3\n", r"line 5: bad value .*yesterday"),
+        (AZURE + "2023-11-16 18:17:06,-4,3\n", "line 5: a negative length"),
+        (AZURE + "2023-11-16 18:17:06,4\n", "line 5: the header names 3 columns"),
+        (MOONCAKE_JSONL + "{broken\n", "line 4: not JSON"),
+        (MOONCAKE_JSONL + "[1]\n", "line 4: expected a JSON object"),
+        (MOONCAKE_JSONL + '{"timestamp": 3}\n', "line 4: bad value"),
+    ],
+)
+def test_bad_files_are_named_with_their_line(tmp_path: Path, text: str, message: str) -> None:
+    path = write(tmp_path / "bad.csv", text)
+
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_trace(path)
+    assert str(path) in str(caught.value)
+
+
+def test_another_kind_than_asked_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="azure file, but mooncake"):
+        read_trace(write(tmp_path / "a.csv", AZURE), kind="mooncake")
+
+
+def test_unreadable_files_are_clear_errors(tmp_path: Path) -> None:
+    damaged = tmp_path / "t.csv.gz"
+    damaged.write_bytes(gzip.compress(AZURE.encode())[:-9])
+    binary = tmp_path / "b.csv"
+    binary.write_bytes(b"\xff\xfe\x00\x81")
+
+    with pytest.raises(ConfigError, match="gzip file is damaged"):
+        read_trace(damaged)
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        read_trace(binary)
+    with pytest.raises(ConfigError, match="No such file"):
+        read_trace(tmp_path / "missing.csv")
+
+
+def published(name: str) -> Path:
+    shared = os.environ.get("ONBEAT_SHARED")
+    if not shared:
+        pytest.skip("ONBEAT_SHARED is not set: the published traces are not at hand")
+    return Path(shared) / "data" / "traces" / name
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "input_mean", "output_mean", "seconds", "input_p90"),
+    [
+        ("azure2023_code.csv.gz", 8819, 2047.8, 27.9, 3436, 5194),
+        ("azure2023_conv.csv.gz", 19366, 1154.7, 211.1, 3502, 2735),
+        ("mooncake_fast25_conversation_trace.csv.gz", 12031, 12035, 342.6, 3537, 27367),
+        ("mooncake_fast25_synthetic_trace.csv.gz", 3993, 15325, 149, 1022, None),
+        ("sharegpt_8k_lengths_llama2tok.csv.gz", 30731, 2340, 438.7, None, 5696),
+        ("arxiv_4k_lengths_llama2tok.csv.gz", 28257, 2588.1, 291.4, None, 3702),
+    ],
+)
+def test_published_traces_have_their_published_statistics(
+    name: str,
+    count: int,
+    input_mean: float,
+    output_mean: float,
+    seconds: float | None,
+    input_p90: float | None,
+) -> None:
+    trace = read_trace(published(name))
+
+    assert len(trace) == count
+    assert trace.num_prompt_tokens.mean() == pytest.approx(input_mean, rel=0.005)
+    assert trace.num_output_tokens.mean() == pytest.approx(output_mean, rel=0.005)
+    assert (trace.times is None) == (seconds is None)
+    if trace.times is not None:
+        assert np.ptp(trace.times) == pytest.approx(seconds, rel=0.005)
+    if input_p90 is not None:
+        assert np.percentile(trace.num_prompt_tokens, 90) == pytest.approx(input_p90, rel=0.005)
+
+
+def test_azure_code_arrivals_are_as_bursty_as_published() -> None:
+    trace = read_trace(published("azure2023_code.csv.gz"))
+
+    assert trace.times is not None
+    gaps = np.diff(np.sort(trace.times))
+    assert gaps.std() / gaps.mean() == pytest.approx(13.2, rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("mooncake_fast25_conversation_trace.csv.gz", 0.366), ("mooncake_fast25_synthetic_trace.csv.gz", 0.640)],
+)
+def test_mooncake_blocks_repeat_as_published(name: str, ratio: float) -> None:
+    trace = read_trace(published(name))
+
+    assert trace.block_ids is not None
+    seen: set[int] = set()
+    hits = total = 0
+    for block_ids in trace.block_ids:
+        hits += sum(block_id in seen for block_id in block_ids)
+        total += len(block_ids)
+        seen.update(block_ids)
+    assert hits / total == pytest.approx(ratio, abs=0.002)
