@@ -121,6 +121,10 @@ class InputBatch:
         for sampling_row, token_id in zip(inputs.sampling_rows, token_ids.tolist(), strict=True):
             sampling_row.output_token_ids.append(token_id)
 
+    def block_ids(self, slot: int) -> IntArray:
+        """Return the block table of a request."""
+        return self.block_tables_SB[slot, : self.num_blocks_S[slot]].astype(np.int64)
+
     def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         start = self.num_blocks_S[slot]
         end = start + len(block_ids)

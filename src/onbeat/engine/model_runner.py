@@ -81,6 +81,9 @@ class ModelRunner:
             sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.model.device)
             logits_RV = self.model.logits(hidden_TD.index_select(0, sampling_tokens))
             sampled = self.sampler.sample(logits_RV, inputs.sampling_rows)
+            for index in sampled.errors:
+                # Its blocks will be another request's.
+                self.attention.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
         self.batch.append(inputs, sampled)
         return _to_output(inputs, sampled)
 

@@ -50,6 +50,10 @@ class AttentionBackend(Protocol):
         """Store the new keys and values, and return what the queries see of the cache, [T, N, H]."""
         ...
 
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make stored values finite: a block's unused slots are masked, which does not hold back a NaN."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:

@@ -182,14 +182,16 @@ class WindowPlanner:
         return ChunkTile(start, start + num_queries, first_key, end_key, mask)
 
     def _mask(self, positions_RL: IntArray, num_keys: int) -> Tensor:
-        """Return what is added to scores: 0 for the keys that a query at a position sees, -inf for others."""
-        positions_RL1 = self._to_device(positions_RL)[:, :, None]
-        keys_C = torch.arange(num_keys, device=self.config.device)
-        hidden_RLC = keys_C > positions_RL1
-        if self.window is not None:
-            hidden_RLC |= keys_C <= positions_RL1 - self.window
-        mask_RLC = torch.zeros(hidden_RLC.shape, dtype=self.config.dtype, device=self.config.device)
-        return mask_RLC.masked_fill_(hidden_RLC, -torch.inf)
+        """Return what is added to scores: 0 for the keys that a query at a position sees, -inf for others.
+
+        Every line of a mask is a piece of one vector (hidden, seen, hidden): making a mask is copying.
+        """
+        longest = max(int(positions_RL.max()) + 1, num_keys)
+        num_seen = longest + 1 if self.window is None else min(self.window, longest + 1)
+        steps = torch.full((2 * longest + 1,), -torch.inf, dtype=self.config.dtype, device=self.config.device)
+        steps[longest + 1 - num_seen : longest + 1] = 0.0
+        starts = self._to_device((longest - positions_RL).reshape(-1))
+        return steps.unfold(0, num_keys, 1).index_select(0, starts).view(*positions_RL.shape, num_keys)
 
     def _to_device(self, array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(self.config.device)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from onbeat.engine.attention.base import AttentionBatch
+from onbeat.engine.attention.base import AttentionBatch, IntArray
 from onbeat.engine.attention.sdpa_plan import FoldedGroup, LongChunk, PlanConfig, SdpaPlan, WindowPlanner
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
@@ -77,6 +77,13 @@ class TorchSdpaBackend:
         for chunk in plan.chunks:
             self._attend_chunk(chunk, q_TNH, cache, out_TNH)
         return out_TNH[:num_tokens]
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Replace what is not finite in some blocks by 0."""
+        ids = torch.from_numpy(block_ids).to(self.plan_config.device)
+        for cache in self.layers:
+            for part in cache:
+                part.index_copy_(0, ids, part.index_select(0, ids).nan_to_num_(0.0, 0.0, 0.0))
 
     def _attend_folded(self, group: FoldedGroup, q_TNH: Tensor, cache: LayerKVCache) -> Tensor:
         if group.source_tokens is not None:

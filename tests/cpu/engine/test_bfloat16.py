@@ -1,0 +1,32 @@
+"""In bfloat16 our logits are as near to the float64 model's as transformers' are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.cpu.engine.step_driver import StepDriver
+from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
+
+pytestmark = pytest.mark.golden
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+@pytest.mark.parametrize("chunk", [1000, 16])
+def test_logits_are_near_the_exact_ones(name: str, chunk: int) -> None:
+    exact, rounded = tiny_model(name), tiny_model(name, torch.bfloat16)
+    driver = StepDriver(rounded.model)
+    for length in (3, 40, 150):
+        driver.add(random_prompt(length), 1)
+    driver.run(chunk)
+    for live in driver.requests.values():
+        prompt = torch.tensor([live.request.prompt_token_ids])
+        with torch.inference_mode():
+            expected = exact.hf_model(prompt).logits[0, -1]
+            theirs = rounded.hf_model(prompt).logits[0, -1].double()
+        (ours,) = live.logits
+        assert ours.dtype == torch.float32
+        our_error = (ours.double() - expected).norm() / expected.norm()
+        their_error = (theirs - expected).norm() / expected.norm()
+        assert our_error < 2 * their_error + 0.01
+        assert our_error < 0.1

@@ -1,0 +1,173 @@
+"""What the model runner keeps between steps, and what it returns."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from onbeat.core.request import Request, SamplingParams, TokenLogprobs
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.sampler import SampledTokens, Sampler, SamplingRow
+from tests.cpu.engine.step_driver import StepDriver
+from tests.cpu.engine.tiny_models import random_prompt, tiny_model
+
+CPU = torch.device("cpu")
+
+
+class FailingSampler:
+    """Greedy, but one step's rows all fail."""
+
+    def __init__(self, failing_step: int) -> None:
+        self.failing_step = failing_step
+        self.step = -1
+
+    def sample(self, logits_RV: torch.Tensor, rows: list[SamplingRow]) -> SampledTokens:
+        self.step += 1
+        if self.step == self.failing_step:
+            errors = dict.fromkeys(range(len(rows)), "broken logits")
+            return SampledTokens([-1] * len(rows), [None] * len(rows), errors)
+        return SampledTokens(logits_RV.argmax(dim=-1).tolist(), [None] * len(rows))
+
+
+def make_runner(sampler: Sampler | FailingSampler | None = None, **options: int) -> ModelRunner:
+    model = tiny_model("llama3").model
+    sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128, **options}
+    return ModelRunner(model=model, sampler=sampler or Sampler(model.config.vocab_size, CPU), **sizes)
+
+
+def request(request_id: str, prompt: list[int], **sampling: float) -> Request:
+    params = SamplingParams(**{"temperature": 0.0, **sampling})  # type: ignore[arg-type]
+    return Request(request_id=request_id, prompt_token_ids=tuple(prompt), sampling=params)
+
+
+def step(
+    rows: list[ScheduledRequest], admitted: tuple[AdmittedRequest, ...] = (), released: tuple[str, ...] = ()
+) -> SchedulerOutput:
+    return SchedulerOutput(0, tuple(rows), admitted, released, BatchShape())
+
+
+def test_a_chunk_that_samples_nothing_returns_nothing() -> None:
+    driver = StepDriver(tiny_model("llama3").model)
+    driver.add(random_prompt(30), 4)
+    output = driver.step({"request-0": 10})
+    assert output.sampled_token_ids == []
+    assert driver.sampler.logits == []
+
+
+def test_a_step_without_rows_still_drops_released_requests() -> None:
+    runner = make_runner()
+    admitted = AdmittedRequest(request("a", [5, 6]), (), (0,))
+    runner.execute(step([ScheduledRequest("a", 0, 2, (), samples=True)], (admitted,)))
+    assert runner.execute(step([], released=("a", "never ran"))).sampled_token_ids == []
+    assert runner.batch.slots == {}
+    assert len(runner.batch.free_slots) == 4
+
+
+def test_slots_and_blocks_are_used_again() -> None:
+    runner = make_runner(max_num_seqs=1)
+    prompt = random_prompt(40)
+    first: list[list[int]] = []
+    for index in range(3):
+        name = f"r{index}"
+        admitted = AdmittedRequest(request(name, prompt), (), (7, 3, 9))
+        released = (f"r{index - 1}",) if index else ()
+        output = runner.execute(
+            step([ScheduledRequest(name, 0, 40, (), samples=True)], (admitted,), released)
+        )
+        first += output.sampled_token_ids
+    assert first[0] == first[1] == first[2]
+
+
+def test_the_next_step_runs_before_anyone_saw_the_token() -> None:
+    """Positions alone are planned; the token in between is the runner's."""
+    tiny = tiny_model("llama3")
+    prompt = random_prompt(17)
+    runner = make_runner()
+    plans = [
+        step(
+            [ScheduledRequest("a", 0, 17, (), samples=True)],
+            (AdmittedRequest(request("a", prompt), (), (4, 2)),),
+        )
+    ]
+    plans += [step([ScheduledRequest("a", 17 + index, 1, (), samples=True)]) for index in range(4)]
+    token_ids = [runner.execute(plan).sampled_token_ids[0][0] for plan in plans]
+    assert token_ids == tiny.reference(tuple(prompt), 5)[0]
+
+
+def test_logprobs_come_back_for_the_rows_that_asked() -> None:
+    runner = make_runner()
+    admitted = (
+        AdmittedRequest(request("plain", [1, 2, 3]), (), (0,)),
+        AdmittedRequest(request("asking", [4, 5], num_logprobs=2), (), (1,)),
+    )
+    rows = [
+        ScheduledRequest("plain", 0, 3, (), samples=True),
+        ScheduledRequest("asking", 0, 2, (), samples=True),
+    ]
+    output = runner.execute(step(rows, admitted))
+    assert output.logprobs is not None
+    assert output.logprobs[0] is None
+    assert output.logprobs[1] is not None
+    (entry,) = output.logprobs[1]
+    assert isinstance(entry, TokenLogprobs)
+    assert [entry.token_id] == output.sampled_token_ids[1]
+    assert runner.execute(step([ScheduledRequest("plain", 3, 1, (), samples=True)])).logprobs is None
+
+
+def test_a_failed_row_is_named_and_later_steps_still_run() -> None:
+    runner = make_runner(FailingSampler(failing_step=1))
+    admitted = tuple(
+        AdmittedRequest(request(name, [1, 2, 3]), (), (index,)) for index, name in enumerate("ab")
+    )
+    both = [ScheduledRequest(name, 0, 3, (), samples=True) for name in "ab"]
+    assert runner.execute(step(both, admitted)).failed is None
+    output = runner.execute(step([ScheduledRequest("a", 3, 1, (), samples=True)]))
+    assert output.sampled_token_ids == [[]]
+    assert output.failed == {"a": "broken logits"}
+    planned_ahead = [
+        ScheduledRequest("a", 4, 1, (), samples=True),
+        ScheduledRequest("b", 3, 1, (), samples=True),
+    ]
+    assert len(runner.execute(step(planned_ahead)).sampled_token_ids) == 2
+
+
+def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
+    runner = make_runner()
+    assert isinstance(runner.attention, TorchSdpaBackend)
+    prompt = random_prompt(20)
+    runner.execute(
+        step(
+            [ScheduledRequest("bad", 0, 20, (), samples=True)],
+            (AdmittedRequest(request("bad", prompt), (), (5, 6)),),
+        )
+    )
+    with torch.inference_mode():
+        for layer in runner.attention.layers:
+            layer.k_BSKH[6, 2:] = torch.nan
+            layer.v_BSKH[6, 1] = torch.nan
+    output = runner.execute(step([ScheduledRequest("bad", 20, 1, (), samples=True)]))
+    assert output.failed is not None
+    rows = [ScheduledRequest("good", 0, 20, (), samples=True)]
+    output = runner.execute(step(rows, (AdmittedRequest(request("good", prompt), (), (5, 6)),), ("bad",)))
+    assert output.failed is None
+
+
+@pytest.mark.parametrize("max_model_len", [1, 2, 16, 17, 128])
+def test_warm_up_leaves_no_request_behind(max_model_len: int) -> None:
+    runner = make_runner(max_model_len=max_model_len, num_blocks=2)
+    runner.warm_up()
+    assert runner.batch.slots == {}
+    assert runner.batch.sampling_rows == {}
+
+
+def test_the_last_position_of_the_longest_request_fits() -> None:
+    runner = make_runner(max_model_len=48)
+    prompt = random_prompt(47)
+    admitted = AdmittedRequest(request("a", prompt), (), (1, 2, 3))
+    runner.execute(step([ScheduledRequest("a", 0, 47, (), samples=True)], (admitted,)))
+    output = runner.execute(step([ScheduledRequest("a", 47, 1, (), samples=True)]))
+    assert len(output.sampled_token_ids[0]) == 1
+    assert np.count_nonzero(runner.batch.block_tables_SB[0]) == 3
