@@ -94,7 +94,8 @@ async def _serve(
     tokenizer = load_tokenizer(args.tokenizer or engine.model.path)
     chat_template = load_chat_template(tokenizer, args.chat_template)
     async with ProcessEngineClient(partial(build_engine, engine), on_progress=announcer.say) as client:
-        with open_timeline(args.timeline) as listeners:
+        with ExitStack() as stack:
+            listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
             telemetry = Telemetry(config, client.info.model_name, listeners)
             client.add_observer(telemetry.tracker)
             app = create_app(client, tokenizer, chat_template, config, telemetry)

@@ -1,0 +1,142 @@
+"""Token ids to text, piece by piece: no split characters, no leaked stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from onbeat.core.protocols import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+_MAX_PENDING_TOKENS = 8
+"""A character has at most four bytes, so more tokens without a complete one are not UTF-8 at all."""
+
+
+@dataclass(slots=True)
+class TextDelta:
+    """What new tokens add to the text."""
+
+    text: str
+    """Text that is certain: complete characters, and no beginning of a stop string."""
+    stop_string: str | None = None
+    """The stop string that ended the text, if one did."""
+    token_offsets: list[int] = field(default_factory=list)
+    """For each new token, the character of the whole text at which its own text begins."""
+
+
+class TextStream:
+    """Decodes one request's output tokens as they come.
+
+    A token's text may depend on the few before it (a character spread over tokens, a leading space that only
+    the first word loses), so a window of tokens is decoded with and without the new one: the difference is
+    new text. Joined deltas equal `tokenizer.decode` of all tokens.
+
+    Parameters
+    ----------
+    tokenizer : the model's.
+    stop : strings that end the text; the one that ends earliest counts, of several that end together the
+        longest.
+    include_stop : whether the stop string is part of the text.
+    skip_special_tokens : whether special tokens are left out of the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self._max_stop_chars = max(map(len, self._stop), default=0)
+        self._include_stop = include_stop
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        """Tokens that are decoded together: some whose text is known, then the pending ones."""
+        self._num_known = 0
+        """How many tokens of the window have their text in `_known_text`."""
+        self._known_text = ""
+        self._num_chars = 0
+        """Characters decoded so far, held ones included."""
+        self._held = ""
+        """Decoded text that may be the beginning of a stop string."""
+        self._is_ended = False
+        self.num_consumed_tokens = 0
+        """Tokens up to the one that completed the stop string, or all."""
+
+    def push(self, token_ids: Sequence[int], *, final: bool) -> TextDelta:
+        """Take new tokens; `final` says that there are no more, so nothing is held back any longer."""
+        delta = TextDelta("")
+        for token_id in token_ids:
+            delta.token_offsets.append(self._num_chars)
+            if self._is_ended:
+                continue
+            self.num_consumed_tokens += 1
+            self._window.append(token_id)
+            self._take(self._decode_window(must_emit=False), delta)
+        if final and not self._is_ended:
+            self._take(self._decode_window(must_emit=True), delta)
+            delta.text += self._held
+            self._held = ""
+            self._is_ended = True
+        return delta
+
+    def _decode_window(self, *, must_emit: bool) -> str:
+        """Return the new text of the pending tokens, or nothing while a character is incomplete."""
+        num_pending = len(self._window) - self._num_known
+        if num_pending == 0:
+            return ""
+        text = self._decode(self._window)
+        is_incomplete = text.endswith(_REPLACEMENT) and num_pending < _MAX_PENDING_TOKENS
+        if (is_incomplete or len(text) <= len(self._known_text)) and not must_emit:
+            return ""
+        new_text = text[len(self._known_text) :]
+        # The tokens just decoded are what the next ones are read against.
+        del self._window[: self._num_known]
+        self._num_known = len(self._window)
+        self._known_text = self._decode(self._window)
+        return new_text
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+
+    def _take(self, new_text: str, delta: TextDelta) -> None:
+        """Pass on new text, except what a stop string cuts off or may yet claim."""
+        if not new_text:
+            return
+        self._num_chars += len(new_text)
+        if not self._stop:
+            delta.text += new_text
+            return
+        buffer = self._held + new_text
+        found = self._find_stop(buffer)
+        if found is not None:
+            start, stop_string = found
+            end = start + len(stop_string) if self._include_stop else start
+            delta.text += buffer[:end]
+            delta.stop_string = stop_string
+            self._held = ""
+            self._is_ended = True
+            return
+        num_held = self._num_chars_to_hold(buffer)
+        delta.text += buffer[: len(buffer) - num_held]
+        self._held = buffer[len(buffer) - num_held :]
+
+    def _find_stop(self, buffer: str) -> tuple[int, str] | None:
+        """Return where the stop string that ends first begins, and which one it is."""
+        found = [(buffer.find(stop), stop) for stop in self._stop]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if not ends:
+            return None
+        _, start, stop = min(ends)
+        return start, stop
+
+    def _num_chars_to_hold(self, buffer: str) -> int:
+        """Return the length of the longest end of the buffer with which a stop string begins."""
+        for length in range(min(self._max_stop_chars - 1, len(buffer)), 0, -1):
+            tail = buffer[-length:]
+            if any(stop.startswith(tail) for stop in self._stop):
+                return length
+        return 0
