@@ -1,0 +1,78 @@
+"""Made-up results for tests of what is shown and saved."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+
+from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
+from onbeat.bench.record import RequestRecord, Status, TokenCountSource
+from onbeat.bench.result import RunResult, build_result
+from onbeat.bench.runner import LoadOutcome
+from onbeat.metrics.summary import SummaryOptions
+
+START = 100.0
+
+
+def make_records(count: int, *, slowdown: float = 1.0, seed: int = 0) -> list[RequestRecord]:
+    rng = np.random.default_rng(seed)
+    records = []
+    for index in range(count):
+        sent = START + 0.1 * index
+        first = sent + 0.05 * slowdown * rng.uniform(0.9, 1.1)
+        times = first + np.concatenate([[0.0], np.cumsum(rng.gamma(20.0, 0.001 * slowdown, size=9))])
+        records.append(
+            RequestRecord(
+                index=index,
+                num_prompt_tokens=12,
+                max_tokens=10,
+                sent=sent,
+                end=float(times[-1]) + 0.001,
+                delivery_times=array("d", times.tolist()),
+                num_output_tokens=10,
+                count_source=TokenCountSource.USAGE,
+                finish_reason="length",
+                status=Status.COMPLETED,
+            )
+        )
+    return records
+
+
+def failure(index: int, *, status: Status = Status.FAILED, detail: str = "boom") -> RequestRecord:
+    sent = START + 0.1 * index
+    return RequestRecord(
+        index=index,
+        num_prompt_tokens=12,
+        max_tokens=10,
+        sent=sent,
+        end=sent + 0.2,
+        status=status,
+        cause="HTTP 500" if status is Status.FAILED else "HTTP 429",
+        detail=detail,
+    )
+
+
+def make_result(
+    records: list[RequestRecord] | None = None,
+    *,
+    load: LoadConfig | None = None,
+    interrupted: bool = False,
+    model: str = "org/model",
+    bench: dict[str, Any] | None = None,
+    **run_options: Any,
+) -> RunResult:
+    records = make_records(30) if records is None else records
+    options: dict[str, Any] = {"target": TargetConfig(), "summary": SummaryOptions(objectives={"ttft": 0.2})}
+    run = RunConfig(
+        dataset=DatasetConfig(),
+        load=load or LoadConfig(max_concurrency=4),
+        num_prompts=len(records),
+        **run_options,
+    )
+    end = max((record.end for record in records), default=START + 1)
+    outcome = LoadOutcome(records=records, start=START, duration=end - START, interrupted=interrupted)
+    return build_result(
+        BenchConfig(**(options | (bench or {}))), run, outcome, model=model, length_source="tokenizer"
+    )

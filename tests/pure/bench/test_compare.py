@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from onbeat.bench.compare import Row, compare, read_runs
+from onbeat.bench.config import LoadConfig
+from onbeat.bench.result import to_document
+from onbeat.bench.table import comparison_table
+from onbeat.core.errors import ConfigError
+from tests.pure.bench.results import failure, make_records, make_result
+
+
+def saved(path: Path, *results: Any, detailed: bool = True) -> list[dict[str, Any]]:
+    path.write_bytes(orjson.dumps(to_document(list(results), detailed=detailed)))
+    return read_runs(path)
+
+
+def rows_of(baseline: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> dict[str, Row]:
+    [comparison] = compare(baseline, candidate, np.random.default_rng(0))
+    return {row.name: row for row in comparison.rows}
+
+
+def test_a_slower_run_is_found_worse(tmp_path: Path) -> None:
+    fast = saved(tmp_path / "a.json", make_result(make_records(60)))
+    slow = saved(tmp_path / "b.json", make_result(make_records(60, slowdown=1.5, seed=1)))
+    rows = rows_of(fast, slow)
+
+    row = rows["mean_tpot_ms"]
+    assert row.ratio == pytest.approx(1.5, rel=0.1)
+    assert row.interval is not None
+    assert row.interval[0] < row.ratio < row.interval[1]
+    assert row.verdict == "worse"
+    assert rows_of(slow, fast)["p90_itl_ms"].verdict == "better"
+
+
+def test_two_draws_of_one_thing_are_not_told_apart(tmp_path: Path) -> None:
+    first = saved(tmp_path / "a.json", make_result(make_records(60, seed=1)))
+    second = saved(tmp_path / "b.json", make_result(make_records(60, seed=2)))
+
+    assert rows_of(first, second)["mean_ttft_ms"].verdict == "no clear difference"
+
+
+def test_without_details_there_is_a_ratio_but_no_verdict(tmp_path: Path) -> None:
+    runs = saved(tmp_path / "a.json", make_result(), detailed=False)
+    row = rows_of(runs, runs)["mean_ttft_ms"]
+
+    assert (row.ratio, row.interval, row.verdict) == (1.0, None, "")
+
+
+def test_failed_requests_are_left_out_of_the_intervals(tmp_path: Path) -> None:
+    runs = saved(tmp_path / "a.json", make_result([*make_records(20), failure(20)]))
+
+    assert rows_of(runs, runs)["mean_e2el_ms"].interval is not None
+
+
+def test_differing_settings_are_said(tmp_path: Path) -> None:
+    first = saved(tmp_path / "a.json", make_result(load=LoadConfig(max_concurrency=4)))
+    second = saved(tmp_path / "b.json", make_result(load=LoadConfig(max_concurrency=8)))
+    [comparison] = compare(first, second, np.random.default_rng(0))
+
+    assert comparison.differences == ("max_concurrency: 4 against 8",)
+
+
+def test_sweeps_are_compared_level_by_level(tmp_path: Path) -> None:
+    levels = [make_result(load=LoadConfig(max_concurrency=n), title=f"c={n}") for n in (1, 4, 8)]
+    first = saved(tmp_path / "a.json", *levels[:2])
+    second = saved(tmp_path / "b.json", *levels[1:])
+
+    assert [comparison.title for comparison in compare(first, second, np.random.default_rng(0))] == ["c=4"]
+
+
+def test_sweeps_without_a_common_level_are_refused(tmp_path: Path) -> None:
+    levels = [make_result(load=LoadConfig(max_concurrency=n)) for n in (1, 2, 4, 8)]
+    first = saved(tmp_path / "a.json", *levels[:2])
+    second = saved(tmp_path / "b.json", *levels[2:])
+
+    with pytest.raises(ConfigError, match="no run of the same"):
+        compare(first, second, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("{", "line 1: not JSON"), ("[]", "not a result"), ('{"runs": [{"a": 1}]}', "not a result")],
+)
+def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(content)
+
+    with pytest.raises(ConfigError, match=message):
+        read_runs(path)
+
+
+def test_the_table_has_a_row_per_number(tmp_path: Path) -> None:
+    runs = saved(tmp_path / "a.json", make_result())
+    [comparison] = compare(runs, runs, np.random.default_rng(0))
+
+    assert comparison_table(comparison, ("a", "b")).row_count == len(comparison.rows)

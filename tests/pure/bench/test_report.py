@@ -1,0 +1,162 @@
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import orjson
+import pytest
+
+from onbeat.bench import charts
+from onbeat.bench.config import LoadConfig
+from onbeat.bench.report import describe_load, write_report
+from onbeat.bench.result import RunResult
+from tests.pure.bench.results import failure, make_records, make_result
+
+
+class Page(HTMLParser):
+    """What a page would load, the figures inside it, and its plain text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.figures: list[dict[str, object]] = []
+        self.text = ""
+        self.num_places = 0
+        self._element: tuple[str, str | None] = ("", None)
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self._element = (tag, values.get("type"))
+        self.num_places += "data-figure" in values
+        self.references += [
+            values[name] or "" for name in ("src", "href", "srcset", "data") if name in values
+        ]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._element = ("", None)
+
+    def handle_data(self, data: str) -> None:
+        tag, kind = self._element
+        if tag == "style":
+            self.references += re.findall(r"url\(|@import", data)
+        elif (tag, kind) == ("script", "application/json"):
+            self.figures.append(orjson.loads(data))
+        elif tag != "script":
+            self.text += data
+
+
+def page_of(tmp_path: Path, results: list[RunResult]) -> Page:
+    path = tmp_path / "report.html"
+    write_report(path, results, percentiles=(50, 99), settings={"num_prompts": 30})
+    return Page(path.read_text())
+
+
+def sweep() -> list[RunResult]:
+    return [
+        make_result(
+            make_records(20, slowdown=level), load=LoadConfig(max_concurrency=level), title=f"c={level}"
+        )
+        for level in (1, 4, 8)
+    ]
+
+
+def test_a_report_loads_nothing(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [make_result()])
+
+    assert page.references == []
+    assert page.num_places == len(page.figures) == 6
+
+
+def test_plotly_is_there_once(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_report(path, sweep(), percentiles=(50,), settings={})
+    text = path.read_text()
+
+    assert len(re.findall(r"\* plotly\.js v", text)) == 1
+    assert "default-src 'none'" in text
+
+
+def test_a_sweep_has_its_trade_offs_and_every_run(tmp_path: Path) -> None:
+    page = page_of(tmp_path, sweep())
+
+    titles = [figure["title"] for figure in page.figures]
+    assert titles[:6] == ["Mean TPOT", "P90 TPOT", "P99 TBT", "Mean TTFT", "P90 TTFT", "P99 TTFT"]
+    assert titles.count("Timeline of requests") == 3
+    assert page.num_places == len(page.figures)
+
+
+def test_text_from_servers_cannot_break_the_page(tmp_path: Path) -> None:
+    nasty = "</script><img src=https://example.org/x>"
+    records = [*make_records(3), failure(3, detail=nasty)]
+    page = page_of(tmp_path, [make_result(records, model=nasty, title=nasty)])
+
+    assert page.references == []
+    assert nasty in page.text
+
+
+def test_a_run_without_any_answer_still_has_a_report(tmp_path: Path) -> None:
+    page = page_of(tmp_path, [make_result([failure(0), failure(1)])])
+
+    assert "Not completed" in page.text
+    assert [figure["title"] for figure in page.figures] == ["Timeline of requests"]
+
+
+def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
+    assert "interrupted" in page_of(tmp_path, [make_result(interrupted=True)]).text
+
+
+def test_cdf_rises_to_one_hundred() -> None:
+    figure = charts.cdf_figure([make_result()], "ttft", "TTFT")
+
+    assert figure is not None
+    curve = figure["data"][0]
+    assert curve["y"][-1] == 100
+    assert curve["x"] == sorted(curve["x"])
+
+
+def test_trade_off_has_one_line_a_series() -> None:
+    runs = [make_result(series="a"), make_result(series="b"), make_result(series="a")]
+    figure = charts.tradeoff_figure(runs, "mean_tpot_ms", "TPOT")
+
+    assert figure is not None
+    assert [(line["name"], len(line["x"])) for line in figure["data"]] == [("a", 2), ("b", 1)]
+
+
+def test_long_runs_are_thinned_but_keep_their_longest_gap() -> None:
+    records = make_records(900)
+    records[444].delivery_times[-1] += 5.0
+    result = make_result(records)
+    timeline, gaps = charts.timeline_figure(result), charts.gaps_figure(result)
+
+    assert timeline is not None
+    assert gaps is not None
+    assert "300 of 900 shown" in timeline["title"]
+    assert len(gaps["data"][0]["x"]) <= charts.MAX_GAP_POINTS
+    assert max(gaps["data"][0]["y"]) > 5000
+
+
+def test_timeline_shows_waits_streams_and_losses() -> None:
+    records = [*make_records(2), failure(2)]
+    records[0].scheduled = records[0].sent - 0.5
+    figure = charts.timeline_figure(make_result(records, load=LoadConfig(request_rate=3.0)))
+
+    assert figure is not None
+    names = {trace["name"] for trace in figure["data"]}
+    assert names == {"waiting in the client", "sent, no token yet", "streaming", "not completed"}
+
+
+@pytest.mark.parametrize(
+    ("load", "words"),
+    [
+        (LoadConfig(max_concurrency=4), "closed loop of 4"),
+        (LoadConfig(request_rate=2.0), "Poisson arrivals at 2 req/s"),
+        (LoadConfig(request_rate=2.0, burstiness=0.5), "gamma arrivals at 2 req/s"),
+        (LoadConfig(request_rate=2.0, max_concurrency=3), "Poisson arrivals at 2 req/s, at most 3 open"),
+        (LoadConfig(arrivals="replay"), "replay"),
+        (LoadConfig(), "all at once"),
+    ],
+)
+def test_loads_in_words(load: LoadConfig, words: str) -> None:
+    assert describe_load(make_result(load=load).summary) == words

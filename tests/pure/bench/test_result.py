@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import orjson
+import pytest
+
+from onbeat.bench.config import BenchConfig, LoadConfig, TargetConfig
+from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.result import default_file_name, merge_warnings, to_document, write_document
+from onbeat.core.errors import ConfigError
+from tests.pure.bench.results import START, failure, make_records, make_result
+
+# What `vllm bench serve` writes, less what only its own servers and audio models have.
+KEYS_OF_VLLM = {
+    "date",
+    "backend",
+    "label",
+    "model_id",
+    "tokenizer_id",
+    "num_prompts",
+    "request_rate",
+    "burstiness",
+    "max_concurrency",
+    "duration",
+    "completed",
+    "failed",
+    "total_input_tokens",
+    "total_output_tokens",
+    "request_throughput",
+    "request_goodput",
+    "output_throughput",
+    "total_token_throughput",
+    "max_output_tokens_per_s",
+    "max_concurrent_requests",
+    *(
+        f"{statistic}_{metric}_ms"
+        for statistic in ("mean", "median", "std", "p99")
+        for metric in ("ttft", "tpot", "itl", "e2el")
+    ),
+}
+DETAILS_OF_VLLM = {
+    "input_lens",
+    "output_lens",
+    "ttfts",
+    "itls",
+    "latencies",
+    "start_times",
+    "queue_times",
+    "generated_texts",
+    "errors",
+}
+OWN_KEYS = {
+    "schema_version",
+    "rejected",
+    "attainment",
+    "arrivals",
+    "dataset_name",
+    "dataset_path",
+    "title",
+    "series",
+    "seed",
+    "salt",
+    "goodput_objectives_ms",
+    "interrupted",
+    "num_interrupted_requests",
+    "timing_origin",
+    "prompt_length_source",
+    "token_count_source",
+    "tokens_per_chunk",
+    "num_gpus",
+    "output_throughput_per_gpu",
+    "errors_by_cause",
+    "max_dispatch_lag_ms",
+    "p99_dispatch_lag_ms",
+    *(
+        f"{statistic}_client_queue_time_ms"
+        for statistic in ("mean", "median", "std", "max", "p50", "p90", "p99")
+    ),
+    *(
+        f"{statistic}_{metric}_ms"
+        for statistic in ("max", "p50", "p90")
+        for metric in ("ttft", "tpot", "itl", "e2el")
+    ),
+}
+
+
+def test_keys_of_a_saved_result() -> None:
+    document = to_document([make_result()], detailed=False)
+
+    assert set(document) == KEYS_OF_VLLM | OWN_KEYS
+
+
+def test_details_add_one_entry_a_request() -> None:
+    result = make_result([*make_records(3), failure(3)])
+    document = to_document([result], detailed=True)
+
+    added = set(document) - KEYS_OF_VLLM - OWN_KEYS
+    assert added == DETAILS_OF_VLLM | {"end_times", "statuses"}
+    assert {len(document[key]) for key in added} == {4}
+    assert document["ttfts"][3] is None
+    assert document["errors"] == ["", "", "", "HTTP 500: boom"]
+    assert document["statuses"][3] == "failed"
+    assert document["ttfts"][0] == pytest.approx(result.records[0].delivery_times[0] - START)
+    assert len(document["itls"][0]) == 9
+
+
+def test_metadata_stands_beside_the_other_keys() -> None:
+    document = to_document([make_result(bench={"metadata": {"commit": "abc"}})], detailed=False)
+
+    assert document["commit"] == "abc"
+
+
+def test_several_runs_are_saved_as_one_document() -> None:
+    runs = [make_result(title="a"), make_result(title="b", interrupted=True)]
+    document = to_document(runs, detailed=False)
+
+    assert [run["title"] for run in document["runs"]] == ["a", "b"]
+    assert document["interrupted"] is True
+
+
+def test_interrupted_requests_count_nowhere() -> None:
+    unfinished = RequestRecord(
+        index=99, num_prompt_tokens=1, max_tokens=1, sent=START, status=Status.INTERRUPTED
+    )
+    result = make_result([*make_records(2), unfinished], interrupted=True)
+
+    assert result.summary["num_interrupted_requests"] == 1
+    assert (result.summary["completed"], result.summary["failed"]) == (2, 0)
+
+
+def test_errors_are_grouped_most_frequent_first() -> None:
+    records = [*make_records(2), failure(2, status=Status.REJECTED), failure(3), failure(4, detail="later")]
+    groups = make_result(records).summary["errors_by_cause"]
+
+    assert [(group["status"], group["count"], group["example"]) for group in groups] == [
+        ("failed", 2, "boom"),
+        ("rejected", 1, "boom"),
+    ]
+
+
+def test_a_late_client_is_warned_of() -> None:
+    records = make_records(10)
+    for record in records:
+        record.scheduled = record.sent - 0.02
+    late = make_result(records, load=LoadConfig(request_rate=10.0), title="late")
+    fine = make_result(title="fine")
+
+    assert late.summary["p99_dispatch_lag_ms"] == pytest.approx(20)
+    [warning] = late.warnings
+    assert "more than 5 ms late" in warning
+    assert merge_warnings([late, fine]) == [f"{warning} (late)"]
+
+
+def test_short_answers_are_warned_of() -> None:
+    records = make_records(3)
+    records[1].num_output_tokens = 4
+
+    assert any("--ignore-eos" in warning for warning in make_result(records).warnings)
+
+
+@pytest.mark.parametrize(
+    ("load", "name"),
+    [
+        (LoadConfig(max_concurrency=4), "openai-infqps-concurrency4-model-"),
+        (LoadConfig(request_rate=2.5), "openai-2.5qps-model-"),
+        (LoadConfig(request_rate=math.inf), "openai-infqps-model-"),
+    ],
+)
+def test_file_names(load: LoadConfig, name: str) -> None:
+    bench = BenchConfig(target=TargetConfig())
+
+    assert default_file_name(bench, [make_result(load=load)]).startswith(name)
+
+
+def test_appending_writes_one_document_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "results.jsonl"
+
+    write_document(path, {"a": 1}, append=True)
+    write_document(path, {"a": 2}, append=True)
+
+    assert [orjson.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2]
+
+
+def test_an_unwritable_file_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write"):
+        write_document(tmp_path, {"a": 1})
