@@ -48,9 +48,7 @@ def test_bench_works_without_the_serve_extra() -> None:
         | {"gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "uvicorn", "zmq"}
     )
     refuse = f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-    modules_after(
-        refuse + import_all([*modules_of("core", "metrics", "workload", "bench"), "onbeat.cli.main"])
-    )
+    modules_after(refuse + import_all([*modules_of("core", "workload", "bench"), "onbeat.cli.main"]))
 
 
 @pytest.mark.parametrize(
