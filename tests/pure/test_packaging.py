@@ -10,8 +10,8 @@ from pathlib import Path
 
 import onbeat
 
-# What comes with a declared dependency by its own promise: FastAPI is a layer over Starlette and hands out its
-# types; uvicorn's `standard` extra, which we ask for, is uvloop among others.
+# What comes with a declared dependency by its own promise: FastAPI is a layer over Starlette and hands out
+# its types; uvicorn's `standard` extra, which we ask for, is uvloop among others.
 BROUGHT_BY = {"starlette": "fastapi", "uvloop": "uvicorn"}
 
 ROOT = Path(__file__).parents[2]
