@@ -19,7 +19,6 @@ METRIC_TITLES = {
     "itl": "TBT",
     "e2el": "E2E",
     "client_queue_time": "client queue",
-    "e2el_including_client_queue": "E2E with client queue",
 }
 
 

@@ -53,6 +53,8 @@ def _serve(args: argparse.Namespace) -> int:
     from onbeat.cli import bench_options as options
     from onbeat.cli.bench_progress import BenchProgress
 
+    if args.result_dir is not None and not _saves_under_name(args):
+        raise ConfigError("--result-dir needs --save-result")
     bench = options.bench_config(args)
     runs = _planned_runs(args)
     console = Console(stderr=True)
@@ -74,8 +76,10 @@ def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:
 
     if args.preset is not None:
         return MlcStudy().runs(scale=args.preset_scale, sharegpt=options.preset_file(args))
+    if args.preset_scale != 1.0:
+        raise ConfigError("--preset-scale needs --preset")
     dataset = options.dataset_config(args)
-    load = options.load_config(args, is_trace=args.trace is not None)
+    load = options.load_config(args, dataset)
     base = RunConfig(dataset=dataset, load=load, num_prompts=args.num_prompts, title=args.label or "")
     runs: list[RunConfig] = []
     if args.sweep_concurrency:
@@ -130,17 +134,19 @@ def _save(args: argparse.Namespace, bench: BenchConfig, results: list[RunResult]
 
     document = to_document(results, detailed=args.save_detailed)
     paths = [args.json] if args.json is not None else []
-    if args.save_result or args.append_result or args.result_filename:
+    if _saves_under_name(args):
         name = args.result_filename or default_file_name(bench, results)
         paths.append((args.result_dir or Path()) / name)
-    elif args.result_dir is not None:
-        raise ConfigError("--result-dir needs --save-result")
     for path in paths:
         write_document(path, document, append=args.append_result)
         console.print(f"saved {path}", highlight=False)
     if args.report is not None:
         _report(args, results)
         console.print(f"saved {args.report}", highlight=False)
+
+
+def _saves_under_name(args: argparse.Namespace) -> bool:
+    return bool(args.save_result or args.append_result or args.result_filename)
 
 
 def _report(args: argparse.Namespace, results: list[RunResult]) -> None:

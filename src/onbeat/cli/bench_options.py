@@ -16,6 +16,7 @@ from typing import Any
 from onbeat.bench.config import (
     DATASET_NAMES,
     FILE_DATASETS,
+    TIMED_DATASETS,
     BenchConfig,
     DatasetConfig,
     DatasetName,
@@ -35,7 +36,9 @@ BACKENDS: dict[str, Api] = {
     "openai-chat": "chat",
     "vllm-chat": "chat",
 }
-QUEUE_METRICS = ("client_queue_time", "e2el_including_client_queue")
+# Other names of metrics: E2E is timed from the scheduled arrival, so it contains the client's queue.
+METRIC_ALIASES = {"tbt": "itl", "e2el_including_client_queue": "e2el"}
+QUEUE_METRIC = "client_queue_time"
 SAMPLING_FLAGS = {
     "temperature": float,
     "top_p": float,
@@ -120,7 +123,7 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--arrivals",
         choices=["gamma", "constant", "replay"],
-        help="gamma (Poisson at --burstiness 1), constant, or a trace's own times (default with --trace)",
+        help="gamma (Poisson at --burstiness 1), constant, or a trace's own times (its default)",
     )
     group.add_argument(
         "--burstiness", type=float, default=1.0, help="shape of the gamma distribution; below 1 is burstier"
@@ -297,16 +300,22 @@ def preset_file(args: argparse.Namespace) -> Path | None:
     return path
 
 
-def load_config(args: argparse.Namespace, *, is_trace: bool) -> LoadConfig:
+def load_config(args: argparse.Namespace, dataset: DatasetConfig) -> LoadConfig:
     """Return the load that the flags describe, sweeps aside."""
     arrivals = args.arrivals
-    has_own_rate = (
-        math.isfinite(args.request_rate) or args.max_concurrency or args.sweep_rate or args.sweep_concurrency
+    has_own_load = any(
+        (
+            math.isfinite(args.request_rate),
+            args.max_concurrency,
+            args.sweep_rate,
+            args.sweep_concurrency,
+            args.ramp_up_strategy,
+        )
     )
     if arrivals is None:
-        arrivals = "replay" if is_trace and not has_own_rate else "gamma"
+        arrivals = "replay" if dataset.name in TIMED_DATASETS and not has_own_load else "gamma"
     if args.rate_scale != 1.0 and arrivals != "replay":
-        raise ConfigError("--rate-scale is for replayed arrivals: give --trace, or --request-rate instead")
+        raise ConfigError("--rate-scale is for replayed arrivals: give --trace, or change --request-rate")
     return LoadConfig(
         request_rate=args.request_rate,
         arrivals=arrivals,
@@ -338,13 +347,14 @@ def summary_options(args: argparse.Namespace) -> SummaryOptions:
 
 
 def table_metrics(args: argparse.Namespace) -> list[str]:
-    """Return the metrics to show; `tbt` is another name of `itl`."""
-    names = [{"tbt": "itl"}.get(name, name) for name in _split(args.percentile_metrics)]
-    known = (*METRICS, *QUEUE_METRICS)
+    """Return the metrics to show, each once."""
+    names = [METRIC_ALIASES.get(name, name) for name in _split(args.percentile_metrics)]
+    known = (*METRICS, QUEUE_METRIC)
     for name in names:
         if name not in known:
-            raise ConfigError(f"--percentile-metrics: unknown metric {name!r}; known are {', '.join(known)}")
-    return names
+            all_names = ", ".join((*known, *METRIC_ALIASES))
+            raise ConfigError(f"--percentile-metrics: unknown metric {name!r}; known are {all_names}")
+    return list(dict.fromkeys(names))
 
 
 def _objectives(items: list[str]) -> dict[str, float]:

@@ -1,0 +1,280 @@
+"""`onbeat bench` as a user runs it."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from onbeat.cli.main import main
+from tests.fake_openai import FakeOpenAI, serving
+
+SMALL = ["--random-input-len", "8", "--random-output-len", "4"]
+
+
+class Background:
+    """The fake server in a thread with an event loop of its own."""
+
+    def __init__(self, fake: FakeOpenAI) -> None:
+        self.fake = fake
+        self.url = ""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+
+    async def _serve(self) -> None:
+        self._done = asyncio.Event()
+        async with serving(self.fake) as self.url:
+            self._ready.set()
+            await self._done.wait()
+
+    def __enter__(self) -> Background:
+        self._thread.start()
+        assert self._ready.wait(10)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.call_soon_threadsafe(self._done.set)
+        self._thread.join(10)
+        self._loop.close()
+
+
+@pytest.fixture
+def server() -> Iterator[Background]:
+    with Background(FakeOpenAI()) as background:
+        yield background
+
+
+def bench(server: Background, *flags: str) -> int:
+    return main(["bench", "serve", "--base-url", server.url, "--disable-tqdm", *flags])
+
+
+def load(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = orjson.loads(path.read_bytes())
+    return document
+
+
+def test_a_run_prints_its_table_and_saves_json_and_report(
+    server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--json", str(tmp_path / "r.json"), "--report", str(tmp_path / "r.html")]
+
+    code = bench(
+        server, *SMALL, "--num-prompts", "12", "--max-concurrency", "3", "--goodput", "ttft:5000", *files
+    )
+
+    out = capsys.readouterr().out
+    assert code == 0
+    for word in ("TTFT", "TPOT", "TBT", "E2E", "output throughput", "objectives met"):
+        assert word in out
+    assert load(tmp_path / "r.json")["completed"] == 12
+    assert "<!doctype html>" in (tmp_path / "r.html").read_text()
+
+
+def test_a_sweep_runs_every_level_with_fresh_words(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+
+    bench(
+        server,
+        *SMALL,
+        "--num-prompts",
+        "4",
+        "--sweep-concurrency",
+        "1,2",
+        "--sweep-rate",
+        "50",
+        "--json",
+        str(path),
+    )
+
+    runs = load(path)["runs"]
+    assert [(run["title"], run["max_concurrency"], run["request_rate"]) for run in runs] == [
+        ("c=1", 1, "inf"),
+        ("c=2", 2, "inf"),
+        ("50 req/s", None, 50.0),
+    ]
+    prompts = [body["prompt"] for body in server.fake.bodies]
+    assert len(set(prompts)) == 12
+
+
+@pytest.mark.slow
+def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "m.json"
+
+    code = bench(server, "--preset", "mlc", "--preset-scale", "0.002", "--json", str(path))
+
+    runs = load(path)["runs"]
+    assert code == 0
+    assert len(runs) == 39
+    assert sum(run["failed"] for run in runs) == 0
+    assert all(run["p90_tpot_ms"] is None or run["p90_tpot_ms"] >= 0 for run in runs)
+
+
+def test_compare_prints_both(server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for path, concurrency in zip(paths, "12", strict=True):
+        bench(
+            server,
+            *SMALL,
+            "--num-prompts",
+            "6",
+            "--max-concurrency",
+            concurrency,
+            "--save-detailed",
+            "--json",
+            path,
+        )
+    capsys.readouterr()
+
+    assert main(["bench", "compare", *paths]) == 0
+
+    out = capsys.readouterr().out
+    assert "95 % interval" in out
+    assert "settings differ: max_concurrency: 1 against 2" in out
+
+
+def test_saved_files_get_names_and_details(server: Background, tmp_path: Path) -> None:
+    flags = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path), "--label", "mine"]
+
+    bench(server, *SMALL, "--num-prompts", "3", "--max-concurrency", "1", "--metadata", "commit=abc", *flags)
+
+    [path] = tmp_path.iterdir()
+    assert path.name.startswith("mine-infqps-concurrency1-fake-")
+    document = load(path)
+    assert document["commit"] == "abc"
+    assert document["generated_texts"] == [" word word word word"] * 3
+
+
+def test_sampling_flags_and_key_reach_the_server(server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+
+    bench(
+        server,
+        *SMALL,
+        *("--num-prompts", "1", "--backend", "openai-chat", "--top-k", "5", "--ignore-eos"),
+        *("--extra-body", '{"min_tokens": 2}', "--header", "X-Team=a"),
+    )
+
+    [body] = server.fake.bodies
+    assert (body["temperature"], body["top_k"], body["ignore_eos"], body["min_tokens"]) == (0.0, 5, True, 2)
+    assert server.fake.headers[0]["Authorization"] == "Bearer secret"
+    assert server.fake.headers[0]["X-Team"] == "a"
+
+
+def test_a_trace_is_found_by_its_header_and_replayed(server: Background, tmp_path: Path) -> None:
+    trace, path = tmp_path / "t.jsonl", tmp_path / "r.json"
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 20, "output_length": 2, "hash_ids": [1]}\n'
+        '{"timestamp": 100, "input_length": 20, "output_length": 2, "hash_ids": [1]}\n'
+    )
+
+    bench(server, "--trace", str(trace), "--json", str(path))
+
+    document = load(path)
+    assert (document["dataset_name"], document["arrivals"]) == ("mooncake", "replay")
+    assert server.fake.bodies[0]["prompt"] == server.fake.bodies[1]["prompt"]
+    assert document["duration"] >= 0.1
+
+
+def test_prefixes_repeat(server: Background) -> None:
+    bench(
+        server,
+        *(
+            "--dataset-name",
+            "prefix_repetition",
+            "--num-prompts",
+            "6",
+            "--prefix-repetition-num-prefixes",
+            "2",
+        ),
+        *("--prefix-repetition-prefix-len", "10", "--prefix-repetition-suffix-len", "5"),
+        *("--prefix-repetition-output-len", "3", "--max-concurrency", "2"),
+    )
+
+    prefixes = {" ".join(body["prompt"].split()[:10]) for body in server.fake.bodies}
+    assert len(prefixes) == 2
+    assert len({body["prompt"] for body in server.fake.bodies}) == 6
+
+
+def test_custom_prompts(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"prompt": "hello there", "output_tokens": 3}\n{"prompt": "again"}\n')
+
+    bench(server, "--dataset-name", "custom", "--dataset-path", str(path), "--output-len", "5")
+
+    assert {(body["prompt"], body["max_tokens"]) for body in server.fake.bodies} == {
+        ("hello there", 3),
+        ("again", 5),
+    }
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--goodput", "ttft"], "--goodput takes NAME:MILLISECONDS"),
+        (["--goodput", "speed:5"], "unknown objective 'speed'"),
+        (["--metric-percentiles", "99,x"], "--metric-percentiles takes numbers"),
+        (["--percentile-metrics", "ttft,foo"], "unknown metric 'foo'"),
+        (["--extra-body", "{"], "--extra-body is not JSON"),
+        (["--extra-body", "[]"], "must be a JSON object"),
+        (["--header", "novalue"], "--header takes KEY=VALUE"),
+        (["--sweep-concurrency", "1,0"], "whole numbers of at least 1"),
+        (["--dataset-name", "sharegpt"], "needs a file"),
+        (["--trace", "/nowhere/trace.csv"], "/nowhere/trace.csv"),
+        (["--sharegpt-output-len", "5"], "is for --dataset-name sharegpt"),
+        (["--dataset-name", "prefix_repetition", "--input-len", "4"], "has no effect"),
+        (["--rate-scale", "2"], "--rate-scale is for replayed arrivals"),
+        (["--ramp-up-strategy", "linear"], "needs --ramp-up-start-rps"),
+        (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
+        (["--preset", "mlc", "--num-prompts", "5"], "sets --num-prompts itself"),
+        (["--preset", "mlc", "--preset-scale", "2"], "--preset-scale"),
+        (["--preset-scale", "0.5"], "--preset-scale needs --preset"),
+        (["--result-dir", "x", "--num-prompts", "1"], "--result-dir needs --save-result"),
+        (["--num-prompts", "0"], "--num-prompts"),
+        (["--base-url", "localhost"], "--base-url"),
+        (["--num-warmups", "-1"], "--num-warmups"),
+    ],
+)
+def test_bad_flags_are_one_clear_line(
+    flags: list[str], message: str, server: Background, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(server, *flags) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert "Traceback" not in err
+    assert server.fake.num_completions == 0
+
+
+def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench(server, "--num-prompt", "3")
+    assert caught.value.code == 2
+    assert "--num-prompts" in capsys.readouterr().err
+
+
+async def test_ctrl_c_leaves_a_partial_result(tmp_path: Path) -> None:
+    path = tmp_path / "partial.json"
+    async with serving(FakeOpenAI(first_token_delay=0.05)) as url:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "onbeat.cli.main", "bench", "serve", "--base-url", url, *SMALL),
+            *("--num-prompts", "5000", "--max-concurrency", "2", "--num-warmups", "2", "--json", str(path)),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        await asyncio.sleep(4)
+        process.send_signal(signal.SIGINT)
+        out, err = await asyncio.wait_for(process.communicate(), 20)
+
+    assert process.returncode == 130, err.decode()
+    assert "partial result" in out.decode()
+    document = load(path)
+    assert document["interrupted"] is True
+    assert 0 < document["completed"] < 5000
+    assert document["failed"] == 0
