@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import multiprocessing
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -38,6 +39,8 @@ from onbeat.engine.messages import (
     encode,
 )
 from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_process
+
+logger = logging.getLogger("onbeat.engine")
 
 LAST_WORDS_SECONDS = 0.5
 STOP_TIMEOUT_SECONDS = 5.0
@@ -108,9 +111,7 @@ class ProcessEngineClient:
             raise EngineDead(_DEAD_MESSAGE)
         request_id = request.request_id
         if request_id in self._streams:
-            raise InvalidRequest(
-                f"request id {request_id!r} is in use; use a new one", param="request_id"
-            )
+            raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         stream: asyncio.Queue[_Item] = asyncio.Queue()
         self._streams[request_id] = stream
         self._send(AddRequest(request))
@@ -143,13 +144,14 @@ class ProcessEngineClient:
         folder = Path(self._folder.name)
         addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
         self._context = zmq.asyncio.Context()
-        # Sending never blocks (no limit on queued messages), so it needs no asyncio socket.
+        # A connecting socket without a limit queues messages at once, also before the engine has bound: sending
+        # never blocks and needs no asyncio socket.
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         for socket in (self._outbox, self._inbox):
             socket.set_hwm(0)
             socket.linger = 0
-        self._outbox.bind(addresses.to_engine)
+        self._outbox.connect(addresses.to_engine)
         self._inbox.bind(addresses.from_engine)
         # spawn: a forked child would inherit the event loop and its sockets
         self._process = multiprocessing.get_context("spawn").Process(
@@ -218,15 +220,21 @@ class ProcessEngineClient:
     # --- messages -------------------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
-        # No peer: the process has just ended, which `_on_process_end` tells every stream.
-        with contextlib.suppress(zmq.Again):
-            self._outbox.send(encode(message), flags=zmq.NOBLOCK)
+        self._outbox.send(encode(message), flags=zmq.NOBLOCK)
 
     async def _receive(self) -> FromEngine:
         message: FromEngine = decode_from_engine(await self._inbox.recv())
         return message
 
     async def _read(self) -> None:
+        try:
+            await self._read_messages()
+        except Exception:
+            # Without its reader every stream would wait for ever: treat it as the end of the engine.
+            logger.exception("reading from the engine failed")
+            self._process.kill()
+
+    async def _read_messages(self) -> None:
         while True:
             match await self._receive():
                 case Stepped(outputs):

@@ -40,7 +40,7 @@ BuildEngine = Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]
 
 @dataclass(frozen=True, slots=True)
 class EngineAddresses:
-    """ZeroMQ endpoints; the client binds, the engine connects."""
+    """ZeroMQ endpoints; each is bound by whoever receives there."""
 
     to_engine: str
     from_engine: str
@@ -52,10 +52,10 @@ def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
     outbox = context.socket(zmq.PUSH)
-    for socket, address in ((inbox, addresses.to_engine), (outbox, addresses.from_engine)):
+    for socket in (inbox, outbox):
         socket.set_hwm(0)  # an unread message waits in memory; a full queue must not stop the step loop
-        socket.connect(address)
-    outbox.linger = 1000
+    inbox.bind(addresses.to_engine)
+    outbox.connect(addresses.from_engine)
     try:
         core, info = build(lambda text: outbox.send(encode(Progress(text))))
     except OnbeatError as error:
