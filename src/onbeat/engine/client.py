@@ -144,8 +144,8 @@ class ProcessEngineClient:
         folder = Path(self._folder.name)
         addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
         self._context = zmq.asyncio.Context()
-        # A connecting socket without a limit queues messages at once, also before the engine has bound: sending
-        # never blocks and needs no asyncio socket.
+        # A connecting socket without a limit queues messages at once, also before the engine has bound:
+        # sending never blocks and needs no asyncio socket.
         self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
         self._inbox = self._context.socket(zmq.PULL)
         for socket in (self._outbox, self._inbox):

@@ -59,7 +59,9 @@ class _Reader:
 
     def metadata(self) -> dict[str, MetadataValue]:
         if self.data[:4] != _MAGIC:
-            raise ModelLoadError(f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r}, not {_MAGIC!r}")
+            raise ModelLoadError(
+                f"{self.path} is not a GGUF file: it starts with {self.data[:4]!r}, not {_MAGIC!r}"
+            )
         self.offset = 4
         try:
             version = int(self._scalar("I"))
@@ -130,7 +132,9 @@ class _Reader:
 
     def _code(self, kind: int, key: str) -> str:
         if kind not in _SCALARS:
-            raise ModelLoadError(f"{self.path}: key {key!r} has the unknown or nested value type {kind}; convert it again")
+            raise ModelLoadError(
+                f"{self.path}: key {key!r} has the unknown or nested value type {kind}; convert it again"
+            )
         return _SCALARS[kind]
 
     def _need(self, end: int) -> None:

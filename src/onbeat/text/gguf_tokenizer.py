@@ -87,13 +87,17 @@ class _Source:
         """Return a key of the vocabulary, which must be of the default's type."""
         value = self.metadata.get(f"tokenizer.ggml.{key}", default)
         if not isinstance(value, type(default)):
-            raise ModelLoadError(f"{self.path}: tokenizer.ggml.{key} is {value!r:.60}, not {type(default).__name__}")
+            raise ModelLoadError(
+                f"{self.path}: tokenizer.ggml.{key} is {value!r:.60}, not {type(default).__name__}"
+            )
         return value
 
     def strings(self, key: str) -> list[str]:
         strings = self.get(key, [])
         if not strings or not isinstance(strings[0], str):
-            raise ModelLoadError(f"{self.path} has no tokenizer.ggml.{key}; use a file that carries its tokenizer")
+            raise ModelLoadError(
+                f"{self.path} has no tokenizer.ggml.{key}; use a file that carries its tokenizer"
+            )
         return strings
 
     def token(self, key: str) -> tuple[str, int] | None:
@@ -126,7 +130,9 @@ class _Source:
 def _build_byte_level(source: _Source) -> Tokenizer:
     scheme = scheme_named(source.get("pre", "default"))  # the format's rule: a missing name means "default"
     vocab = {token: token_id for token_id, token in enumerate(source.tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=source.merges(), ignore_merges=scheme.whole_pieces_first))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=source.merges(), ignore_merges=scheme.whole_pieces_first)
+    )
     normalizer = scheme.normalizer()
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -138,13 +144,25 @@ def _build_byte_level(source: _Source) -> Tokenizer:
 def _build_sentencepiece(source: _Source) -> Tokenizer:
     vocab = _sentencepiece_vocab(source)
     has_merges = "tokenizer.ggml.merges" in source.metadata
-    merges = source.merges() if has_merges else merges_from_scores(vocab, source.get("scores", [0.0]), source.types)
+    merges = (
+        source.merges()
+        if has_merges
+        else merges_from_scores(vocab, source.get("scores", [0.0]), source.types)
+    )
     unknown = source.token("unknown_token_id")
     model = models.BPE(
-        vocab=vocab, merges=merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
+        vocab=vocab,
+        merges=merges,
+        unk_token=unknown[0] if unknown else None,
+        fuse_unk=True,
+        byte_fallback=True,
     )
     tokenizer = Tokenizer(model)
-    to_text: list[decoders.Decoder] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    to_text: list[decoders.Decoder] = [
+        decoders.Replace(_SPACE, " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+    ]
     spaces: normalizers.Normalizer = normalizers.Replace(" ", _SPACE)
     if source.get("add_space_prefix", True):
         spaces = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces])
@@ -198,14 +216,13 @@ def merges_from_scores(
 
 def _add_whole_tokens(tokenizer: Tokenizer, source: _Source) -> None:
     """Make control and user-defined tokens match whole in the text; only the former are special."""
-    special, plain = [], []
+    whole = []
     for token, kind in zip(source.tokens, source.types, strict=True):
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
-            special.append(AddedToken(token, normalized=False, special=True))
+            whole.append(AddedToken(token, normalized=False, special=True))
         elif kind == TokenType.USER_DEFINED and tokenizer.token_to_id(token) is not None:
-            plain.append(AddedToken(token, normalized=False, special=False))
-    tokenizer.add_special_tokens(special)
-    tokenizer.add_tokens(plain)
+            whole.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_tokens(whole)
 
 
 def _add_sequence_marks(tokenizer: Tokenizer, source: _Source) -> None:
@@ -222,7 +239,9 @@ def _add_sequence_marks(tokenizer: Tokenizer, source: _Source) -> None:
     set_sequence_marks(tokenizer, bos=marks.get("bos"), eos=marks.get("eos"))
 
 
-def set_sequence_marks(tokenizer: Tokenizer, *, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
+def set_sequence_marks(
+    tokenizer: Tokenizer, *, bos: tuple[str, int] | None, eos: tuple[str, int] | None
+) -> None:
     """Make `encode` put these tokens (name, id) before and after the text, and nothing else."""
     pieces = ["$A"]
     if bos is not None:
@@ -230,7 +249,9 @@ def set_sequence_marks(tokenizer: Tokenizer, *, bos: tuple[str, int] | None, eos
     if eos is not None:
         pieces.append(eos[0])
     special_tokens = sorted({token for token in (bos, eos) if token is not None})
-    tokenizer.post_processor = processors.TemplateProcessing(single=pieces, pair=None, special_tokens=special_tokens)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=pieces, pair=None, special_tokens=special_tokens
+    )
 
 
 _BUILDERS = {"gpt2": _build_byte_level, "llama": _build_sentencepiece}

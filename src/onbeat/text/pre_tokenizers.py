@@ -49,7 +49,9 @@ class Scheme:
             steps.append(pre_tokenizers.Digits(individual_digits=True))
         if self.pattern is not None:
             steps.append(pre_tokenizers.Split(Regex(self.pattern), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=add_space_prefix, use_regex=self.pattern is None))
+        steps.append(
+            pre_tokenizers.ByteLevel(add_prefix_space=add_space_prefix, use_regex=self.pattern is None)
+        )
         return pre_tokenizers.Sequence(steps)
 
     def normalizer(self) -> normalizers.Normalizer | None:

@@ -1,0 +1,141 @@
+"""The tokenizer files of a Hugging Face model directory.
+
+Notes
+-----
+The end-of-sequence tokens are tokenizer_config.json's `eos_token` and then those of generation_config.json, which
+names the end-of-turn token of chat models; config.json is asked only where there is no generation_config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.text.gguf_tokenizer import set_sequence_marks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfTokenizerFiles:
+    """What a directory says about text."""
+
+    backend: Tokenizer
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+def read_hf_directory(path: Path) -> HfTokenizerFiles:
+    """Read the tokenizer, its special tokens and the chat template.
+
+    Raises
+    ------
+    ModelLoadError : tokenizer.json is missing, or one of the files is damaged.
+    """
+    backend = _read_backend(path / "tokenizer.json")
+    config = _read_json(path / "tokenizer_config.json")
+    named = {**_read_json(path / "special_tokens_map.json"), **config}
+    _add_config_tokens(backend, config)
+    bos = _token_id(backend, named.get("bos_token"))
+    eos = _token_id(backend, named.get("eos_token"))
+    _apply_mark_flags(backend, named)
+    ends = ([] if eos is None else [eos]) + _model_eos_ids(path)
+    return HfTokenizerFiles(
+        backend=backend,
+        bos_token_id=bos,
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        chat_template=_chat_template(path, config),
+    )
+
+
+def _read_backend(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise ModelLoadError(
+            f"{path.parent} has no tokenizer.json; save one there with "
+            "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ModelLoadError(f"cannot read {path}: {error}; fetch the file again") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return a JSON object, or an empty one where the file does not exist: all but tokenizer.json are optional."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelLoadError(f"cannot read {path}: {error}; fetch the file again") from error
+    if not isinstance(content, dict):
+        raise ModelLoadError(
+            f"{path} holds a JSON {type(content).__name__}, not an object; fetch the file again"
+        )
+    return content
+
+
+def _add_config_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
+    """Add the tokens that only tokenizer_config.json has, in the order of their ids."""
+    known = backend.get_added_tokens_decoder()
+    listed = config.get("added_tokens_decoder") or {}
+    missing = sorted(
+        (int(token_id), fields) for token_id, fields in listed.items() if int(token_id) not in known
+    )
+    for token_id, fields in missing:
+        options = {
+            key: fields[key]
+            for key in ("lstrip", "rstrip", "normalized", "single_word", "special")
+            if key in fields
+        }
+        backend.add_tokens([AddedToken(fields["content"], **options)])
+        if backend.token_to_id(fields["content"]) != token_id:
+            raise ModelLoadError(
+                f"tokenizer_config.json gives token {fields['content']!r} the id {token_id}, "
+                f"tokenizer.json {backend.token_to_id(fields['content'])}; fetch both files again"
+            )
+
+
+def _token_id(backend: Tokenizer, token: Any) -> int | None:
+    """Return the id of a token that is given by its name, or by an object with its name as `content`."""
+    name = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(name) if isinstance(name, str) else None
+
+
+def _apply_mark_flags(backend: Tokenizer, config: dict[str, Any]) -> None:
+    """Let add_bos_token and add_eos_token, where given, decide what encoding adds."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    marks: dict[str, tuple[str, int] | None] = {"bos": None, "eos": None}
+    for mark in marks:
+        token_id = _token_id(backend, config.get(f"{mark}_token"))
+        if config.get(f"add_{mark}_token") and token_id is not None:
+            marks[mark] = (str(backend.id_to_token(token_id)), token_id)
+    set_sequence_marks(backend, **marks)
+
+
+def _model_eos_ids(path: Path) -> list[int]:
+    generation = path / "generation_config.json"
+    content = _read_json(generation if generation.is_file() else path / "config.json")
+    ids = content.get("eos_token_id")
+    if ids is None:
+        return []
+    return [int(token_id) for token_id in (ids if isinstance(ids, list) else [ids])]
+
+
+def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
+    """Return the template: chat_template.jinja, else tokenizer_config.json's own, of several the one named default."""
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ModelLoadError(f"cannot read {file}: {error}; fetch the file again") from error
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,154 @@
+"""Text to token ids and back, for Hugging Face directories and GGUF files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+
+from onbeat.core.errors import InvalidRequest, ModelLoadError
+from onbeat.text.gguf_metadata import read_gguf_metadata
+from onbeat.text.gguf_tokenizer import build_gguf_tokenizer
+from onbeat.text.hf_directory import read_hf_directory
+from onbeat.text.spelling import spelling_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialRoles:
+    """What a model's files say of its tokens beyond the vocabulary.
+
+    Parameters
+    ----------
+    bos_token_id : the beginning-of-sequence token.
+    eos_token_ids : the tokens that end an answer, the one that the vocabulary calls end-of-sequence first.
+    chat_template : jinja2 source.
+    """
+
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    chat_template: str | None
+
+
+class VocabularyTokenizer:
+    """A `core.protocols.Tokenizer` over the `tokenizers` library.
+
+    Notes
+    -----
+    Decoding joins the bytes of the tokens and reads them as UTF-8, each invalid part becoming one U+FFFD. Hence
+    decoding can go on token by token and still give the same text. Hugging Face's decoders differ in one case:
+    for SentencePiece they replace every byte of a run of byte tokens when any of it is invalid.
+
+    Text that spells a special token is encoded to that token, as Hugging Face does by default: whoever can write
+    the prompt can write `<|im_end|>`. Spaces before punctuation are never removed on decoding.
+    """
+
+    def __init__(self, backend: Backend, roles: SpecialRoles) -> None:
+        backend.no_truncation()  # a tokenizer.json may carry both; a prompt is never cut silently
+        backend.no_padding()
+        self._backend = backend
+        self._roles = roles
+        self._spelling = spelling_of(backend)
+        added = backend.get_added_tokens_decoder()
+        self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._vocab_size = max(backend.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added), 0)
+        self._bytes: dict[int, bytes] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._roles.bos_token_id
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._roles.eos_token_ids
+
+    @property
+    def chat_template(self) -> str | None:
+        return self._roles.chat_template
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text. Safe to call from several threads.
+
+        Raises
+        ------
+        InvalidRequest : the text holds half a surrogate pair, which is not Unicode text.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (UnicodeEncodeError, TypeError) as error:
+            raise InvalidRequest(
+                "the text is not valid Unicode: it holds half a surrogate pair; send whole characters"
+            ) from error
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids; ids that the vocabulary lacks stand for nothing."""
+        if skip_special_tokens:
+            token_ids = [token_id for token_id in token_ids if token_id not in self._special_ids]
+        text = b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+        return text.removeprefix(" ") if self._spelling.strips_leading_space else text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token stands for (special tokens: their name in UTF-8)."""
+        known = self._bytes.get(token_id)
+        if known is not None:
+            return known
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
+        if token is None:
+            return b""
+        return self._bytes.setdefault(token_id, self._spelling.to_bytes(token))
+
+    def token_text(self, token_id: int) -> str:
+        """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""
+        return self.token_bytes(token_id).decode(errors="replace")
+
+
+def load_tokenizer(path: Path) -> VocabularyTokenizer:
+    """Load a model's tokenizer.
+
+    Parameters
+    ----------
+    path : a Hugging Face directory (with tokenizer.json), or a `.gguf` file.
+
+    Raises
+    ------
+    ModelLoadError : the files are missing, damaged, or of a kind that is not supported.
+    """
+    if path.is_dir():
+        return _from_hf_directory(path)
+    if path.suffix == ".gguf":
+        return _from_gguf(path)
+    raise ModelLoadError(f"no tokenizer at {path}: give a directory with a tokenizer.json, or a .gguf file")
+
+
+def _from_hf_directory(path: Path) -> VocabularyTokenizer:
+    files = read_hf_directory(path)
+    roles = SpecialRoles(
+        bos_token_id=files.bos_token_id, eos_token_ids=files.eos_token_ids, chat_template=files.chat_template
+    )
+    return _checked(files.backend, roles, path)
+
+
+def _from_gguf(path: Path) -> VocabularyTokenizer:
+    metadata = read_gguf_metadata(path)
+    backend = build_gguf_tokenizer(metadata, path)
+    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    template = metadata.get("tokenizer.chat_template")
+    roles = SpecialRoles(
+        bos_token_id=bos if isinstance(bos, int) else None,
+        eos_token_ids=tuple(dict.fromkeys(end for end in ends if isinstance(end, int))),
+        chat_template=template if isinstance(template, str) else None,
+    )
+    return _checked(backend, roles, path)
+
+
+def _checked(backend: Backend, roles: SpecialRoles, path: Path) -> VocabularyTokenizer:
+    try:
+        return VocabularyTokenizer(backend, roles)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{path}: {error}") from error
