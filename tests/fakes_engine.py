@@ -77,7 +77,7 @@ class FakeEngine:
 
     def __post_init__(self) -> None:
         self._running: dict[str, bool] = {}
-        self._num_steps = 0
+        self.num_steps = 0
 
     @property
     def info(self) -> EngineInfo:
@@ -166,7 +166,7 @@ class FakeEngine:
         shape = BatchShape()
         shape.add(len(request.prompt_token_ids), 1, samples=True)
         stats = StepStats(
-            step_id=self._num_steps,
+            step_id=self.num_steps,
             start=now - 0.001,
             end=now,
             shape=shape,
@@ -180,7 +180,7 @@ class FakeEngine:
             schedule_seconds=0.0001,
             update_seconds=0.0001,
         )
-        self._num_steps += 1
+        self.num_steps += 1
         for observer in self.observers:
             observer.on_step(StepOutputs(now, [output], stats))
         return now

@@ -79,8 +79,8 @@ def create_app(
         app.include_router(router)
     for kind in (OnbeatError, HTTPException):
         app.add_exception_handler(kind, handle_error)
-    _add_middleware(app, config, telemetry)
     describe(app, REQUEST_BODIES, needs_key=bool(config.api_keys))
+    _add_middleware(app, config, telemetry)
     return app
 
 
@@ -98,7 +98,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         )
     app.add_middleware(
         RequestLog,
-        endpoints=frozenset(getattr(route, "path", "") for route in app.routes),
+        endpoints=frozenset({*app.openapi()["paths"], "/docs", "/openapi.json"}),
         on_done=telemetry.on_http,
         log_requests=config.log_requests,
     )

@@ -30,9 +30,7 @@ class ChatMessage(BaseModel):
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-    """Return messages as a chat template wants them.
-
-    `developer` is OpenAI's newer name of `system`; templates know only the latter.
+    """Return messages as a chat template wants them, their content as one text.
 
     Raises
     ------
@@ -50,7 +48,7 @@ def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
         if getattr(message, field):
             raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
     result: dict[str, Any] = {
-        "role": "system" if message.role == "developer" else message.role,
+        "role": message.role,
         "content": _content_text(message.content, f"{where}.content"),
     }
     for field in ("name", "reasoning_content"):

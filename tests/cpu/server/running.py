@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import io
+import json
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,13 +15,13 @@ import openai
 import orjson
 import uvicorn
 from fastapi import FastAPI
-from onbeat.text.chat_template import ChatTemplate
 from openai.types.chat import ChatCompletionMessageParam
 
 from onbeat.server.app import create_app
 from onbeat.server.config import ServerConfig
 from onbeat.server.run import bind
 from onbeat.server.telemetry import Telemetry
+from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import ByteTokenizer, FakeEngine
 
 TEMPLATE = (
@@ -51,13 +53,15 @@ class Served:
 
     async def post(self, path: str, body: Any = None, **options: Any) -> Answer:
         if body is not None:
-            options["json"] = body
+            # as a stream: aiohttp warns of large bodies that are bytes
+            options["data"] = io.BytesIO(json.dumps(body).encode())
+            options["headers"] = {"content-type": "application/json", **options.get("headers", {})}
         async with self.session.post(self.url + path, **options) as response:
-            return Answer(response.status, dict(response.headers), await response.read())
+            return Answer(response.status, response.headers.copy(), await response.read())
 
     async def get(self, path: str, **options: Any) -> Answer:
         async with self.session.get(self.url + path, **options) as response:
-            return Answer(response.status, dict(response.headers), await response.read())
+            return Answer(response.status, response.headers.copy(), await response.read())
 
     async def events(self, path: str, body: Any) -> list[Any]:
         """Return the events of a stream, `[DONE]` as text."""
@@ -74,7 +78,7 @@ class Served:
 @dataclass
 class Answer:
     status: int
-    headers: dict[str, str]
+    headers: Mapping[str, str]
     body: bytes
 
     @property
@@ -115,21 +119,25 @@ async def serving(engine: FakeEngine, *, has_template: bool = True, **fields: An
     config = ServerConfig(port=0, **fields)
     app = make_app(engine, config, has_template=has_template)
     sock = bind(config)
-    uvicorn_config = uvicorn.Config(
-        app, log_config=None, lifespan="on", ws="none", timeout_graceful_shutdown=1
-    )
+    uvicorn_config = uvicorn.Config(app, log_config=None, lifespan="on", ws="none")
+    uvicorn_config.load()
     server = uvicorn.Server(uvicorn_config)
-    task = asyncio.create_task(server._serve([sock]))
-    while not server.started:
-        await asyncio.sleep(0.005)
+    server.lifespan = uvicorn_config.lifespan_class(uvicorn_config)
+    await server.startup([sock])
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     served = Served(url, engine, app, aiohttp.ClientSession())
     try:
         yield served
     finally:
         await served.close()
-        server.should_exit = True
-        await task
+        # uvicorn's own way out sleeps for tenths of a second, which hundreds of tests would feel
+        for listener in server.servers:
+            listener.close()
+        for connection in list(server.server_state.connections):
+            connection.shutdown()
+        await until(lambda: not server.server_state.tasks)
+        await until(lambda: not server.server_state.connections)
+        await server.lifespan.shutdown()
 
 
 async def until(condition: Any, timeout: float = 5.0) -> None:

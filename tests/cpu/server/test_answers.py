@@ -1,0 +1,285 @@
+"""Whole answers: fields, defaults and what reaches the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import pytest
+
+from tests.cpu.server.running import HELLO, Served, serving
+from tests.fakes_engine import BOS, EOS, FakeEngine
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+async def ask_text(served: Served, **fields: Any) -> dict[str, Any]:
+    answer = await served.post(TEXT, {"prompt": "x", **fields})
+    assert answer.status == 200, answer.body
+    body: dict[str, Any] = answer.json
+    return body
+
+
+async def ask_chat(served: Served, **fields: Any) -> dict[str, Any]:
+    answer = await served.post(CHAT, {"messages": HELLO, **fields})
+    assert answer.status == 200, answer.body
+    body: dict[str, Any] = answer.json
+    return body
+
+
+async def test_defaults_are_openais(served: Served, engine: FakeEngine) -> None:
+    await ask_text(served)
+    await ask_chat(served)
+    text, chat = (request.sampling for request in engine.requests)
+    assert (text.max_tokens, text.temperature, text.top_p, text.top_k, text.num_logprobs) == (
+        16,
+        1,
+        1,
+        0,
+        None,
+    )
+    assert text.stop_token_ids == (EOS,)
+    assert chat.max_tokens == 2048 - 20
+    assert text.seed != chat.seed
+
+
+async def test_sampling_fields_reach_the_engine(served: Served, engine: FakeEngine) -> None:
+    await ask_text(
+        served,
+        temperature=0,
+        top_p=0.5,
+        top_k=-1,
+        min_p=0.1,
+        presence_penalty=1,
+        frequency_penalty=-1,
+        repetition_penalty=1.1,
+        seed=-1,
+        max_tokens=7,
+        min_tokens=2,
+        stop_token_ids=[33],
+        ignore_eos=True,
+        logit_bias={"5": 100, "6": -1.5},
+        allowed_token_ids=[5, 6, 5],
+        cache_salt="s",
+        priority=0,
+    )
+    request = engine.requests[0]
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0, 0.5, 0, 0.1)
+    assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) == (
+        1,
+        -1,
+        1.1,
+    )
+    assert (sampling.max_tokens, sampling.min_tokens, sampling.stop_token_ids) == (7, 2, (33,))
+    assert (sampling.logit_bias, sampling.allowed_token_ids) == (((5, 100.0), (6, -1.5)), (5, 6))
+    assert sampling.seed == 2**63 - 1
+    assert request.cache_salt == "s"
+    assert request.arrival > 0
+
+
+async def test_prompts_of_all_kinds(served: Served, engine: FakeEngine) -> None:
+    await ask_text(served, prompt="ab")
+    await ask_text(served, prompt="ab", add_special_tokens=False)
+    await ask_text(served, prompt=[1, 2, 3])
+    body = await ask_text(served, prompt=["ab", "c"], n=2, max_tokens=3)
+    await ask_text(served, prompt=[[1], [2, 3]])
+    prompts = [request.prompt_token_ids for request in engine.requests]
+    ab, c = (BOS, 97, 98), (BOS, 99)
+    assert prompts == [ab, ab[1:], (1, 2, 3), ab, ab, c, c, (1,), (2, 3)]
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2, 3]
+    assert body["usage"]["prompt_tokens"] == 5
+    assert body["usage"]["completion_tokens"] == 12
+
+
+async def test_truncation_keeps_the_end(served: Served, engine: FakeEngine) -> None:
+    await ask_text(served, prompt=[1, 2, 3, 4], truncate_prompt_tokens=2)
+    await ask_text(served, prompt=[5] * 5000, truncate_prompt_tokens=-1, max_tokens=48)
+    assert [len(request.prompt_token_ids) for request in engine.requests] == [2, 2000]
+    assert engine.requests[0].prompt_token_ids == (3, 4)
+
+
+async def test_echo_goes_first_in_whole_and_streamed_answers(served: Served) -> None:
+    body = await ask_text(served, prompt=["ab", "c"], echo=True, max_tokens=2)
+    assert [choice["text"] for choice in body["choices"]] == ["abHe", "cHe"]
+    body = await ask_text(served, prompt=[97, 99], echo=True, max_tokens=2)
+    assert body["choices"][0]["text"] == "acHe"
+    events = await served.events(TEXT, {"prompt": "ab", "echo": True, "max_tokens": 2})
+    assert [event["choices"][0]["text"] for event in events[:-1]] == ["abH", "e"]
+
+
+async def test_completion_logprobs_have_the_legacy_form(served: Served, engine: FakeEngine) -> None:
+    engine.script.text = "é!"
+    body = await ask_text(served, logprobs=4, max_tokens=3)
+    logprobs = body["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["\ufffd", "\ufffd", "!"]
+    assert logprobs["token_logprobs"] == pytest.approx([-0.5] * 3)
+    assert logprobs["text_offset"] == [0, 0, 1]
+    assert logprobs["top_logprobs"][2] == pytest.approx({"!": -0.5, '"': -1.5, "#": -2.5, "$": -9999.0})
+
+
+async def test_logprobs_of_zero_report_the_sampled_token(served: Served, engine: FakeEngine) -> None:
+    body = await ask_text(served, logprobs=0, max_tokens=1)
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"H": -0.5}]
+    assert engine.requests[0].sampling.num_logprobs == 0
+
+
+async def test_a_stop_token_of_the_callers_ends_the_answer_unshown(served: Served) -> None:
+    body = await ask_chat(served, stop_token_ids=[ord(",")], return_token_ids=True)
+    choice = body["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("Hello", "stop")
+    assert choice["stop_reason"] == ord(",")
+    assert choice["token_ids"] == list(b"Hello,")
+    assert body["usage"]["completion_tokens"] == 6
+
+
+async def test_max_completion_tokens_goes_before_max_tokens(served: Served) -> None:
+    body = await ask_chat(served, max_completion_tokens=2, max_tokens=5)
+    assert body["choices"][0]["message"]["content"] == "He"
+
+
+async def prompt_of(served: Served, engine: FakeEngine, **fields: Any) -> str:
+    await ask_chat(served, **fields)
+    return bytes(engine.requests[-1].prompt_token_ids).decode()
+
+
+async def test_chat_prompts(served: Served, engine: FakeEngine) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
+    assert await prompt_of(served, engine, messages=messages) == "[system]be\n[user]ab\n[assistant]"
+    assert await prompt_of(served, engine, add_generation_prompt=False) == "[user]hi\n"
+    assert await prompt_of(served, engine, chat_template_kwargs={"loud": True}) == "[user]hi\n[assistant]!"
+
+
+async def test_the_final_message_can_be_continued(served: Served, engine: FakeEngine) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Well, "}]
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    assert await prompt_of(served, engine, messages=messages, **fields) == "[user]hi\n[assistant]Well, "
+
+
+async def test_an_answer_can_be_sent_back_as_it_came(served: Served) -> None:
+    first = await served.client.chat.completions.create(model="fake/model", messages=HELLO)
+    message: Any = first.choices[0].message.model_dump()
+    second = await served.client.chat.completions.create(
+        model="fake/model", messages=[*HELLO, message, {"role": "user", "content": "and?"}]
+    )
+    assert second.choices[0].finish_reason == "stop"
+
+
+HARMLESS = {
+    "user": "u",
+    "metadata": {"a": "b"},
+    "store": True,
+    "service_tier": "auto",
+    "safety_identifier": "s",
+    "prompt_cache_key": "k",
+    "parallel_tool_calls": True,
+    "tools": [],
+    "tool_choice": "none",
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "bad_words": [],
+    "temperature": None,
+    "stop": None,
+    "stream_options": None,
+    "spaces_between_special_tokens": True,
+}
+
+
+@pytest.mark.parametrize("field", HARMLESS)
+async def test_fields_that_ask_for_nothing_are_accepted(served: Served, field: str) -> None:
+    await ask_chat(served, **{field: HARMLESS[field]})
+
+
+async def test_best_of_n_is_accepted(served: Served) -> None:
+    assert len((await ask_text(served, n=2, best_of=2))["choices"]) == 2
+
+
+async def test_tokenize_and_back(served: Served) -> None:
+    answer = await served.post("/tokenize", {"prompt": "é", "return_token_strs": True})
+    assert answer.json == {
+        "count": 3,
+        "max_model_len": 2048,
+        "tokens": [BOS, 0xC3, 0xA9],
+        "token_strs": ["<bos>", "\ufffd", "\ufffd"],
+    }
+    assert (await served.post("/tokenize", {"messages": HELLO})).json["count"] == 20
+    assert (await served.post("/tokenize", {"prompt": "", "add_special_tokens": False})).json["tokens"] == []
+    assert (await served.post("/detokenize", {"tokens": [BOS, 0xC3, 0xA9]})).json == {"prompt": "<bos>é"}
+
+
+async def test_request_ids_are_echoed_or_made(served: Served) -> None:
+    given = await served.get("/health", headers={"x-request-id": "abc-1.2:3"})
+    assert given.headers["x-request-id"] == "abc-1.2:3"
+    for bad in ("a b", "x" * 129, "<script>"):
+        made = await served.get("/health", headers={"x-request-id": bad})
+        assert re.fullmatch("[0-9a-f]{32}", made.headers["x-request-id"])
+
+
+async def test_processing_time_is_in_the_headers(served: Served, engine: FakeEngine) -> None:
+    engine.script.first_delay = 0.05
+    answer = await served.post(CHAT, {"messages": HELLO})
+    assert 50 <= int(answer.headers["openai-processing-ms"]) < 5000
+
+
+async def test_one_line_is_logged_per_request(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "onbeat.server"):
+        await served.post(CHAT, {"messages": HELLO}, headers={"x-request-id": "me"})
+    (line,) = [record.message for record in caplog.records if record.name == "onbeat.server"]
+    assert line.startswith("me POST /v1/chat/completions 200 id=chatcmpl-")
+    assert "prompt_tokens=20 output_tokens=14 ttft_ms=" in line
+    assert line.endswith("finish=stop")
+
+
+async def test_the_request_log_can_be_switched_off(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "onbeat.server"):
+        async with serving(engine, log_requests=False) as served:
+            await served.post(CHAT, {"messages": HELLO})
+    assert not [record for record in caplog.records if record.name == "onbeat.server"]
+
+
+async def test_served_names(engine: FakeEngine) -> None:
+    async with serving(engine, served_model_names=("gpt", "alias")) as served:
+        models = (await served.get("/v1/models")).json
+        assert [model["id"] for model in models["data"]] == ["gpt", "alias"]
+        assert models["data"][0]["root"] == "fake/model"
+        assert (await ask_chat(served))["model"] == "gpt"
+        assert (await ask_chat(served, model="alias"))["model"] == "alias"
+        assert (await served.post(CHAT, {"messages": HELLO, "model": "fake/model"})).status == 404
+
+
+async def test_metrics_count_the_requests(served: Served) -> None:
+    await ask_chat(served)
+    await served.get("/nowhere")
+    text = (await served.get("/metrics")).body.decode()
+    for line in (
+        'onbeat_requests_total{finish_reason="stop"} 1.0',
+        'onbeat_http_requests_total{endpoint="/v1/chat/completions",status="200"} 1.0',
+        'onbeat_http_requests_total{endpoint="unmatched",status="404"} 1.0',
+        "onbeat_output_tokens_total 14.0",
+        "onbeat_time_to_first_token_seconds_count 1.0",
+    ):
+        assert line in text
+
+
+async def test_small_endpoints(served: Served, engine: FakeEngine) -> None:
+    assert (await served.get("/health")).body == b""
+    assert (await served.get("/ping")).status == (await served.get("/ready")).status == 200
+    assert (await served.get("/version")).json.keys() == {"version"}
+    assert (await served.get("/load")).json == {"server_load": 0}
+    assert b"swagger" in (await served.get("/docs")).body
+
+
+async def test_curl_streams(served: Served) -> None:
+    body = '{"messages":[{"role":"user","content":"hi"}],"stream":true}'
+    arguments = ("-sN", "-H", "content-type: application/json", "-d", body, served.url + CHAT)
+    process = await asyncio.create_subprocess_exec("curl", *arguments, stdout=asyncio.subprocess.PIPE)
+    out, _ = await process.communicate()
+    assert process.returncode == 0
+    assert out.endswith(b"data: [DONE]\n\n")

@@ -1,0 +1,114 @@
+"""Clients that leave, and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from tests.cpu.server.running import HELLO, Served, until
+from tests.fakes_engine import FakeEngine
+
+CHAT = "/v1/chat/completions"
+
+
+async def send(served: Served, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, port = served.url.removeprefix("http://").split(":")
+    # a small limit, so that a reader that does not read soon pauses the connection
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    data = json.dumps(body).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    writer.write(head.encode() + data)
+    await writer.drain()
+    return reader, writer
+
+
+async def leave(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+    await asyncio.sleep(0)
+
+
+@pytest.fixture
+def slow_engine(engine: FakeEngine) -> FakeEngine:
+    engine.script.end = False
+    engine.script.seconds_per_step = 0.01
+    return engine
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_aborts_the_requests(
+    served: Served, slow_engine: FakeEngine, stream: bool, n: int
+) -> None:
+    _, writer = await send(served, {"messages": HELLO, "stream": stream, "n": n})
+    await until(lambda: len(slow_engine.running_ids) == n)
+    await asyncio.sleep(0.05)
+    await leave(writer)
+    await until(lambda: not slow_engine.running_ids, timeout=1)
+    assert len(slow_engine.aborted) == n
+    metrics = (await served.get("/metrics")).body.decode()
+    assert f'onbeat_requests_total{{finish_reason="abort"}} {n}.0' in metrics
+    assert (await served.get("/load")).json == {"server_load": 0}
+
+
+async def test_leaving_before_the_first_token_aborts(
+    served: Served, slow_engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_engine.script.first_delay = 60
+    with caplog.at_level("INFO", "onbeat.server"):
+        _, writer = await send(served, {"messages": HELLO, "stream": True})
+        await until(lambda: slow_engine.running_ids)
+        await leave(writer)
+        await until(lambda: not slow_engine.running_ids, timeout=1)
+        await until(lambda: " 499 " in caplog.text)
+    assert "finish=client_gone" in caplog.text
+    metrics = (await served.get("/metrics")).body.decode()
+    assert f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0' in metrics
+
+
+async def test_leaving_before_the_body_is_complete(served: Served, slow_engine: FakeEngine) -> None:
+    host, port = served.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode())
+    writer.write(b"content-length: 100\r\n\r\n{")
+    await writer.drain()
+    await asyncio.sleep(0.05)
+    await leave(writer)
+    await asyncio.sleep(0.05)
+    assert slow_engine.requests == []
+    assert (await served.get("/health")).status == 200
+
+
+async def test_one_client_leaving_leaves_the_others(served: Served, slow_engine: FakeEngine) -> None:
+    slow_engine.script.seconds_per_step = 0.005
+    stays = asyncio.create_task(served.events(CHAT, {"messages": HELLO, "max_tokens": 60}))
+    _, writer = await send(served, {"messages": HELLO, "stream": True})
+    await until(lambda: len(slow_engine.running_ids) == 2)
+    await leave(writer)
+    events = await stays
+    assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+async def test_a_client_that_does_not_read_holds_its_own_stream_back(
+    served: Served, engine: FakeEngine
+) -> None:
+    engine.script.end = False
+    engine.script.text = "x" * 1000
+    engine.script.tokens_per_step = 1000
+    engine.max_model_len = 10**9
+    num_tokens = 40_000_000  # more text than all socket buffers hold
+    _, writer = await send(served, {"messages": HELLO, "stream": True, "max_tokens": num_tokens})
+    await until(lambda: engine.num_steps > 100)
+    steps = -1
+    while steps != engine.num_steps:  # until the stream stands still
+        steps = engine.num_steps
+        await asyncio.sleep(0.1)
+    assert steps < num_tokens // 1000
+    others = await asyncio.gather(
+        *(served.post(CHAT, {"messages": HELLO, "max_tokens": 5}) for _ in range(8))
+    )
+    assert [answer.status for answer in others] == [200] * 8
+    await leave(writer)
+    await until(lambda: not engine.running_ids)
