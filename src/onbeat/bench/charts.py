@@ -5,6 +5,7 @@ Colours of text and grid are left to the page, which knows whether it is shown d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -56,12 +57,28 @@ def cdf_figure(results: Sequence[RunResult], metric: str, title: str) -> Figure 
     if not curves:
         return None
     layout = {
-        "xaxis": {"title": {"text": "ms"}, "type": "log" if metric != "tpot" else "linear"},
+        "xaxis": {"title": {"text": "ms"}} | _scale([value for curve in curves for value in curve["x"]]),
         "yaxis": {"title": {"text": "% of requests" if metric != "itl" else "% of gaps"}, "range": [0, 101]},
         "showlegend": len(curves) > 1,
         "height": 320,
     }
     return {"title": title, "data": curves, "layout": layout}
+
+
+def _scale(values: Sequence[float]) -> dict[str, Any]:
+    """Return a logarithmic axis for values that spread over more than a decade, else a linear one."""
+    positive = [value for value in values if value > 0]
+    if not positive or max(positive) < 10 * min(positive):
+        return {"type": "linear"}
+    ticks = [digit * 10.0**power for power in range(-4, 7) for digit in (1, 2, 5)]
+    low = math.log10(min(positive))
+    high = math.log10(max(positive))
+    return {
+        "type": "log",
+        "range": [low - 0.05, high + 0.05],
+        "tickvals": ticks,
+        "ticktext": [f"{tick:g}" for tick in ticks],
+    }
 
 
 def tradeoff_figure(results: Sequence[RunResult], key: str, title: str) -> Figure | None:

@@ -28,6 +28,8 @@ ArrivalKind = Literal["gamma", "constant", "replay"]
 
 DATASET_NAMES: tuple[str, ...] = get_args(DatasetName)
 FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "lengths"})
+TEXT_DATASETS = frozenset({"sharegpt", "custom"})
+"""Those that bring their own prompts, whose length only a tokenizer can tell."""
 TIMED_DATASETS = frozenset({"azure", "mooncake", "burstgpt"})
 """Those whose files have arrival times."""
 DEFAULT_NUM_PROMPTS = 1000

@@ -150,7 +150,7 @@ def _warnings(summary: dict[str, Any], records: Sequence[RequestRecord]) -> list
     if summary["token_count_source"] and "chunks" in summary["token_count_source"]:
         warnings.append("the server sent no usage: output tokens are counted as chunks (or give --tokenizer)")
     if summary["prompt_length_source"] == "estimate":
-        warnings.append("prompt lengths are estimates, one token a word: give --tokenizer for exact ones")
+        warnings.append("prompt lengths are planned by estimate: give --tokenizer for exact ones")
     return warnings
 
 

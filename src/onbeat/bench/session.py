@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_session
-from onbeat.bench.config import BenchConfig, LoadConfig, RunConfig
+from onbeat.bench.config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
 from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.feed import PromptFeed
 from onbeat.bench.payload import PayloadBuilder
@@ -108,8 +108,9 @@ def _output_counter(tokenizer: Tokenizer) -> CountTokens:
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False))
 
 
-def _count_words(text: str) -> int:
-    return len(text.split())
+def _estimate_tokens(text: str) -> int:
+    """Return about how many tokens English text has: one for every four characters."""
+    return max(1, round(len(text) / 4))
 
 
 async def _run(
@@ -123,7 +124,7 @@ async def _run(
     # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
     tools = PromptTools(
         writer=PromptWriter(server.pool, f"{bench.salt}/{position}"),
-        count_tokens=server.count_tokens or _count_words,
+        count_tokens=server.count_tokens or _estimate_tokens,
     )
     progress.on_phase(f"making prompts ({run.dataset.name})")
     workload = await asyncio.to_thread(load_workload, run.dataset, run.num_prompts, tools, bench.seed)
@@ -142,7 +143,9 @@ async def _run(
     progress.on_start(run, len(workload))
     outcome = await LoadRunner(client.send, plan, on_end=progress.on_request).run(feed, stop)
     run = replace(run, num_prompts=len(workload))
-    return build_result(bench, run, outcome, model=server.model, length_source=server.pool.source)
+    is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
+    length_source = server.pool.source if is_measured else "estimate"
+    return build_result(bench, run, outcome, model=server.model, length_source=length_source)
 
 
 async def _warm_up(

@@ -50,12 +50,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from onbeat.cli import bench_options as options
+    from onbeat.cli import bench_settings as settings
     from onbeat.cli.bench_progress import BenchProgress
 
     if args.result_dir is not None and not _saves_under_name(args):
         raise ConfigError("--result-dir needs --save-result")
-    bench = options.bench_config(args)
+    bench = settings.bench_config(args)
     runs = _planned_runs(args)
     console = Console(stderr=True)
     tokenizer = _load_tokenizer(bench.tokenizer)
@@ -72,21 +72,21 @@ def _serve(args: argparse.Namespace) -> int:
 def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:
     from onbeat.bench.config import RunConfig
     from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
-    from onbeat.cli import bench_options as options
+    from onbeat.cli import bench_settings as settings
 
     if args.preset is not None:
-        return MlcStudy().runs(scale=args.preset_scale, sharegpt=options.preset_file(args))
+        return MlcStudy().runs(scale=args.preset_scale, sharegpt=settings.preset_file(args))
     if args.preset_scale != 1.0:
         raise ConfigError("--preset-scale needs --preset")
-    dataset = options.dataset_config(args)
-    load = options.load_config(args, dataset)
+    dataset = settings.dataset_config(args)
+    load = settings.load_config(args, dataset)
     base = RunConfig(dataset=dataset, load=load, num_prompts=args.num_prompts, title=args.label or "")
     runs: list[RunConfig] = []
     if args.sweep_concurrency:
-        levels = options.whole_numbers("--sweep-concurrency", args.sweep_concurrency)
+        levels = settings.whole_numbers("--sweep-concurrency", args.sweep_concurrency)
         runs += concurrency_sweep(base, levels)
     if args.sweep_rate:
-        runs += rate_sweep(base, options.numbers("--sweep-rate", args.sweep_rate))
+        runs += rate_sweep(base, settings.numbers("--sweep-rate", args.sweep_rate))
     return runs or [base]
 
 
@@ -114,12 +114,12 @@ async def _measure(
 def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
     from onbeat.bench.result import merge_warnings
     from onbeat.bench.table import run_tables, sweep_table
-    from onbeat.cli import bench_options as options
+    from onbeat.cli import bench_settings as settings
 
     console = _result_console()
-    percentiles = options.summary_options(args).percentiles
+    percentiles = settings.summary_options(args).percentiles
     if len(results) == 1:
-        for table in run_tables(results[0], options.table_metrics(args), percentiles):
+        for table in run_tables(results[0], settings.table_metrics(args), percentiles):
             console.print(table)
     else:
         console.print(sweep_table(results))
@@ -151,16 +151,16 @@ def _saves_under_name(args: argparse.Namespace) -> bool:
 
 def _report(args: argparse.Namespace, results: list[RunResult]) -> None:
     from onbeat.bench.report import write_report
-    from onbeat.cli import bench_options as options
+    from onbeat.cli import bench_settings as settings
 
     hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
-    settings = {
+    shown = {
         name: str(value) if isinstance(value, Path) else value
         for name, value in sorted(vars(args).items())
         if name not in hidden and value not in (None, [], False)
     }
-    percentiles = options.summary_options(args).percentiles
-    write_report(args.report, results, percentiles=percentiles, settings=settings)
+    percentiles = settings.summary_options(args).percentiles
+    write_report(args.report, results, percentiles=percentiles, settings=shown)
 
 
 def _compare(args: argparse.Namespace) -> int:
