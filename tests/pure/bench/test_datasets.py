@@ -136,7 +136,7 @@ def test_arrivals_depend_on_the_seed_and_not_on_the_words() -> None:
             LoadConfig(request_rate=5.0), load(DatasetConfig()), np.random.default_rng([seed, 1])
         )
         assert arrivals is not None
-        return arrivals.tolist()
+        return [float(offset) for offset in arrivals]
 
     assert offsets(3) == offsets(3) != offsets(4)
 
