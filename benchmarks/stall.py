@@ -107,12 +107,13 @@ def plot(results: dict[str, list[dict[str, Any]]]) -> go.Figure:
     for (policy, runs), color in zip(results.items(), ("#d1495b", "#2e6f95"), strict=True):
         # The round with the median worst gap stands for the policy.
         run = sorted(runs, key=lambda run: run["worst_gap_ms"])[len(runs) // 2]
-        points = [(when, gap * 1e3) for when, gap in run["gaps"] if -1.5 <= when <= 4]
+        end = run["long_prompt_ttft_ms"] / 1e3 + 1
+        points = [(when, gap * 1e3) for when, gap in run["gaps"] if -1.5 <= when <= end]
         figure.add_scatter(
             x=[when for when, _ in points],
             y=[gap for _, gap in points],
             mode="markers",
-            marker={"color": color, "size": 6, "opacity": 0.6},
+            marker={"color": color, "size": 8, "opacity": 0.7},
             name=policy,
         )
     figure.add_vline(x=0, line_dash="dot", line_color="#777")
@@ -120,11 +121,11 @@ def plot(results: dict[str, list[dict[str, Any]]]) -> go.Figure:
         title=f"Token gaps of {NUM_STREAMS} streams when a prompt of {LONG_PROMPT_TOKENS:,} tokens arrives",
         xaxis_title="time since the long prompt arrived (s)",
         yaxis_title="gap between two tokens (ms, log)",
-        yaxis_type="log",
+        yaxis={"type": "log", "tickvals": [10, 20, 50, 100, 200, 500, 1000, 2000, 5000]},
         template="plotly_white",
         width=900,
         height=480,
-        legend={"x": 0.7, "y": 0.98},
+        legend={"orientation": "h", "x": 0, "y": 1.1},
     )
     return figure
 
@@ -158,7 +159,7 @@ def main() -> None:
         }
         args.json.write_text(json.dumps(summary) + "\n", encoding="utf-8")
     if args.html:
-        plot(results).write_html(args.html)
+        plot(results).write_html(args.html, config={"displayModeBar": False})
 
 
 if __name__ == "__main__":
