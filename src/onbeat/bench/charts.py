@@ -273,7 +273,7 @@ def load_figure(result: RunResult) -> Figure | None:
     )
     tokens, _ = np.histogram(times, bins=edges, weights=weights)
     centres = (edges[:-1] + edges[1:]) / 2
-    begins = np.sort([record.arrival - result.start for record in result.records])
+    begins = np.sort([record.sent - result.start for record in result.records])
     ends = np.sort([record.end - result.start for record in result.records])
     open_requests = np.searchsorted(begins, centres, side="right") - np.searchsorted(ends, centres)
     data = [
@@ -320,10 +320,10 @@ def _thinned(records: Sequence[RequestRecord], limit: int) -> list[RequestRecord
 
 
 def _level_colour(position: int, count: int) -> str:
-    """Return a step between blue (the first, lowest level) and red (the last)."""
+    """Return a step from blue (the first, lowest level) over violet to red: all readable on any ground."""
     if count == 1:
         return COLOURS[0]
-    return f"hsl({round(217 - 217 * position / (count - 1))}, 72%, 58%)"
+    return f"hsl({round(205 + 155 * position / (count - 1))}, 72%, 60%)"
 
 
 def _rounded(values: Any) -> list[float]:

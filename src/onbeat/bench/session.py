@@ -74,8 +74,9 @@ async def run_bench(
             if stop.is_set():
                 break
             result = await _run(bench, run, position, server, progress, stop)
-            results.append(result)
-            progress.on_result(result)
+            if result.records or not result.summary["interrupted"]:
+                results.append(result)
+                progress.on_result(result)
         return results
 
 

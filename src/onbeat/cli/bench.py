@@ -15,7 +15,7 @@ from onbeat.core.errors import ConfigError
 if TYPE_CHECKING:
     from onbeat.bench.config import BenchConfig, RunConfig
     from onbeat.bench.result import RunResult
-    from onbeat.bench.session import Progress
+    from onbeat.cli.bench_progress import BenchProgress
     from onbeat.core.protocols import Tokenizer
 
 NAME = "bench"
@@ -99,21 +99,31 @@ def _load_tokenizer(path: Path | None) -> Tokenizer | None:
 
 
 async def _measure(
-    bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: Progress
+    bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: BenchProgress
 ) -> list[RunResult]:
-    """Measure; the first Ctrl-C ends the current run early and keeps what it has measured."""
+    """Measure; Ctrl-C ends the current run early and keeps what it has measured, if anything."""
     from onbeat.bench.session import run_bench
 
     stop = asyncio.Event()
+    measuring = asyncio.create_task(run_bench(bench, runs, tokenizer=tokenizer, progress=progress, stop=stop))
+
+    def interrupt() -> None:
+        if stop.is_set() or not progress.is_measuring:
+            measuring.cancel()
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
-    return await run_bench(bench, runs, tokenizer=tokenizer, progress=progress, stop=stop)
+        loop.add_signal_handler(number, interrupt)
+    try:
+        return await measuring
+    except asyncio.CancelledError:
+        return []
 
 
 def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
-    from onbeat.bench.result import merge_warnings
-    from onbeat.bench.table import run_tables, sweep_table
+    from onbeat.bench.result import group_errors, merge_warnings
+    from onbeat.bench.table import error_table, run_tables, sweep_table
     from onbeat.cli import bench_settings as settings
 
     console = _result_console()
@@ -123,6 +133,9 @@ def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
             console.print(table)
     else:
         console.print(sweep_table(results))
+        errors = group_errors([record for result in results for record in result.records])
+        if errors:
+            console.print(error_table(errors))
     for warning in merge_warnings(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
     if any(result.summary["interrupted"] for result in results):

@@ -36,6 +36,11 @@ class BenchProgress:
         self._num_lost = 0
         self._task: TaskID = self._bar.add_task("", total=None, note="")
 
+    @property
+    def is_measuring(self) -> bool:
+        """Whether a run has begun, so that there is something to keep."""
+        return self._num_started > 0
+
     def __enter__(self) -> BenchProgress:
         self._bar.start()
         return self

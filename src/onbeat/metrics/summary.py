@@ -43,6 +43,11 @@ class MeasuredRequest(Protocol):
         ...
 
     @property
+    def sent(self) -> float:
+        """When it left the client, seconds; `arrival` where nothing holds it back."""
+        ...
+
+    @property
     def delivery_times(self) -> Sequence[float]:
         """When each delivery arrived, seconds, on the clock of `arrival`, ascending."""
         ...
@@ -191,9 +196,9 @@ def is_good(request: MeasuredRequest, objectives: Mapping[str, float]) -> bool:
 
 
 def peak_concurrency(requests: Sequence[MeasuredRequest]) -> int:
-    """Return the most requests that were open (arrived, not ended) at one time."""
-    # A request that ends at the instant another arrives has made room for it: ends sort first.
-    events = [(r.arrival, 1) for r in requests] + [(r.end, -1) for r in requests]
+    """Return the most requests that were open (sent, not ended) at one time."""
+    # A request that ends at the instant another is sent has made room for it: ends sort first.
+    events = [(r.sent, 1) for r in requests] + [(r.end, -1) for r in requests]
     peak = running = 0
     for _, change in sorted(events):
         running += change

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -259,16 +259,40 @@ def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.Cap
     assert "--num-prompts" in capsys.readouterr().err
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError
+
+
+async def start(*flags: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "onbeat.cli.main", "bench", "serve", *flags),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
 async def test_ctrl_c_leaves_a_partial_result(tmp_path: Path) -> None:
     path = tmp_path / "partial.json"
-    async with serving(FakeOpenAI(first_token_delay=0.05)) as url:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "onbeat.cli.main", "bench", "serve", "--base-url", url, *SMALL),
-            *("--num-prompts", "5000", "--max-concurrency", "2", "--num-warmups", "2", "--json", str(path)),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
+    fake = FakeOpenAI(first_token_delay=0.05)
+    async with serving(fake) as url:
+        process = await start(
+            *(
+                "--base-url",
+                url,
+                *SMALL,
+                "--num-prompts",
+                "5000",
+                "--max-concurrency",
+                "2",
+                "--json",
+                str(path),
+            )
         )
-        await asyncio.sleep(4)
+        await until(lambda: fake.num_completions > 6)
         process.send_signal(signal.SIGINT)
         out, err = await asyncio.wait_for(process.communicate(), 20)
 
@@ -278,3 +302,25 @@ async def test_ctrl_c_leaves_a_partial_result(tmp_path: Path) -> None:
     assert document["interrupted"] is True
     assert 0 < document["completed"] < 5000
     assert document["failed"] == 0
+
+
+async def test_ctrl_c_while_waiting_for_a_server_ends_at_once() -> None:
+    num_asked = 0
+
+    async def refuse(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        writer.close()
+
+    server = await asyncio.start_server(refuse, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        process = await start("--port", str(port), "--ready-check-timeout-sec", "600")
+        await until(lambda: num_asked > 1)
+        process.send_signal(signal.SIGINT)
+        _, err = await asyncio.wait_for(process.communicate(), 10)
+    finally:
+        server.close()
+
+    assert process.returncode == 130
+    assert "interrupted before anything was measured" in err.decode()

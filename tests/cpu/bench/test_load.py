@@ -68,7 +68,7 @@ async def test_the_wait_for_a_slot_counts_but_is_no_client_lateness() -> None:
 
     result = await measure(fake, load, num_prompts=10)
 
-    assert fake.peak_open == 1
+    assert fake.peak_open == 1 == result.summary["max_concurrent_requests"]
     assert result.summary["max_client_queue_time_ms"] > 300
     assert result.summary["max_ttft_ms"] > 350
     assert result.summary["p99_dispatch_lag_ms"] < 100

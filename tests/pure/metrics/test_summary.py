@@ -38,6 +38,10 @@ class Measured:
     is_rejected: bool = False
     end: float = field(default=0.0)
 
+    @property
+    def sent(self) -> float:
+        return self.arrival
+
     def __post_init__(self) -> None:
         self.num_output_tokens = self.num_output_tokens or len(self.delivery_times)
         self.end = self.end or (self.delivery_times[-1] if self.delivery_times else self.arrival)
