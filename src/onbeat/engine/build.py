@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -18,7 +19,13 @@ from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.models.model import Model
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.sampler import Sampler
-from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
+from onbeat.engine.weights import (
+    Checkpoint,
+    DummyCheckpoint,
+    open_checkpoint,
+    parameter_shapes,
+    read_model_config,
+)
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -41,27 +48,26 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     device = detect_device(config.device, config.dtype, config.threads)
     torch.set_num_threads(device.num_threads)
     checkpoint = _open(config)
+    limits = resolve_limits(config, checkpoint.config, device)
     on_progress(
         f"loading {config.model.name} ({checkpoint.config.architecture}) in {device.dtype_name} "
         f"on {device.device} with {device.num_threads} threads"
     )
     model = build_model(checkpoint, dtype=device.dtype, device=device.device)
-    scheduler_config = resolve_limits(config, checkpoint.config, device)
     on_progress(
-        f"KV cache of {scheduler_config.num_blocks} blocks "
-        f"({scheduler_config.num_blocks * scheduler_config.block_size} tokens), longest request "
-        f"{scheduler_config.max_model_len} tokens, policy {scheduler_config.policy}, "
-        f"{scheduler_config.max_num_batched_tokens} tokens a step"
+        f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), longest "
+        f"request {limits.max_model_len} tokens, policy {limits.policy}, {limits.max_num_batched_tokens} tokens "
+        "a step"
     )
-    runner = _make_runner(model, scheduler_config, device)
+    runner = _make_runner(model, limits, device)
     on_progress("warming up")
     runner.warm_up()
     core = EngineCore(
-        Scheduler(scheduler_config),
+        Scheduler(limits),
         ThreadExecutor(runner),
         max_in_flight_steps=2 if config.async_scheduling else 1,
     )
-    return core, _describe(config, checkpoint.config, scheduler_config, device)
+    return core, _describe(config, checkpoint.config, limits, device)
 
 
 def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> SchedulerConfig:
@@ -79,7 +85,7 @@ def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfi
             "give a smaller one"
         )
     wanted_len = config.max_model_len or limit
-    num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or _default_kv_bytes(device))
+    num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or _default_kv_bytes(model, device))
     # More blocks than every slot can fill would be memory for nothing.
     num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // config.block_size))
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
@@ -105,8 +111,14 @@ def _open(config: EngineConfig) -> Checkpoint:
     return open_checkpoint(config.model)
 
 
-def _default_kv_bytes(device: DeviceConfig) -> int:
-    free = available_memory_bytes(device.device)
+def _default_kv_bytes(model: ModelConfig, device: DeviceConfig) -> int:
+    weights = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * device.dtype.itemsize
+    free = available_memory_bytes(device.device) - weights
+    if free <= 0:
+        raise ConfigError(
+            f"the weights take {weights / 2**30:.1f} GiB in {device.dtype_name}, more than the "
+            f"{(free + weights) / 2**30:.1f} GiB that are free on {device.device}; use a smaller model or dtype"
+        )
     return min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
 
 
