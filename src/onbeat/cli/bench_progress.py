@@ -29,7 +29,7 @@ class BenchProgress:
             TextColumn("{task.fields[note]}"),
             console=console,
             disable=is_quiet,
-            refresh_per_second=4,  # drawing takes time from the client
+            refresh_per_second=2,  # drawing takes time from the client
         )
         self._num_runs = num_runs
         self._num_started = 0
