@@ -56,8 +56,8 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     model = build_model(checkpoint, dtype=device.dtype, device=device.device)
     on_progress(
         f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), longest "
-        f"request {limits.max_model_len} tokens, policy {limits.policy}, {limits.max_num_batched_tokens} tokens "
-        "a step"
+        f"request {limits.max_model_len} tokens, policy {limits.policy}, "
+        f"{limits.max_num_batched_tokens} tokens a step"
     )
     runner = _make_runner(model, limits, device)
     on_progress("warming up")
@@ -117,7 +117,7 @@ def _default_kv_bytes(model: ModelConfig, device: DeviceConfig) -> int:
     if free <= 0:
         raise ConfigError(
             f"the weights take {weights / 2**30:.1f} GiB in {device.dtype_name}, more than the "
-            f"{(free + weights) / 2**30:.1f} GiB that are free on {device.device}; use a smaller model or dtype"
+            f"{(free + weights) / 2**30:.1f} GiB free on {device.device}; use a smaller model or dtype"
         )
     return min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
 
