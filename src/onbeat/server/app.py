@@ -27,6 +27,15 @@ from onbeat.server.services import Services
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 
+ENDPOINTS = frozenset(
+    (
+        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
+        *("/tokenize", "/detokenize", "/health", "/ping", "/ready", "/load", "/version", "/metrics"),
+        *("/docs", "/openapi.json"),
+    )
+)
+"""The paths that the log and the metrics tell apart."""
+
 
 def create_app(
     engine: EngineClient,
@@ -98,7 +107,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
         )
     app.add_middleware(
         RequestLog,
-        endpoints=frozenset({*app.openapi()["paths"], "/docs", "/openapi.json"}),
+        endpoints=ENDPOINTS,
         on_done=telemetry.on_http,
         log_requests=config.log_requests,
     )

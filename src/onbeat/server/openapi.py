@@ -29,13 +29,12 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool
     bodies : the models that `json_body` was called with.
     needs_key : whether the guarded paths need an API key.
     """
-    body_schemas = _body_schemas(bodies)
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
-            schemas.update(body_schemas)
+            schemas.update(_body_schemas(bodies))
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)  # FastAPI's 422, which this server never sends
             _finish_operations(schema, needs_key=needs_key)

@@ -27,7 +27,16 @@ REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, Det
 
 _STREAM: dict[str, Any] = {
     "description": "The whole answer, or with `stream` server-sent events that end with `data: [DONE]`",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "description": "One event; `data` is a chunk as JSON, an error body, or [DONE]",
+                "properties": {"data": {"type": "string"}},
+                "required": ["data"],
+            }
+        }
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -122,14 +123,15 @@ def check_common(fields: SamplingFields, config: ServerConfig, info: EngineInfo)
         )
 
 
-def check_token_ids(token_ids: Any, vocab_size: int, param: str) -> None:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
     """Check that token ids are in the vocabulary."""
-    for token_id in token_ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequest(
-                f"{param} holds the token id {token_id}; this model's vocabulary is 0 to {vocab_size - 1}",
-                param=param,
-            )
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise InvalidRequest(
+            f"{param} holds the token id {low if low < 0 else high}; this model's vocabulary is 0 to "
+            f"{vocab_size - 1}",
+            param=param,
+        )
 
 
 def sampling_params(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -119,6 +120,8 @@ async def serving(engine: FakeEngine, *, has_template: bool = True, **fields: An
     config = ServerConfig(port=0, **fields)
     app = make_app(engine, config, has_template=has_template)
     sock = bind(config)
+    # connections inherit it: a client that does not read then stops its stream soon
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
     uvicorn_config = uvicorn.Config(app, log_config=None, lifespan="on", ws="none")
     uvicorn_config.load()
     server = uvicorn.Server(uvicorn_config)

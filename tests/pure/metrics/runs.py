@@ -38,7 +38,7 @@ def stats(start: float, end: float, **fields: Any) -> StepStats:
 
 
 def run_one(tracker: RequestTracker, request_id: str = "r", *, arrival: float = 10.0) -> None:
-    """Prefill from +1 to +2 s, deliveries at +2, +2.5 (two tokens) and +3.5 s, the last after a preemption."""
+    """Prefill at +1 to +2 s, deliveries at +2, +2.5 (two tokens) and +3.5 s, the last after a preemption."""
     tracker.open(request(request_id, arrival=arrival))
     begin: dict[str, Any] = {"scheduled_time": arrival + 1, "num_cached_tokens": 4}
     first = stats(arrival + 1, arrival + 2, rows=[(4, 6)], chunk_request_ids=[request_id], step_id=1)

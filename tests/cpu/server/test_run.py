@@ -1,0 +1,182 @@
+"""A server process: ports, TLS, and the way it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.server.config import ServerConfig
+from onbeat.server.run import bind, check_tls
+from tests.cpu.server.running import HELLO, parse_events
+
+ROOT = Path(__file__).parents[3]
+CHAT = "/v1/chat/completions"
+SLOW = {"end": False, "seconds_per_step": 0.02}
+
+
+@dataclass
+class ServerProcess:
+    process: asyncio.subprocess.Process
+    url: str
+    session: aiohttp.ClientSession
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def exit_code(self, timeout: float = 10.0) -> int:
+        return await asyncio.wait_for(self.process.wait(), timeout)
+
+    async def stream(self, max_tokens: int) -> list[Any]:
+        body = {"messages": HELLO, "stream": True, "max_tokens": max_tokens}
+        async with self.session.post(self.url + CHAT, json=body) as response:
+            assert response.status == 200
+            return parse_events(await response.read())
+
+    async def status(self, path: str) -> int:
+        async with self.session.get(self.url + path) as response:
+            return response.status
+
+    async def wait_for_load(self) -> None:
+        async with asyncio.timeout(5):
+            while True:
+                async with self.session.get(self.url + "/load") as response:
+                    if (await response.json())["server_load"]:
+                        return
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def server_process(script: dict[str, Any] | None = None, **fields: Any) -> AsyncIterator[ServerProcess]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.cpu.server.serve_fake"),
+        *(json.dumps({"port": 0, **fields}), json.dumps(script or {})),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    try:
+        url = (await asyncio.wait_for(process.stdout.readline(), 30)).decode().strip()
+        async with aiohttp.ClientSession() as session:
+            yield ServerProcess(process, url, session)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_an_idle_server_ends_at_once() -> None:
+    async with server_process() as server:
+        assert await server.status("/ready") == 200
+        server.send_signal(signal.SIGTERM)
+        assert await server.exit_code(3) == 0
+
+
+async def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    async with server_process(SLOW) as server:
+        running = asyncio.create_task(server.stream(50))
+        await server.wait_for_load()
+        server.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        assert await server.status("/ready") == 503
+        assert await server.status("/health") == 200
+        async with server.session.post(server.url + CHAT, json={"messages": HELLO}) as response:
+            assert response.status == 503
+            assert (await response.json())["error"]["code"] == "draining"
+            assert int(response.headers["retry-after"]) >= 1
+        events = await running
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+        assert await server.exit_code() == 0
+
+
+async def test_a_second_signal_ends_running_requests_with_an_error() -> None:
+    async with server_process(SLOW) as server:
+        running = asyncio.create_task(server.stream(2000))
+        await server.wait_for_load()
+        server.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        server.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        events = await running
+        assert events[-2]["error"]["code"] == "aborted"
+        assert await server.exit_code(3) == 0
+        assert time.monotonic() - started < 3
+
+
+async def test_draining_gives_up_after_its_timeout() -> None:
+    async with server_process(SLOW, shutdown_timeout=0.3) as server:
+        running = asyncio.create_task(server.stream(2000))
+        await server.wait_for_load()
+        server.send_signal(signal.SIGTERM)
+        assert (await running)[-2]["error"]["code"] == "aborted"
+        assert await server.exit_code(5) == 0
+
+
+async def test_a_client_that_does_not_read_cannot_hold_the_end_up() -> None:
+    script = {"end": False, "text": "x" * 1000, "tokens_per_step": 1000}
+    async with server_process(script, shutdown_timeout=0.2) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        _, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps({"prompt": "x", "stream": True, "n": 16, "max_tokens": 1_000_000}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n")
+        writer.write(b"content-length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        await server.wait_for_load()
+        await asyncio.sleep(0.5)
+        server.send_signal(signal.SIGTERM)
+        assert await server.exit_code(8) == 0
+        writer.transport.abort()
+
+
+def test_a_busy_port_is_a_config_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use.*--port"):
+            bind(ServerConfig(port=port))
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 70])
+def test_an_address_that_is_not_ours_is_a_config_error(host: str) -> None:
+    with pytest.raises(ConfigError, match="cannot listen on"):
+        bind(ServerConfig(host=host))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("tls")
+    key, cert = folder / "key.pem", folder / "cert.pem"
+    subject = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1")
+    keys = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    command = ("openssl", "req", "-x509", *keys, "-keyout", key, "-out", cert, "-days", "2", *subject)
+    subprocess.run(command, check=True, capture_output=True)
+    return key, cert
+
+
+async def test_tls(certificate: tuple[Path, Path]) -> None:
+    key, cert = certificate
+    async with server_process(ssl_keyfile=str(key), ssl_certfile=str(cert)) as server:
+        assert server.url.startswith("https://127.0.0.1:")
+        context = ssl.create_default_context(cafile=str(cert))
+        async with server.session.get(server.url + "/health", ssl=context) as response:
+            assert response.status == 200
+
+
+def test_tls_files_are_checked_at_the_start(certificate: tuple[Path, Path], tmp_path: Path) -> None:
+    key, cert = certificate
+    for keyfile, certfile in ((tmp_path / "none.pem", cert), (cert, cert), (key, key)):
+        with pytest.raises(ConfigError, match="cannot use the TLS certificate"):
+            check_tls(ServerConfig(ssl_keyfile=keyfile, ssl_certfile=certfile))

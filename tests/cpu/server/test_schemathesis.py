@@ -1,0 +1,66 @@
+"""Fuzz the API from its own description: no 5xx, nothing undocumented, answers as described."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi import checks
+
+from onbeat.server.config import ServerConfig
+from tests.cpu.server.running import make_app
+from tests.fakes_engine import FakeEngine
+
+APP = make_app(FakeEngine(max_model_len=256), ServerConfig(log_requests=False, max_n=4))
+CHECKS: list[Any] = [
+    not_a_server_error,
+    checks.status_code_conformance,
+    checks.content_type_conformance,
+    checks.response_headers_conformance,
+    checks.response_schema_conformance,
+    checks.negative_data_rejection,
+    checks.unsupported_method,
+]
+
+schema = schemathesis.openapi.from_asgi("/openapi.json", APP)
+schema.config.generation.update(modes=list(GenerationMode))
+
+
+@schema.hook
+def map_body(context: Any, body: Any) -> Any:
+    """Ask for the model that is served, or else every request would end at a 404."""
+    if isinstance(body, dict) and isinstance(body.get("model"), str):
+        body["model"] = "fake/model"
+    return body
+
+
+@schema.parametrize()
+@settings(
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    phases=(Phase.explicit, Phase.generate),
+    suppress_health_check=list(HealthCheck),
+)
+def test_api_keeps_its_description(case: Any) -> None:
+    case.call_and_validate(checks=CHECKS)
+
+
+def test_the_description_names_all_endpoints() -> None:
+    from onbeat.server.app import ENDPOINTS
+
+    assert {*APP.openapi()["paths"], "/docs", "/openapi.json"} == ENDPOINTS
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_the_description_is_honest_about_errors(path: str) -> None:
+    responses = APP.openapi()["paths"][path]["post"]["responses"]
+    assert responses.keys() == {"200", "400", "401", "404", "413", "429", "500", "503"}
+    assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
+    for status in responses.keys() - {"200"}:
+        reference = responses[status]["content"]["application/json"]["schema"]["$ref"]
+        assert reference == "#/components/schemas/ErrorBody"
