@@ -133,6 +133,8 @@ class LoadConfig:
             raise ConfigError(
                 "--ramp-up-strategy sets the rate itself: leave out --request-rate and --arrivals"
             )
+        if self.burstiness != 1.0 and (self.arrivals != "gamma" or not self.is_scheduled):
+            raise ConfigError("--burstiness shapes gamma arrivals, which need a --request-rate or a ramp")
         if self.arrivals == "constant" and math.isinf(self.request_rate):
             raise ConfigError("--arrivals constant needs a finite --request-rate")
         if self.arrivals == "replay" and math.isfinite(self.request_rate):

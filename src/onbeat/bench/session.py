@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -141,12 +143,25 @@ async def _run(
         await _warm_up(bench, run, client, tools, stop)
     feed = PromptFeed(workload)
     await feed.fill()
+    runner = LoadRunner(client.send, plan, on_end=progress.on_request)
     progress.on_start(run, len(workload))
-    outcome = await LoadRunner(client.send, plan, on_end=progress.on_request).run(feed, stop)
+    with _settled_memory():
+        outcome = await runner.run(feed, stop)
     run = replace(run, num_prompts=len(workload))
     is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
     return build_result(bench, run, outcome, model=server.model, length_source=length_source)
+
+
+@contextmanager
+def _settled_memory() -> Iterator[None]:
+    """Keep what exists now out of garbage collection; a full round would stop the client for over 10 ms."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 async def _warm_up(

@@ -82,10 +82,14 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
         "--random-prefix-len", type=int, default=0, help="tokens that all prompts of random share"
     )
     group.add_argument("--sharegpt-output-len", type=int, help="replaces the recorded answer lengths")
-    group.add_argument("--prefix-repetition-prefix-len", type=int, default=256)
-    group.add_argument("--prefix-repetition-suffix-len", type=int, default=256)
-    group.add_argument("--prefix-repetition-num-prefixes", type=int, default=10)
-    group.add_argument("--prefix-repetition-output-len", type=int, default=128)
+    group.add_argument(
+        "--prefix-repetition-prefix-len", type=int, help="tokens of each repeated prefix (default: 256)"
+    )
+    group.add_argument(
+        "--prefix-repetition-suffix-len", type=int, help="tokens after the prefix (default: 256)"
+    )
+    group.add_argument("--prefix-repetition-num-prefixes", type=int, help="different prefixes (default: 10)")
+    group.add_argument("--prefix-repetition-output-len", type=int, help="output tokens (default: 128)")
     group.add_argument(
         "--disable-shuffle", action="store_true", help="take conversations and lengths in file order"
     )

@@ -85,10 +85,10 @@ def dataset_config(args: argparse.Namespace) -> DatasetConfig:
         output_len=args.output_len or own_output,
         range_ratio=args.random_range_ratio,
         prefix_len=args.random_prefix_len,
-        num_prefixes=args.prefix_repetition_num_prefixes,
-        repeated_prefix_len=args.prefix_repetition_prefix_len,
-        suffix_len=args.prefix_repetition_suffix_len,
-        repetition_output_len=args.prefix_repetition_output_len,
+        num_prefixes=args.prefix_repetition_num_prefixes or 10,
+        repeated_prefix_len=args.prefix_repetition_prefix_len or 256,
+        suffix_len=args.prefix_repetition_suffix_len or 256,
+        repetition_output_len=args.prefix_repetition_output_len or 128,
         shuffle=not args.disable_shuffle,
     )
 
@@ -101,12 +101,18 @@ def _refuse_foreign(args: argparse.Namespace, name: str) -> None:
         "random_range_ratio": "random",
         "random_prefix_len": "random",
         "sharegpt_output_len": "sharegpt",
+        "prefix_repetition_prefix_len": "prefix_repetition",
+        "prefix_repetition_suffix_len": "prefix_repetition",
+        "prefix_repetition_num_prefixes": "prefix_repetition",
+        "prefix_repetition_output_len": "prefix_repetition",
     }
     for flag, owner in owners.items():
         if getattr(args, flag) and name != owner:
             raise ConfigError(
                 f"--{flag.replace('_', '-')} is for --dataset-name {owner}; this run uses {name}"
             )
+    if args.disable_shuffle and name not in {"sharegpt", "lengths"}:
+        raise ConfigError(f"--disable-shuffle has no effect on --dataset-name {name}, which is not shuffled")
     if args.input_len and (name in FILE_DATASETS or name == "prefix_repetition"):
         raise ConfigError(
             f"--input-len has no effect on --dataset-name {name}, whose prompts have their own lengths"
@@ -153,13 +159,27 @@ def load_config(args: argparse.Namespace, dataset: DatasetConfig) -> LoadConfig:
     if args.rate_scale != 1.0 and arrivals != "replay":
         raise ConfigError("--rate-scale is for replayed arrivals: give --trace, or change --request-rate")
     return LoadConfig(
-        request_rate=args.request_rate,
+        request_rate=_first_rate(args),
         arrivals=arrivals,
         burstiness=args.burstiness,
         rate_scale=args.rate_scale,
         ramp=_ramp(args),
         max_concurrency=args.max_concurrency,
     )
+
+
+def _first_rate(args: argparse.Namespace) -> float:
+    """Return the rate of the first run; refuse flags that a sweep would override."""
+    rate: float = args.request_rate
+    if args.sweep_concurrency and not args.sweep_rate and math.isfinite(rate):
+        raise ConfigError("--sweep-concurrency makes closed loops: they have no --request-rate")
+    if args.sweep_concurrency and args.max_concurrency is not None:
+        raise ConfigError("--sweep-concurrency sets --max-concurrency itself: leave one out")
+    if not args.sweep_rate:
+        return rate
+    if math.isfinite(rate):
+        raise ConfigError("--sweep-rate sets --request-rate itself: leave one out")
+    return numbers("--sweep-rate", args.sweep_rate)[0]
 
 
 def _ramp(args: argparse.Namespace) -> RampConfig | None:

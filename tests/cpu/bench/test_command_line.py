@@ -104,6 +104,18 @@ def test_a_sweep_runs_every_level_with_fresh_words(server: Background, tmp_path:
     assert len(set(prompts)) == 12
 
 
+def test_a_rate_sweep_can_have_constant_arrivals(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    flags = ["--arrivals", "constant", "--sweep-rate", "20,40", "--json", str(path)]
+
+    bench(server, *SMALL, "--num-prompts", "3", *flags)
+
+    assert [(run["arrivals"], run["request_rate"]) for run in load(path)["runs"]] == [
+        ("constant", 20.0),
+        ("constant", 40.0),
+    ]
+
+
 @pytest.mark.slow
 def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
@@ -226,6 +238,12 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--extra-body", "[]"], "must be a JSON object"),
         (["--header", "novalue"], "--header takes KEY=VALUE"),
         (["--sweep-concurrency", "1,0"], "whole numbers of at least 1"),
+        (["--sweep-concurrency", "1,2", "--request-rate", "3"], "they have no --request-rate"),
+        (["--sweep-concurrency", "1,2", "--max-concurrency", "3"], "sets --max-concurrency itself"),
+        (["--sweep-rate", "1,2", "--request-rate", "3"], "sets --request-rate itself"),
+        (["--prefix-repetition-num-prefixes", "3"], "is for --dataset-name prefix_repetition"),
+        (["--disable-shuffle"], "--disable-shuffle has no effect"),
+        (["--burstiness", "0.5", "--max-concurrency", "3"], "--burstiness shapes"),
         (["--dataset-name", "sharegpt"], "needs a file"),
         (["--trace", "/nowhere/trace.csv"], "/nowhere/trace.csv"),
         (["--sharegpt-output-len", "5"], "is for --dataset-name sharegpt"),

@@ -9,7 +9,11 @@ from onbeat.bench.config import DatasetConfig, LoadConfig, RampConfig, RunConfig
 from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
 from onbeat.core.errors import ConfigError
 
-BASE = RunConfig(dataset=DatasetConfig(), load=LoadConfig(burstiness=0.5, max_concurrency=9), title="x")
+BASE = RunConfig(
+    dataset=DatasetConfig(),
+    load=LoadConfig(request_rate=1.0, burstiness=0.5, max_concurrency=9),
+    title="x",
+)
 
 
 def test_a_concurrency_sweep_is_closed_loops() -> None:
@@ -72,6 +76,8 @@ RAMP = RampConfig(shape="linear", start_rate=1.0, end_rate=2.0)
         ({"request_rate": 0.0}, "request-rate"),
         ({"request_rate": math.nan}, "request-rate"),
         ({"max_concurrency": 0}, "max-concurrency"),
+        ({"burstiness": 0.5}, "--burstiness shapes"),
+        ({"burstiness": 0.5, "arrivals": "constant", "request_rate": 1.0}, "--burstiness shapes"),
         ({"arrivals": "constant"}, "finite --request-rate"),
         ({"arrivals": "replay", "request_rate": 2.0}, "rate-scale"),
         ({"ramp": RAMP, "request_rate": 2.0}, "ramp-up"),
