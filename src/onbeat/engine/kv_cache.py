@@ -20,10 +20,14 @@ BLOCK_SIZE_MULTIPLE = 16
 
 
 class LayerKVCache(NamedTuple):
-    """Keys and values of one layer."""
+    """Keys and values of one layer.
 
-    k_BSKH: Tensor
-    v_BSKH: Tensor
+    A KV head's part of a block is contiguous, so that gathering (block, head) pairs gives each head's keys of
+    a request in one piece, which is what matrix products want.
+    """
+
+    k_BKSH: Tensor
+    v_BKSH: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +88,7 @@ class KVCacheSpec:
         Zeroed, because slots that were never written are read (and masked) as part of a block, and masking
         does not survive a NaN.
         """
-        shape = (num_blocks, self.block_size, self.num_kv_heads, self.head_dim)
+        shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         return [
             LayerKVCache(*(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)))
             for _ in range(self.num_layers)

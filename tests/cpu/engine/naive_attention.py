@@ -127,7 +127,9 @@ def run_backend(
         )
         for part, new in zip(layers[layer_index], (k, v), strict=True):
             old = torch.from_numpy(slot_mapping[: row.num_computed_tokens]).to(device)
-            part.flatten(0, 1)[old] = new[: row.num_computed_tokens].to(device)
+            part.transpose(1, 2)[old // case.block_size, old % case.block_size] = new[
+                : row.num_computed_tokens
+            ].to(device)
         slot_mappings.append(slot_mapping[row.num_computed_tokens :])
     batch = AttentionBatch(
         query_lens_R=np.array([row.num_new_tokens for row in case.rows]),

@@ -78,12 +78,12 @@ def test_a_finished_request_as_padding_changes_nothing(tiny: TinyModel) -> None:
         driver.step({finished: 64})
     assert isinstance(driver.runner.attention, TorchSdpaBackend)
     layers = driver.runner.attention.layers
-    cache_before = [layer.k_BSKH.clone() for layer in layers]
+    cache_before = [layer.k_BKSH.clone() for layer in layers]
     blocks = driver.requests[finished].block_ids
     other = driver.add(random_prompt(40), MAX_TOKENS)
     for _ in range(MAX_TOKENS):
         driver.step({other: 64}, padding=[finished])
     for layer, before in zip(layers, cache_before, strict=True):
-        torch.testing.assert_close(layer.k_BSKH[blocks], before[blocks], rtol=0, atol=1e-12)
+        torch.testing.assert_close(layer.k_BKSH[blocks], before[blocks], rtol=0, atol=1e-12)
     driver.requests[finished].max_tokens = MAX_TOKENS
     assert_equals_reference(driver, tiny)

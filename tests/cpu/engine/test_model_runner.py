@@ -146,8 +146,8 @@ def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
     )
     with torch.inference_mode():
         for layer in runner.attention.layers:
-            layer.k_BSKH[6, 2:] = torch.nan
-            layer.v_BSKH[6, 1] = torch.nan
+            layer.k_BKSH[6, :, 2:] = torch.nan
+            layer.v_BKSH[6, :, 1] = torch.nan
     output = runner.execute(step([ScheduledRequest("bad", 20, 1, (), samples=True)]))
     assert output.failed is not None
     rows = [ScheduledRequest("good", 0, 20, (), samples=True)]

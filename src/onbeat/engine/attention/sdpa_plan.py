@@ -1,7 +1,7 @@
 """The host's part of the reference backend: which rows attend together, which blocks they read, their masks.
 
 Legend: T tokens of the step, R rows of a group, L query tokens of a row (padded), G query heads per KV head,
-B blocks per row (padded), S tokens of a block, C = B * S keys of a row.
+K KV heads, B blocks per row (padded), S tokens of a block, C = B * S keys of a row.
 """
 
 # ruff: noqa: N815 -- tensor names carry shape suffixes
@@ -26,8 +26,8 @@ class FoldedGroup:
     """Rows of few query tokens and similar context length."""
 
     num_rows: int
-    block_ids: Tensor
-    """[R * B]."""
+    pieces: Tensor
+    """[R * K * B] (block, KV head) pairs: block id * K + head."""
     mask: Tensor | None
     """Added to the scores, [R, 1, L * G or 1, C]."""
     num_keys: int
@@ -55,8 +55,8 @@ class ChunkTile:
 class LongChunk:
     """One row of many query tokens, cut into tiles that leave out most of the keys which causality hides."""
 
-    block_ids: Tensor
-    """[B]."""
+    pieces: Tensor
+    """[K * B], as in `FoldedGroup`."""
     tiles: Sequence[ChunkTile]
 
 
@@ -67,13 +67,24 @@ class WindowPlan:
     folded: Sequence[FoldedGroup]
     chunks: Sequence[LongChunk]
 
+    @property
+    def max_pieces(self) -> int:
+        """Most pieces that one group reads."""
+        pieces = [group.pieces for group in self.folded] + [chunk.pieces for chunk in self.chunks]
+        return max(map(len, pieces))
+
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     """A step's groups, for each window that a layer of the model has."""
 
-    slot_mapping_T: Tensor
+    blocks_T: Tensor
+    offsets_T: Tensor
+    """Where each token's KV goes: block, and place in it."""
     windows: dict[int | None, WindowPlan]
+    workspace: tuple[Tensor, Tensor]
+    """Where gathered keys and values go, [most pieces of a group, S, H] each. All layers and groups use the
+    same memory, which thus stays in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +92,12 @@ class PlanConfig:
     """What planning must know of the cache and the model."""
 
     block_size: int
+    num_kv_heads: int
     num_query_groups: int
     """Query heads per KV head."""
     group_cost_blocks: int
     """Blocks of padding that take as much time as one more group."""
-    dtype: torch.dtype
+    mask_dtype: torch.dtype
     device: torch.device
 
 
@@ -151,7 +163,7 @@ class WindowPlanner:
             mask = mask[:, None]
         return FoldedGroup(
             num_rows=len(rows),
-            block_ids=self._to_device(block_ids_RB.reshape(-1)),
+            pieces=self._pieces(block_ids_RB),
             mask=mask,
             num_keys=int(contexts_R1[0, 0]) if is_exact else num_blocks * block_size,
             source_tokens=source_tokens,
@@ -169,7 +181,7 @@ class WindowPlanner:
             self._tile(start + offset, first_position + offset, min(TILE_QUERIES, num_queries - offset))
             for offset in range(0, num_queries, TILE_QUERIES)
         ]
-        return LongChunk(self._to_device(block_ids.astype(np.int64)), tiles)
+        return LongChunk(self._pieces(block_ids.astype(np.int64)[None]), tiles)
 
     def _tile(self, start: int, position: int, num_queries: int) -> ChunkTile:
         """Plan queries at `position` and after, counted from the first key that the chunk reads."""
@@ -181,6 +193,12 @@ class WindowPlanner:
             mask = self._mask(positions_L[None], end_key - first_key)[0]
         return ChunkTile(start, start + num_queries, first_key, end_key, mask)
 
+    def _pieces(self, block_ids_RB: IntArray) -> Tensor:
+        """Return which pieces of the cache hold the blocks, head after head of each row."""
+        num_kv_heads = self.config.num_kv_heads
+        pieces_RKB = block_ids_RB[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]
+        return self._to_device(pieces_RKB.reshape(-1))
+
     def _mask(self, positions_RL: IntArray, num_keys: int) -> Tensor:
         """Return what is added to scores: 0 for the keys that a query at a position sees, -inf for others.
 
@@ -188,7 +206,9 @@ class WindowPlanner:
         """
         longest = max(int(positions_RL.max()) + 1, num_keys)
         num_seen = longest + 1 if self.window is None else min(self.window, longest + 1)
-        steps = torch.full((2 * longest + 1,), -torch.inf, dtype=self.config.dtype, device=self.config.device)
+        steps = torch.full(
+            (2 * longest + 1,), -torch.inf, dtype=self.config.mask_dtype, device=self.config.device
+        )
         steps[longest + 1 - num_seen : longest + 1] = 0.0
         starts = self._to_device((longest - positions_RL).reshape(-1))
         return steps.unfold(0, num_keys, 1).index_select(0, starts).view(*positions_RL.shape, num_keys)

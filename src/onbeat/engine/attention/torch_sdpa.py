@@ -10,7 +10,9 @@ G query heads per KV head, H head width, B blocks per row (padded), S tokens of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -22,6 +24,13 @@ from onbeat.engine.model_config import ModelConfig
 
 # One more group costs about 60 us a layer: the time to read about this many keys of one KV head.
 GROUP_COST_KEYS = 2048
+
+
+class GatherSource(NamedTuple):
+    """A layer's cache, and the memory that gathered parts of it go to."""
+
+    cache: LayerKVCache
+    workspace: tuple[Tensor, Tensor]
 
 
 class TorchSdpaBackend:
@@ -36,27 +45,39 @@ class TorchSdpaBackend:
     name = "torch"
 
     def __init__(self, config: ModelConfig, layers: Sequence[LayerKVCache]) -> None:
-        block_size = layers[0].k_BSKH.shape[1]
+        block_size = layers[0].k_BKSH.shape[2]
         self.layers = layers
         self.scale = config.attention_scale
         self.windows = [config.layer_window(index) for index in range(config.num_layers)]
         self.num_kv_heads = config.num_kv_heads
+        self.prefers_products = (
+            layers[0].k_BKSH.device.type == "cpu" and layers[0].k_BKSH.dtype == torch.bfloat16
+        )
         self.plan_config = PlanConfig(
             block_size=block_size,
+            num_kv_heads=config.num_kv_heads,
             num_query_groups=config.num_heads // config.num_kv_heads,
             group_cost_blocks=max(GROUP_COST_KEYS // (config.num_kv_heads * block_size), 1),
-            dtype=layers[0].k_BSKH.dtype,
-            device=layers[0].k_BSKH.device,
+            # The CPU's kernels take float32 masks for bfloat16; those of other devices want the same type.
+            mask_dtype=torch.float32 if self.prefers_products else layers[0].k_BKSH.dtype,
+            device=layers[0].k_BKSH.device,
         )
 
     def plan(self, batch: AttentionBatch) -> SdpaPlan:
         """Group the rows and build the masks, once for all layers of the same window."""
+        blocks_T, offsets_T = np.divmod(batch.slot_mapping_T, self.plan_config.block_size)
+        windows = {
+            window: WindowPlanner(self.plan_config, batch, window).plan()
+            for window in dict.fromkeys(self.windows)
+        }
+        cache_BKSH = self.layers[0].k_BKSH
+        max_pieces = max(plan.max_pieces for plan in windows.values())
+        workspace_PSH = cache_BKSH.new_empty(2, max_pieces, *cache_BKSH.shape[2:])
         return SdpaPlan(
-            torch.from_numpy(batch.slot_mapping_T).to(self.plan_config.device),
-            {
-                window: WindowPlanner(self.plan_config, batch, window).plan()
-                for window in dict.fromkeys(self.windows)
-            },
+            torch.from_numpy(blocks_T).to(self.plan_config.device),
+            torch.from_numpy(offsets_T).to(self.plan_config.device),
+            windows,
+            (workspace_PSH[0], workspace_PSH[1]),
         )
 
     def run(
@@ -64,18 +85,20 @@ class TorchSdpaBackend:
     ) -> Tensor:
         """Store keys and values, then attend group by group; returns [T, N, H]."""
         cache = self.layers[layer_index]
-        cache.k_BSKH.flatten(0, 1).index_copy_(0, metadata.slot_mapping_T, k_TKH)
-        cache.v_BSKH.flatten(0, 1).index_copy_(0, metadata.slot_mapping_T, v_TKH)
+        where = (metadata.blocks_T, metadata.offsets_T)
+        cache.k_BKSH.transpose(1, 2).index_put_(where, k_TKH)
+        cache.v_BKSH.transpose(1, 2).index_put_(where, v_TKH)
+        source = GatherSource(cache, metadata.workspace)
         plan = metadata.windows[self.windows[layer_index]]
         num_tokens = q_TNH.shape[0]
         out_TNH = q_TNH.new_empty(num_tokens + 1, *q_TNH.shape[1:])
         for group in plan.folded:
-            mixed_TNH = self._attend_folded(group, q_TNH, cache)
+            mixed_TNH = self._attend_folded(group, q_TNH, source)
             if group.target_tokens is None:
                 return mixed_TNH
             out_TNH.index_copy_(0, group.target_tokens, mixed_TNH)
         for chunk in plan.chunks:
-            self._attend_chunk(chunk, q_TNH, cache, out_TNH)
+            self._attend_chunk(chunk, q_TNH, source, out_TNH)
         return out_TNH[:num_tokens]
 
     def scrub(self, block_ids: IntArray) -> None:
@@ -85,34 +108,34 @@ class TorchSdpaBackend:
             for part in cache:
                 part.index_copy_(0, ids, part.index_select(0, ids).nan_to_num_(0.0, 0.0, 0.0))
 
-    def _attend_folded(self, group: FoldedGroup, q_TNH: Tensor, cache: LayerKVCache) -> Tensor:
+    def _attend_folded(self, group: FoldedGroup, q_TNH: Tensor, source: GatherSource) -> Tensor:
         if group.source_tokens is not None:
             q_TNH = q_TNH.index_select(0, group.source_tokens)
         num_heads, head_dim = q_TNH.shape[1:]
-        keys_shape = (group.num_rows, -1, self.num_kv_heads, head_dim)
-        k_RCKH, v_RCKH = (
-            part.index_select(0, group.block_ids).view(keys_shape)[:, : group.num_keys] for part in cache
-        )
+        k_RKCH, v_RKCH = self._gather(group.pieces, group.num_rows, source)
         q_RLKGH = q_TNH.reshape(
             group.num_rows, -1, self.num_kv_heads, num_heads // self.num_kv_heads, head_dim
         )
         q_RKLGH = q_RLKGH.transpose(1, 2)
-        mixed_RKQH = scaled_dot_product_attention(
-            q_RKLGH.flatten(2, 3),
-            k_RCKH.transpose(1, 2),
-            v_RCKH.transpose(1, 2),
-            attn_mask=group.mask,
-            scale=self.scale,
-        )
+        q_RKQH = q_RKLGH.flatten(2, 3)
+        if self.prefers_products and group.mask is not None and q_RKLGH.shape[2] == 1:
+            mixed_RKQH = attend_by_products(q_RKQH, k_RKCH, v_RKCH, group.mask, self.scale)
+        else:
+            mixed_RKQH = scaled_dot_product_attention(
+                q_RKQH,
+                k_RKCH[:, :, : group.num_keys],
+                v_RKCH[:, :, : group.num_keys],
+                attn_mask=group.mask,
+                scale=self.scale,
+            )
         return mixed_RKQH.view(q_RKLGH.shape).transpose(1, 2).reshape(-1, num_heads, head_dim)
 
-    def _attend_chunk(self, chunk: LongChunk, q_TNH: Tensor, cache: LayerKVCache, out_TNH: Tensor) -> None:
+    def _attend_chunk(self, chunk: LongChunk, q_TNH: Tensor, source: GatherSource, out_TNH: Tensor) -> None:
         num_groups = q_TNH.shape[1] // self.num_kv_heads
         # The query heads of a KV head are the batch dimension here: keys and values repeat with stride 0, and
         # the mask is not repeated either.
         k_GKCH, v_GKCH = (
-            part.index_select(0, chunk.block_ids).flatten(0, 1).transpose(0, 1).expand(num_groups, -1, -1, -1)
-            for part in cache
+            part.expand(num_groups, -1, -1, -1) for part in self._gather(chunk.pieces, 1, source)
         )
         q_GKTH, out_GKTH = (
             part.view(part.shape[0], self.num_kv_heads, num_groups, -1).permute(2, 1, 0, 3)
@@ -127,3 +150,28 @@ class TorchSdpaBackend:
                 is_causal=tile.mask is None,
                 scale=self.scale,
             )
+
+    def _gather(self, pieces: Tensor, num_rows: int, source: GatherSource) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some rows, [R, K, C, H]; they are valid until the next call."""
+        shape = (num_rows, self.num_kv_heads, -1, source.cache.k_BKSH.shape[3])
+        k_RKCH, v_RKCH = (
+            torch.index_select(part.flatten(0, 1), 0, pieces, out=workspace[: len(pieces)]).view(shape)
+            for part, workspace in zip(source.cache, source.workspace, strict=True)
+        )
+        return k_RKCH, v_RKCH
+
+
+def attend_by_products(q_RKGH: Tensor, k_RKCH: Tensor, v_RKCH: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Attend with two batched products and a softmax in float32 between them.
+
+    The fused kernel of the CPU is made for many queries per head. Decodes have few, and take half as long
+    this way in bfloat16, at the price of scores that are rounded to it as queries and keys already are.
+
+    Parameters
+    ----------
+    mask : [R, 1, 1, C] in float32.
+    """
+    q_PGH, k_PCH, v_PCH = (part.flatten(0, 1) for part in (q_RKGH, k_RKCH, v_RKCH))
+    scores_RKGC = torch.bmm(q_PGH, k_PCH.transpose(1, 2)).view(*q_RKGH.shape[:3], -1)
+    weights_RKGC = torch.add(mask, scores_RKGC, alpha=scale).softmax(dim=-1, dtype=torch.float32)
+    return torch.bmm(weights_RKGC.to(v_PCH.dtype).flatten(0, 1), v_PCH).view(q_RKGH.shape)
