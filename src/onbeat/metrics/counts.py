@@ -25,10 +25,11 @@ class RunCounts:
     """A `metrics.tracker.RunListener` that counts."""
 
     def __init__(self) -> None:
-        self.num_running = 0
-        self.num_waiting = 0
+        self.num_open = 0
+        """Requests that have not ended."""
+        self._step_running = 0
+        self._step_used_blocks = 0
         self.num_blocks = 0
-        self.num_used_blocks = 0
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -56,10 +57,26 @@ class RunCounts:
         self.schedule = Histogram(HOST_SECONDS)
         self.update = Histogram(HOST_SECONDS)
 
-    def on_request(self, record: RequestRecord) -> None:
-        """Nothing is counted before a request has run."""
+    @property
+    def num_running(self) -> int:
+        """Requests in the batch: as of the last step, less those that have left since."""
+        return min(self._step_running, self.num_open)
 
-    def on_preemption(self, record: RequestRecord, now: float) -> None:
+    @property
+    def num_waiting(self) -> int:
+        """Open requests that are not in the batch."""
+        return self.num_open - self.num_running
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks held as of the last step; none once no request is open."""
+        return self._step_used_blocks if self.num_open else 0
+
+    def on_request(self, _record: RequestRecord) -> None:
+        """Count an open request; the rest waits until it has run."""
+        self.num_open += 1
+
+    def on_preemption(self, _record: RequestRecord, _now: float) -> None:
         """Preemptions are counted by step, those of unknown requests included."""
 
     def on_delivery(self, record: RequestRecord) -> None:
@@ -79,6 +96,7 @@ class RunCounts:
 
     def on_finish(self, record: RequestRecord) -> None:
         """Count a request; only a whole answer has latencies."""
+        self.num_open -= 1
         self.finished[record.finish_reason or "error"] += 1
         if not record.is_completed or not record.delivery_times:
             return
@@ -94,10 +112,9 @@ class RunCounts:
     def on_step(self, stats: StepStats) -> None:
         """Count a step."""
         shape = stats.shape
-        self.num_running = stats.num_running
-        self.num_waiting = stats.num_waiting
+        self._step_running = stats.num_running
+        self._step_used_blocks = stats.num_used_blocks
         self.num_blocks = stats.num_blocks
-        self.num_used_blocks = stats.num_used_blocks
         self.num_steps += 1
         self.num_preemptions += stats.num_preemptions
         self.num_prefix_queries += stats.num_prefix_queries

@@ -13,7 +13,7 @@ from onbeat.metrics.record import RequestRecord
 class RunListener(Protocol):
     """Hears of steps and requests in the order in which things happened."""
 
-    def on_request(self, record: RequestRecord) -> None:
+    def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that went to the engine."""
         ...
 
@@ -21,7 +21,7 @@ class RunListener(Protocol):
         """Hear of new tokens: the last delivery of `record`."""
         ...
 
-    def on_preemption(self, record: RequestRecord, now: float) -> None:
+    def on_preemption(self, record: RequestRecord, now: float, /) -> None:
         """Hear that a request was preempted since its delivery before."""
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -86,9 +87,9 @@ def _first_error(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
     reasons = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == location[:1])]
     reason = " or ".join(dict.fromkeys(reasons)).replace("Input should", "it should")
-    value = repr(first["input"])
-    quoted = value if len(value) <= _MOST_QUOTED else value[:_MOST_QUOTED] + "..."
-    return InvalidRequest(f"{_dotted(location)} is {quoted}; {reason}", param=field, code="invalid_value")
+    return InvalidRequest(
+        f"{_dotted(location)} is {reprlib.repr(first['input'])}; {reason}", param=field, code="invalid_value"
+    )
 
 
 def _dotted(location: Sequence[int | str]) -> str:

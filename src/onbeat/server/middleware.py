@@ -21,6 +21,7 @@ from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
 logger = logging.getLogger("onbeat.server")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics"))
 _GUARDED = re.compile(r"/v1(/.*)?|/tokenize|/detokenize")
 
 
@@ -85,7 +86,11 @@ class RequestLog:
             context.status = CLIENT_GONE
         self._on_done(context)
         if self._log_requests:
-            logger.info("%s", _access_line(scope["method"], context))
+            # those who probe ask every few seconds
+            is_probe = context.endpoint in _PROBES and context.status < 400
+            logger.log(
+                logging.DEBUG if is_probe else logging.INFO, "%s", _access_line(scope["method"], context)
+            )
 
 
 def _request_id(scope: Scope) -> str:

@@ -95,7 +95,12 @@ class PromptEncoder:
     ) -> str:
         """Return a chat as the template writes it; `variables` are the keyword arguments of `render`."""
         size = sum(len(message["content"]) for message in messages)
-        return await self._off_loop(size, lambda: template.render(messages, **variables))
+        try:
+            return await self._off_loop(size, lambda: template.render(messages, **variables))
+        except RecursionError as error:
+            raise InvalidRequest(
+                "chat_template_kwargs is nested too deep for the chat template", param="chat_template_kwargs"
+            ) from error
 
     async def _off_loop(self, size: int, work: Callable[[], _T]) -> _T:
         if size <= _INLINE_CHARACTERS:

@@ -45,8 +45,7 @@ def bind(config: ServerConfig) -> socket.socket:
     sock = socket.socket(family, kind, protocol)
     try:
         _bind_and_check(sock, address)
-        # A vanished client is noticed even if its stream has nothing to send; connections inherit this.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        _set_keep_alive(sock)
     except OSError as error:
         sock.close()
         raise _cannot_listen(where, error) from error
@@ -57,6 +56,14 @@ def bind(config: ServerConfig) -> socket.socket:
 def _bind_and_check(sock: socket.socket, address: object) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+
+
+def _set_keep_alive(sock: socket.socket) -> None:
+    """Notice within two minutes that a client's machine is gone; connections inherit this."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4)
 
 
 def _cannot_listen(where: str, error: OSError) -> ConfigError:
@@ -136,6 +143,7 @@ def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         log_config=None,
+        log_level="warning",
         access_log=False,  # ours knows tokens and times
         server_header=False,
         ws="none",

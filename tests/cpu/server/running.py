@@ -28,6 +28,7 @@ from tests.fakes_engine import ByteTokenizer, FakeEngine
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
+    "{% if m.content == 'show' %}{{ shown | tojson }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}\n"
     "{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% if loud %}!{% endif %}{% endif %}"

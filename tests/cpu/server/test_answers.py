@@ -244,6 +244,15 @@ async def test_the_request_log_can_be_switched_off(
     assert not [record for record in caplog.records if record.name == "onbeat.server"]
 
 
+async def test_probes_are_logged_only_for_debugging(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "onbeat.server"):
+        await served.get("/health")
+        await served.get("/metrics")
+        await served.get("/version")
+    lines = [record.message for record in caplog.records if record.name == "onbeat.server"]
+    assert [line.split()[2] for line in lines] == ["/version"]
+
+
 async def test_served_names(engine: FakeEngine) -> None:
     async with serving(engine, served_model_names=("gpt", "alias")) as served:
         models = (await served.get("/v1/models")).json

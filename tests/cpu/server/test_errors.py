@@ -227,6 +227,22 @@ async def test_unknown_fields_get_a_near_match(served: Served) -> None:
     assert "leave it out" in check(answer, 400, "unknown_parameter", "xyzzy")
 
 
+@pytest.mark.parametrize("depth", [500, 1020, 100_000])
+async def test_deep_nesting(served: Served, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    for body in (
+        '{"prompt": %s}',
+        '{"prompt": "a", "stop": %s}',
+        '{"prompt": "a", "tools": %s}',
+        '{"messages": [{"role": "user", "content": %s}]}',
+        '{"messages": [{"role": "user", "content": "show"}], "chat_template_kwargs": {"shown": %s}}',
+    ):
+        path = CHAT if "messages" in body else TEXT
+        answer = await served.post(path, data=(body % deep).encode(), headers=JSON)
+        assert answer.status in (200, 400) if "shown" in body else answer.status == 400, answer.body
+        assert len(answer.body) < 2000 or answer.status == 200
+
+
 async def test_too_long_prompts(served: Served) -> None:
     exact = {"prompt": [1] * 2000, "max_tokens": 48}
     assert (await served.post(TEXT, exact)).status == 200

@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from onbeat.core.request import FinishReason
+from onbeat.core.step import StepOutputs
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import request, run_one
+from tests.pure.metrics.runs import output, request, run_one, stats
 
 VLLM_NAMES = {
     "vllm:num_requests_running",
@@ -70,8 +71,6 @@ def test_a_run_is_counted(counts: RunCounts) -> None:
         "onbeat_requests_total{finish_reason=length}": 1,
         "onbeat_requests_total{finish_reason=abort}": 1,
         "onbeat_requests_total{finish_reason=stop}": 0,
-        "onbeat_requests_running": 1,
-        "onbeat_kv_blocks_used": 2,
         "onbeat_kv_blocks": 100,
         "onbeat_time_to_first_token_seconds_count": 1,
         "onbeat_time_to_first_token_seconds_sum": 2.0,
@@ -89,6 +88,26 @@ def test_a_run_is_counted(counts: RunCounts) -> None:
     assert {name: got[name] for name in expected} == pytest.approx(expected)
 
 
+def test_gauges_follow_requests_between_steps(counts: RunCounts) -> None:
+    tracker = RequestTracker([counts])
+
+    def gauges() -> tuple[float, ...]:
+        got = samples(MetricsExporter(counts, model_name="m"))
+        return tuple(
+            got[f"onbeat_{name}"] for name in ("requests_running", "requests_waiting", "kv_blocks_used")
+        )
+
+    tracker.open(request("a", arrival=1.0))
+    tracker.open(request("b", arrival=1.0))
+    assert gauges() == (0, 2, 0)
+    tracker.on_step(StepOutputs(2.0, [output("a")], stats(1.0, 2.0, num_running=1, num_waiting=1)))
+    assert gauges() == (1, 1, 2)
+    tracker.close("b", FinishReason.ABORT, 2.5)
+    assert gauges() == (1, 0, 2)
+    tracker.close("a", FinishReason.ABORT, 3.0)  # no step follows that could say so
+    assert gauges() == (0, 0, 0)
+
+
 def test_http_requests_are_counted_by_endpoint_and_status(counts: RunCounts) -> None:
     exporter = MetricsExporter(counts, model_name="m")
     exporter.count_http("/v1/completions", 200)
@@ -102,7 +121,9 @@ def test_http_requests_are_counted_by_endpoint_and_status(counts: RunCounts) -> 
 
 
 def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
-    run_one(RequestTracker([counts]))
+    tracker = RequestTracker([counts])
+    run_one(tracker)
+    tracker.open(request("open", arrival=20.0))
     plain = samples(MetricsExporter(counts, model_name="m"))
     assert not [name for name in plain if name.startswith("vllm:")]
     aliased = samples(MetricsExporter(counts, model_name="m", aliases="vllm"))

@@ -1,0 +1,101 @@
+"""Where tokenizing happens, and what does not reach it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.server.prompts import EncodeOptions, PromptEncoder, chat_prompt, fit_max_tokens
+from onbeat.text.chat_template import ChatTemplate
+from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer
+
+PLAIN = EncodeOptions(add_special_tokens=False)
+
+
+class WatchedTokenizer(ByteTokenizer):
+    """Remembers the threads it ran in."""
+
+    def __init__(self) -> None:
+        self.threads: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.threads.append(threading.current_thread().name)
+        return super().encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.fixture
+def tokenizer() -> WatchedTokenizer:
+    return WatchedTokenizer()
+
+
+@pytest.fixture
+def encoder(tokenizer: WatchedTokenizer) -> Iterator[PromptEncoder]:
+    encoder = PromptEncoder(tokenizer, vocab_size=VOCAB_SIZE, max_model_len=1000)
+    yield encoder
+    encoder.close()
+
+
+async def test_long_texts_are_tokenized_off_the_event_loop(
+    encoder: PromptEncoder, tokenizer: WatchedTokenizer
+) -> None:
+    await encoder.encode("short", PLAIN)
+    await encoder.encode("long" * 10_000, PLAIN)
+    assert tokenizer.threads[0] == threading.current_thread().name
+    assert tokenizer.threads[1].startswith("onbeat-encode")
+
+
+async def test_hopeless_texts_are_not_tokenized(encoder: PromptEncoder, tokenizer: WatchedTokenizer) -> None:
+    with pytest.raises(PromptTooLong):
+        await encoder.encode("x" * 300_000, PLAIN)
+    assert tokenizer.threads == []
+    cut = EncodeOptions(add_special_tokens=False, truncate_to=7)
+    assert len(await encoder.encode("x" * 300_000, cut)) == 7
+
+
+@pytest.mark.parametrize("tail", ["<end>\n", "\n", ""])
+@pytest.mark.parametrize("strips", [True, False])
+async def test_a_continued_message_loses_only_what_follows_it(
+    encoder: PromptEncoder, tail: str, strips: bool
+) -> None:
+    content = "{{ m.content | trim }}" if strips else "{{ m.content }}"
+    template = ChatTemplate(
+        "{% for m in messages %}<" + content + tail + "{% endfor %}", bos_token="", eos_token=""
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}]
+    text = await chat_prompt(
+        encoder, template, messages, add_generation_prompt=False, continue_final_message=True
+    )
+    body, _, rest = text.partition("<a")
+    assert body == ""
+    assert rest.endswith("<b" if strips else "< b ")
+
+
+async def test_a_template_that_hides_the_last_message_cannot_continue_it(encoder: PromptEncoder) -> None:
+    template = ChatTemplate("{{ messages[0].content }}", bos_token="", eos_token="")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(InvalidRequest, match="cannot be continued"):
+        await chat_prompt(
+            encoder, template, messages, add_generation_prompt=False, continue_final_message=True
+        )
+
+
+@given(
+    num_prompt=st.integers(0, 200),
+    asked=st.none() | st.integers(1, 200),
+    default=st.integers(1, 200),
+    limit=st.integers(1, 200),
+)
+def test_prompt_and_answer_always_fit(num_prompt: int, asked: int | None, default: int, limit: int) -> None:
+    if num_prompt + (asked or 1) > limit:
+        with pytest.raises(PromptTooLong) as caught:
+            fit_max_tokens(num_prompt, asked=asked, default=default, max_model_len=limit, param="messages")
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+        return
+    got = fit_max_tokens(num_prompt, asked=asked, default=default, max_model_len=limit, param="messages")
+    assert 1 <= got <= limit - num_prompt
+    assert got == asked or (asked is None and got <= default)
