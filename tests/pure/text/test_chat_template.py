@@ -1,0 +1,85 @@
+"""Templates in the sandbox: what they may do, what they may not, what goes wrong clearly."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.text.chat_template import ChatTemplate, load_chat_template
+from tests.fakes_engine import ByteTokenizer
+
+SIMPLE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "<{{ message['role'] }}>{{ message['content'] }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, bos_token="<s>", eos_token="</s>")
+
+
+def test_renders_messages_and_the_start_of_the_answer():
+    assert template(SIMPLE).render(CHAT) == "<s><system>Be brief.</s><user>Hi</s><assistant>"
+    assert (
+        template(SIMPLE).render(CHAT, add_generation_prompt=False) == "<s><system>Be brief.</s><user>Hi</s>"
+    )
+
+
+def test_variables_reach_the_template():
+    assert template("{{ tone }}").render(CHAT, tone="calm") == "calm"
+
+
+def test_developer_is_system_unless_the_template_knows_it():
+    chat = [{"role": "developer", "content": "x"}]
+    assert template(SIMPLE).render(chat, add_generation_prompt=False) == "<s><system>x</s>"
+    knows = "{% if messages[0]['role'] == 'developer' %}D{% endif %}"
+    assert template(knows).render(chat) == "D"
+
+
+def test_helpers_of_hugging_face_templates():
+    source = "{% for i in [1, 2, 3] %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}"
+    assert template(source).render(CHAT) == "1"
+    assert template("{{ {'a': '<é>'} | tojson }}").render(CHAT) == '{"a": "<é>"}'
+    assert len(template("{{ strftime_now('%Y') }}").render(CHAT)) == 4
+    assert template("a{% generation %}b{% endgeneration %}c").render(CHAT) == "abc"
+
+
+def test_the_templates_own_refusal_is_shown():
+    with pytest.raises(InvalidRequest, match="no system please"):
+        template("{{ raise_exception('no system please') }}").render(CHAT)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os }}",
+        "{{ messages.append(1) }}",
+        "{% for i in range(10**9) %}x{% endfor %}",
+        "{{ 1 / 0 }}",
+        "{{ messages[7]['role'] }}",
+        "{{ undefined_function() }}",
+    ],
+)
+def test_a_template_cannot_reach_out(source):
+    with pytest.raises(InvalidRequest, match="cannot render"):
+        template(source).render(CHAT)
+
+
+def test_a_broken_template_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="chat template is not valid"):
+        template("{% for %}")
+
+
+def test_a_file_replaces_the_models_template(tmp_path):
+    file = tmp_path / "template.jinja"
+    file.write_text("{{ bos_token }}{{ eos_token }}")
+    found = load_chat_template(ByteTokenizer(), file)
+    assert found is not None
+    assert found.render(CHAT) == "<bos><eos>"
+    assert load_chat_template(ByteTokenizer(), None) is None
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_chat_template(ByteTokenizer(), tmp_path / "none.jinja")
