@@ -56,6 +56,23 @@ def add_target_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def positive(text: str) -> int:
+    """Return a whole number of at least 1, as `argparse` types do."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """Return a whole number of at least 0, as `argparse` types do."""
+    return _at_least(0, text)
+
+
+def _at_least(least: int, text: str) -> int:
+    value = int(text) if text.lstrip("-").isdigit() else least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return value
+
+
 def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("data set")
     group.add_argument("--dataset-name", choices=DATASET_NAMES, help="what is asked (default: random)")
@@ -71,25 +88,27 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="requests per run (default: 1000, or all of a smaller file)",
     )
-    group.add_argument("--input-len", type=int, help="prompt tokens, for data sets that are made up")
-    group.add_argument("--output-len", type=int, help="output tokens, for every data set")
-    group.add_argument("--random-input-len", type=int, help="prompt tokens of random (default: 1024)")
-    group.add_argument("--random-output-len", type=int, help="output tokens of random (default: 128)")
+    group.add_argument("--input-len", type=positive, help="prompt tokens, for data sets that are made up")
+    group.add_argument("--output-len", type=positive, help="output tokens, for every data set")
+    group.add_argument("--random-input-len", type=positive, help="prompt tokens of random (default: 1024)")
+    group.add_argument("--random-output-len", type=positive, help="output tokens of random (default: 128)")
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share around the mean"
     )
     group.add_argument(
-        "--random-prefix-len", type=int, default=0, help="tokens that all prompts of random share"
+        "--random-prefix-len", type=natural, default=0, help="tokens that all prompts of random share"
     )
-    group.add_argument("--sharegpt-output-len", type=int, help="replaces the recorded answer lengths")
+    group.add_argument("--sharegpt-output-len", type=positive, help="replaces the recorded answer lengths")
     group.add_argument(
-        "--prefix-repetition-prefix-len", type=int, help="tokens of each repeated prefix (default: 256)"
+        "--prefix-repetition-prefix-len", type=positive, help="tokens of each repeated prefix (default: 256)"
     )
     group.add_argument(
-        "--prefix-repetition-suffix-len", type=int, help="tokens after the prefix (default: 256)"
+        "--prefix-repetition-suffix-len", type=positive, help="tokens after the prefix (default: 256)"
     )
-    group.add_argument("--prefix-repetition-num-prefixes", type=int, help="different prefixes (default: 10)")
-    group.add_argument("--prefix-repetition-output-len", type=int, help="output tokens (default: 128)")
+    group.add_argument(
+        "--prefix-repetition-num-prefixes", type=positive, help="different prefixes (default: 10)"
+    )
+    group.add_argument("--prefix-repetition-output-len", type=positive, help="output tokens (default: 128)")
     group.add_argument(
         "--disable-shuffle", action="store_true", help="take conversations and lengths in file order"
     )

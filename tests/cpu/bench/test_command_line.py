@@ -270,6 +270,16 @@ def test_bad_flags_are_one_clear_line(
     assert server.fake.num_completions == 0
 
 
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_lengths_below_one_are_refused(
+    value: str, server: Background, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        bench(server, "--random-input-len", value)
+    assert caught.value.code == 2
+    assert "must be a whole number of at least 1" in capsys.readouterr().err
+
+
 def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench(server, "--num-prompt", "3")
