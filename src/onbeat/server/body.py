@@ -83,10 +83,19 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     if first["type"] == "missing":
         name = _dotted(location)
         return InvalidRequest(f"{name} is missing", param=name, code="missing_required_parameter")
+    if first["type"] == "extra_forbidden":
+        name = _dotted(location)
+        return InvalidRequest(
+            f"unknown field {name[:100]!r}; leave it out", param=name[:100], code="unknown_parameter"
+        )
     if first["type"] == "value_error":
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
     reasons = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == location[:1])]
-    reason = " or ".join(dict.fromkeys(reasons)).replace("Input should", "it should")
+    reason = (
+        " or ".join(dict.fromkeys(reasons))
+        .replace("Input should", "it should")
+        .replace("List should", "it should")
+    )
     return InvalidRequest(
         f"{_dotted(location)} is {reprlib.repr(first['input'])}; {reason}", param=field, code="invalid_value"
     )

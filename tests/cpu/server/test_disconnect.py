@@ -50,7 +50,7 @@ async def test_leaving_aborts_the_requests(
     await until(lambda: len(slow_engine.running_ids) == n)
     await asyncio.sleep(0.05)
     await leave(writer)
-    await until(lambda: not slow_engine.running_ids, timeout=1)
+    await until(lambda: not slow_engine.running_ids)
     assert len(slow_engine.aborted) == n
     metrics = (await served.get("/metrics")).body.decode()
     assert f'onbeat_requests_total{{finish_reason="abort"}} {n}.0' in metrics
@@ -65,7 +65,7 @@ async def test_leaving_before_the_first_token_aborts(
         _, writer = await send(served, {"messages": HELLO, "stream": True})
         await until(lambda: slow_engine.running_ids)
         await leave(writer)
-        await until(lambda: not slow_engine.running_ids, timeout=1)
+        await until(lambda: not slow_engine.running_ids)
         await until(lambda: " 499 " in caplog.text)
     assert "finish=client_gone" in caplog.text
     metrics = (await served.get("/metrics")).body.decode()

@@ -167,11 +167,12 @@ async def test_chat_logprobs_cover_all_shown_tokens(served: Served, engine: Fake
 
 async def test_an_engine_error_ends_the_stream_with_an_event(served: Served, engine: FakeEngine) -> None:
     engine.script.error_after = 2
-    events = await served.events(CHAT, chat())
+    events = await served.events(CHAT, chat(n=2))
     assert events[-1] == "[DONE]"
     assert events[-2]["error"]["code"] == "engine_error"
     assert events[-2]["error"]["type"] == "server_error"
     assert content(events[:-1]) == "He"
+    assert engine.running_ids == set(), "the other choice goes on for nobody"
     metrics = (await served.get("/metrics")).body.decode()
     assert 'onbeat_stream_errors_total{code="engine_error"} 1.0' in metrics
 
