@@ -27,6 +27,8 @@ class ByteTokenizer:
     vocab_size = VOCAB_SIZE
     bos_token_id = BOS
     eos_token_ids = (EOS,)
+    special_token_ids = frozenset(range(EOS, VOCAB_SIZE))
+    strips_leading_space = False
     chat_template = None
     _special = {EOS: b"<eos>", BOS: b"<bos>", THINK: b"<think>"}  # noqa: RUF012 - never changed
 

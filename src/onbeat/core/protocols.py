@@ -92,7 +92,10 @@ class EngineClient(Protocol):
 
 
 class Tokenizer(Protocol):
-    """Text to token ids and back."""
+    """Text to token ids and back.
+
+    Decoding joins `token_bytes` and reads them as UTF-8, so it can go on token by token.
+    """
 
     @property
     def vocab_size(self) -> int: ...
@@ -103,6 +106,16 @@ class Tokenizer(Protocol):
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Tokens after which the model has said all it wants to say."""
+        ...
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """Tokens that decoding leaves out with `skip_special_tokens`."""
+        ...
+
+    @property
+    def strips_leading_space(self) -> bool:
+        """Whether one space at the very start of a decoded text is not part of it."""
         ...
 
     @property

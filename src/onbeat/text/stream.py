@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from onbeat.core.protocols import Tokenizer
 
-_REPLACEMENT = "\ufffd"
-_MAX_PENDING_TOKENS = 8
-"""A character has at most four bytes, so more tokens without a complete one are not UTF-8 at all."""
+_UTF8_DECODER = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(slots=True)
@@ -27,9 +26,8 @@ class TextDelta:
 class TextStream:
     """Decodes one request's output tokens as they come.
 
-    A token's text may depend on the few before it (a character spread over tokens, a leading space that only
-    the first word loses), so a window of tokens is decoded with and without the new one: the difference is
-    new text. Joined deltas equal `tokenizer.decode` of all tokens.
+    Tokens stand for bytes, and a character may be spread over several tokens, so the bytes go through an
+    incremental UTF-8 decoder. Joined deltas equal `tokenizer.decode` of all tokens.
 
     Parameters
     ----------
@@ -52,12 +50,10 @@ class TextStream:
         self._stop = tuple(stop)
         self._max_stop_chars = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
-        self._skip_special_tokens = skip_special_tokens
-        self._window: list[int] = []
-        """Tokens that are decoded together: some whose text is known, then the pending ones."""
-        self._num_known = 0
-        """How many tokens of the window have their text in `_known_text`."""
-        self._known_text = ""
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._decoder = _UTF8_DECODER(errors="replace")
+        self._strips_space = tokenizer.strips_leading_space
+        """Whether the next character, if it is a space, is dropped."""
         self._num_chars = 0
         """Characters decoded so far, held ones included."""
         self._held = ""
@@ -74,33 +70,22 @@ class TextStream:
             if self._is_ended:
                 continue
             self.num_consumed_tokens += 1
-            self._window.append(token_id)
-            self._take(self._decode_window(must_emit=False), delta)
+            if token_id not in self._skipped_ids:
+                self._take(self._decode(self._tokenizer.token_bytes(token_id)), delta)
         if final and not self._is_ended:
-            self._take(self._decode_window(must_emit=True), delta)
+            self._take(self._decode(b"", final=True), delta)
             delta.text += self._held
             self._held = ""
             self._is_ended = True
         return delta
 
-    def _decode_window(self, *, must_emit: bool) -> str:
-        """Return the new text of the pending tokens, or nothing while a character is incomplete."""
-        num_pending = len(self._window) - self._num_known
-        if num_pending == 0:
-            return ""
-        text = self._decode(self._window)
-        is_incomplete = text.endswith(_REPLACEMENT) and num_pending < _MAX_PENDING_TOKENS
-        if (is_incomplete or len(text) <= len(self._known_text)) and not must_emit:
-            return ""
-        new_text = text[len(self._known_text) :]
-        # The tokens just decoded are what the next ones are read against.
-        del self._window[: self._num_known]
-        self._num_known = len(self._window)
-        self._known_text = self._decode(self._window)
-        return new_text
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)
+    def _decode(self, data: bytes, *, final: bool = False) -> str:
+        """Return the characters that are complete; what is left of the last one waits."""
+        text = self._decoder.decode(data, final)
+        if self._strips_space and text:
+            self._strips_space = False
+            text = text.removeprefix(" ")
+        return text
 
     def _take(self, new_text: str, delta: TextDelta) -> None:
         """Pass on new text, except what a stop string cuts off or may yet claim."""

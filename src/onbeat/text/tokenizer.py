@@ -68,6 +68,14 @@ class VocabularyTokenizer:
         return self._roles.eos_token_ids
 
     @property
+    def special_token_ids(self) -> frozenset[int]:
+        return self._special_ids
+
+    @property
+    def strips_leading_space(self) -> bool:
+        return self._spelling.strips_leading_space
+
+    @property
     def chat_template(self) -> str | None:
         return self._roles.chat_template
 

@@ -15,6 +15,8 @@ TOKENIZER = ByteTokenizer()
 class LeadingSpaceTokenizer(ByteTokenizer):
     """Loses the first space of a text, as SentencePiece vocabularies do."""
 
+    strips_leading_space = True
+
     def decode(self, token_ids, *, skip_special_tokens=True):
         return super().decode(token_ids, skip_special_tokens=skip_special_tokens).removeprefix(" ")
 
@@ -50,8 +52,7 @@ def test_pieces_join_to_the_whole_text(tokenizer, text, pieces):
 def test_any_tokens_end_with_all_their_text(ids, pieces, skip):
     deltas, stream = run(ids, pieces=pieces, skip_special_tokens=skip)
     expected = TOKENIZER.decode(ids, skip_special_tokens=skip)
-    # Broken UTF-8 may be cut elsewhere, but no character of the sound text is lost or repeated.
-    assert text_of(deltas).replace("\ufffd", "") == expected.replace("\ufffd", "")
+    assert text_of(deltas) == expected
     assert stream.num_consumed_tokens == len(ids)
 
 
@@ -60,10 +61,10 @@ def test_a_character_waits_for_its_last_byte():
     assert [delta.text for delta in deltas] == ["a", "", "é", "", "", "", "🙂"]
 
 
-def test_broken_utf8_does_not_hold_text_back_for_ever():
+def test_broken_utf8_holds_nothing_back():
     stream = TextStream(TOKENIZER)
-    texts = [stream.push([0xFF], final=False).text for _ in range(20)]
-    assert "\ufffd" in "".join(texts)
+    texts = [stream.push([0xFF], final=False).text for _ in range(3)]
+    assert texts == ["\ufffd", "\ufffd", "\ufffd"]
 
 
 def test_an_incomplete_character_is_shown_at_the_end():
