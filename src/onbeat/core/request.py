@@ -71,9 +71,7 @@ class SamplingParams:
                 )
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "top_p" if self.top_p == 0 else "repetition_penalty"
-            raise InvalidRequest(
-                f"{name} is 0; it must be greater than 0", param=name, code="invalid_value"
-            )
+            raise InvalidRequest(f"{name} is 0; it must be greater than 0", param=name, code="invalid_value")
         if self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})",

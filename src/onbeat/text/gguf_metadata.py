@@ -68,7 +68,8 @@ class _Reader:
             if version not in _VERSIONS:
                 raise ModelLoadError(
                     f"{self.path} is GGUF version {version} (or of another byte order); "
-                    f"supported are little-endian versions {' and '.join(map(str, _VERSIONS))}: convert it again"
+                    f"supported are little-endian versions {' and '.join(map(str, _VERSIONS))}: "
+                    "convert it again"
                 )
             self._scalar("Q")  # number of tensors
             num_keys = int(self._scalar("Q"))
@@ -78,7 +79,8 @@ class _Reader:
                 metadata[key] = self._value(int(self._scalar("I")), key)
         except (struct.error, UnicodeDecodeError, OverflowError) as error:
             raise ModelLoadError(
-                f"{self.path} is cut short or damaged at byte {self.offset} of {len(self.data)}; fetch the file again"
+                f"{self.path} is cut short or damaged at byte {self.offset} of {len(self.data)}; "
+                "fetch the file again"
             ) from error
         return metadata
 

@@ -5,8 +5,8 @@ byte fallback, whose merges follow from the scores.
 
 Notes
 -----
-With a SentencePiece vocabulary that adds a space prefix (Llama 2, Mistral), the prefix goes before every stretch
-of text between special tokens, as SentencePiece itself and the published `tokenizer.json` files do.
+With a SentencePiece vocabulary that adds a space prefix (Llama 2, Mistral), the prefix goes before every
+stretch of text between special tokens, as SentencePiece itself and the published `tokenizer.json` files do.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Source:
         return value
 
     def strings(self, key: str) -> list[str]:
-        strings = self.get(key, [])
+        strings: list[str] = self.get(key, [])
         if not strings or not isinstance(strings[0], str):
             raise ModelLoadError(
                 f"{self.path} has no tokenizer.ggml.{key}; use a file that carries its tokenizer"
@@ -107,7 +107,8 @@ class _Source:
             return None
         if not isinstance(token_id, int) or not 0 <= token_id < len(self.tokens):
             raise ModelLoadError(
-                f"{self.path}: tokenizer.ggml.{key} is {token_id!r}, outside the vocabulary of {len(self.tokens)} tokens"
+                f"{self.path}: tokenizer.ggml.{key} is {token_id!r}, outside the vocabulary of "
+                f"{len(self.tokens)} tokens"
             )
         return self.tokens[token_id], token_id
 
@@ -187,9 +188,10 @@ def merges_from_scores(
 ) -> list[tuple[str, str]]:
     """Recover the merges that SentencePiece's scores stand for, best first.
 
-    SentencePiece joins the neighbours whose union is the token of the highest score. As a list of merges this is
-    every cut of every token into two tokens, in the order of the scores; user-defined tokens come first, since
-    SentencePiece takes them whole before it looks at any score. Bytes and control tokens are never made from text.
+    SentencePiece joins the neighbours whose union is the token of the highest score. As a list of merges this
+    is every cut of every token into two tokens, in the order of the scores; user-defined tokens come first,
+    since SentencePiece takes them whole before it looks at any score. Bytes and control tokens are never made
+    from text.
 
     Raises
     ------
@@ -197,7 +199,8 @@ def merges_from_scores(
     """
     if len(scores) != len(types):
         raise ModelLoadError(
-            f"the file has {len(scores)} tokenizer.ggml.scores for {len(types)} tokens and no merges; convert it again"
+            f"the file has {len(scores)} tokenizer.ggml.scores for {len(types)} tokens and no merges; "
+            "convert it again"
         )
     user_defined = [item for item in vocab.items() if types[item[1]] == TokenType.USER_DEFINED]
     normal = [item for item in vocab.items() if types[item[1]] == TokenType.NORMAL]
@@ -233,7 +236,8 @@ def _add_sequence_marks(tokenizer: Tokenizer, source: _Source) -> None:
             token = source.token(f"{name}_token_id")
             if token is None:
                 raise ModelLoadError(
-                    f"{source.path}: tokenizer.ggml.add_{name}_token is set without {name}_token_id; convert it again"
+                    f"{source.path}: tokenizer.ggml.add_{name}_token is set without {name}_token_id; "
+                    "convert it again"
                 )
             marks[name] = token
     set_sequence_marks(tokenizer, bos=marks.get("bos"), eos=marks.get("eos"))

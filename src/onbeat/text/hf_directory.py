@@ -2,8 +2,9 @@
 
 Notes
 -----
-The end-of-sequence tokens are tokenizer_config.json's `eos_token` and then those of generation_config.json, which
-names the end-of-turn token of chat models; config.json is asked only where there is no generation_config.json.
+The end-of-sequence tokens are tokenizer_config.json's `eos_token` and then those of generation_config.json,
+which names the end-of-turn token of chat models; config.json is asked only where there is no
+generation_config.json.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _read_backend(path: Path) -> Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Return a JSON object, or an empty one where the file does not exist: all but tokenizer.json are optional."""
+    """Return a JSON object, or an empty one where the (optional) file does not exist."""
     if not path.is_file():
         return {}
     try:
@@ -128,7 +129,7 @@ def _model_eos_ids(path: Path) -> list[int]:
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
-    """Return the template: chat_template.jinja, else tokenizer_config.json's own, of several the one named default."""
+    """Return chat_template.jinja, else tokenizer_config.json's template; of several the one named default."""
     file = path / "chat_template.jinja"
     if file.is_file():
         try:

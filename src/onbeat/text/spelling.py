@@ -1,7 +1,7 @@
 """How a vocabulary spells bytes: the byte alphabet of GPT-2, or SentencePiece's marks.
 
-Both are read off the tokenizer's decoder, so that joining the bytes of the tokens and decoding them as UTF-8 is
-what the decoder does.
+Both are read off the tokenizer's decoder, so that joining the bytes of the tokens and decoding them as UTF-8
+is what the decoder does.
 """
 
 from __future__ import annotations

@@ -36,12 +36,12 @@ class VocabularyTokenizer:
 
     Notes
     -----
-    Decoding joins the bytes of the tokens and reads them as UTF-8, each invalid part becoming one U+FFFD. Hence
-    decoding can go on token by token and still give the same text. Hugging Face's decoders differ in one case:
-    for SentencePiece they replace every byte of a run of byte tokens when any of it is invalid.
+    Decoding joins the bytes of the tokens and reads them as UTF-8, each invalid part becoming one U+FFFD.
+    Hence decoding can go on token by token and still give the same text. Hugging Face's decoders differ in
+    one case: for SentencePiece they replace every byte of a run of byte tokens when any of it is invalid.
 
-    Text that spells a special token is encoded to that token, as Hugging Face does by default: whoever can write
-    the prompt can write `<|im_end|>`. Spaces before punctuation are never removed on decoding.
+    Text that spells a special token is encoded to that token, as Hugging Face does by default: whoever can
+    write the prompt can write `<|im_end|>`. Spaces before punctuation are never removed on decoding.
     """
 
     def __init__(self, backend: Backend, roles: SpecialRoles) -> None:

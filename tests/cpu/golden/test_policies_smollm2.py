@@ -1,7 +1,7 @@
 """In float32, greedy tokens of SmolLM2-135M equal transformers' under every policy.
 
-The rule of exactness: a token may differ only where the reference's two largest logits are closer than 1e-4 (what
-float32 allows when sums run in another order); such places are counted, at most 1 in 10,000 tokens.
+The rule of exactness: a token may differ only where the reference's two largest logits are closer than 1e-4
+(what float32 allows when sums run in another order); such places are counted, at most 1 in 10,000 tokens.
 """
 
 from __future__ import annotations

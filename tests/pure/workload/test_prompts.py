@@ -103,6 +103,8 @@ class WordTokenizer:
     vocab_size = len(vocabulary)
     bos_token_id = 0
     eos_token_ids = (0,)
+    special_token_ids = frozenset({0})
+    strips_leading_space = False
     chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
