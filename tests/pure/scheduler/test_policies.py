@@ -6,6 +6,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from onbeat.core.request import FinishReason, SamplingParams
+from onbeat.core.step import ModelRunnerOutput
 from onbeat.scheduler.replica.policies import POLICIES, default_token_budget
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
@@ -226,6 +227,23 @@ class TestPrefixCache:
         assert resumed
         row = next(row for row in resumed[0].rows if row.request_id == "b")
         assert row.num_computed_tokens > 0
+
+
+def test_blocks_of_a_failed_request_are_not_found_again():
+    driver = driver_with("sarathi", make_request("a", 100, 20, salt="s"))
+    for _ in range(5):
+        driver.step()
+    scheduler = driver.scheduler
+    scheduled = scheduler.schedule(9.0)
+    assert scheduled is not None
+    outputs = scheduler.update(scheduled, ModelRunnerOutput([[]], failed={"a": "bad logits"}), 9.0)
+    assert outputs[0].finish_reason is FinishReason.ERROR
+    assert outputs[0].error == "bad logits"
+    scheduler.check_invariants()
+    assert scheduler.kv.pool.num_used_blocks == 0
+    driver.add(make_request("b", 100, 2, salt="s"))
+    scheduler.schedule(10.0)
+    assert scheduler.num_prefix_hits == 0
 
 
 class TestPriority:

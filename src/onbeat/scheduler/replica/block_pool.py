@@ -87,14 +87,12 @@ class BlockPool:
             self._id_of_hash[block_hash] = block_id
             self._hash_of_id[block_id] = block_hash
 
-    def forget_idle(self) -> int:
-        """Drop all idle cached content; return how many blocks became free."""
-        num_idle = len(self._idle_ids)
-        while self._idle_ids:
-            block_id, _ = self._idle_ids.popitem(last=False)
-            del self._id_of_hash[self._hash_of_id.pop(block_id)]
-            self._free_ids.append(block_id)
-        return num_idle
+    def unregister(self, block_ids: Iterable[int]) -> None:
+        """Make the content of blocks in use unfindable: nobody shall reuse it."""
+        for block_id in block_ids:
+            block_hash = self._hash_of_id.pop(block_id, None)
+            if block_hash is not None:
+                del self._id_of_hash[block_hash]
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

@@ -282,7 +282,8 @@ class Scheduler:
         return output
 
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
-        """End one request with an error; the others of its step go on."""
+        """End one request with an error; the others of its step go on, and nobody reuses its KV."""
+        self.kv.pool.unregister(state.block_ids)
         output = self._output(state, [], FinishReason.ERROR)
         output.error = message
         self._drop(state)
