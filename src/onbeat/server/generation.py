@@ -163,23 +163,27 @@ class Generator:
     async def _run_one(self, choice: Choice, options: TextOptions) -> AsyncGenerator[ChoiceDelta, None]:
         request = choice.request
         text = _ChoiceText(choice, self._tokenizer, options)
-        ended = FinishReason.ABORT
+        last: ChoiceDelta | None = None
+        ended, end = FinishReason.ABORT, None
         self._tracker.open(request)
         try:
             with self._lifecycle.engine_request(request.request_id):
                 async with aclosing(self._engine.generate(request)) as deliveries:
                     async for delivery in deliveries:
                         delta = text.take(delivery)
+                        if choice.finish_reason is not None:
+                            last, ended, end = delta, choice.finish_reason, delivery.time
+                            break
                         if delta is not None:
                             yield delta
-                        if choice.finish_reason is not None:
-                            ended = choice.finish_reason
-                            return
         except Exception:
             ended = FinishReason.ERROR
             raise
         finally:
-            self._tracker.close(request.request_id, ended, time.monotonic())
+            self._tracker.close(request.request_id, ended, time.monotonic() if end is None else end)
+        # Only now: after a stop string the engine must not go on while the client is slow to read.
+        if last is not None:
+            yield last
 
 
 async def _merge(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:

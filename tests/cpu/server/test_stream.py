@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
 from onbeat import __version__
+from onbeat.core.request import Request, SamplingParams
+from onbeat.metrics.tracker import RequestTracker
+from onbeat.server.generation import Choice, Generator, TextOptions
+from onbeat.server.lifecycle import Lifecycle
 from tests.cpu.server.running import HELLO, Served, parse_events
-from tests.fakes_engine import FakeEngine
+from tests.fakes_engine import EOS, ByteTokenizer, FakeEngine
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -119,6 +124,21 @@ async def test_no_stop_string_leaks(served: Served, engine: FakeEngine, tokens_p
     assert events[-2]["usage"]["completion_tokens"] == len("one two END")
     assert engine.aborted == [events[0]["id"]]
     assert engine.running_ids == set()
+
+
+async def test_a_stop_string_ends_the_request_before_its_text_is_sent(engine: FakeEngine) -> None:
+    tracker = RequestTracker()
+    generator = Generator(engine, ByteTokenizer(), Lifecycle(), tracker)
+    sampling = SamplingParams(max_tokens=100, stop_token_ids=(EOS,))
+    choice = Choice(
+        index=0, prompt_index=0, request=Request(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+    )
+    async with aclosing(generator.run([choice], TextOptions(stop=(",",)))) as deltas:
+        async for delta in deltas:
+            if delta.finish_reason is not None:
+                assert engine.aborted == ["r"]
+                return
+    pytest.fail("the choice did not finish")
 
 
 async def test_a_possible_stop_string_is_let_go_when_it_is_none(served: Served, engine: FakeEngine) -> None:
