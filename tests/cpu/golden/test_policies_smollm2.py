@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from onbeat.engine.models.model import Model
-from onbeat.engine.models.registry import load_model
+from onbeat.engine.models.registry import build_model
+from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
@@ -81,7 +82,7 @@ def reference(smollm2_gguf: Path) -> Reference:
 @pytest.fixture(scope="module")
 def model(smollm2_gguf: Path) -> Model:
     files = ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2")
-    return load_model(files, dtype=torch.float32, device=torch.device("cpu"))
+    return build_model(open_checkpoint(files), dtype=torch.float32, device=torch.device("cpu"))
 
 
 def check(reference: Reference, model: Model, lengths: tuple[int, ...], setting: Setting) -> Outcome:
