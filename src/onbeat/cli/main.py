@@ -9,7 +9,7 @@ from types import ModuleType
 
 from onbeat import __version__
 from onbeat.cli.args import Parser, parse, print_error
-from onbeat.core.errors import OnbeatError
+from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 
 COMMANDS = {
     "serve": "onbeat.cli.serve",
@@ -17,6 +17,7 @@ COMMANDS = {
     "models": "onbeat.cli.models",
 }
 
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 
@@ -35,13 +36,13 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 2 bad input, 130 interrupted."""
+    """Run one command and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
     try:
         args = parse(build_parser(), sys.argv[1:] if argv is None else argv)
         return int(args.run(args))
     except OnbeatError as error:
         print_error(str(error))
-        return EXIT_BAD_INPUT
+        return EXIT_BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else EXIT_FAILED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

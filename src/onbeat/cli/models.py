@@ -49,7 +49,8 @@ def show_progress() -> Iterator[Progress]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:>12}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     tasks: dict[str, TaskID] = {}
-    with ProgressBar(*columns, console=console, transient=True) as bar:
+    # Without a terminal rich would write an empty line for the bar.
+    with ProgressBar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
 
         def show(status: FetchStatus) -> None:
             if status.bytes_total is None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import importlib.util
+import json
+import shlex
+import signal
 import socket
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -18,14 +25,25 @@ from onbeat.cli.engine_args import (
     engine_config,
     model_name,
 )
-from onbeat.cli.serve_args import add_server_arguments, server_config
+from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
 from onbeat.core.errors import MissingExtra
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
 
+if TYPE_CHECKING:
+    from onbeat.core.protocols import EngineInfo
+    from onbeat.engine.core import EngineCore
+
 NAME = "serve"
 HELP = "serve a model behind an OpenAI-compatible API"
+
+SERVE_PACKAGES = (
+    *("fastapi", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "torch"),
+    *("uvicorn", "uvloop", "zmq"),
+)
+"""What the command imports of the serve extra, at once or later."""
+EXIT_TERMINATED = 128 + signal.SIGTERM
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +57,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; return the exit code."""
-    try:
-        import uvloop
+    _check_extra()
+    import uvloop
 
-        from onbeat.server.run import bind, check_tls
-    except ModuleNotFoundError as error:
-        raise MissingExtra(
-            f"onbeat serve needs {error.name!r}, which is not installed: pip install 'onbeat[serve]'"
-        ) from error
+    from onbeat.server.run import bind, check_tls
+
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
@@ -56,8 +71,16 @@ def run(args: argparse.Namespace) -> int:
         files = _find_model(args, console)
         engine = engine_config(args, files)
         _set_up_logging(args.log_level)
-        uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
-    return 0
+        return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
+
+
+def _check_extra() -> None:
+    """Look for the packages of the serve extra, without the seconds that importing them takes."""
+    for name in SERVE_PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            raise MissingExtra(
+                f"onbeat serve needs {name!r}, which is not installed: pip install 'onbeat[serve]'"
+            )
 
 
 def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
@@ -71,7 +94,8 @@ def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
             needs_weights=args.load_format != "dummy",
             progress=progress,
         )
-    console.print(f"model {files.name}: {files.path}")
+    if files.name != str(files.path):
+        console.print(f"model {files.name}: {files.path}", markup=False)
     return files
 
 
@@ -81,8 +105,7 @@ async def _serve(
     engine: EngineConfig,
     sock: socket.socket,
     announcer: _Announcer,
-) -> None:
-    from onbeat.engine.build import build_engine
+) -> int:
     from onbeat.engine.client import ProcessEngineClient
     from onbeat.metrics.timeline import open_timeline
     from onbeat.server.app import create_app
@@ -93,15 +116,47 @@ async def _serve(
 
     tokenizer = load_tokenizer(args.tokenizer or engine.model.path)
     chat_template = load_chat_template(tokenizer, args.chat_template)
-    async with ProcessEngineClient(partial(build_engine, engine), on_progress=announcer.say) as client:
-        with ExitStack() as stack:
-            listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
+        client = ProcessEngineClient(partial(_build_engine, engine), on_progress=announcer.say)
+        if not await _finishes_before_sigterm(client.start):
+            return EXIT_TERMINATED
+        async with client:
             telemetry = Telemetry(config, client.info.model_name, listeners)
             client.add_observer(telemetry.tracker)
             app = create_app(client, tokenizer, chat_template, config, telemetry)
             served_name = (*config.served_model_names, client.info.model_name)[0]
-            on_started = partial(announcer.ready, model=served_name, is_chat=chat_template is not None)
-            await serve(app, config, sock, on_started=on_started)
+            ready = partial(
+                announcer.ready,
+                model=served_name,
+                is_chat=chat_template is not None,
+                needs_key=bool(config.api_keys),
+            )
+            await serve(app, config, sock, on_started=ready)
+            client.check_alive()
+    return 0
+
+
+def _build_engine(config: EngineConfig, on_progress: Callable[[str], None]) -> tuple[EngineCore, EngineInfo]:
+    """Build the engine; torch is imported in the engine's process and only there."""
+    from onbeat.engine.build import build_engine
+
+    return build_engine(config, on_progress)
+
+
+async def _finishes_before_sigterm(start: Callable[[], Awaitable[None]]) -> bool:
+    """Wait for the start; a SIGTERM meanwhile gives it up (Ctrl-C raises KeyboardInterrupt by itself)."""
+    loop = asyncio.get_running_loop()
+    starting = asyncio.ensure_future(start())
+    loop.add_signal_handler(signal.SIGTERM, starting.cancel)
+    try:
+        await asyncio.wait({starting})
+    finally:
+        loop.remove_signal_handler(signal.SIGTERM)
+    if starting.cancelled():
+        return False
+    await starting  # raises what it raised
+    return True
 
 
 class _Announcer:
@@ -114,18 +169,23 @@ class _Announcer:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def ready(self, url: str, *, model: str, is_chat: bool) -> None:
-        path, field = "completions", '"prompt": "The sky is blue because"'
-        if is_chat:
-            path, field = (
-                "chat/completions",
-                '"messages": [{"role": "user", "content": "Why is the sky blue?"}]',
-            )
+    def ready(self, url: str, *, model: str, is_chat: bool, needs_key: bool) -> None:
         self.say(f"ready in {time.monotonic() - self._started:.1f} s: {url} (API docs: {url}/docs). Try:")
-        self.say(
-            f"  curl {url}/v1/{path} -H 'Content-Type: application/json' \\\n"
-            f'    -d \'{{"model": "{model}", {field}, "max_tokens": 64}}\''
-        )
+        self.say(example_request(url, model, is_chat=is_chat, needs_key=needs_key))
+
+
+def example_request(url: str, model: str, *, is_chat: bool, needs_key: bool) -> str:
+    """Return a curl command for a POSIX shell; with API keys it takes one from $ONBEAT_API_KEY."""
+    body: dict[str, Any] = {"model": model}
+    if is_chat:
+        body["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
+    else:
+        body["prompt"] = "The sky is blue because"
+    body["max_tokens"] = 64
+    path = "chat/completions" if is_chat else "completions"
+    key = f' -H "Authorization: Bearer ${API_KEY_VARIABLE}"' if needs_key else ""
+    data = shlex.quote(json.dumps(body, ensure_ascii=False))
+    return f"  curl {url}/v1/{path} -H 'Content-Type: application/json'{key} \\\n    -d {data}"
 
 
 def _set_up_logging(level: str) -> None:

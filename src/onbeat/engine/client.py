@@ -94,8 +94,51 @@ class ProcessEngineClient:
         """Let one more object see the step messages from now on."""
         self._observers.append(observer)
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if the process has ended."""
+        if not self._is_alive:
+            raise EngineDead(_DEAD_MESSAGE)
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready; entering the client does it if it is not done.
+
+        Raises
+        ------
+        ConfigError : the engine cannot be built as configured.
+        EngineDead : the process ended or failed.
+        """
+        self._folder = tempfile.TemporaryDirectory(prefix="onbeat-")
+        folder = Path(self._folder.name)
+        addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
+        self._context = zmq.asyncio.Context()
+        # A connecting socket without a limit queues messages at once, also before the engine has bound:
+        # sending never blocks and needs no asyncio socket.
+        self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
+        self._inbox = self._context.socket(zmq.PULL)
+        for socket in (self._outbox, self._inbox):
+            socket.set_hwm(0)
+            socket.linger = 0
+        self._outbox.connect(addresses.to_engine)
+        self._inbox.bind(addresses.from_engine)
+        # spawn: a forked child would inherit the event loop and its sockets
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=run_engine_process, args=(self._build, addresses), name="onbeat-engine", daemon=True
+        )
+        self._process.start()
+        self._ended = asyncio.Event()
+        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_process_end)
+        try:
+            self._info = await self._wait_until_ready()
+        except BaseException:
+            self._process.kill()  # it reads no messages before it is ready, and there is nothing to save
+            await self._stop()
+            raise
+        self._is_alive = True
+        self._reader = asyncio.create_task(self._read(), name="onbeat-engine-reader")
+
     async def __aenter__(self) -> ProcessEngineClient:
-        await self._start()
+        if self._info is None:
+            await self.start()
         return self
 
     async def __aexit__(
@@ -107,8 +150,7 @@ class ProcessEngineClient:
         await self._stop()
 
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
-        if not self._is_alive:
-            raise EngineDead(_DEAD_MESSAGE)
+        self.check_alive()
         request_id = request.request_id
         if request_id in self._streams:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
@@ -139,35 +181,6 @@ class ProcessEngineClient:
 
     # --- life of the process --------------------------------------------------------------------------
 
-    async def _start(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="onbeat-")
-        folder = Path(self._folder.name)
-        addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
-        self._context = zmq.asyncio.Context()
-        # A connecting socket without a limit queues messages at once, also before the engine has bound:
-        # sending never blocks and needs no asyncio socket.
-        self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
-        self._inbox = self._context.socket(zmq.PULL)
-        for socket in (self._outbox, self._inbox):
-            socket.set_hwm(0)
-            socket.linger = 0
-        self._outbox.connect(addresses.to_engine)
-        self._inbox.bind(addresses.from_engine)
-        # spawn: a forked child would inherit the event loop and its sockets
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine_process, args=(self._build, addresses), name="onbeat-engine", daemon=True
-        )
-        self._process.start()
-        self._ended = asyncio.Event()
-        asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_process_end)
-        try:
-            self._info = await self._wait_until_ready()
-        except BaseException:
-            await self._stop()
-            raise
-        self._is_alive = True
-        self._reader = asyncio.create_task(self._read(), name="onbeat-engine-reader")
-
     async def _wait_until_ready(self) -> EngineInfo:
         ended = asyncio.create_task(self._ended.wait())
         try:
@@ -194,6 +207,8 @@ class ProcessEngineClient:
     def _on_process_end(self) -> None:
         """Fail every open stream: nobody may wait for an engine that is gone."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        if self._is_alive:
+            logger.error("the engine process has ended (exit code %s)", self._process.exitcode)
         self._is_alive = False
         self._ended.set()
         for stream in self._streams.values():

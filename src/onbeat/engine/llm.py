@@ -50,7 +50,8 @@ class LLM:
     """
 
     def __init__(self, model: str | None = None, **engine_options: Any) -> None:
-        files = resolve_model(model or DEFAULT_MODEL)
+        needs_weights = engine_options.get("load_format") != "dummy"
+        files = resolve_model(model or DEFAULT_MODEL, needs_weights=needs_weights)
         self.tokenizer: Tokenizer = load_tokenizer(files.path)
         self._chat_template = load_chat_template(self.tokenizer, None)
         self._core, self.info = build_engine(EngineConfig(model=files, **engine_options), _ignore)

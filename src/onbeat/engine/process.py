@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import signal
 import time
@@ -78,7 +79,9 @@ class _EngineLoop:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
-        self._parent_id = os.getppid()
+        # Not getppid(): the parent may have died while the model was loaded.
+        parent = multiprocessing.parent_process()
+        self._parent_id = parent.pid if parent else os.getppid()
         self._next_parent_check = 0.0
         self._stopped = False
 
