@@ -67,18 +67,25 @@ def normalise(argument: str) -> str:
 
 
 def insert_config_file(arguments: list[str]) -> list[str]:
-    """Replace `--config FILE` by the flags in the file, put before the others so that those win."""
-    for index, argument in enumerate(arguments):
-        flag, equals, value = argument.partition("=")
-        if flag != "--config":
-            continue
-        if not equals and index + 1 == len(arguments):
-            return arguments  # argparse says that the value is missing
-        path = value if equals else arguments[index + 1]
-        rest = arguments[:index] + arguments[index + (1 if equals else 2) :]
-        words = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
-        return rest[:words] + read_config_flags(Path(path)) + rest[words:]
-    return arguments
+    """Replace `--config FILE` by the flags in the file, put before the others so that those win.
+
+    Raises
+    ------
+    ConfigError : the file cannot be used, or two are given.
+    """
+    found = [index for index, argument in enumerate(arguments) if argument.partition("=")[0] == "--config"]
+    if not found:
+        return arguments
+    if len(found) > 1:
+        raise ConfigError("--config is given more than once; put all flags in one file")
+    index = found[0]
+    _, equals, path = arguments[index].partition("=")
+    if not equals and index + 1 == len(arguments):
+        return arguments  # argparse says that the value is missing
+    path = path if equals else arguments[index + 1]
+    rest = arguments[:index] + arguments[index + (1 if equals else 2) :]
+    words = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
+    return rest[:words] + read_config_flags(Path(path)) + rest[words:]
 
 
 def read_config_flags(path: Path) -> list[str]:
@@ -98,6 +105,8 @@ def read_config_flags(path: Path) -> list[str]:
     flags: list[str] = []
     for key, value in content.items():
         flag = "--" + str(key).replace("_", "-")
+        if flag == "--config":
+            raise ConfigError(f"{path}: a configuration file cannot name another ({key!r})")
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list):

@@ -91,7 +91,10 @@ def model_name(args: argparse.Namespace) -> str:
     ConfigError : two different models were given.
     """
     if args.model and args.model_positional and args.model != args.model_positional:
-        raise ConfigError(f"two models are given: {args.model_positional} and --model {args.model}; give one")
+        raise ConfigError(
+            f"two models are given: {args.model_positional} and --model {args.model} (a --config file counts "
+            "too); give one"
+        )
     return str(args.model or args.model_positional or DEFAULT_MODEL)
 
 

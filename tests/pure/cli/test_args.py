@@ -1,0 +1,151 @@
+"""The strict parser: what it takes, what it refuses, and how it says so."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.cli.args import count, flags_of, normalise, parse
+from onbeat.cli.engine_args import model_name
+from onbeat.cli.main import build_parser, main
+from onbeat.core.errors import ConfigError
+from onbeat.hub.known import DEFAULT_MODEL
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+def serve(*arguments: str) -> argparse.Namespace:
+    return parse(build_parser(), ["serve", *arguments])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run the command; return its one line on stderr."""
+    try:
+        assert main(arguments) == 2
+    except SystemExit as stop:
+        assert stop.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.endswith("\n")
+    assert captured.err.count("\n") == 1
+    assert "error: " in captured.err
+    return captured.err
+
+
+def sub_parser(*names: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = build_parser()
+    for name in names:
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        parser = commands.choices[name]
+    return parser
+
+
+@pytest.mark.parametrize(
+    ("file", "names"),
+    [("serve_flags.txt", ("serve",)), ("bench_serve_flags.txt", ("bench", "serve"))],
+)
+def test_flags_are_frozen(file: str, names: tuple[str, ...]) -> None:
+    """A new flag is a decision: whoever adds one also adds it to the file."""
+    assert flags_of(sub_parser(*names)) == (DATA / file).read_text().splitlines()
+
+
+def test_every_flag_of_serve_is_explained() -> None:
+    assert [action.dest for action in sub_parser("serve")._actions if not action.help] == []
+
+
+@pytest.mark.parametrize("command", [(), ("serve",), ("bench",), ("bench", "serve"), ("models",)])
+def test_help_can_be_shown(command: tuple[str, ...]) -> None:
+    assert "--help" in sub_parser(*command).format_help()  # a stray % in a help text would raise
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["serve", "--max-model-lem", "8"], "unknown flag --max-model-lem; did you mean --max-model-len?"),
+        (["serve", "--max_modl_len=8"], "unknown flag --max-modl-len; did you mean --max-model-len?"),
+        (["serve", "--qqq"], "unknown flag --qqq (see onbeat serve --help)"),
+        (["serve", "--max-model", "8"], "unknown flag --max-model"),  # no abbreviations
+        (["serve", "a.gguf", "b.gguf"], "unexpected argument 'b.gguf'"),
+        (["serve", "-x"], "unknown flag -x"),
+        (["bench", "serve", "--max-concurency", "8"], "did you mean --max-concurrency?"),
+        (["serve", "--policy", "fifo"], "invalid choice: 'fifo'"),
+        (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
+        (["serve", "--port", "http"], "--port"),
+        (["serve", "--port"], "expected one argument"),
+        (["serve", "--max-model-len", "many"], "expected a whole number such as 4096, 32k"),
+        (["serve", "--config"], "expected one argument"),
+        (["serv"], "invalid choice: 'serv'"),
+        ([], "required: COMMAND"),
+        (["--no-such"], "required: COMMAND"),
+        (["bench"], "required: COMMAND"),
+    ],
+)
+def test_what_is_not_understood_is_one_line(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert expected in refusal(capsys, *arguments)
+
+
+def test_underscores_are_dashes() -> None:
+    assert serve("--max_model_len", "64", "--no_log_requests") == serve(
+        "--max-model-len=64", "--no-log-requests"
+    )
+    assert normalise("--chat_template=/a_b/c_d") == "--chat-template=/a_b/c_d"
+    assert normalise("a_b") == "a_b"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4096", 4096),
+        ("32k", 32_000),
+        ("1.5k", 1500),
+        ("32K", 32_768),
+        ("2m", 2_000_000),
+        ("2M", 2 * 2**20),
+        ("4g", 4 * 10**9),
+        ("4G", 4 * 2**30),
+        ("4GB", 4 * 2**30),
+        ("4GiB", 4 * 2**30),
+        (" 7 ", 7),
+    ],
+)
+def test_count(text: str, value: int) -> None:
+    assert count(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["", "k", "4Q", "four", "1.5", "nan", "infk", "nanG", "0x10", "4 000", "4kG"]
+)
+def test_a_bad_count_is_named(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="expected a whole number"):
+        count(text)
+
+
+@given(st.text(max_size=8))
+def test_count_gives_a_number_or_its_own_error(text: str) -> None:
+    try:
+        value = count(text)
+    except argparse.ArgumentTypeError:
+        return
+    assert isinstance(value, int)
+
+
+def test_model_by_position_or_by_flag() -> None:
+    assert model_name(serve()) == DEFAULT_MODEL
+    assert model_name(serve("a.gguf")) == "a.gguf"
+    assert model_name(serve("--model", "a.gguf")) == "a.gguf"
+    assert model_name(serve("a.gguf", "--model", "a.gguf")) == "a.gguf"
+    with pytest.raises(ConfigError, match=r"two models are given: a\.gguf and --model b\.gguf"):
+        model_name(serve("a.gguf", "--model", "b.gguf"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == "onbeat 0.1.0\n"

@@ -1,0 +1,96 @@
+"""`--config FILE.yaml`: flags from a file, the command line winning."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli.args import parse
+from onbeat.cli.main import build_parser
+from onbeat.core.errors import ConfigError
+from tests.pure.cli.test_args import refusal
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "model: a.gguf\n"
+        "max_model_len: 64\n"
+        "max-num-seqs: 2k\n"
+        "log-requests: false\n"
+        "async-scheduling: true\n"
+        "served-model-name: [first, second]\n"
+        "host: '::1'\n"
+    )
+    return path
+
+
+def serve(*arguments: str | Path) -> argparse.Namespace:
+    return parse(build_parser(), ["serve", *map(str, arguments)])
+
+
+def test_a_file_gives_flags(file: Path) -> None:
+    args = serve("--config", file)
+    assert args.model == "a.gguf"
+    assert args.max_model_len == 64
+    assert args.max_num_seqs == 2000
+    assert args.log_requests is False
+    assert args.async_scheduling is True
+    assert args.served_model_name == ["first", "second"]
+    assert args.host == "::1"
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_command_line_wins(file: Path, order: str) -> None:
+    flags: list[str] = ["--max-model-len", "128", "--log-requests", "--served-model-name", "mine"]
+    config = [f"--config={file}"]
+    args = serve(*(config + flags if order == "before" else flags + config))
+    assert args.max_model_len == 128
+    assert args.log_requests is True
+    assert args.served_model_name == ["mine"]
+    assert args.max_num_seqs == 2000
+
+
+def test_a_model_by_position_and_a_file(file: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text("port: 1\n")
+    assert serve("m.gguf", "--config", other).model_positional == "m.gguf"
+    assert serve("--config", other, "m.gguf").model_positional == "m.gguf"
+    assert serve("--config", other, "m.gguf").port == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("max-model-lem: 8\n", "unknown flag --max-model-lem; did you mean --max-model-len?"),
+        ("policy: fifo\n", "invalid choice: 'fifo'"),
+        ("- max-model-len\n", "must be a mapping"),
+        ("just text\n", "must be a mapping"),
+        ("", "must be a mapping"),
+        ("host: {name: x}\n", "'host' is {'name': 'x'}; a flag takes a plain value or a list"),
+        ("host:\n", "'host' is None"),
+        ("a: b: c\n", "cannot read the configuration file"),
+        ("config: other.yaml\n", "cannot name another"),
+        ("!!python/object/apply:os.getcwd []\n", "cannot read the configuration file"),
+        (b"\xff\xfe\x00", "cannot read the configuration file"),
+    ],
+)
+def test_a_bad_file_is_one_line(
+    content: str | bytes, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    assert expected in refusal(capsys, "serve", "--config", str(path))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "No such file" in refusal(capsys, "serve", "--config", str(tmp_path / "none.yaml"))
+    assert "Is a directory" in refusal(capsys, "serve", "--config", str(tmp_path))
+
+
+def test_two_files_are_refused(file: Path) -> None:
+    with pytest.raises(ConfigError, match="--config is given more than once"):
+        serve("--config", file, f"--config={file}")

@@ -1,0 +1,100 @@
+"""`onbeat serve` before any model is loaded: settings, the missing extra, the example it prints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli.args import parse
+from onbeat.cli.main import build_parser
+from onbeat.cli.serve import SERVE_PACKAGES, example_request
+from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
+from onbeat.core.errors import ConfigError
+from onbeat.server.config import ServerConfig
+
+
+def config(*arguments: str) -> ServerConfig:
+    return server_config(parse(build_parser(), ["serve", *arguments]))
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+
+def test_defaults_open_nothing_to_the_network() -> None:
+    defaults = config()
+    assert defaults.host == "127.0.0.1"
+    assert defaults.port == 8000
+    assert defaults.allowed_origins == ()
+
+
+def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# team\nfrom-file \n\nsecond\n")
+    monkeypatch.setenv(API_KEY_VARIABLE, "from-environment")
+    keys = config("--api-key", "one", "two", "--api-key-file", str(file)).api_keys
+    assert keys == ("one", "two", "from-file", "second", "from-environment")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--port", "70000"], "port is 70000"),
+        (["--max-n", "0"], "max_n is 0"),
+        (["--max-body-bytes", "0"], "max_body_bytes is 0"),
+        (["--shutdown-timeout", "-1"], "shutdown_timeout is -1"),
+        (["--api-key", ""], "API key is empty"),
+        (["--ssl-keyfile", "key.pem"], "TLS needs both"),
+        (["--api-key-file", "/no/such/file"], "cannot read the API keys"),
+    ],
+)
+def test_settings_that_cannot_be(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        config(*arguments)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n# only a comment\n", b"\xff\xfe"])
+def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match="API key"):
+        config("--api-key-file", str(file))
+
+
+@pytest.mark.parametrize("package", SERVE_PACKAGES)
+def test_a_missing_package_of_the_extra_is_named_with_its_cure(package: str) -> None:
+    code = f"import sys; sys.modules[{package!r}] = None\n"
+    code += "from onbeat.cli.main import main; sys.exit(main(['serve']))"
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr == (
+        f"onbeat: error: onbeat serve needs '{package}', which is not installed: "
+        "pip install 'onbeat[serve]'\n"
+    )
+
+
+@pytest.mark.parametrize("model", ["plain", 'it\'s "quoted" $HOME `ls` \\n', "/a b/ü.gguf"])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_the_example_survives_the_shell(model: str, is_chat: bool) -> None:
+    example = example_request("http://127.0.0.1:8000", model, is_chat=is_chat, needs_key=True)
+    shown = subprocess.run(
+        ["sh", "-c", example.replace("curl", "printf '%s\\n'", 1)],
+        env={API_KEY_VARIABLE: "secret"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    path = "chat/completions" if is_chat else "completions"
+    assert shown[0] == f"http://127.0.0.1:8000/v1/{path}"
+    assert "Authorization: Bearer secret" in shown
+    assert json.loads(shown[-1])["model"] == model
+
+
+def test_the_example_has_no_key_where_none_is_needed() -> None:
+    example = example_request("http://127.0.0.1:8000", "m", is_chat=True, needs_key=False)
+    assert "Authorization" not in example
