@@ -20,7 +20,7 @@ def main() -> None:
         # Four samples of one prompt: prompt i uses seed + i, so a second run prints the same.
         sampling = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, seed=7)
         for generation in llm.generate(["Once upon a time"] * 4, sampling, stop=["."]):
-            print(f"  {generation.text!r} ({generation.num_cached_tokens} prompt tokens cached)")
+            print(f"  {generation.text!r}")
 
         answer = llm.chat([{"role": "user", "content": "Why is the sky blue?"}], greedy)
         print(answer.text)
