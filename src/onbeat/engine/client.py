@@ -208,6 +208,7 @@ class ProcessEngineClient:
         """Fail every open stream: nobody may wait for an engine that is gone."""
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         if self._is_alive:
+            self._process.join()  # its files are closed; its exit code follows within milliseconds
             logger.error("the engine process has ended (exit code %s)", self._process.exitcode)
         self._is_alive = False
         self._ended.set()

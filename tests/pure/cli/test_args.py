@@ -24,10 +24,12 @@ def serve(*arguments: str) -> argparse.Namespace:
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run the command; return its one line on stderr."""
+    code: object
     try:
-        assert main(arguments) == 2
+        code = main(arguments)
     except SystemExit as stop:
-        assert stop.code == 2
+        code = stop.code
+    assert code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.endswith("\n")

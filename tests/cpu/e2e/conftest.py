@@ -1,0 +1,26 @@
+"""Servers that tests share: starting one takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cpu.e2e.program import SMALL, ServerProgram, serving
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+
+SMOLLM2_FLAGS = (*SMALL, "--dtype", "float32", "--served-model-name", "smollm2", "--max-num-seqs", "16")
+
+
+@pytest.fixture(scope="session")
+def smollm2_server(smollm2_gguf: Path) -> Iterator[ServerProgram]:
+    """The embedded model behind the real program, for tests that leave it as they found it."""
+    with serving(smollm2_gguf, *SMOLLM2_FLAGS) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def tiny_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model without weights; a request may run for a minute."""
+    return write_tiny_directory(tmp_path_factory.mktemp("models") / "tiny")

@@ -1,0 +1,159 @@
+"""Run the `onbeat` program as its user does: a process, its output, signals."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+START_SECONDS = 60.0
+
+
+def command_line(*arguments: str | Path) -> list[str]:
+    """Return the command that runs `onbeat` with these arguments."""
+    return [sys.executable, "-m", "onbeat.cli.main", *map(str, arguments)]
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """Return this process's environment, changed; None removes a variable."""
+    merged = {**os.environ, **changes}
+    return {name: value for name, value in merged.items() if value is not None}
+
+
+class ServerProgram:
+    """A running `onbeat serve`; `url` is known once it is ready."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.url = ""
+        self.lines: list[str] = []
+        self._ready = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            if found := re.search(r"ready in .*?(https?://\S+)", line):
+                self.url = found[1]
+                self._ready.set()
+        self._ready.set()
+
+    def wait_until_ready(self) -> None:
+        self._ready.wait(START_SECONDS)
+        assert self.url, f"the server did not start: {self.lines}"
+
+    @property
+    def engine_pid(self) -> int:
+        """The process id of the engine; the server's other child is multiprocessing's own helper."""
+        pid = self.process.pid
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return int(child)
+        raise AssertionError("the server has no engine process")
+
+    def example(self) -> str:
+        """Return the command that the ready line tells to try."""
+        wait_for(lambda: any(line.lstrip().startswith("-d ") for line in self.lines))
+        start = next(i for i, line in enumerate(self.lines) if line.startswith("  curl "))
+        return "\n".join(self.lines[start : start + 2])
+
+    def send_signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def press_ctrl_c(self) -> None:
+        """Send SIGINT to the server and its children, as a terminal does."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def exit_code(self, timeout: float = 15.0) -> int:
+        """Wait for the end; the program's output is complete then."""
+        code = self.process.wait(timeout)
+        self._reader.join(5)
+        return code
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics by name; those with labels as `name{value,value}`."""
+        return read_metrics(httpx.get(f"{self.url}/metrics").text)
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = ",".join(str(value) for value in sample.labels.values())
+            values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+    return values
+
+
+@contextmanager
+def serving(*arguments: str | Path, env: dict[str, str] | None = None) -> Iterator[ServerProgram]:
+    """Run `onbeat serve` on a free port until the block ends."""
+    with starting(*arguments, env=env) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@contextmanager
+def starting(*arguments: str | Path, env: dict[str, str] | None = None) -> Iterator[ServerProgram]:
+    """Start `onbeat serve`; it may not be ready yet, or never get so."""
+    process = subprocess.Popen(
+        command_line("serve", *arguments, "--port", "0"),
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        start_new_session=True,  # a process group of its own, as a shell gives it
+    )
+    server = ServerProgram(process)
+    try:
+        yield server
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        server._reader.join(5)
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def run_program(
+    *arguments: str | Path, env: dict[str, str] | None = None, timeout: float = 60.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command_line(*arguments), capture_output=True, text=True, env=env, timeout=timeout, check=False
+    )
+
+
+def wait_for(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    """Wait until a condition holds."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Return whether a process is there and not a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+SMALL = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "128M", "--threads", "1")
+"""Limits that start quickly and leave memory to the other tests."""

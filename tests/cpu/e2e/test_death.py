@@ -1,0 +1,160 @@
+"""How the program ends: drained, hurried, orphaned, or with a dead engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cpu.e2e.program import SMALL, ServerProgram, is_running, serving, starting, wait_for
+
+TINY_FLAGS = ("--load-format", "dummy", "--dtype", "float32", *SMALL[2:], "--max-model-len", "32k")
+
+
+class Stream:
+    """A streamed completion read in a thread; its events are gathered until it ends."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        self._url = url
+        self._fields = {"prompt": "a", "stream": True, "ignore_eos": True, **fields}
+        self.events: list[bytes] = []
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", f"{self._url}/v1/completions", json=self._fields, timeout=60) as reply:
+                # Not iter_lines(): it also splits at separators that random bytes of a text may form.
+                data = b""
+                for piece in reply.iter_bytes():
+                    *events, data = (data + piece).split(b"\n\n")
+                    self.events += [event.removeprefix(b"data: ") for event in events]
+        except Exception as error:
+            self.error = error
+
+    def wait_until_flowing(self) -> None:
+        wait_for(lambda: len(self.events) > 5)
+
+    def end(self, timeout: float = 20.0) -> list[Any]:
+        """Wait for the regular end of the stream and return its events before `[DONE]`."""
+        self._thread.join(timeout)
+        assert not self._thread.is_alive(), "the stream hangs"
+        assert self.error is None, self.error
+        assert self.events[-1] == b"[DONE]"
+        return [json.loads(event) for event in self.events[:-1]]
+
+
+@pytest.fixture
+def server(tiny_directory: Path) -> Iterator[ServerProgram]:
+    with serving(tiny_directory, *TINY_FLAGS) as program:
+        yield program
+
+
+def status(url: str) -> int:
+    return httpx.get(url, timeout=5).status_code
+
+
+def test_a_killed_engine_ends_streams_and_is_told(server: ServerProgram) -> None:
+    streams = [Stream(server.url, max_tokens=30_000) for _ in range(3)]
+    for stream in streams:
+        stream.wait_until_flowing()
+    os.kill(server.engine_pid, signal.SIGKILL)
+    killed = time.monotonic()
+    for stream in streams:
+        last = stream.end(timeout=3)[-1]
+        assert "engine process has ended" in last["error"]["message"]
+    wait_for(lambda: status(f"{server.url}/health") == 503, timeout=2)
+    assert time.monotonic() - killed < 3
+    assert status(f"{server.url}/ready") == 503
+    reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=5)
+    assert reply.status_code == 503
+    assert "engine process has ended" in reply.json()["error"]["message"]
+    assert status(f"{server.url}/metrics") == 200
+    server.send_signal(signal.SIGTERM)
+    assert server.exit_code(5) == 1
+    assert server.lines[-1].startswith("onbeat: error: the engine process has ended")
+    assert any("exit code -9" in line for line in server.lines)
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_sigterm_drains_then_exits_with_0(server: ServerProgram) -> None:
+    engine = server.engine_pid
+    stream = Stream(server.url, max_tokens=1500)
+    stream.wait_until_flowing()
+    server.send_signal(signal.SIGTERM)
+    wait_for(lambda: status(f"{server.url}/ready") == 503, timeout=2)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=5).status_code == 503
+    assert stream.end()[-1]["choices"][0]["finish_reason"] == "length"
+    assert server.exit_code() == 0
+    assert not is_running(engine)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_stops_at_once(server: ServerProgram, second: signal.Signals) -> None:
+    engine = server.engine_pid
+    stream = Stream(server.url, max_tokens=30_000)
+    stream.wait_until_flowing()
+    server.send_signal(signal.SIGTERM)
+    wait_for(lambda: status(f"{server.url}/ready") == 503, timeout=2)
+    assert server.process.poll() is None
+    server.send_signal(second)
+    assert server.exit_code(5) == 0
+    assert stream.end(timeout=1)[-1]["error"]["code"] == "aborted"
+    assert not is_running(engine)
+
+
+def test_the_engine_of_a_killed_server_ends_by_itself(server: ServerProgram) -> None:
+    engine = server.engine_pid
+    stream = Stream(server.url, max_tokens=30_000)
+    stream.wait_until_flowing()
+    server.send_signal(signal.SIGKILL)
+    server.exit_code()
+    wait_for(lambda: not is_running(engine), timeout=5)
+
+
+def test_a_server_killed_while_it_loads_leaves_no_engine(tiny_directory: Path) -> None:
+    with starting(tiny_directory, *TINY_FLAGS) as server:
+        engine = wait_for_engine(server)
+        server.send_signal(signal.SIGKILL)
+        server.process.wait(5)
+        wait_for(lambda: not is_running(engine), timeout=20)
+
+
+def test_sigterm_while_it_loads_stops_at_once(tiny_directory: Path) -> None:
+    with starting(tiny_directory, *TINY_FLAGS) as server:
+        engine = wait_for_engine(server)
+        server.send_signal(signal.SIGTERM)
+        assert server.exit_code(2) == 143
+        assert not is_running(engine)
+        assert server.lines == []
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.1, 0.5])
+def test_ctrl_c_while_it_loads_stops_at_once(tiny_directory: Path, delay: float) -> None:
+    with starting(tiny_directory, *TINY_FLAGS) as server:
+        engine = wait_for_engine(server)
+        time.sleep(delay)
+        server.press_ctrl_c()
+        assert server.exit_code(2) == 130
+        assert not is_running(engine)
+        assert server.lines == []
+
+
+def wait_for_engine(server: ServerProgram) -> int:
+    def has_engine() -> bool:
+        try:
+            return bool(server.engine_pid)
+        except (AssertionError, FileNotFoundError):
+            return False
+
+    wait_for(has_engine, timeout=20)
+    return server.engine_pid
