@@ -42,10 +42,10 @@ class BlockPool:
         ref_counts = self._ref_counts
         return sum(ref_counts[block_id] == 0 for block_id in block_ids)
 
-    def num_exclusive(self, block_ids: Iterable[int]) -> int:
-        """Count the blocks that `release` would return to the free space."""
+    def exclusive_ids(self, block_ids: Iterable[int]) -> list[int]:
+        """Return the blocks that `release` would return to the free space."""
         ref_counts = self._ref_counts
-        return sum(ref_counts[block_id] == 1 for block_id in block_ids)
+        return [block_id for block_id in block_ids if ref_counts[block_id] == 1]
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Take one more reference to blocks that carry content."""

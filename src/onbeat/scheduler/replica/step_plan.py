@@ -48,6 +48,8 @@ class StepPlan:
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
         self.ran_out_of_blocks = False
+        self._freed_block_ids: set[int] = set()
+        """Blocks that the preemptions of this plan give back."""
 
     @property
     def is_empty(self) -> bool:
@@ -116,16 +118,18 @@ class StepPlan:
         head = self._waiting.peek() if order.preempts else None
         if head is None or head.num_in_flight_tokens:
             return
-        num_needed = self._num_new_blocks(self._kv.match(head), reservation.num_tokens(head))
-        num_needed += self._num_spare_blocks(reservation)
-        num_kept, num_blocks_left = self.num_kept, self.num_blocks_left
+        cached_block_ids, num_reserved = self._kv.match(head), reservation.num_tokens(head)
         head_rank = order.rank(head.request)
-        while num_kept == self._config.max_num_seqs or num_needed > num_blocks_left:
-            if num_kept == 0 or order.rank(self.running[num_kept - 1].request) <= head_rank:
+        before = (self.num_kept, self.num_blocks_left)
+        while self.num_kept == self._config.max_num_seqs or (
+            self._num_new_blocks(cached_block_ids, num_reserved) + self._num_spare_blocks(reservation)
+            > self.num_blocks_left
+        ):
+            if self.num_kept == 0 or order.rank(self.running[self.num_kept - 1].request) <= head_rank:
+                self.num_kept, self.num_blocks_left = before  # it would not fit all the same
+                self._freed_block_ids.clear()
                 return
-            num_kept -= 1
-            num_blocks_left += self._kv.pool.num_exclusive(self.running[num_kept].block_ids)
-        self.num_kept, self.num_blocks_left = num_kept, num_blocks_left
+            self._preempt_last()
 
     def _is_behind_preempted(self, state: RequestState) -> bool:
         """Whether a request that this plan preempts comes before `state` in the queue."""
@@ -136,17 +140,27 @@ class StepPlan:
         """Find a block for the request at `index`, preempting from the end; False if it fell itself."""
         while self.num_blocks_left < 1:
             self.ran_out_of_blocks = True
-            self.num_kept -= 1
-            self.num_blocks_left += self._kv.pool.num_exclusive(self.running[self.num_kept].block_ids)
+            self._preempt_last()
             if self.num_kept == index:
                 return False
         self.num_blocks_left -= 1
         return True
 
+    def _preempt_last(self) -> None:
+        """Plan to take the last request out of the batch."""
+        self.num_kept -= 1
+        freed_ids = self._kv.pool.exclusive_ids(self.running[self.num_kept].block_ids)
+        self._freed_block_ids.update(freed_ids)
+        self.num_blocks_left += len(freed_ids)
+
     def _num_new_blocks(self, cached_block_ids: list[int], num_reserved_tokens: int) -> int:
-        """Return the free space that an admission takes: new blocks, and cached ones that lie idle."""
+        """Return the free space that an admission takes: new blocks, and cached ones that lie idle.
+
+        Cached blocks of a request that this plan preempts lie idle by then, too.
+        """
         num_new = self._kv.num_blocks_for(num_reserved_tokens) - len(cached_block_ids)
-        return num_new + self._kv.pool.num_idle(cached_block_ids)
+        num_freed = len(self._freed_block_ids.intersection(cached_block_ids))
+        return num_new + self._kv.pool.num_idle(cached_block_ids) + num_freed
 
     def _num_spare_blocks(self, reservation: Reservation) -> int:
         """Return the watermark; an empty batch waives it, or a large request could never start."""
