@@ -286,6 +286,22 @@ class TestPriority:
         driver.step()
         assert driver.scheduler.num_preemptions == 0
 
+    def test_a_prefix_held_by_the_preempted_request_is_not_counted_twice(self):
+        shared = list(range(80))
+        driver = driver_with(
+            "sarathi",
+            make_request("first", 140, 100, priority=5),
+            make_request("second", 0, 100, priority=5, arrival=1.0, prompt=[*shared, *range(10)], salt="s"),
+            scheduling_policy="priority",
+            num_blocks=16,
+        )
+        while not driver.outputs["second"]:
+            driver.step()
+        prompt = [*shared, *range(500, 600)]
+        driver.add(make_request("urgent", 0, 5, arrival=2.0, prompt=prompt, salt="s"))
+        driver.run()
+        assert driver.finish_order[0] == "urgent"
+
 
 class TestEndOfARequest:
     def test_stop_token_ends_it(self):

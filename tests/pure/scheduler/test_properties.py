@@ -83,7 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
 
 loads = st.lists(
     st.tuples(st.integers(1, 200), st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=20
