@@ -49,6 +49,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     torch.set_num_threads(device.num_threads)
     checkpoint = _open(config)
     limits = resolve_limits(config, checkpoint.config, device)
+    scheduler = Scheduler(limits)  # before the weights: it also checks the limits against the policy
     on_progress(
         f"loading {config.model.name} ({checkpoint.config.architecture}) in {device.dtype_name} "
         f"on {device.device} with {device.num_threads} threads"
@@ -63,7 +64,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     on_progress("warming up")
     runner.warm_up()
     core = EngineCore(
-        Scheduler(limits),
+        scheduler,
         ThreadExecutor(runner),
         max_in_flight_steps=2 if config.async_scheduling else 1,
     )
@@ -85,9 +86,16 @@ def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfi
             "give a smaller one"
         )
     wanted_len = config.max_model_len or limit
-    num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or _default_kv_bytes(model, device))
+    free = _memory_beside_weights(model, device)
+    default = min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
+    num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or default)
     # More blocks than every slot can fill would be memory for nothing.
     num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // config.block_size))
+    if num_blocks * spec.block_bytes > free:
+        raise ConfigError(
+            f"a KV cache of {num_blocks * spec.block_bytes / 2**30:.1f} GiB does not fit beside the weights "
+            f"in the {free / 2**30:.1f} GiB free on {device.device}; lower kv_cache_memory_bytes"
+        )
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
     max_model_len = config.max_model_len or min(limit, num_blocks * config.block_size)
     budget = config.max_num_batched_tokens or default_token_budget(
@@ -111,15 +119,16 @@ def _open(config: EngineConfig) -> Checkpoint:
     return open_checkpoint(config.model)
 
 
-def _default_kv_bytes(model: ModelConfig, device: DeviceConfig) -> int:
+def _memory_beside_weights(model: ModelConfig, device: DeviceConfig) -> int:
+    """Return how many bytes will be free once the weights are loaded."""
     weights = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * device.dtype.itemsize
-    free = available_memory_bytes(device.device) - weights
-    if free <= 0:
+    free = available_memory_bytes(device.device)
+    if weights >= free:
         raise ConfigError(
             f"the weights take {weights / 2**30:.1f} GiB in {device.dtype_name}, more than the "
-            f"{(free + weights) / 2**30:.1f} GiB free on {device.device}; use a smaller model or dtype"
+            f"{free / 2**30:.1f} GiB free on {device.device}; use a smaller model or dtype"
         )
-    return min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
+    return free - weights
 
 
 def _make_runner(model: Model, config: SchedulerConfig, device: DeviceConfig) -> ModelRunner:

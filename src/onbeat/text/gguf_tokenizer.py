@@ -131,9 +131,14 @@ class _Source:
 def _build_byte_level(source: _Source) -> Tokenizer:
     scheme = scheme_named(source.get("pre", "default"))  # the format's rule: a missing name means "default"
     vocab = {token: token_id for token_id, token in enumerate(source.tokens)}
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=source.merges(), ignore_merges=scheme.whole_pieces_first)
-    )
+    merges = source.merges()
+    for left, right in merges:
+        if left + right not in vocab:  # the library would panic, not raise
+            raise ModelLoadError(
+                f"{source.path}: the merge of {left!r} and {right!r} is no token of the vocabulary; fetch or "
+                "convert the file again"
+            )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=scheme.whole_pieces_first))
     normalizer = scheme.normalizer()
     if normalizer is not None:
         tokenizer.normalizer = normalizer

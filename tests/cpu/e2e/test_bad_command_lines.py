@@ -1,0 +1,258 @@
+"""What cannot be served ends `onbeat serve` within seconds: one line on stderr, exit code 2."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from onbeat.engine.weights import parameter_shapes, read_model_config
+from onbeat.hub.files import ModelFiles
+from tests.cpu.e2e.program import environment, run_program, serving
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+
+DUMMY = ("--load-format", "dummy", "--threads", "1")
+
+
+def refusal(*arguments: str | Path, seconds: float = 30.0, **env: str | None) -> str:
+    """Run `onbeat serve`; return the one line that it says."""
+    started = time.monotonic()
+    run = run_program("serve", "--port", "0", *arguments, env=environment(**env))
+    assert run.returncode == 2, run.stderr
+    assert run.stdout == ""
+    assert run.stderr.count("\n") == 1, run.stderr
+    assert run.stderr.startswith(("onbeat: error: ", "onbeat serve: error: ")), run.stderr
+    assert "Traceback" not in run.stderr
+    assert time.monotonic() - started < seconds
+    return run.stderr
+
+
+@pytest.fixture(scope="module")
+def weights_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights of zeros."""
+    path = write_tiny_directory(tmp_path_factory.mktemp("models") / "weights", max_position_embeddings=256)
+    config = read_model_config(ModelFiles(kind="hf", path=path, name="tiny"))
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in parameter_shapes(config).items()}
+    safetensors.numpy.save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def copy(directory: Path, target: Path, **config: Any) -> Path:
+    """Copy a model directory, its configuration changed."""
+    write_tiny_directory(target, **config)
+    for file in directory.glob("*.safetensors"):
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+# --- the flags ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max-model-lem", "8"], "did you mean --max-model-len?"),
+        (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--port", "70000"], "port is 70000"),
+        (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
+        (["--ssl-certfile", "/no/cert.pem", "--ssl-keyfile", "/no/key.pem"], "/no/cert.pem"),
+        (["--ssl-certfile", "/no/cert.pem"], "TLS needs both"),
+        (["--api-key-file", os.devnull], "holds no API key"),
+        (["--chat-template", "/no/template.jinja"], "/no/template.jinja"),
+        (["--tokenizer", "/no/tokenizer"], "/no/tokenizer"),
+        (["--timeline", "/no/such/folder/t.json"], "cannot write the timeline to /no/such/folder/t.json"),
+        (["--max-model-len", "0"], "max_model_len is 0"),
+        (["--threads", "0"], "threads is 0"),
+        (["--kv-cache-memory-bytes", "0"], "kv_cache_memory_bytes is 0"),
+        (["--config", "/no/config.yaml"], "/no/config.yaml"),
+    ],
+)
+def test_flags(tiny_directory: Path, arguments: list[str], expected: str) -> None:
+    assert expected in refusal(tiny_directory, *DUMMY, *arguments, seconds=10)
+
+
+def test_a_busy_port_is_known_before_the_model(tiny_directory: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        error = refusal("/no/such/model", "--port", port, seconds=10)
+    assert f"cannot listen on 127.0.0.1:{port}" in error
+    assert "choose another --port" in error
+
+
+def test_a_key_that_is_not_the_certificates(tiny_directory: Path, tmp_path: Path) -> None:
+    def certificate(name: str) -> tuple[Path, Path]:
+        key, cert = tmp_path / f"{name}.key", tmp_path / f"{name}.pem"
+        keys = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-subj", "/CN=x")
+        command = ("openssl", "req", "-x509", *keys, "-keyout", key, "-out", cert)
+        subprocess.run(command, check=True, capture_output=True)
+        return key, cert
+
+    (_, cert), (key, _) = certificate("one"), certificate("two")
+    error = refusal(tiny_directory, *DUMMY, "--ssl-certfile", cert, "--ssl-keyfile", key, seconds=10)
+    assert "cannot use the TLS certificate" in error
+
+
+# --- the model -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("/no/such/model.gguf", "/no/such/model.gguf does not exist"),
+        ("smollm2-135m", "Did you mean smollm2-135m-instruct?"),
+        ("no model at all", "unknown model 'no model at all'"),
+    ],
+)
+def test_a_model_that_is_not_there(name: str, expected: str) -> None:
+    assert expected in refusal(name, seconds=10)
+
+
+def test_a_hub_model_offline(tmp_path: Path) -> None:
+    error = refusal("some/model", HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path), seconds=10)
+    assert "offline mode is on" in error
+
+
+def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        home = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": None}
+        error = refusal("some/model", HF_ENDPOINT=endpoint, seconds=20, **home)
+    assert "cannot be reached" in error
+
+
+def test_a_directory_without_weights(tiny_directory: Path) -> None:
+    assert "lacks *.safetensors" in refusal(tiny_directory, seconds=10)
+
+
+def test_an_empty_directory(tmp_path: Path) -> None:
+    assert "lacks config.json, tokenizer.json, *.safetensors" in refusal(tmp_path, seconds=10)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    path = write_tiny_directory(tmp_path / "model")
+    (path / "pytorch_model.bin").write_bytes(pickle.dumps({"evil": 1}))
+    assert "safetensors" in refusal(path)
+
+
+def test_truncated_safetensors(weights_directory: Path, tmp_path: Path) -> None:
+    path = copy(weights_directory, tmp_path / "model", max_position_embeddings=256)
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "model.safetensors" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "LlamaForCausalLM"),
+        ({"hidden_size": "wide"}, "hidden_size"),
+        ({"num_hidden_layers": 3}, "model.layers.2."),
+        ({"intermediate_size": 65}, "65"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(
+    weights_directory: Path, tmp_path: Path, config: dict[str, Any], expected: str
+) -> None:
+    assert expected in refusal(copy(weights_directory, tmp_path / "model", **config))
+
+
+def test_a_configuration_that_is_no_json(weights_directory: Path, tmp_path: Path) -> None:
+    path = copy(weights_directory, tmp_path / "model")
+    (path / "config.json").write_text("{")
+    assert "config.json: Expecting property name" in refusal(path)
+
+
+def test_a_tokenizer_that_is_no_json(weights_directory: Path, tmp_path: Path) -> None:
+    path = copy(weights_directory, tmp_path / "model")
+    (path / "tokenizer.json").write_text("{}")
+    assert "tokenizer.json" in refusal(path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_gguf(smollm2_gguf: Path, tmp_path: Path, share: float) -> None:
+    file = tmp_path / "model.gguf"
+    with smollm2_gguf.open("rb") as whole:
+        file.write_bytes(whole.read(int(smollm2_gguf.stat().st_size * share)))
+    assert "model.gguf" in refusal(file)
+
+
+@pytest.mark.parametrize("content", [b"not a gguf file at all", b"GGUF" + b"\xff" * 64, b"PK\x03\x04"])
+def test_what_is_no_gguf(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    assert "model.gguf" in refusal(file)
+
+
+def write_odd_gguf(file: Path, merge: str) -> Path:
+    """Write a GGUF with a tokenizer of eight letters and one tensor of a type that is not read."""
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(256)
+    writer.add_feed_forward_length(256)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(["a", "b", "ab", "c", "d", "e", "f", "g"])
+    writer.add_token_types([1] * 8)
+    writer.add_token_merges([merge])
+    writer.add_eos_token_id(7)
+    rows = np.zeros((8, 66), np.uint8)  # 256 values of IQ2_XXS
+    writer.add_tensor("token_embd.weight", rows, raw_dtype=gguf.GGMLQuantizationType.IQ2_XXS)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_an_unsupported_tensor_type(tmp_path: Path) -> None:
+    error = refusal(write_odd_gguf(tmp_path / "model.gguf", merge="a b"))
+    assert "IQ2_XXS" in error
+    assert "Q4_K" in error  # what is supported
+
+
+def test_a_vocabulary_that_does_not_fit_together(tmp_path: Path) -> None:
+    error = refusal(write_odd_gguf(tmp_path / "model.gguf", merge="a c"), seconds=10)
+    assert "merge of 'a' and 'c'" in error
+
+
+# --- the limits ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--max-model-len", "100k"], "this model was made for 65536 tokens"),
+        (["--max-model-len", "4096", "--kv-cache-memory-bytes", "64K"], "the KV cache holds"),
+        (["--kv-cache-memory-bytes", "100"], "100"),
+        (["--kv-cache-memory-bytes", "8T", "--max-num-seqs", "1M"], "does not fit beside the weights"),
+        (["--block-size", "7"], "the block size is 7 tokens"),
+        (["--max-num-seqs", "600", "--max-num-batched-tokens", "512"], "is below max_num_seqs"),
+        (["--policy", "orca", "--max-model-len", "4096", "--max-num-batched-tokens", "512"], "orca"),
+    ],
+)
+def test_limits_that_cannot_be_kept(tiny_directory: Path, arguments: list[str], expected: str) -> None:
+    assert expected in refusal(tiny_directory, *DUMMY, *arguments)
+
+
+def test_cuda_where_there_is_none(tiny_directory: Path) -> None:
+    assert "cuda" in refusal(tiny_directory, *DUMMY, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+
+
+# --- what does work --------------------------------------------------------------------------------------
+
+
+def test_no_compiler_is_needed(tiny_directory: Path) -> None:
+    with serving(tiny_directory, *DUMMY, env=environment(PATH="/nonexistent", CXX=None, CC=None)) as server:
+        assert server.metrics()["onbeat_requests_running"] == 0
