@@ -35,7 +35,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """How the engine runs."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run")
+    group.add_argument("--device", default="auto", help="where to run: auto, cpu, cuda or cuda:N")
     group.add_argument("--threads", type=int, help="CPU threads of a forward pass (default: all cores)")
     group.add_argument(
         "--kv-cache-memory-bytes",

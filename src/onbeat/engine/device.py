@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from onbeat.core.errors import ConfigError
@@ -60,6 +62,18 @@ def available_memory_bytes(device: torch.device) -> int:
         if line.startswith("MemAvailable:"):
             machine = int(line.split()[1]) * 1024
     return min(machine, _container_memory_bytes() or machine)
+
+
+def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros whose memory is taken only as it is written, where the system can do that.
+
+    On a CPU the system's zero pages serve (NumPy's `zeros`); torch would write every byte at once, which for
+    a KV cache of gigabytes costs seconds at start and memory that may never be needed.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
 
 
 def _resolve_device(name: str) -> torch.device:

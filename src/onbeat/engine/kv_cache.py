@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.device import allocate_zeroed
 from onbeat.engine.model_config import ModelConfig
 
 BLOCK_SIZE_MULTIPLE = 16
@@ -90,6 +91,6 @@ class KVCacheSpec:
         """
         shape = (num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         return [
-            LayerKVCache(*(torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2)))
+            LayerKVCache(*(allocate_zeroed(shape, self.dtype, device) for _ in range(2)))
             for _ in range(self.num_layers)
         ]

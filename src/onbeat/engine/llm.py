@@ -116,7 +116,15 @@ class LLM:
         return self.generate([token_ids], sampling, stop=stop)[0]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        if isinstance(prompt, str):
+            return tuple(self.tokenizer.encode(prompt))
+        for token_id in prompt:
+            if not 0 <= token_id < self.info.vocab_size:
+                raise InvalidRequest(
+                    f"token id {token_id} is outside the vocabulary of {self.info.vocab_size} tokens",
+                    param="prompt",
+                )
+        return tuple(prompt)
 
 
 class _OfflineRun:

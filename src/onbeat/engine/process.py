@@ -49,7 +49,9 @@ class EngineAddresses:
 
 def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
     """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
+    # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     context = zmq.Context()
     inbox = context.socket(zmq.PULL)
     outbox = context.socket(zmq.PUSH)

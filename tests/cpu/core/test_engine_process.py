@@ -106,6 +106,16 @@ async def test_a_killed_engine_fails_open_streams_and_later_ones():
             await collect(client, make_request("b"))
 
 
+async def test_a_signal_to_the_whole_group_does_not_end_the_engine():
+    async with engine(step_seconds=0.002) as client:
+        task = asyncio.create_task(collect(client, make_request(max_tokens=50)))
+        await asyncio.sleep(0.02)
+        os.kill(client.process_id, signal.SIGTERM)
+        os.kill(client.process_id, signal.SIGINT)
+        tokens, _ = await task
+        assert len(tokens) == 50
+
+
 async def test_rejections_reach_the_caller():
     async with engine() as client:
         with pytest.raises(PromptTooLong, match="1024"):

@@ -172,6 +172,15 @@ class TestStatic:
         driver.step()
         assert rows_of(driver) == {"b": 1}
 
+    def test_aborting_the_last_live_request_ends_the_batch(self):
+        driver = driver_with("static", make_request("a", 4, 90), make_request("b", 4, 2))
+        for _ in range(3):
+            driver.step()
+        assert "b" in driver.finished
+        driver.abort("a")
+        assert not driver.scheduler.running
+        assert driver.scheduler.kv.pool.num_used_blocks == 0
+
 
 class TestPrefixCache:
     def test_shared_prefix_is_computed_once(self):

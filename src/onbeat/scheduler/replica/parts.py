@@ -72,7 +72,10 @@ class Reservation(Protocol):
 
 
 class ReserveMaximum:
-    """Prompt plus `max_tokens`, for the whole life of the request: never preempted (Orca, algorithm 1)."""
+    """Prompt plus `max_tokens`, for the whole life of the request (Orca, algorithm 1).
+
+    Such a request never lacks a block; only a strictly higher rank can preempt it.
+    """
 
     def num_tokens(self, state: RequestState) -> int:
         return state.max_total_tokens

@@ -94,6 +94,7 @@ class Scheduler:
             if state is not None:
                 outputs.append(self._output(state, [], FinishReason.ABORT))
                 self._drop(state)
+        self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
     def schedule(self, now: float) -> SchedulerOutput | None:
