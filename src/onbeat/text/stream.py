@@ -36,6 +36,7 @@ class TextStream:
         longest.
     include_stop : whether the stop string is part of the text.
     skip_special_tokens : whether special tokens are left out of the text.
+    min_tokens : a stop string that is complete within this many tokens is text like any other.
     """
 
     def __init__(
@@ -45,12 +46,14 @@ class TextStream:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._max_stop_chars = max(map(len, self._stop), default=0)
         self._include_stop = include_stop
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._min_tokens = min_tokens
         self._decoder = _UTF8_DECODER(errors="replace")
         self._strips_space = tokenizer.strips_leading_space
         """Whether the next character, if it is a space, is dropped."""
@@ -96,7 +99,8 @@ class TextStream:
             delta.text += new_text
             return
         buffer = self._held + new_text
-        found = self._find_stop(buffer)
+        can_end = self.num_consumed_tokens > self._min_tokens
+        found = self._find_stop(buffer, len(self._held)) if can_end else None
         if found is not None:
             start, stop_string = found
             end = start + len(stop_string) if self._include_stop else start
@@ -109,9 +113,12 @@ class TextStream:
         delta.text += buffer[: len(buffer) - num_held]
         self._held = buffer[len(buffer) - num_held :]
 
-    def _find_stop(self, buffer: str) -> tuple[int, str] | None:
-        """Return where the stop string that ends first begins, and which one it is."""
-        found = [(buffer.find(stop), stop) for stop in self._stop]
+    def _find_stop(self, buffer: str, num_old: int) -> tuple[int, str] | None:
+        """Return where the stop string that ends first begins, and which one it is.
+
+        It ends after the first `num_old` characters: what they hold was found before, or came too early.
+        """
+        found = [(buffer.find(stop, max(0, num_old + 1 - len(stop))), stop) for stop in self._stop]
         ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
         if not ends:
             return None

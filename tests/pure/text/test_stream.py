@@ -91,6 +91,37 @@ def test_text_ends_before_the_first_stop_string(text, stop, pieces, include_stop
     assert stream.num_consumed_tokens == end
 
 
+@given(
+    text=st.text("abc", max_size=30),
+    stop=stops,
+    pieces=st.lists(st.integers(1, 5), max_size=30),
+    min_tokens=st.integers(0, 12),
+)
+def test_no_stop_string_ends_the_text_within_the_first_tokens(text, stop, pieces, min_tokens):
+    deltas, stream = run(list(text.encode()), pieces=pieces, stop=stop, min_tokens=min_tokens)
+    ends = [(i, s) for i in range(min_tokens + 1, len(text) + 1) for s in stop if text[:i].endswith(s)]
+    if not ends:
+        assert text_of(deltas) == text
+        assert stream.num_consumed_tokens == len(text)
+        return
+    end = ends[0][0]
+    found = max((s for i, s in ends if i == end), key=len)
+    assert text_of(deltas) == text[: end - len(found)]
+    assert stream.num_consumed_tokens == end
+
+
+def test_a_stop_string_may_begin_within_the_first_tokens():
+    deltas, _ = run(list(b"xENDy"), stop=["END"], min_tokens=3)
+    assert text_of(deltas) == "x"
+    deltas, _ = run(list(b"xENDyEND"), stop=["END"], min_tokens=4)
+    assert text_of(deltas) == "xENDy"
+
+
+def test_special_tokens_count_as_first_tokens():
+    deltas, _ = run([THINK, THINK, *b"xEND"], stop=["END"], min_tokens=5)
+    assert text_of(deltas) == "x"
+
+
 def test_a_possible_stop_string_is_held_until_it_is_none():
     deltas, _ = run(list(b"xENy"), stop=["END"])
     assert [delta.text for delta in deltas] == ["x", "", "", "ENy"]
