@@ -147,7 +147,7 @@ class _OfflineRun:
                     arrival=time.monotonic(),
                 )
             )
-            self._streams[request_id] = TextStream(llm.tokenizer, stop=stop)
+            self._streams[request_id] = TextStream(llm.tokenizer, stop=stop, min_tokens=sampling.min_tokens)
             self._generations[request_id] = Generation(prompt)
         llm._num_requests += len(prompts)
 

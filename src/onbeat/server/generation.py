@@ -23,6 +23,8 @@ class TextOptions:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    min_tokens: int = 0
+    """No stop string ends the text within this many tokens."""
 
 
 @dataclass(slots=True)
@@ -78,6 +80,7 @@ class _ChoiceText:
             stop=options.stop,
             include_stop=options.include_stop,
             skip_special_tokens=options.skip_special_tokens,
+            min_tokens=options.min_tokens,
         )
         self._num_shown = 0
         self._num_sent = 0

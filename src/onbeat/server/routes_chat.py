@@ -91,4 +91,5 @@ def text_options(body: SamplingFields) -> TextOptions:
         stop=body.stop_strings,
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        min_tokens=body.min_tokens or 0,
     )

@@ -152,6 +152,13 @@ async def test_the_stop_string_is_kept_on_request(served: Served, engine: FakeEn
     assert content(events) == "Hello,"
 
 
+async def test_no_stop_string_ends_the_answer_within_min_tokens(served: Served, engine: FakeEngine) -> None:
+    engine.script.text = "a, b, c"
+    for min_tokens, expected in [(0, "a"), (1, "a"), (2, "a, b")]:
+        events = await served.events(CHAT, chat(stop=",", min_tokens=min_tokens))
+        assert content(events) == expected
+
+
 async def test_choices_are_streamed_side_by_side(served: Served, engine: FakeEngine) -> None:
     events = await served.events(CHAT, chat(n=3, seed=40, stream_options={"include_usage": True}))
     assert [content(events, index) for index in range(3)] == ["Hello, world!"] * 3
