@@ -121,6 +121,7 @@ def test_a_hub_model_offline(tmp_path: Path) -> None:
     assert "offline mode is on" in error
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
