@@ -36,7 +36,8 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     model = services.check_model(body.model)
     check_common(body, services.config, services.info)
     check_completion(body, services.config)
-    prompts = await _encode_prompts(body, services)
+    encode_options = _encode_options(body, services)
+    prompts = [await services.encoder.encode(prompt, encode_options) for prompt in body.prompt]
     samplings = [_sampling(body, services, len(token_ids)) for token_ids in prompts]
     head = services.new_head("cmpl", model)
     options = AnswerOptions(
@@ -44,7 +45,10 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
         logprobs=body.logprobs is not None,
         token_ids=bool(body.return_token_ids),
     )
-    echoes = [_echo(body, services, prompt) for prompt in body.prompt]
+    echoes = [""] * len(prompts)
+    if body.echo:
+        used = zip(body.prompt, prompts, strict=True)
+        echoes = [_echo(prompt, token_ids, encode_options, services) for prompt, token_ids in used]
     job = Job(
         completion_id=head.completion_id,
         arrival=arrival,
@@ -58,14 +62,13 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     return AnswerResponse(job, services.generator, services.lifecycle)
 
 
-async def _encode_prompts(body: CompletionRequest, services: Services) -> list[list[int]]:
+def _encode_options(body: CompletionRequest, services: Services) -> EncodeOptions:
     truncate_to = truncation(
         body.truncate_prompt_tokens, max_model_len=services.info.max_model_len, max_tokens=body.max_tokens
     )
-    options = EncodeOptions(
+    return EncodeOptions(
         add_special_tokens=body.add_special_tokens is not False, truncate_to=truncate_to, param="prompt"
     )
-    return [await services.encoder.encode(prompt, options) for prompt in body.prompt]
 
 
 def _sampling(body: CompletionRequest, services: Services, num_prompt_tokens: int) -> SamplingParams:
@@ -85,7 +88,9 @@ def _sampling(body: CompletionRequest, services: Services, num_prompt_tokens: in
     )
 
 
-def _echo(body: CompletionRequest, services: Services, prompt: PromptInput) -> str:
-    if not body.echo:
-        return ""
-    return prompt if isinstance(prompt, str) else services.tokenizer.decode(prompt)
+def _echo(prompt: PromptInput, token_ids: list[int], options: EncodeOptions, services: Services) -> str:
+    """Return the text of the prompt that the model sees: what truncation left of it."""
+    may_be_cut = options.truncate_to is not None and len(token_ids) >= options.truncate_to
+    if isinstance(prompt, str) and not may_be_cut:
+        return prompt
+    return services.tokenizer.decode(token_ids)

@@ -110,6 +110,16 @@ async def test_echo_goes_first_in_whole_and_streamed_answers(served: Served) -> 
     assert [event["choices"][0]["text"] for event in events[:-1]] == ["abH", "e"]
 
 
+async def test_echo_shows_what_truncation_left(served: Served) -> None:
+    body = await ask_text(served, prompt=["abc", "d"], echo=True, max_tokens=2, truncate_prompt_tokens=2)
+    assert [choice["text"] for choice in body["choices"]] == ["bcHe", "dHe"]
+    assert body["usage"]["prompt_tokens"] == 4
+    body = await ask_text(served, prompt=[97, 98, 99], echo=True, max_tokens=2, truncate_prompt_tokens=2)
+    assert body["choices"][0]["text"] == "bcHe"
+    body = await ask_text(served, prompt="abc", echo=True, max_tokens=2, truncate_prompt_tokens=-1)
+    assert body["choices"][0]["text"] == "abcHe"
+
+
 async def test_completion_logprobs_have_the_legacy_form(served: Served, engine: FakeEngine) -> None:
     engine.script.text = "é!"
     body = await ask_text(served, logprobs=4, max_tokens=3)
