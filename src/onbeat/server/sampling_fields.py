@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Collection
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import EngineInfo, Tokenizer
@@ -68,6 +68,14 @@ class SamplingFields(BaseModel):
     priority: int | None = Field(None, ge=-(2**31), lt=2**31)
     """Lower is earlier; needs the priority scheduling policy unless 0."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _has_no_empty_stop(cls, stop: object) -> object:
+        """Say it once: the union's members would each complain in their own words."""
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("stop holds an empty string, which is not allowed; leave it out")
+        return stop
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -101,6 +101,12 @@ BAD_COMMON: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""]], ids=str)
+async def test_an_empty_stop_string_is_said_in_one_message(served: Served, stop: Any) -> None:
+    message = check(await served.post(TEXT, {"prompt": "a", "stop": stop}), 400, "invalid_value", "stop")
+    assert message == "stop holds an empty string, which is not allowed; leave it out"
+
+
 @pytest.mark.parametrize(("fields", "param"), BAD_COMMON, ids=lambda value: str(value)[:40])
 async def test_bad_values_of_both_endpoints(served: Served, fields: dict[str, Any], param: str) -> None:
     check(await served.post(TEXT, {"prompt": "a", **fields}), 400, "invalid_value", param)
