@@ -39,7 +39,9 @@ def health_routes(services: Services) -> APIRouter:
         return _json({"version": __version__})
 
     for path, endpoint in (("/health", health), ("/ping", health), ("/ready", ready)):
-        router.add_api_route(path, endpoint, methods=["GET"], responses=empty, response_class=Response)
+        # HEAD is what load balancers probe with. Its own route: operation ids must differ.
+        for method in ("GET", "HEAD"):
+            router.add_api_route(path, endpoint, methods=[method], responses=empty, response_class=Response)
     router.add_api_route("/load", load, methods=["GET"], response_model=EngineLoad)
     router.add_api_route("/version", version, methods=["GET"], response_model=VersionInfo)
     return router

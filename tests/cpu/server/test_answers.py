@@ -295,6 +295,17 @@ async def test_small_endpoints(served: Served, engine: FakeEngine) -> None:
     assert b"swagger" in (await served.get("/docs")).body
 
 
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready"])
+async def test_probes_may_ask_for_the_head_alone(served: Served, engine: FakeEngine, path: str) -> None:
+    for is_alive, status in ((True, 200), (False, 503)):
+        engine.is_alive = is_alive
+        got = await served.get(path)
+        async with served.session.head(served.url + path) as head:
+            assert head.status == got.status == status
+            assert await head.read() == b""
+            assert head.headers["content-length"] == got.headers["content-length"]
+
+
 async def test_curl_streams(served: Served) -> None:
     body = '{"messages":[{"role":"user","content":"hi"}],"stream":true}'
     arguments = ("-sN", "-H", "content-type: application/json", "-d", body, served.url + CHAT)
