@@ -27,7 +27,6 @@ def find_on_hub(
     name : `owner/name`.
     revision : branch, tag or commit; None is the main branch.
     offline : True looks into the cache alone; None does as `HF_HUB_OFFLINE` says.
-
     needs_weights : False leaves the weights where they are.
 
     Raises
@@ -49,7 +48,12 @@ def find_on_hub(
     cached = _cached(huggingface_hub, wanted, needs_weights=needs_weights)
     if cached is not None:
         return cached
-    if offline or (offline is None and constants.HF_HUB_OFFLINE):
+    if offline:
+        raise ModelLoadError(
+            f"the model {name!r} is not in the cache {constants.HF_HUB_CACHE}; fetch it with "
+            f"`onbeat models fetch {name}`, or pass a directory or a .gguf file"
+        )
+    if offline is None and constants.HF_HUB_OFFLINE:
         raise ModelLoadError(
             f"the model {name!r} is not in the cache {constants.HF_HUB_CACHE} and offline mode is on; "
             "unset HF_HUB_OFFLINE to download it, or pass a directory or a .gguf file"

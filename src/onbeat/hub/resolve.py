@@ -66,8 +66,8 @@ def _known_file(model: KnownModel, progress: Progress, *, offline: bool) -> Path
     found = cached_file(model)
     if found is None:
         raise ModelLoadError(
-            f"the model {model.name} is not in the cache {models_dir()} and offline mode is on; "
-            f"run `onbeat models fetch {model.name}` while online, or put {model.file_name} there"
+            f"the model {model.name} is not in the cache {models_dir()}; fetch it with "
+            f"`onbeat models fetch {model.name}`, or put {model.file_name} there"
         )
     return found
 

@@ -93,13 +93,21 @@ def test_silent_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch)
         assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("by_environment", [True, False])
-def test_offline_is_an_error_at_once(by_environment: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offline_by_environment_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")  # never routed
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", by_environment)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     started = time.monotonic()
-    with pytest.raises(ModelLoadError, match="offline mode is on"):
-        resolve_model("owner/model", offline=None if by_environment else True)
+    with pytest.raises(ModelLoadError, match="offline mode is on; unset HF_HUB_OFFLINE"):
+        resolve_model("owner/model")
+    assert time.monotonic() - started < 2
+
+
+def test_a_look_into_the_cache_alone_says_how_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
+    started = time.monotonic()
+    with pytest.raises(ModelLoadError, match="fetch it with `onbeat models fetch owner/model`") as caught:
+        resolve_model("owner/model", offline=True)
+    assert "offline mode" not in str(caught.value)  # the caller asked for it; nobody set a mode
     assert time.monotonic() - started < 2
 
 
@@ -123,6 +131,6 @@ def test_cache_comes_first(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_half_cached_model_counts_as_absent(empty_cache: Path) -> None:
     write_snapshot(empty_cache, "config.json", "tokenizer.json")
-    with pytest.raises(ModelLoadError, match="offline mode is on"):
+    with pytest.raises(ModelLoadError, match="is not in the cache"):
         resolve_model("owner/model", offline=True)
     assert resolve_model("owner/model", offline=True, needs_weights=False).kind == "hf"
