@@ -229,7 +229,8 @@ def summarise(
 
     Parameters
     ----------
-    requests : every offered request; failed and rejected ones count in goodput's denominator only.
+    requests : every offered request. Failed and rejected ones give no latency and no throughput; they stay
+        in attainment's denominator. Goodput, good requests per second, has no such denominator.
     duration : length of the measured interval, seconds, above 0.
     options : which metrics, percentiles and objectives.
 
