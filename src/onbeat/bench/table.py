@@ -134,9 +134,18 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
     return table
 
 
+INTERVAL_NOTE = (
+    "note: the interval covers the spread inside the two runs only, so repeat and alternate the runs before "
+    "believing a small difference"
+)
+"""One run is one draw of the machine's state: the same server, run twice, can come out better or worse."""
+
+
 def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
-    """Return the numbers of two runs side by side."""
+    """Return the numbers of two runs side by side, and under them what their intervals leave out."""
     table = Table(box=SIMPLE_HEAD, title=comparison.title or None, title_justify="left", pad_edge=False)
+    if any(row.interval is not None for row in comparison.rows):
+        table.caption, table.caption_justify = INTERVAL_NOTE, "left"
     table.add_column("")
     for name in (*names, "ratio", "95 % interval"):
         table.add_column(name, justify="right", no_wrap=True)

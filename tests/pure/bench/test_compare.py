@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
+from rich.console import Console
 
 from onbeat.bench.compare import Row, compare, read_runs
 from onbeat.bench.config import LoadConfig
@@ -100,3 +101,17 @@ def test_the_table_has_a_row_per_number(tmp_path: Path) -> None:
     [comparison] = compare(runs, runs, np.random.default_rng(0))
 
     assert comparison_table(comparison, ("a", "b")).row_count == len(comparison.rows)
+
+
+@pytest.mark.parametrize("detailed", [True, False])
+def test_the_printed_table_says_what_its_intervals_leave_out(tmp_path: Path, detailed: bool) -> None:
+    runs = saved(tmp_path / "a.json", make_result(), detailed=detailed)
+    [comparison] = compare(runs, runs, np.random.default_rng(0))
+    console = Console(width=160)
+    with console.capture() as printed:
+        console.print(comparison_table(comparison, ("a", "b")))
+
+    words = " ".join(printed.get().split())
+    assert (
+        "covers the spread inside the two runs only, so repeat and alternate the runs" in words
+    ) is detailed
