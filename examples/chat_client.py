@@ -3,8 +3,6 @@
 Needs `pip install openai`. OPENAI_BASE_URL and OPENAI_API_KEY choose another server and its key.
 """
 
-# ruff: noqa: T201 -- an example shows what it got
-
 from __future__ import annotations
 
 import os

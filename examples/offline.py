@@ -1,7 +1,5 @@
 """Generate in this process, without a server: python examples/offline.py [MODEL]."""
 
-# ruff: noqa: T201 -- an example shows what it got
-
 from __future__ import annotations
 
 import sys

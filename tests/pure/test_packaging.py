@@ -15,7 +15,8 @@ import onbeat
 BROUGHT_BY = {"starlette": "fastapi", "uvloop": "uvicorn"}
 
 ROOT = Path(__file__).parents[2]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 
 
 def distribution_names(requirements: list[str]) -> set[str]:
@@ -70,6 +71,13 @@ def test_constraints_are_pins_without_addresses() -> None:
     pins = [line for line in lines if line and not line.startswith("#")]
     assert "torch==2.13.0" in pins
     assert all(re.fullmatch(r"[\w.-]+==[\w.]+", pin) for pin in pins)
+
+
+def test_the_source_archive_holds_what_the_readme_points_to() -> None:
+    included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+    links = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text())
+    assert "examples/offline.py" in links
+    assert {link.partition("/")[0] for link in links} <= {*included}
 
 
 def test_make_lists_every_target() -> None:
