@@ -7,18 +7,21 @@ from collections import deque
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 
-POLICY_NAMES = ("static", "orca", "prefill-first", "sarathi")
+POLICY_NAMES = tuple(POLICIES)
 
 
 def make_config(policy: str = "sarathi", **changes) -> SchedulerConfig:
+    # unknown names get here too: refusing them is Scheduler's part
+    whole_prompts = policy in POLICIES and POLICIES[policy]().whole_prompts
     values = {
         "num_blocks": 64,
         "block_size": 16,
         "max_model_len": 256,
         "max_num_seqs": 8,
-        "max_num_batched_tokens": 32 if policy == "sarathi" else 256,
+        "max_num_batched_tokens": 256 if whole_prompts else 32,
         "policy": policy,
     }
     return SchedulerConfig(**(values | changes))
