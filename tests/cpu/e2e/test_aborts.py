@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import orjson
+import pytest
 
-from tests.cpu.e2e.program import SMALL, ServerProgram, serving, wait_for
+from tests.cpu.e2e.program import SMALL, ServerProgram, read_metrics, serving, wait_for
 
 NUM_REQUESTS = 200
 CONCURRENCY = 64
@@ -116,41 +120,63 @@ def check_idle(server: ServerProgram) -> None:
 
 async def check_no_block_is_leaked(server: ServerProgram) -> None:
     """While one request runs alone, the blocks in use are those it needs and no more."""
-    body = {"prompt": [5] * 20, "max_tokens": 12, "ignore_eos": True, "stream": True}
+    body = {"prompt": [5] * 20, "max_tokens": 1000, "ignore_eos": True, "stream": True}
     async with (
         aiohttp.ClientSession() as session,
-        session.post(f"{server.url}/v1/completions", json={**body, "max_tokens": 800}) as reply,
+        session.post(f"{server.url}/v1/completions", json=body) as reply,
     ):
-        for _ in range(20):
+        for _ in range(4):
             await reply.content.readline()
-        values = await asyncio.to_thread(server.metrics)
+        async with session.get(f"{server.url}/metrics") as metrics:
+            values = read_metrics(await metrics.text())
         assert values["onbeat_requests_running"] == 1
-        assert 2 <= values["onbeat_kv_blocks_used"] <= 1 + (20 + 800) // 16
+        assert 2 <= values["onbeat_kv_blocks_used"] <= 1 + (20 + 1000) // 16
 
 
-async def test_200_requests_with_random_aborts(tiny_directory: Any) -> None:
-    # A cache too small for all that run at once, so that preemption takes part.
-    flags = ("--load-format", "dummy", "--dtype", "float32", *SMALL, "--max-num-seqs", "32")
-    with serving(tiny_directory, *flags, "--kv-cache-memory-bytes", "512K") as server:
-        engine = server.engine_pid
-        plans = make_plans(seed=0)
-        outcomes = await run_clients(server.url, plans)
-        stayed = [(p, o) for p, o in zip(plans, outcomes, strict=True) if not o.has_left]
-        assert 100 < len(stayed) < 180, "the test needs both kinds of clients"
-        for plan, outcome in stayed:
-            check_complete(plan, outcome)
-        check_idle(server)
-        await check_no_block_is_leaked(server)
-        check_idle(server)
-        values = server.metrics()
-        assert values["onbeat_requests_total{abort}"] > 10
-        assert values["onbeat_requests_total{error}"] == 0
-        assert values["onbeat_preemptions_total"] > 0
-        assert server.engine_pid == engine  # its idle checks found queues and blocks in order
-        # The same requests again, when all stay.
-        for plan in plans:
-            plan.leaves_after_seconds = plan.leaves_after_events = None
+@contextmanager
+def small_server(directory: Path, *flags: str) -> Iterator[ServerProgram]:
+    """A server whose cache is too small for all that run at once, so that preemption takes part."""
+    common = ("--load-format", "dummy", "--dtype", "float32", *SMALL, "--max-num-seqs", "32")
+    with serving(directory, *common, "--kv-cache-memory-bytes", "512K", *flags) as server:
+        yield server
+
+
+async def check_200_requests_with_random_aborts(server: ServerProgram, seed: int) -> None:
+    engine = server.engine_pid
+    plans = make_plans(seed)
+    outcomes = await run_clients(server.url, plans)
+    stayed = [(p, o) for p, o in zip(plans, outcomes, strict=True) if not o.has_left]
+    assert 100 < len(stayed) < 180, "the test needs both kinds of clients"
+    for plan, outcome in stayed:
+        check_complete(plan, outcome)
+    check_idle(server)
+    await check_no_block_is_leaked(server)
+    check_idle(server)
+    values = server.metrics()
+    assert values["onbeat_requests_total{abort}"] > 10
+    assert values["onbeat_requests_total{error}"] == 0
+    assert server.engine_pid == engine  # its idle checks found queues and blocks in order
+    assert not any("Traceback" in line for line in server.lines)
+
+
+async def test_200_requests_with_random_aborts(tiny_directory: Path) -> None:
+    with small_server(tiny_directory) as server:
+        await check_200_requests_with_random_aborts(server, seed=0)
+        assert server.metrics()["onbeat_preemptions_total"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["--no-async-scheduling", "--async-scheduling"])
+@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+async def test_aborts_under_every_policy(tiny_directory: Path, policy: str, mode: str) -> None:
+    with small_server(tiny_directory, "--policy", policy, mode) as server:
+        await check_200_requests_with_random_aborts(server, seed=1)
+
+
+@pytest.mark.slow
+async def test_when_all_stay_all_are_answered(tiny_directory: Path) -> None:
+    plans = [Plan(plan.body) for plan in make_plans(seed=2)]
+    with small_server(tiny_directory) as server:
         for plan, outcome in zip(plans, await run_clients(server.url, plans), strict=True):
             check_complete(plan, outcome)
         check_idle(server)
-        assert not any("Traceback" in line for line in server.lines)

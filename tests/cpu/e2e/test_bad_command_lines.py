@@ -62,17 +62,13 @@ def copy(directory: Path, target: Path, **config: Any) -> Path:
     [
         (["--max-model-lem", "8"], "did you mean --max-model-len?"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
-        (["--port", "70000"], "port is 70000"),
         (["--host", "192.0.2.1"], "cannot listen on 192.0.2.1"),
         (["--ssl-certfile", "/no/cert.pem", "--ssl-keyfile", "/no/key.pem"], "/no/cert.pem"),
-        (["--ssl-certfile", "/no/cert.pem"], "TLS needs both"),
         (["--api-key-file", os.devnull], "holds no API key"),
         (["--chat-template", "/no/template.jinja"], "/no/template.jinja"),
         (["--tokenizer", "/no/tokenizer"], "/no/tokenizer"),
         (["--timeline", "/no/such/folder/t.json"], "cannot write the timeline to /no/such/folder/t.json"),
-        (["--max-model-len", "0"], "max_model_len is 0"),
         (["--threads", "0"], "threads is 0"),
-        (["--kv-cache-memory-bytes", "0"], "kv_cache_memory_bytes is 0"),
         (["--config", "/no/config.yaml"], "/no/config.yaml"),
     ],
 )
@@ -155,8 +151,8 @@ def test_truncated_safetensors(weights_directory: Path, tmp_path: Path) -> None:
     ("config", "expected"),
     [
         ({"architectures": ["MambaForCausalLM"], "model_type": "mamba"}, "LlamaForCausalLM"),
-        ({"hidden_size": "wide"}, "hidden_size"),
-        ({"num_hidden_layers": 3}, "model.layers.2."),
+        pytest.param({"hidden_size": "wide"}, "hidden_size", marks=pytest.mark.slow),
+        pytest.param({"num_hidden_layers": 3}, "model.layers.2.", marks=pytest.mark.slow),
         ({"intermediate_size": 65}, "65"),
     ],
 )
@@ -178,7 +174,7 @@ def test_a_tokenizer_that_is_no_json(weights_directory: Path, tmp_path: Path) ->
     assert "tokenizer.json" in refusal(path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.001, pytest.param(0.5, marks=pytest.mark.slow), 0.999])
 def test_a_truncated_gguf(smollm2_gguf: Path, tmp_path: Path, share: float) -> None:
     file = tmp_path / "model.gguf"
     with smollm2_gguf.open("rb") as whole:
@@ -236,10 +232,14 @@ def test_a_vocabulary_that_does_not_fit_together(tmp_path: Path) -> None:
     [
         (["--max-model-len", "100k"], "this model was made for 65536 tokens"),
         (["--max-model-len", "4096", "--kv-cache-memory-bytes", "64K"], "the KV cache holds"),
-        (["--kv-cache-memory-bytes", "100"], "100"),
+        pytest.param(["--kv-cache-memory-bytes", "100"], "100", marks=pytest.mark.slow),
         (["--kv-cache-memory-bytes", "8T", "--max-num-seqs", "1M"], "does not fit beside the weights"),
-        (["--block-size", "7"], "the block size is 7 tokens"),
-        (["--max-num-seqs", "600", "--max-num-batched-tokens", "512"], "is below max_num_seqs"),
+        pytest.param(["--block-size", "7"], "the block size is 7 tokens", marks=pytest.mark.slow),
+        pytest.param(
+            ["--max-num-seqs", "600", "--max-num-batched-tokens", "512"],
+            "is below max_num_seqs",
+            marks=pytest.mark.slow,
+        ),
         (["--policy", "orca", "--max-model-len", "4096", "--max-num-batched-tokens", "512"], "orca"),
     ],
 )
