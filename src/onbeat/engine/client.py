@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import signal
 import tempfile
-from collections.abc import AsyncGenerator, Callable, Sequence
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -124,7 +126,8 @@ class ProcessEngineClient:
         self._process = multiprocessing.get_context("spawn").Process(
             target=run_engine_process, args=(self._build, addresses), name="onbeat-engine", daemon=True
         )
-        self._process.start()
+        with _sigint_ignored():
+            self._process.start()
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_process_end)
         try:
@@ -262,6 +265,19 @@ class ProcessEngineClient:
                 case Rejected(request_id, message, param, code):
                     if stream := self._streams.get(request_id):
                         stream.put_nowait(_rejection(message, param, code))
+
+
+@contextlib.contextmanager
+def _sigint_ignored() -> Iterator[None]:
+    """Let a process started in the block ignore Ctrl-C from its first instruction: its parent decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change what a signal does
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def _rejection(message: str, param: str | None, code: str | None) -> OnbeatError:
