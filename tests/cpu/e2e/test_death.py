@@ -138,7 +138,7 @@ def test_sigterm_while_it_loads_stops_at_once(tiny_directory: Path) -> None:
         assert server.lines == []
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("delay", [0.1, 0.4])
 def test_ctrl_c_while_it_loads_stops_at_once(tiny_directory: Path, delay: float) -> None:
     with starting(tiny_directory, *TINY_FLAGS) as server:
         engine = wait_for_engine(server)

@@ -16,7 +16,7 @@ from onbeat.core.request import FinishReason
 from tests.cpu.e2e.program import ServerProgram
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
-GREEDY = SamplingParams(temperature=0, max_tokens=12)
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = ["The capital of France is", "Once upon a time", "def add(a, b):", "1, 2, 3, 4,"]
 TINY: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "threads": 1, "max_model_len": 512}
 
@@ -45,12 +45,12 @@ def test_the_servers_greedy_tokens_are_the_offline_ones(smollm2: LLM, smollm2_se
     generations = smollm2.generate(PROMPTS, GREEDY)
     assert "Paris" in generations[0].text
     for prompt, generation in zip(PROMPTS, generations, strict=True):
-        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 12, "temperature": 0}
+        body: dict[str, Any] = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
         reply = httpx.post(f"{smollm2_server.url}/v1/completions", json=body, timeout=60).json()
         assert reply["choices"][0]["text"] == generation.text
         assert reply["choices"][0]["finish_reason"] == generation.finish_reason
     chat = {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
-    body = {**chat, "max_tokens": 12, "temperature": 0}
+    body = {**chat, "max_tokens": 8, "temperature": 0}
     reply = httpx.post(f"{smollm2_server.url}/v1/chat/completions", json=body, timeout=60).json()
     assert reply["choices"][0]["message"]["content"] == smollm2.chat(chat["messages"], GREEDY).text
 
@@ -80,7 +80,7 @@ def test_stop_strings_and_tokens(smollm2: LLM) -> None:
     assert cut.finish_reason is FinishReason.STOP
     third = whole.token_ids[2]
     (by_token,) = smollm2.generate(
-        PROMPTS[1], SamplingParams(temperature=0, max_tokens=12, stop_token_ids=(third,))
+        PROMPTS[1], SamplingParams(temperature=0, max_tokens=8, stop_token_ids=(third,))
     )
     assert by_token.token_ids == whole.token_ids[: whole.token_ids.index(third) + 1]
     assert by_token.finish_reason is FinishReason.STOP
@@ -115,7 +115,7 @@ def test_a_rejected_prompt_leaves_nothing_behind(tiny: LLM) -> None:
     with pytest.raises(InvalidRequest):
         tiny.generate([[]], GREEDY)
     check_nothing_is_left(tiny)
-    assert len(tiny.generate("go on", GREEDY, ignore_eos=True)[0].token_ids) == 12
+    assert len(tiny.generate("go on", GREEDY, ignore_eos=True)[0].token_ids) == 8
 
 
 def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.Monk
         with pytest.raises(EngineError, match="no memory"):
             tiny.generate(["a", "b"], GREEDY)
     check_nothing_is_left(tiny)
-    assert len(tiny.generate("go on", GREEDY, ignore_eos=True)[0].token_ids) == 12
+    assert len(tiny.generate("go on", GREEDY, ignore_eos=True)[0].token_ids) == 8
 
 
 def test_chat_needs_a_template(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_dummy_weights_of_every_family(tmp_path: Path, changes: dict[str, Any]) 
         with LLM(str(path), **TINY, seed=seed) as llm:
             (generation,) = llm.generate("hello", GREEDY, ignore_eos=True)
             tokens.append(generation.token_ids)
-    assert len(tokens[0]) == 12
+    assert len(tokens[0]) == 8
     assert tokens[0] == tokens[1]
     assert tokens[0] != tokens[2]
 

@@ -36,7 +36,7 @@ def test_chat(client: Any) -> None:
 
 
 def test_chat_streamed_is_chat(client: Any) -> None:
-    fields: Any = dict(model="smollm2", messages=SKY, max_tokens=24, temperature=0)  # noqa: C408 -- as at the call
+    fields: Any = dict(model="smollm2", messages=SKY, max_tokens=12, temperature=0)  # noqa: C408 -- as at the call
     whole = client.chat.completions.create(**fields)
     chunks = list(
         client.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
@@ -45,7 +45,7 @@ def test_chat_streamed_is_chat(client: Any) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
-    assert chunks[-1].usage.completion_tokens == 24
+    assert chunks[-1].usage.completion_tokens == 12
 
 
 def test_a_model_that_ends_by_itself(client: Any) -> None:
@@ -78,7 +78,7 @@ async def test_async_streams_side_by_side(smollm2_server: ServerProgram) -> None
 
 def test_seeds_reproduce(client: Any) -> None:
     def texts(seed: int) -> list[str]:
-        answer = client.completions.create(model="smollm2", prompt=FRANCE, max_tokens=12, seed=seed, n=3)
+        answer = client.completions.create(model="smollm2", prompt=FRANCE, max_tokens=5, seed=seed, n=3)
         assert [choice.index for choice in answer.choices] == [0, 1, 2]
         return [choice.text for choice in answer.choices]
 
@@ -89,7 +89,7 @@ def test_seeds_reproduce(client: Any) -> None:
 
 
 def test_stop_strings(client: Any) -> None:
-    fields: Any = dict(model="smollm2", prompt=FRANCE, max_tokens=32, temperature=0)  # noqa: C408
+    fields: Any = dict(model="smollm2", prompt=FRANCE, max_tokens=16, temperature=0)  # noqa: C408
     whole = client.completions.create(**fields).choices[0].text
     stop = whole[10:14]
     expected = whole[: whole.index(stop)]
