@@ -38,7 +38,7 @@ from typing import Any
 
 import yaml
 
-REQUESTS_PER_SLOT = {1: 12, 8: 8, 16: 6, 32: 6}
+REQUESTS_PER_SLOT = {1: 8, 8: 6, 16: 5, 32: 4}
 START_SECONDS = 300
 
 
