@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.protocols import Tokenizer
+from onbeat.text.template_sandbox import ChatSandbox, budget_variables
 
 Messages = list[dict[str, Any]]
 
@@ -39,7 +33,7 @@ class ChatTemplate:
         self._variables = {"bos_token": bos_token, "eos_token": eos_token}
         self._knows_developer = "developer" in source
         try:
-            self._template = _environment().from_string(source)
+            self._template = ChatSandbox().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template is not valid: {error}") from error
 
@@ -54,16 +48,24 @@ class ChatTemplate:
 
         Raises
         ------
-        InvalidRequest : the template refuses these messages, or cannot be evaluated with them.
+        InvalidRequest : the template refuses these messages, fails on them, or computes too much.
+        RecursionError : messages or variables are nested deeper than the template can follow.
         """
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        variables = {**self._variables, **variables}
+        variables = {**self._variables, **variables, **budget_variables()}
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **variables
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            KeyError,
+            ArithmeticError,
+            AttributeError,
+        ) as error:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {error}", param="messages"
             ) from error
@@ -94,36 +96,3 @@ def load_chat_template(tokenizer: Tokenizer, override: Path | None) -> ChatTempl
 
 def _as_system(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message.get("role") == "developer" else message
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _format_now
-    return environment
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}` marks the assistant's words for training; for a prompt it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 (declared so by jinja2)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    # Jinja's own filter escapes HTML, which a prompt must not.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> Callable[..., Any]:
-    raise jinja2.TemplateError(message)
-
-
-def _format_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)

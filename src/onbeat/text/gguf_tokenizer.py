@@ -6,7 +6,7 @@ byte fallback, whose merges follow from the scores.
 Notes
 -----
 With a SentencePiece vocabulary that adds a space prefix (Llama 2, Mistral), the prefix goes before every
-stretch of text between special tokens, as SentencePiece itself and the published `tokenizer.json` files do.
+stretch of text between tokens that match whole, as in the published `tokenizer.json` files.
 """
 
 from __future__ import annotations

@@ -59,6 +59,12 @@ def test_the_templates_own_refusal_is_shown():
         "{{ cycler.__init__.__globals__.os }}",
         "{{ messages.append(1) }}",
         "{% for i in range(10**9) %}x{% endfor %}",
+        "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+        "{% for i in messages | map(attribute='role') | list * 10**9 %}x{% endfor %}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 10**10 * 'a' }}",
+        "{{ 9**(9**9) }}",
         "{{ 1 / 0 }}",
         "{{ messages[7]['role'] }}",
         "{{ undefined_function() }}",
@@ -67,6 +73,22 @@ def test_the_templates_own_refusal_is_shown():
 def test_a_template_cannot_reach_out(source):
     with pytest.raises(InvalidRequest, match="cannot render"):
         template(source).render(CHAT)
+
+
+def test_loops_know_their_place():
+    source = "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
+    assert template(source).render(CHAT) == "1/2,2/2"
+    source = "{% for r in messages | map(attribute='role') %}{{ r }}{{ loop.last }} {% endfor %}"
+    assert template(source).render(CHAT) == "systemFalse userTrue "
+    source = "{% for m in absent %}x{% else %}none{% endfor %}"
+    assert template(source).render(CHAT) == "none"
+    source = "{% for k, v in messages[0] | items recursive %}{{ k }}={{ v }};{% endfor %}"
+    assert template(source).render(CHAT) == "role=system;content=Be brief.;"
+
+
+def test_every_rendering_has_its_own_budget():
+    long = template("{% for i in range(60000) %}{{ f() if false }}{% endfor %}x")
+    assert [long.render(CHAT) for _ in range(30)] == ["x"] * 30
 
 
 def test_a_broken_template_is_a_configuration_error():
