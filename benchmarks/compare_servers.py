@@ -38,7 +38,7 @@ from typing import Any
 
 import yaml
 
-REQUESTS_PER_SLOT = {1: 8, 8: 6, 16: 5, 32: 4}
+REQUESTS_PER_SLOT = {1: 6, 8: 5, 16: 4, 32: 3}
 START_SECONDS = 300
 
 
