@@ -45,6 +45,7 @@ from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_proce
 logger = logging.getLogger("onbeat.engine")
 
 LAST_WORDS_SECONDS = 0.5
+"""How long the last message of a process that has ended may still be on its way."""
 STOP_TIMEOUT_SECONDS = 5.0
 """How long the process may take to end before it is killed."""
 

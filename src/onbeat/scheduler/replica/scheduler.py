@@ -190,7 +190,7 @@ class Scheduler:
                     tuple(state.block_ids),
                 )
             )
-            rows.append(self._advance(state, admission.num_new_tokens, (), shape))
+            rows.append(self._advance(state, admission.num_new_tokens, shape))
             states.append(state)
             self.running.insert_sorted(state)
         released_ids, self._released_ids = tuple(self._released_ids), []
@@ -205,7 +205,7 @@ class Scheduler:
         for state, num_new in planned:
             num_computed = state.num_computed_tokens
             if num_new != 1:
-                rows.append(self._advance(state, num_new, (), shape))
+                rows.append(self._advance(state, num_new, shape))
                 continue
             block_ids: tuple[int, ...] = ()
             if num_computed >= state.num_allocated_tokens:
@@ -225,15 +225,14 @@ class Scheduler:
         shape.decode_context_tokens += context
         shape.num_lm_head_rows += num_sampling
 
-    def _advance(
-        self, state: RequestState, num_new: int, new_block_ids: tuple[int, ...], shape: BatchShape
-    ) -> ScheduledRequest:
+    def _advance(self, state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
+        """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
         num_computed = state.num_computed_tokens
         samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
         state.num_computed_tokens = num_computed + num_new
         state.num_in_flight_tokens += samples
         shape.add(num_computed, num_new, samples=samples)
-        return ScheduledRequest(state.request_id, num_computed, num_new, new_block_ids, samples)
+        return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
         state.status = RequestStatus.RUNNING
