@@ -6,16 +6,16 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-BlockHash = bytes
-"""16 bytes; equal hashes mean equal tokens in this block and in every block before it."""
+BlockHash = bytes | int
+"""Equal hashes mean equal tokens in this block and in every block before it. 16 bytes if made here."""
 
 
-def root_hash(cache_salt: str | None = None) -> BlockHash:
+def root_hash(cache_salt: str | None = None) -> bytes:
     """Return the parent of a request's first block; requests with different salts never share blocks."""
     return hashlib.blake2b((cache_salt or "").encode(), digest_size=16).digest()
 
 
-def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the hash of one full block.
 
     Parameters

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from math import isfinite
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.core.hashing import BlockHash
 
 
 class FinishReason(StrEnum):
@@ -104,7 +106,8 @@ class Request:
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
+    """A tuple; where only the length matters (simulation), a `range`."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = 0.0
     """When the whole request had been received."""
@@ -112,6 +115,11 @@ class Request:
     """Lower is served earlier; only the priority order looks at it."""
     cache_salt: str | None = None
     """Requests with different salts never share prefix-cache blocks."""
+    block_hashes: Sequence[BlockHash] | None = None
+    """Hashes of its full blocks (prompt, then output), where the tokens themselves are not known.
+
+    A simulation or a replay gives them; blocks beyond the last are not shared. None: the tokens are hashed.
+    """
 
 
 @dataclass(frozen=True, slots=True)

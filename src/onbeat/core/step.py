@@ -81,6 +81,13 @@ class SchedulerOutput:
     released_ids: tuple[str, ...]
     """Requests that finished, were aborted or preempted since the last step: drop their state first."""
     shape: BatchShape
+    max_repeats: int = 1
+    """How often the step may run before anything but token counts changes.
+
+    Above 1 only where `Scheduler.schedule` was asked for it: a step of decodes alone, none of which ends or
+    lacks a KV block sooner. Whoever runs it n times gives `Scheduler.update` n tokens a row; the n-th run's
+    shape has `(n - 1) * num_lm_head_rows` more `decode_context_tokens`.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,12 @@ class StepStats:
     update_seconds: float
     chunk_request_ids: list[str] = field(default_factory=list)
     """Requests whose prompt had a chunk in this step."""
+    predicted_seconds: float | None = None
+    """What the step-time model expected of this step (`end - start`); None without a model."""
+    mbu: float | None = None
+    """Weight and KV bytes read / (step time x peak bandwidth); None where the peak is not known."""
+    mfu: float | None = None
+    """Floating-point operations / (step time x peak rate); None where the peak is not known."""
 
 
 @dataclass(slots=True)

@@ -25,13 +25,22 @@ class SchedulerConfig:
     scheduling_policy: str = "fcfs"
     """Order of requests: `fcfs` or `priority`."""
     enable_prefix_caching: bool = True
+    num_micro_batches: int = 1
+    """Steps in flight of a pipeline, one for each stage; a request is in one of them at a time, and each
+    holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError(
                 f"block_size is {self.block_size}; it must be a multiple of 16 (16, 32, 64, ...)"
             )
-        for name in ("num_blocks", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in (
+            "num_blocks",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "num_micro_batches",
+        ):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -51,6 +51,8 @@ class PrefillsFirst:
         if self._num_prefill_steps < self._max_prefill_steps:
             plan.continue_prefills(self._chunking)
             plan.admit_waiting(self._chunking, self._reservation)
+        else:
+            plan.is_repeatable = False  # the next step looks at prompts again
         if plan.is_empty:
             plan.decode_running()
             self._num_prefill_steps = 0

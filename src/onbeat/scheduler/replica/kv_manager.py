@@ -36,7 +36,8 @@ class KVCacheManager:
         num_usable_blocks = (state.num_tokens - 1) // self.block_size
         block_ids: list[int] = []
         for index in range(num_usable_blocks):
-            self._extend_hashes(state, index + 1)
+            if self._extend_hashes(state, index + 1) <= index:
+                break
             block_id = self.pool.find(state.block_hashes[index])
             if block_id is None:
                 break
@@ -66,8 +67,8 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return
         num_full_blocks = num_valid_tokens // self.block_size
-        self._extend_hashes(state, num_full_blocks)
-        for index in range(state.num_registered_blocks, num_full_blocks):
+        num_known_blocks = min(num_full_blocks, self._extend_hashes(state, num_full_blocks))
+        for index in range(state.num_registered_blocks, num_known_blocks):
             self.pool.register(state.block_ids[index], state.block_hashes[index])
         state.num_registered_blocks = max(state.num_registered_blocks, num_full_blocks)
 
@@ -79,9 +80,12 @@ class KVCacheManager:
         state.num_computed_tokens = 0
         state.num_registered_blocks = 0
 
-    def _extend_hashes(self, state: RequestState, num_blocks: int) -> None:
+    def _extend_hashes(self, state: RequestState, num_blocks: int) -> int:
+        """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""
         hashes = state.block_hashes
-        while len(hashes) < num_blocks:
+        while len(hashes) < num_blocks and state.request.block_hashes is None:
             parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
+            assert isinstance(parent, bytes)
             start = len(hashes) * self.block_size
-            hashes.append(hash_block(parent, state.token_ids[start : start + self.block_size]))
+            hashes.append(hash_block(parent, state.token_slice(start, start + self.block_size)))
+        return len(hashes)

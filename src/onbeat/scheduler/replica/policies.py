@@ -45,12 +45,25 @@ def _sarathi() -> Policy:
     return Policy(DecodesFirst(ChunkedPrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=False)
 
 
+def _hybrid_only() -> Policy:
+    return Policy(DecodesFirst(WholePrompts(), ReservePrompt()), ReleaseAtOnce(), whole_prompts=True)
+
+
+def _chunk_only() -> Policy:
+    composer = PrefillsFirst(ChunkedPrompts(), ReservePrompt(), max_prefill_steps=1)
+    return Policy(composer, ReleaseAtOnce(), whole_prompts=False)
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "static": _static,
     "orca": _orca,
     "prefill-first": _prefill_first,
     "sarathi": _sarathi,
+    "hybrid-only": _hybrid_only,
+    "chunk-only": _chunk_only,
 }
+"""The last two are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4): whole prompts
+beside decodes, and chunks that take turns with decodes."""
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""

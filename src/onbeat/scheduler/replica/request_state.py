@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 
 from onbeat.core.hashing import BlockHash
@@ -30,6 +31,7 @@ class RequestState:
         "admitted_step_id",
         "block_hashes",
         "block_ids",
+        "is_in_flight",
         "max_total_tokens",
         "num_allocated_tokens",
         "num_cached_tokens",
@@ -39,13 +41,13 @@ class RequestState:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "output_token_ids",
         "request",
         "request_id",
         "scheduled_time",
         "sort_key",
         "status",
         "stop_token_ids",
-        "token_ids",
     )
 
     def __init__(self, request: Request, *, sort_key: tuple[float, ...], max_model_len: int) -> None:
@@ -53,10 +55,10 @@ class RequestState:
         self.request_id = request.request_id
         self.sort_key = sort_key
         self.status = RequestStatus.WAITING
-        self.token_ids = list(request.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.output_token_ids: list[int] = []
         self.num_tokens = self.num_prompt_tokens
-        """Known tokens: prompt and delivered output (`len(token_ids)`, kept apart as it is read so often)."""
+        """Known tokens: prompt and delivered output."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once every planned step has run."""
         self.num_in_flight_tokens = 0
@@ -66,11 +68,13 @@ class RequestState:
         self.block_ids: list[int] = []
         self.num_allocated_tokens = 0
         """KV slots in `block_ids`."""
-        self.block_hashes: list[BlockHash] = []
-        """Hashes of the full blocks of `token_ids`, as far as they were needed."""
+        self.block_hashes: list[BlockHash] = list(request.block_hashes or ())
+        """Hashes of its full blocks: given with the request, or made of its tokens as they are needed."""
         self.num_registered_blocks = 0
         self.num_cached_tokens = 0
         self.num_preemptions = 0
+        self.is_in_flight = False
+        """Whether a micro-batch that has not come back holds it; kept with pipeline stages only."""
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
 
@@ -87,3 +91,12 @@ class RequestState:
     def will_be_full(self) -> bool:
         """Whether the tokens in flight are the last ones that the request may have."""
         return self.num_tokens + self.num_in_flight_tokens >= self.max_total_tokens
+
+    def token_slice(self, start: int, stop: int) -> Sequence[int]:
+        """Return the known tokens of these positions."""
+        prompt, num_prompt = self.request.prompt_token_ids, self.num_prompt_tokens
+        if stop <= num_prompt:
+            return prompt[start:stop]
+        if start >= num_prompt:
+            return self.output_token_ids[start - num_prompt : stop - num_prompt]
+        return [*prompt[start:], *self.output_token_ids[: stop - num_prompt]]

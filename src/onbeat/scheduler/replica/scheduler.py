@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import repeat
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
@@ -15,6 +16,7 @@ from onbeat.core.step import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -33,10 +35,12 @@ class Scheduler:
     Parameters
     ----------
     config : limits and the policy's name.
+    step_time_model : told of every step's time; None where nobody predicts.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, step_time_model: StepTimeModel | None = None) -> None:
         self.config = config
+        self.step_time_model = step_time_model
         self.kv = KVCacheManager(
             config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -51,7 +55,9 @@ class Scheduler:
         self._order = QUEUE_ORDERS[config.scheduling_policy]()
         self._states: dict[str, RequestState] = {}
         self._released_ids: list[str] = []
-        self._in_flight: deque[tuple[int, list[RequestState]]] = deque()
+        self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
+        """(step id, rows, when it was planned)"""
+        self._last_update = float("-inf")
         self._num_added = 0
         self._num_steps = 0
 
@@ -97,23 +103,46 @@ class Scheduler:
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
-    def schedule(self, now: float) -> SchedulerOutput | None:
-        """Plan the next step, or return None where nothing can run (yet)."""
+    def schedule(self, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
+        """Plan the next step, or return None where nothing can run (yet).
+
+        Parameters
+        ----------
+        now : seconds.
+        repeats : look how often the step may be run as it is (`SchedulerOutput.max_repeats`). For those who
+            know that no request ends before its `max_tokens` and nothing arrives meanwhile.
+        """
         if not self.running and not self.waiting:
             return None
         plan = StepPlan(config=self.config, kv=self.kv, running=self.running, waiting=self.waiting)
         self._policy.composer.compose(plan, self._order)
         if plan.is_empty and not plan.preempted:
             return None
-        return self._commit(plan, now)
+        scheduled = self._commit(plan, now)
+        if repeats and scheduled is not None and plan.is_repeatable:
+            max_repeats = self._max_repeats(plan, scheduled.shape)
+            return replace(scheduled, max_repeats=max_repeats) if max_repeats > 1 else scheduled
+        return scheduled
 
     def update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
     ) -> list[RequestOutput]:
-        """Take the tokens of the oldest step in flight; return what each request got."""
-        del now  # part of the seam: a policy that watches the clock gets it here
-        step_id, states = self._in_flight.popleft()
+        """Take the tokens of the oldest step in flight; return what each request got.
+
+        Parameters
+        ----------
+        scheduled : what `schedule` returned.
+        result : one list of tokens for each row that samples: one token, or one for each time that the step
+            was run where it was run several times.
+        now : when the step, or its last run, ended; seconds.
+        """
+        step_id, states, planned_at = self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
+        num_more = self._take_back(states, scheduled, result)
+        if self.step_time_model is not None and scheduled.max_repeats == 1:
+            seconds = now - max(planned_at, self._last_update)
+            self.step_time_model.observe(scheduled.shape, seconds)
+        self._last_update = now
         outputs: list[RequestOutput] = []
         failed = result.failed or {}
         sampled = iter(result.sampled_token_ids)
@@ -132,7 +161,7 @@ class Scheduler:
                 output = self._deliver(state, row_token_ids, row_logprobs)
                 outputs.append(output)
                 finished = output.finish_reason is not None
-            num_valid = row.num_computed_tokens + row.num_new_tokens
+            num_valid = row.num_computed_tokens + row.num_new_tokens + num_more
             # Not for a row planned before a preemption: its blocks belong to others by now.
             if (
                 num_valid // block_size > state.num_registered_blocks
@@ -186,7 +215,7 @@ class Scheduler:
             admitted.append(
                 AdmittedRequest(
                     state.request,
-                    tuple(state.token_ids[state.num_prompt_tokens :]),
+                    tuple(state.output_token_ids),
                     tuple(state.block_ids),
                 )
             )
@@ -194,7 +223,10 @@ class Scheduler:
             states.append(state)
             self.running.insert_sorted(state)
         released_ids, self._released_ids = tuple(self._released_ids), []
-        self._in_flight.append((step_id, states))
+        self._in_flight.append((step_id, states, now))
+        if self.config.num_micro_batches > 1:
+            for state in states:
+                state.is_in_flight = True
         return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape)
 
     def _commit_running(
@@ -234,6 +266,39 @@ class Scheduler:
         shape.add(num_computed, num_new, samples=samples)
         return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
 
+    def _max_repeats(self, plan: StepPlan, shape: BatchShape) -> int:
+        """Return how often a step of decodes alone may be run before a request ends or may lack a block.
+
+        Whoever waits could not be admitted, and while only token counts grow that stays so.
+        """
+        running = [state for state, _ in plan.rows if state.status is RequestStatus.RUNNING]
+        is_steady = not (plan.admissions or plan.preempted) and shape.num_lm_head_rows == len(running)
+        if len(self._in_flight) > 1 or not running or not is_steady:
+            return 1
+        num_left = min([state.max_total_tokens - state.num_tokens for state in running])
+        # Every row may be about to need a block, and then one more each block_size tokens.
+        num_blocks_each = self.kv.pool.num_free_blocks // len(running)
+        return max(1, min(num_left, (num_blocks_each - 1) * self.config.block_size + 1))
+
+    def _take_back(
+        self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
+    ) -> int:
+        """Bring rows up to date with how often their step was run; return how often beyond the first."""
+        if self.config.num_micro_batches > 1:
+            for state in states:
+                state.is_in_flight = False
+        if scheduled.max_repeats == 1:
+            return 0
+        num_more = len(result.sampled_token_ids[0]) - 1
+        assert 0 <= num_more < scheduled.max_repeats, "the step was run too often"
+        if num_more:
+            for state in states:
+                if state.status is RequestStatus.RUNNING:
+                    num_computed = state.num_computed_tokens = state.num_computed_tokens + num_more
+                    if num_computed > state.num_allocated_tokens:
+                        self.kv.grow(state, num_computed)
+        return num_more
+
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
@@ -266,7 +331,6 @@ class Scheduler:
         token_ids: list[int] = []
         for token_id in sampled_ids:
             token_ids.append(token_id)
-            state.token_ids.append(token_id)
             state.num_tokens += 1
             if token_id in state.stop_token_ids and (
                 state.num_output_tokens > state.request.sampling.min_tokens
@@ -276,6 +340,7 @@ class Scheduler:
                 finish_reason = FinishReason.LENGTH
             if finish_reason is not None:
                 break
+        state.output_token_ids += token_ids
         output = self._output(state, token_ids, finish_reason)
         output.stop_token_id = stop_token_id
         output.logprobs = logprobs

@@ -48,6 +48,9 @@ class StepPlan:
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
         self.ran_out_of_blocks = False
+        self.is_repeatable = True
+        """Whether the policy would plan a step of decodes again as long as only token counts change."""
+        self._max_rows = -(-config.max_num_seqs // config.num_micro_batches)
         self._freed_block_ids: set[int] = set()
         """Blocks that the preemptions of this plan give back."""
 
@@ -65,12 +68,16 @@ class StepPlan:
         Where no block is left for a token, the last request of the batch is preempted, so the first always
         goes on.
         """
-        running, rows, index = self.running, self.rows, 0
-        while index < self.num_kept:
+        running, rows, index, max_rows = self.running, self.rows, 0, self._max_rows
+        while index < self.num_kept and len(rows) < max_rows:
             state = running[index]
             num_computed = state.num_computed_tokens
             num_wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
-            if num_wanted == 1 and not (state.num_in_flight_tokens and state.will_be_full):
+            if (
+                num_wanted == 1
+                and not state.is_in_flight
+                and not (state.num_in_flight_tokens and state.will_be_full)
+            ):
                 if num_computed >= state.num_allocated_tokens and not self._take_block(index):
                     break
                 rows.append((state, 1))
@@ -81,8 +88,10 @@ class StepPlan:
         """Give running requests that want more than one token a chunk each, first come first."""
         for state in self.running[: self.num_kept]:
             num_wanted = state.num_wanted_tokens
-            if num_wanted <= 1:
+            if num_wanted <= 1 or state.is_in_flight:
                 continue
+            if len(self.rows) == self._max_rows:
+                break
             num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
             if num_new == 0:
                 break
@@ -93,10 +102,12 @@ class StepPlan:
         """Take requests from the head of the queue while they fit; never skip one (no starvation)."""
         if self.ran_out_of_blocks:
             return
-        while self.num_kept + len(self.admissions) < self._config.max_num_seqs and self.num_tokens_left > 0:
+        while self._has_room():
             state = self._waiting.peek(len(self.admissions))
-            # A preempted request may still have a token in flight; its turn comes when that is known.
-            if state is None or state.num_in_flight_tokens or self._is_behind_preempted(state):
+            # A preempted request may still be in a step in flight; its turn comes when that is back.
+            if state is None or state.num_in_flight_tokens or state.is_in_flight:
+                break
+            if self._is_behind_preempted(state):
                 break
             cached_block_ids = self._kv.match(state)
             num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
@@ -130,6 +141,15 @@ class StepPlan:
                 self._freed_block_ids.clear()
                 return
             self._preempt_last()
+
+    def _has_room(self) -> bool:
+        """Whether one more request may join this step, blocks aside."""
+        num_admitted = len(self.admissions)
+        return (
+            self.num_kept + num_admitted < self._config.max_num_seqs
+            and len(self.rows) + num_admitted < self._max_rows
+            and self.num_tokens_left > 0
+        )
 
     def _is_behind_preempted(self, state: RequestState) -> bool:
         """Whether a request that this plan preempts comes before `state` in the queue."""

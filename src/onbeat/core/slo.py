@@ -1,0 +1,55 @@
+"""What a request was promised."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+
+from onbeat.core.errors import ConfigError
+
+SHORTEST_OBJECTIVE = 1e-3
+LONGEST_OBJECTIVE = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLO:
+    """The latency objectives of one request, seconds; None promises nothing.
+
+    The deadline of token k (0 is the first) is `max(arrival + ttft, first token) + k * tbt`: a stream that
+    is ahead of its deadlines may use that slack, one that starts late is not late for ever.
+
+    Raises
+    ------
+    ConfigError : an objective outside [1 ms, 24 h].
+    """
+
+    ttft: float | None = None
+    """From arrival to the first delivery."""
+    tbt: float | None = None
+    """Between tokens."""
+    e2e: float | None = None
+    """From arrival to the last delivery."""
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "tbt", "e2e"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not (isfinite(value) and SHORTEST_OBJECTIVE <= value <= LONGEST_OBJECTIVE):
+                raise ConfigError(
+                    f"the {name} objective is {value * 1e3:g} ms; it must lie between 1 ms and 24 h"
+                )
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is promised."""
+        return self.ttft is None and self.tbt is None and self.e2e is None
+
+
+SLO_CLASSES: Mapping[str, SLO] = {
+    "interactive": SLO(ttft=0.5, tbt=0.05),
+    "standard": SLO(ttft=2.0, tbt=0.1),
+    "batch": SLO(ttft=10.0, tbt=0.5),
+}
+"""Objectives that go by a name."""

@@ -1,0 +1,50 @@
+"""The one question that everything asks: how long a step will take."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from onbeat.core.step import BatchShape
+
+
+class StepTimeModel(Protocol):
+    """Predicts the time of one step of one replica, seconds, from the sums of its batch.
+
+    With pipeline parallelism this is the time through all stages, transfers included.
+    """
+
+    def step_time(self, shape: BatchShape, q: float | None = None) -> float:
+        """Return the expected time, or its q-quantile.
+
+        Parameters
+        ----------
+        shape : the batch; an empty one takes no time.
+        q : in (0, 1); None is the mean.
+
+        Returns
+        -------
+        Seconds, above 0 for any batch with a row.
+        """
+        ...
+
+    def max_chunk_tokens(
+        self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None
+    ) -> int:
+        """Return the longest chunk that may join a batch within a time budget: the inverse of `step_time`.
+
+        Parameters
+        ----------
+        shape : the batch so far; it is left as it is.
+        cached_tokens : context that the chunk reads.
+        budget : seconds for the whole step.
+        q : as in `step_time`.
+
+        Returns
+        -------
+        Tokens; 0 where even one is too many.
+        """
+        ...
+
+    def observe(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
+        ...
