@@ -10,7 +10,10 @@ import pytest
 import onbeat
 
 FRAMEWORKS = {"torch", "fastapi", "transformers"}
-PURE_PACKAGES = ("core", "scheduler", "metrics", "workload", "text", "hub", "bench")
+PURE_PACKAGES = (
+    *("core", "scheduler", "perfmodel", "metrics", "recording", "text", "hub"),
+    *("workload", "report", "simulator", "planner", "bench"),
+)
 
 
 def modules_after(code: str) -> set[str]:

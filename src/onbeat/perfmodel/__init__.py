@@ -1,0 +1,1 @@
+"""Predicts the time of a step from the sums of its batch."""

@@ -1,0 +1,1 @@
+"""Answers how much load a configuration can take."""

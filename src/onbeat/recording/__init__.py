@@ -1,0 +1,1 @@
+"""The record file: what a scheduler was asked and what it decided."""

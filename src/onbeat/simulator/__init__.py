@@ -1,0 +1,1 @@
+"""Virtual replicas: the real scheduler under a virtual clock."""
