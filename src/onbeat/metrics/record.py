@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from onbeat.core.slo import SLO
+
 
 @dataclass(slots=True, kw_only=True)
 class RequestRecord:
@@ -18,6 +20,13 @@ class RequestRecord:
     """When the whole request had been received."""
     num_prompt_tokens: int
     request_class: str | None = None
+    """Name of the class of objectives that it belongs to."""
+    slo: SLO | None = None
+    """What it was promised; None is nothing."""
+    offered_output_tokens: int | None = None
+    """Output tokens that the load asked for; None where nobody knows beforehand (a live request)."""
+    is_streamed: bool = True
+    """Whether the caller sees each delivery; if not, no token but the last has a deadline."""
     replica: str | None = None
     scheduled: float | None = None
     """When it was first put in a step; None if it never was."""
@@ -36,6 +45,11 @@ class RequestRecord:
     """Seconds; set only for a request that was rejected because of it."""
     is_rejected: bool = False
     """Refused for want of capacity."""
+
+    @property
+    def sent(self) -> float:
+        """When it came to the engine: `arrival`, since nothing holds a request back before that."""
+        return self.arrival
 
     @property
     def first_token(self) -> float | None:

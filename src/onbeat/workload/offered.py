@@ -1,0 +1,186 @@
+"""Who asks for what, when, and with which objectives: a load as columns, without any text.
+
+A simulation needs lengths and times only; a million requests are a few arrays here, not a million objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes, check_classes
+
+Overlong = Literal["error", "skip"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfferedLoad:
+    """The requests of a run in order of arrival, one row each.
+
+    Raises
+    ------
+    ConfigError : no requests, columns of different lengths, times that are negative or not ascending,
+        a length below 1; the message names the first row at fault (rows count from 0).
+    """
+
+    name: str
+    num_prompt_tokens: NDArray[np.int64]
+    num_output_tokens: NDArray[np.int64]
+    arrivals: NDArray[np.float64] | None = None
+    """Seconds from the start of the run, ascending; None is a closed loop, where each request waits for
+    an earlier one to end."""
+    block_ids: tuple[tuple[int, ...], ...] | None = None
+    """Ids of each prompt's blocks; equal ids mean an equal prefix up to the block's end."""
+    block_size: int = 512
+    """Tokens of one block of `block_ids`."""
+    class_ids: ClassIds | None = None
+    """Row of `classes` for each request; None where there are no objectives."""
+    classes: tuple[SLOClass, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.num_prompt_tokens):
+            raise ConfigError(f"the {self.name} load has no requests")
+        self._check_columns()
+        self._check_lengths()
+        if self.arrivals is not None:
+            self._check_arrivals(self.arrivals)
+        self._check_classes()
+
+    def __len__(self) -> int:
+        return len(self.num_prompt_tokens)
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second, from the start of the run to the last arrival; None in a closed loop."""
+        if self.arrivals is None:
+            return None
+        span = float(self.arrivals[-1])
+        return len(self) / span if span > 0 else float("inf")
+
+    def request_class(self, index: int) -> SLOClass | None:
+        """Return the class of request `index`; None without objectives."""
+        return None if self.class_ids is None else self.classes[int(self.class_ids[index])]
+
+    def slo(self, index: int) -> SLO | None:
+        """Return the objectives of request `index`; None without objectives."""
+        found = self.request_class(index)
+        return None if found is None else found.slo
+
+    def take(self, rows: NDArray[np.int64] | Sequence[int]) -> OfferedLoad:
+        """Return the given rows, in the given order (arrivals must stay ascending)."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        blocks = self.block_ids
+        return replace(
+            self,
+            num_prompt_tokens=self.num_prompt_tokens[chosen],
+            num_output_tokens=self.num_output_tokens[chosen],
+            arrivals=None if self.arrivals is None else self.arrivals[chosen],
+            block_ids=None if blocks is None else tuple(blocks[row] for row in chosen.tolist()),
+            class_ids=None if self.class_ids is None else self.class_ids[chosen],
+        )
+
+    def check_lengths(self, max_model_len: int, *, overlong: Overlong) -> OfferedLoad:
+        """Return the requests whose prompt and output fit the context together.
+
+        Parameters
+        ----------
+        max_model_len : tokens of the context.
+        overlong : `error` refuses the load if one does not fit, `skip` leaves those out.
+
+        Raises
+        ------
+        ConfigError : a request that does not fit (`error`), or none that does.
+        """
+        totals = self.num_prompt_tokens + self.num_output_tokens
+        fitting = totals <= max_model_len
+        if fitting.all():
+            return self
+        num_overlong = len(self) - int(fitting.sum())
+        first = int(np.argmin(fitting))
+        if overlong == "error" or num_overlong == len(self):
+            raise ConfigError(
+                f"{num_overlong} of {len(self)} requests of the {self.name} load do not fit a context of "
+                f"{max_model_len} tokens; the first is request {first}: prompt "
+                f"{int(self.num_prompt_tokens[first])} + output {int(self.num_output_tokens[first])} tokens. "
+                f"--overlong skip leaves such requests out, a larger --max-model-len takes them in"
+            )
+        return self.take(np.flatnonzero(fitting))
+
+    def scaled(self, rate_scale: float) -> OfferedLoad:
+        """Return the same requests at `rate_scale` times their rate."""
+        if self.arrivals is None:
+            raise ConfigError("a closed loop has no arrival rate to scale")
+        if not (np.isfinite(rate_scale) and rate_scale > 0):
+            raise ConfigError(f"the rate scale must be a finite number above 0, got {rate_scale:g}")
+        return replace(self, arrivals=self.arrivals / rate_scale)
+
+    def at_rate(self, rate: float) -> OfferedLoad:
+        """Return the same requests stretched or squeezed in time to `rate` requests per second."""
+        if not (np.isfinite(rate) and rate > 0):
+            raise ConfigError(f"the request rate must be a finite number above 0, got {rate:g}")
+        own = self.rate
+        if own is not None and not np.isfinite(own):
+            raise ConfigError("all requests arrive at once: there is no rate to scale")
+        return self.scaled(rate / own if own is not None else 1.0)
+
+    def with_arrivals(self, arrivals: NDArray[np.float64] | None) -> OfferedLoad:
+        """Return the same requests at other times."""
+        return replace(self, arrivals=arrivals)
+
+    def with_classes(self, classes: Sequence[SLOClass], *, seed: int) -> OfferedLoad:
+        """Return the same requests with objectives, assigned by share; equal seeds give equal classes."""
+        class_ids = assign_classes(len(self), classes, np.random.default_rng([seed, 2]))
+        return replace(self, classes=tuple(classes), class_ids=class_ids)
+
+    def _check_columns(self) -> None:
+        columns = {
+            "num_output_tokens": self.num_output_tokens,
+            "arrivals": self.arrivals,
+            "block_ids": self.block_ids,
+            "class_ids": self.class_ids,
+        }
+        for column, values in columns.items():
+            if values is not None and len(values) != len(self):
+                raise ConfigError(
+                    f"the {self.name} load has {len(self)} prompt lengths, but {len(values)} {column}"
+                )
+
+    def _check_lengths(self) -> None:
+        for what, lengths in (("prompt", self.num_prompt_tokens), ("output", self.num_output_tokens)):
+            if int(lengths.min()) < 1:
+                first = int(np.argmax(lengths < 1))
+                raise ConfigError(
+                    f"the {what} of request {first} has {int(lengths[first])} tokens; "
+                    f"every length must be at least 1"
+                )
+        if self.block_size < 1:
+            raise ConfigError(f"a block must have at least 1 token, got {self.block_size}")
+
+    def _check_arrivals(self, arrivals: NDArray[np.float64]) -> None:
+        if not np.isfinite(arrivals).all():
+            first = int(np.argmin(np.isfinite(arrivals)))
+            raise ConfigError(f"request {first} arrives at {arrivals[first]:g} s: give finite times")
+        if arrivals[0] < 0:
+            raise ConfigError(f"request 0 arrives at {arrivals[0]:g} s: times must not be negative")
+        falling = np.flatnonzero(np.diff(arrivals) < 0)
+        if falling.size:
+            row = int(falling[0]) + 1
+            raise ConfigError(
+                f"request {row} arrives at {arrivals[row]:g} s, before request {row - 1} at "
+                f"{arrivals[row - 1]:g} s: sort the requests by time"
+            )
+
+    def _check_classes(self) -> None:
+        check_classes(self.classes)
+        if (self.class_ids is None) != (not self.classes):
+            raise ConfigError("class_ids and classes go together: give both or neither")
+        if self.class_ids is not None and not (
+            int(self.class_ids.min()) >= 0 and int(self.class_ids.max()) < len(self.classes)
+        ):
+            raise ConfigError(f"a class id lies outside of the {len(self.classes)} classes")

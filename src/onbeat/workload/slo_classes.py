@@ -1,0 +1,71 @@
+"""Which objectives the requests of a load carry: one for all, or classes by share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+
+ClassIds = NDArray[np.int16]
+
+SHARE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLOClass:
+    """A group of requests with the same objectives.
+
+    Raises
+    ------
+    ConfigError : no name, or a share outside (0, 1].
+    """
+
+    name: str
+    slo: SLO
+    share: float = 1.0
+    """Of all requests, in (0, 1]."""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            raise ConfigError("a class of objectives needs a name")
+        if not 0 < self.share <= 1:
+            raise ConfigError(f"the share of class {self.name!r} is {self.share:g}; it must lie in (0, 1]")
+
+
+def check_classes(classes: Sequence[SLOClass]) -> None:
+    """Refuse classes of one name, or shares that do not make up the whole.
+
+    Raises
+    ------
+    ConfigError : which names or shares are wrong.
+    """
+    names = [each.name for each in classes]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"class {twice[0]!r} is given more than once; give each class one name")
+    total = sum(each.share for each in classes)
+    if classes and abs(total - 1) > SHARE_TOLERANCE:
+        shares = ", ".join(f"{each.name} {each.share:g}" for each in classes)
+        raise ConfigError(f"the shares of the classes must add up to 1, got {total:g} ({shares})")
+
+
+def assign_classes(num_requests: int, classes: Sequence[SLOClass], rng: np.random.Generator) -> ClassIds:
+    """Return the class of each request: the exact shares, in random order.
+
+    Counts are the shares' whole parts; requests left over go to the largest remainders, so that a short run
+    too has the mix it was asked for.
+    """
+    check_classes(classes)
+    if not classes:
+        raise ConfigError("there are no classes to assign: give at least one")
+    wanted = np.array([each.share for each in classes]) * num_requests
+    counts = np.floor(wanted).astype(np.int64)
+    left = num_requests - int(counts.sum())
+    counts[np.argsort(counts - wanted, kind="stable")[:left]] += 1
+    class_ids = np.repeat(np.arange(len(classes), dtype=np.int16), counts)
+    rng.shuffle(class_ids)
+    return class_ids
