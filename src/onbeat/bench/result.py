@@ -5,43 +5,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import orjson
 
 from onbeat.bench.config import BenchConfig, RunConfig
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome
-from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import describe, gaps, percentile, summarise, ttft
+from onbeat.report.result import SCHEDULED, RunResult
 
 SCHEMA_VERSION = 1
-SCHEDULED = "scheduled arrival"
 LATE_CLIENT_SECONDS = 5e-3
 """A client later than this at the 99th percentile adds visibly to what it measures."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """One measured run: its numbers, and the requests behind them."""
-
-    config: RunConfig
-    summary: dict[str, Any]
-    """What is saved, details aside."""
-    records: Sequence[RequestRecord] = ()
-    """Requests that ended by themselves, by index."""
-    start: float = 0.0
-    """On the clock of the records, seconds."""
-    warnings: tuple[str, ...] = field(default=())
-
-
 def build_result(
     bench: BenchConfig, run: RunConfig, outcome: LoadOutcome, *, model: str, length_source: str
-) -> RunResult:
+) -> RunResult[RequestRecord]:
     """Return the result of a finished (or interrupted) run."""
     records = sorted(
         (record for record in outcome.records if record.status is not Status.INTERRUPTED),
@@ -62,7 +44,8 @@ def build_result(
         "errors_by_cause": group_errors(records),
     }
     return RunResult(
-        config=run,
+        title=run.title,
+        series=run.series,
         summary=summary,
         records=records,
         start=outcome.start,
@@ -154,19 +137,7 @@ def _warnings(summary: dict[str, Any], records: Sequence[RequestRecord]) -> list
     return warnings
 
 
-def merge_warnings(results: Sequence[RunResult]) -> list[str]:
-    """Return each different warning once, with the runs that it is about unless it is about all."""
-    about: dict[str, list[str]] = {}
-    for result in results:
-        for warning in result.warnings:
-            about.setdefault(warning, []).append(result.config.title)
-    return [
-        warning if len(titles) == len(results) else f"{warning} ({', '.join(titles)})"
-        for warning, titles in about.items()
-    ]
-
-
-def details(result: RunResult) -> dict[str, Any]:
+def details(result: RunResult[RequestRecord]) -> dict[str, Any]:
     """Return the per-request columns of --save-detailed; times in seconds, starts relative to the run's.
 
     A request that did not complete has None for its latencies.
@@ -189,7 +160,7 @@ def details(result: RunResult) -> dict[str, Any]:
     }
 
 
-def to_document(results: Sequence[RunResult], *, detailed: bool) -> dict[str, Any]:
+def to_document(results: Sequence[RunResult[RequestRecord]], *, detailed: bool) -> dict[str, Any]:
     """Return what is saved: one run flat, several under `runs`."""
     runs = [result.summary | (details(result) if detailed else {}) for result in results]
     if len(runs) == 1:
@@ -201,7 +172,7 @@ def to_document(results: Sequence[RunResult], *, detailed: bool) -> dict[str, An
     }
 
 
-def default_file_name(bench: BenchConfig, results: Sequence[RunResult]) -> str:
+def default_file_name(bench: BenchConfig, results: Sequence[RunResult[RequestRecord]]) -> str:
     """Return the name of a result file: {label}-{rate}qps[-concurrencyN]-{model}-{datetime}.json."""
     first = results[0].summary
     label = bench.label or bench.backend
@@ -211,23 +182,3 @@ def default_file_name(bench: BenchConfig, results: Sequence[RunResult]) -> str:
     concurrency = first["max_concurrency"]
     suffix = "" if concurrency is None else f"-concurrency{concurrency}"
     return f"{label}-{first['request_rate']}qps{suffix}-{model}-{first['date']}.json"
-
-
-def write_document(path: Path, document: dict[str, Any], *, append: bool = False) -> None:
-    """Write a result file.
-
-    Parameters
-    ----------
-    append : add a line to the file instead of replacing it (one JSON document a line).
-
-    Raises
-    ------
-    ConfigError : the file cannot be written.
-    """
-    content = orjson.dumps(document, option=0 if append else orjson.OPT_INDENT_2)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab" if append else "wb") as file:
-            file.write(content + b"\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error

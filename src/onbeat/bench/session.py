@@ -21,10 +21,11 @@ from onbeat.bench.feed import PromptFeed
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
 from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.result import RunResult, build_result
+from onbeat.bench.result import build_result
 from onbeat.bench.runner import LoadPlan, LoadRunner
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
+from onbeat.report.result import RunResult
 from onbeat.workload.arrivals import constant_arrivals, gamma_arrivals, ramp_arrivals, replay_arrivals
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
 from onbeat.workload.workload import Workload
@@ -41,7 +42,7 @@ class Progress(Protocol):
 
     def on_request(self, record: RequestRecord) -> None: ...
 
-    def on_result(self, result: RunResult) -> None: ...
+    def on_result(self, result: RunResult[RequestRecord]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +63,7 @@ async def run_bench(
     tokenizer: Tokenizer | None,
     progress: Progress,
     stop: asyncio.Event,
-) -> list[RunResult]:
+) -> list[RunResult[RequestRecord]]:
     """Do the runs one after another; when `stop` is set, return what has been measured.
 
     Raises
@@ -71,7 +72,7 @@ async def run_bench(
     """
     async with open_session(bench.target.request_timeout) as session:
         server = await _probe(session, bench, tokenizer, progress)
-        results: list[RunResult] = []
+        results: list[RunResult[RequestRecord]] = []
         for position, run in enumerate(runs):
             if stop.is_set():
                 break
@@ -123,7 +124,7 @@ async def _run(
     server: _Server,
     progress: Progress,
     stop: asyncio.Event,
-) -> RunResult:
+) -> RunResult[RequestRecord]:
     # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
     tools = PromptTools(
         writer=PromptWriter(server.pool, f"{bench.salt}/{position}"),

@@ -14,9 +14,10 @@ from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from onbeat.bench.config import BenchConfig, RunConfig
-    from onbeat.bench.result import RunResult
+    from onbeat.bench.record import RequestRecord
     from onbeat.cli.bench_progress import BenchProgress
     from onbeat.core.protocols import Tokenizer
+    from onbeat.report.result import RunResult
 
 NAME = "bench"
 HELP = "load any OpenAI-compatible server and report its latency"
@@ -100,7 +101,7 @@ def _load_tokenizer(path: Path | None) -> Tokenizer | None:
 
 async def _measure(
     bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: BenchProgress
-) -> list[RunResult]:
+) -> list[RunResult[RequestRecord]]:
     """Measure; Ctrl-C ends the current run early and keeps what it has measured, if anything."""
     from onbeat.bench.session import run_bench
 
@@ -121,10 +122,11 @@ async def _measure(
         return []
 
 
-def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
-    from onbeat.bench.result import group_errors, merge_warnings
-    from onbeat.bench.table import error_table, run_tables, sweep_table
+def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+    from onbeat.bench.result import group_errors
     from onbeat.cli import bench_settings as settings
+    from onbeat.report.result import merge_warnings
+    from onbeat.report.table import error_table, run_tables, sweep_table
 
     console = _result_console()
     percentiles = settings.summary_options(args).percentiles
@@ -142,8 +144,11 @@ def _show(args: argparse.Namespace, results: list[RunResult]) -> None:
         console.print("interrupted: this is a partial result", style="bold yellow")
 
 
-def _save(args: argparse.Namespace, bench: BenchConfig, results: list[RunResult], console: Console) -> None:
-    from onbeat.bench.result import default_file_name, to_document, write_document
+def _save(
+    args: argparse.Namespace, bench: BenchConfig, results: list[RunResult[RequestRecord]], console: Console
+) -> None:
+    from onbeat.bench.result import default_file_name, to_document
+    from onbeat.report.result import write_document
 
     document = to_document(results, detailed=args.save_detailed)
     paths = [args.json] if args.json is not None else []
@@ -162,9 +167,9 @@ def _saves_under_name(args: argparse.Namespace) -> bool:
     return bool(args.save_result or args.append_result or args.result_filename)
 
 
-def _report(args: argparse.Namespace, results: list[RunResult]) -> None:
-    from onbeat.bench.report import write_report
+def _report(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
     from onbeat.cli import bench_settings as settings
+    from onbeat.report.run_report import write_report
 
     hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
     shown = {
@@ -180,7 +185,7 @@ def _compare(args: argparse.Namespace) -> int:
     import numpy as np
 
     from onbeat.bench.compare import compare, read_runs
-    from onbeat.bench.table import comparison_table
+    from onbeat.bench.comparison_table import comparison_table
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
     comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))

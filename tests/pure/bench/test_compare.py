@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.compare import Row, compare, read_runs
+from onbeat.bench.comparison_table import comparison_table
 from onbeat.bench.config import LoadConfig
 from onbeat.bench.result import to_document
-from onbeat.bench.table import comparison_table
 from onbeat.core.errors import ConfigError
 from tests.pure.bench.results import failure, make_records, make_result
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import orjson
 import pytest
 
-from onbeat.bench import charts
 from onbeat.bench.config import LoadConfig
-from onbeat.bench.report import describe_load, write_report
-from onbeat.bench.result import RunResult
+from onbeat.bench.record import RequestRecord
+from onbeat.report import charts
+from onbeat.report.result import RunResult
+from onbeat.report.run_report import describe_load, write_report
 from tests.pure.bench.results import failure, make_records, make_result
 
 
@@ -47,13 +48,13 @@ class Page(HTMLParser):
             self.text += data
 
 
-def page_of(tmp_path: Path, results: list[RunResult]) -> Page:
+def page_of(tmp_path: Path, results: list[RunResult[RequestRecord]]) -> Page:
     path = tmp_path / "report.html"
     write_report(path, results, percentiles=(50, 99), settings={"num_prompts": 30})
     return Page(path.read_text())
 
 
-def sweep() -> list[RunResult]:
+def sweep() -> list[RunResult[RequestRecord]]:
     return [
         make_result(
             make_records(20, slowdown=level), load=LoadConfig(max_concurrency=level), title=f"c={level}"

@@ -8,8 +8,9 @@ import pytest
 
 from onbeat.bench.config import BenchConfig, LoadConfig, TargetConfig
 from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.result import default_file_name, merge_warnings, to_document, write_document
+from onbeat.bench.result import default_file_name, to_document
 from onbeat.core.errors import ConfigError
+from onbeat.report.result import merge_warnings, write_document
 from tests.pure.bench.results import START, failure, make_records, make_result
 
 # What `vllm bench serve` writes, less what only its own servers and audio models have.

@@ -7,11 +7,9 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
-from rich.text import Text
 
-from onbeat.bench.compare import Comparison
-from onbeat.bench.result import SCHEDULED, RunResult
 from onbeat.metrics.summary import percentile_name
+from onbeat.report.result import SCHEDULED, AnyResult
 
 METRIC_TITLES = {
     "ttft": "TTFT",
@@ -48,7 +46,7 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("peak output in 1 s (tok)", number(summary["max_output_tokens_per_s"])),
         ("peak concurrency", number(summary["max_concurrent_requests"])),
     ]
-    if summary["timing_origin"] == SCHEDULED:
+    if summary["timing_origin"] == SCHEDULED and "p99_dispatch_lag_ms" in summary:
         rows.append(("client lateness P99 (ms)", number(summary["p99_dispatch_lag_ms"])))
     if summary["request_goodput"] is not None:
         rows.append(("goodput (req/s)", number(summary["request_goodput"])))
@@ -69,9 +67,11 @@ def latency_rows(
     ]
 
 
-def run_tables(result: RunResult, metrics: Sequence[str], percentiles: Sequence[float]) -> list[Table]:
-    """Return the tables of one run."""
-    counts = Table(box=SIMPLE_HEAD, title="Load test", title_justify="left", show_header=False)
+def run_tables(
+    result: AnyResult, metrics: Sequence[str], percentiles: Sequence[float], *, what: str = "Load test"
+) -> list[Table]:
+    """Return the tables of one run; `what` names the kind of run."""
+    counts = Table(box=SIMPLE_HEAD, title=what, title_justify="left", show_header=False)
     counts.add_column()
     counts.add_column(justify="right")
     for row in summary_rows(result.summary):
@@ -83,8 +83,8 @@ def run_tables(result: RunResult, metrics: Sequence[str], percentiles: Sequence[
     for latency_row in latency_rows(result.summary, metrics, percentiles):
         latencies.add_row(*latency_row)
     tables = [counts, latencies]
-    if result.summary["errors_by_cause"]:
-        tables.append(error_table(result.summary["errors_by_cause"]))
+    if errors := result.summary.get("errors_by_cause"):
+        tables.append(error_table(errors))
     return tables
 
 
@@ -112,7 +112,7 @@ SWEEP_COLUMNS = (
 )
 
 
-def sweep_table(results: Sequence[RunResult]) -> Table:
+def sweep_table(results: Sequence[AnyResult]) -> Table:
     """Return one row per run of a sweep; a column that no run has is left out."""
     table = Table(box=SIMPLE_HEAD, title="Sweep (times in ms)", title_justify="left", pad_edge=False)
     table.add_column("run", no_wrap=True)
@@ -130,29 +130,5 @@ def sweep_table(results: Sequence[RunResult]) -> Table:
         cells = [number(summary.get(key)) for _, key in columns]
         if has_goodput:
             cells.append(f"{summary['attainment']:.0%}")
-        table.add_row(result.config.title, done, *cells)
-    return table
-
-
-INTERVAL_NOTE = (
-    "note: the interval covers the spread inside the two runs only, so repeat and alternate the runs before "
-    "believing a small difference"
-)
-"""One run is one draw of the machine's state: the same server, run twice, can come out better or worse."""
-
-
-def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
-    """Return the numbers of two runs side by side, and under them what their intervals leave out."""
-    table = Table(box=SIMPLE_HEAD, title=comparison.title or None, title_justify="left", pad_edge=False)
-    if any(row.interval is not None for row in comparison.rows):
-        table.caption, table.caption_justify = INTERVAL_NOTE, "left"
-    table.add_column("")
-    for name in (*names, "ratio", "95 % interval"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("verdict")
-    for row in comparison.rows:
-        interval = "-" if row.interval is None else f"{row.interval[0]:.3f} .. {row.interval[1]:.3f}"
-        style = {"better": "green", "worse": "red"}.get(row.verdict, "")
-        cells = (row.name, number(row.baseline), number(row.candidate), f"{row.ratio:.3f}", interval)
-        table.add_row(*cells, Text(row.verdict, style=style))
+        table.add_row(result.title, done, *cells)
     return table

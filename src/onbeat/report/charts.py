@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.bench.record import RequestRecord
-from onbeat.bench.result import RunResult
 from onbeat.metrics.summary import collect_samples
+from onbeat.report.page import Figure
+from onbeat.report.result import AnyResult, ReportedRequest
 
-Figure = dict[str, Any]
 Array = NDArray[np.float64]
 
 # Colour-blind safe and readable on white and on near-black.
@@ -36,7 +35,7 @@ NUM_TIME_BINS = 120
 CDF_LEVELS = np.concatenate([np.linspace(0, 90, 91), np.linspace(90.5, 99, 18), np.linspace(99.1, 100, 10)])
 
 
-def cdf_figure(results: Sequence[RunResult], metric: str, title: str) -> Figure | None:
+def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure | None:
     """Return the cumulative distribution of a metric, one curve a run; None where no run has a value."""
     curves = []
     for position, result in enumerate(results):
@@ -81,7 +80,7 @@ def _scale(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def tradeoff_figure(results: Sequence[RunResult], key: str, title: str) -> Figure | None:
+def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figure | None:
     """Return a latency statistic against output throughput per GPU, one line a series of runs."""
     lines = []
     groups = group_by_series(results)
@@ -130,9 +129,9 @@ def level_name(summary: dict[str, Any]) -> str:
     return f"c={summary['max_concurrency']}" if rate == "inf" else f"{rate:g}/s"
 
 
-def group_by_load(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+def group_by_load(results: Sequence[AnyResult]) -> dict[str, list[AnyResult]]:
     """Return the runs of closed loops and those of open loops, in their order."""
-    groups: dict[str, list[RunResult]] = {}
+    groups: dict[str, list[AnyResult]] = {}
     for result in results:
         is_closed = result.summary["request_rate"] == "inf"
         name = "closed loop, by concurrency" if is_closed else "open loop, by request rate"
@@ -140,15 +139,15 @@ def group_by_load(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
     return groups
 
 
-def group_by_series(results: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+def group_by_series(results: Sequence[AnyResult]) -> dict[str, list[AnyResult]]:
     """Return the runs by series, in their order."""
-    groups: dict[str, list[RunResult]] = {}
+    groups: dict[str, list[AnyResult]] = {}
     for result in results:
-        groups.setdefault(result.config.series, []).append(result)
+        groups.setdefault(result.series, []).append(result)
     return groups
 
 
-def timeline_figure(result: RunResult) -> Figure | None:
+def timeline_figure(result: AnyResult) -> Figure | None:
     """Return a Gantt chart: each request's wait in the client, wait for the first token, and stream."""
     records = sorted(_thinned(result.records, MAX_TIMELINE_REQUESTS), key=lambda record: record.arrival)
     if not records:
@@ -188,7 +187,7 @@ def timeline_figure(result: RunResult) -> Figure | None:
     return {"title": f"Timeline of requests{shown}", "data": data, "layout": layout}
 
 
-def _spans(record: RequestRecord) -> list[tuple[str, float, float]]:
+def _spans(record: ReportedRequest) -> list[tuple[str, float, float]]:
     if not record.is_completed:
         return [("not completed", record.arrival, record.end)]
     first, last = record.delivery_times[0], record.delivery_times[-1]
@@ -198,7 +197,7 @@ def _spans(record: RequestRecord) -> list[tuple[str, float, float]]:
     return spans
 
 
-def gaps_figure(result: RunResult) -> Figure | None:
+def gaps_figure(result: AnyResult) -> Figure | None:
     """Return the gaps between deliveries over time: the points, and median and P99 of each time slice."""
     times, gap_ms = _gap_series(result)
     if not times.size:
@@ -239,7 +238,7 @@ def gaps_figure(result: RunResult) -> Figure | None:
     return {"title": "Gaps between deliveries (TBT) over time", "data": data, "layout": layout}
 
 
-def _gap_series(result: RunResult) -> tuple[Array, Array]:
+def _gap_series(result: AnyResult) -> tuple[Array, Array]:
     """Return when each gap ended (seconds since start) and how long it was (ms)."""
     done = [
         np.asarray(r.delivery_times) for r in result.records if r.is_completed and len(r.delivery_times) > 1
@@ -259,7 +258,7 @@ def _most_telling(times: Array, gap_ms: Array) -> NDArray[np.int64]:
     return np.union1d(longest, others)
 
 
-def load_figure(result: RunResult) -> Figure | None:
+def load_figure(result: AnyResult) -> Figure | None:
     """Return open requests and output tokens per second over time."""
     records = [record for record in result.records if record.is_completed]
     if not records:
@@ -313,7 +312,7 @@ def load_figure(result: RunResult) -> Figure | None:
     return {"title": "Load over time", "data": data, "layout": layout}
 
 
-def _thinned(records: Sequence[RequestRecord], limit: int) -> list[RequestRecord]:
+def _thinned(records: Sequence[ReportedRequest], limit: int) -> list[ReportedRequest]:
     if len(records) <= limit:
         return list(records)
     return [records[i] for i in np.linspace(0, len(records) - 1, limit).astype(int).tolist()]

@@ -1,0 +1,106 @@
+"""A self-contained HTML page: it loads nothing, so it can be mailed and archived."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import orjson
+from plotly.offline import get_plotlyjs
+
+from onbeat.core.errors import ConfigError
+
+Figure = dict[str, Any]
+"""`title` (text), `data` and `layout` as Plotly takes them; colours of text and grid are the page's."""
+
+# Nothing may be fetched, whatever a library inside the page would like to do.
+CONTENT_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
+)
+
+
+class Page:
+    """Collects figures while the body is written, and puts page and data together."""
+
+    def __init__(self) -> None:
+        self._figures: list[Figure] = []
+
+    def card(self, figure: Figure | None) -> str:
+        """Return a place for a figure; nothing if there is none."""
+        if figure is None:
+            return ""
+        self._figures.append(figure)
+        place = f'<div data-figure="figure-{len(self._figures)}"></div>'
+        return f'<div class="card"><h3>{html.escape(figure["title"])}</h3>{place}</div>\n'
+
+    def grid(self, figures: Sequence[Figure | None]) -> str:
+        """Return places for figures side by side."""
+        return f'<div class="grid">{"".join(map(self.card, figures))}</div>\n'
+
+    def render(self, title: str, body: str) -> str:
+        """Return the whole page around a body made of HTML."""
+        assets = files("onbeat.report") / "assets"
+        data = "".join(
+            f'<script type="application/json" id="figure-{number}">{_json_for_html(figure)}</script>\n'
+            for number, figure in enumerate(self._figures, start=1)
+        )
+        return (
+            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{html.escape(title)}</title>\n"
+            f"<style>\n{(assets / 'report.css').read_text()}</style>\n</head>\n"
+            f"<body>\n<main>\n{body}</main>\n{data}"
+            f"<script>{get_plotlyjs()}</script>\n<script>\n{(assets / 'report.js').read_text()}</script>\n"
+            "</body>\n</html>\n"
+        )
+
+    def write(self, path: Path, title: str, body: str) -> None:
+        """Write the page.
+
+        Raises
+        ------
+        ConfigError : the file cannot be written.
+        """
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(self.render(title, body), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def heading(title: str, lead: str, tiles: Sequence[tuple[str, str]] = ()) -> str:
+    """Return the head of a page: a title, a line about what was done, and numbers as (name, value)."""
+    cells = "".join(
+        f'<div class="tile"><b>{html.escape(value)}</b><span>{html.escape(name)}</span></div>'
+        for name, value in tiles
+    )
+    return (
+        f'<h1>{html.escape(title)}</h1>\n<p class="lead">{html.escape(lead)}</p>\n'
+        f'<div class="tiles">{cells}</div>\n'
+    )
+
+
+def notes(texts: Sequence[str]) -> str:
+    """Return a box with remarks; nothing if there are none."""
+    if not texts:
+        return ""
+    return '<div class="note">' + "".join(f"<p>{html.escape(text)}</p>" for text in texts) + "</div>\n"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table; an all-empty header is left out."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
+    )
+    start = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
+    return f'<div class="card scroll"><table>{start}<tbody>{lines}</tbody></table></div>\n'
+
+
+def _json_for_html(value: Any) -> str:
+    # "</script>" inside a string would end the element.
+    return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode().replace("</", "<\\/")
