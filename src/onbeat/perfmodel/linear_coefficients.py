@@ -1,0 +1,154 @@
+"""Read published coefficients of linear step-time models.
+
+Two file formats, both in milliseconds: DistServe's profiler JSON (LLMServe/DistServe, Zhong et al., OSDI
+2024: model -> tensor-parallel degree -> coefficients) and a CSV of TurboSpec's regression (Liu et al.,
+arXiv 2406.14066: one row a configuration).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+
+_SECONDS_PER_MS = 1e-3
+_PREFILL, _SMALL, _LARGE = "prefill", "decoding_smallbs", "decoding_largebs"
+_THRESHOLD = "decoding_large_small_bs_threshold"
+
+
+@dataclass(frozen=True, slots=True)
+class DistServeCoefficients:
+    """One model at one tensor-parallel degree; seconds.
+
+    `prefill` multiplies (1, sum of prompt tokens, sum of their squares), `decode_small` and `decode_large`
+    multiply (1, sum of contexts, number of sequences); the large set holds from `large_batch` sequences on.
+    """
+
+    prefill: tuple[float, float, float]
+    decode_small: tuple[float, float, float]
+    decode_large: tuple[float, float, float]
+    large_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurboSpecCoefficients:
+    """The target model's row; seconds for each unit."""
+
+    per_context_token: float
+    per_new_token: float
+    per_sequence: float
+    when_speculating: float
+    fixed: float
+
+
+def read_distserve_coefficients(path: Path, *, model: str, tensor: int) -> DistServeCoefficients:
+    """Read one model's coefficients from DistServe's profiler JSON.
+
+    Parameters
+    ----------
+    path : the file.
+    model : its name there, with or without the organisation (`facebook/opt-13b` or `opt-13b`).
+    tensor : tensor-parallel degree.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, has no such model or degree (the message lists what it has), or a
+        coefficient is not a finite number.
+    """
+    models = _load_object(path)
+    degrees = models[_match_model(model, list(models), path)]
+    if not isinstance(degrees, dict) or str(tensor) not in degrees:
+        known = ", ".join(sorted(degrees, key=int)) if isinstance(degrees, dict) else "none"
+        raise ConfigError(f"{path} has no coefficients of {model!r} for TP {tensor}; it has TP {known}")
+    where = f"{path}, {model} TP {tensor}"
+    return DistServeCoefficients(
+        prefill=_triple(degrees[str(tensor)], _PREFILL, where),
+        decode_small=_triple(degrees[str(tensor)], _SMALL, where),
+        decode_large=_triple(degrees[str(tensor)], _LARGE, where),
+        large_batch=int(_number(degrees[str(tensor)].get(_THRESHOLD), f"{where}, {_THRESHOLD}")),
+    )
+
+
+def read_turbospec_coefficients(path: Path, *, model: str, tensor: int) -> TurboSpecCoefficients:
+    """Read the target model's row of a TurboSpec coefficient CSV.
+
+    Parameters
+    ----------
+    path : the file; columns `config`, `tp`, `role` and the coefficients in milliseconds.
+    model : name in column `config`.
+    tensor : tensor-parallel degree, column `tp`.
+
+    Raises
+    ------
+    ConfigError : no such file, column, model or degree, or a coefficient that is not a finite number.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("role") == "target"]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the coefficients in {path}: {error}") from error
+    if not rows:
+        raise ConfigError(f"{path} has no row with role 'target'; is it a TurboSpec coefficient file?")
+    name = _match_model(model, [row.get("config", "") for row in rows], path)
+    row_of_degree = {row.get("tp"): row for row in rows if row.get("config") == name}
+    if str(tensor) not in row_of_degree:
+        known = ", ".join(str(degree) for degree in row_of_degree)
+        raise ConfigError(f"{path} has no coefficients of {model!r} for TP {tensor}; it has TP {known}")
+    row = row_of_degree[str(tensor)]
+
+    def seconds(column: str) -> float:
+        return _number(row.get(column), f"{path}, {name} TP {tensor}, {column}") * _SECONDS_PER_MS
+
+    return TurboSpecCoefficients(
+        per_context_token=seconds("c_kv_ms_per_ctx_token"),
+        per_new_token=seconds("c_compute_ms_per_batched_token"),
+        per_sequence=seconds("c_batch_ms_per_seq"),
+        when_speculating=seconds("c_enable_spec_ms"),
+        fixed=seconds("c_fixed_ms"),
+    )
+
+
+def _load_object(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"cannot read the coefficients in {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} must hold an object of model names, not a {type(content).__name__}")
+    return content
+
+
+def _match_model(model: str, known: list[str], path: Path) -> str:
+    """Find a model's name in a file: exactly, or by its part behind the organisation."""
+    if model in known:
+        return model
+    short = model.rpartition("/")[2].lower()
+    matches = [name for name in known if name.rpartition("/")[2].lower() == short]
+    if len(matches) != 1:
+        names = ", ".join(dict.fromkeys(known))
+        raise ConfigError(f"{path} has no coefficients of model {model!r}; it has {names}")
+    return matches[0]
+
+
+def _triple(coefficients: Mapping[str, Any], key: str, where: str) -> tuple[float, float, float]:
+    values = coefficients.get(key)
+    if not isinstance(values, list) or len(values) != 3:
+        raise ConfigError(f"{where}: {key} is {values!r}; it must be three numbers (milliseconds)")
+    first, second, third = (_number(value, f"{where}, {key}") * _SECONDS_PER_MS for value in values)
+    return first, second, third
+
+
+def _number(value: object, where: str) -> float:
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not isfinite(number):
+        raise ConfigError(f"{where}: {value!r} is not a finite number")
+    return number
