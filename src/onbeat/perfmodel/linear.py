@@ -1,9 +1,9 @@
 """Step time as a linear form of the batch's sums, with published coefficients.
 
-DistServe (Zhong et al., OSDI 2024, appendix A and the released simulator) measures prefill and decode steps
-apart: `a + b sum(len) + c sum(len^2)` and `a + b sum(context) + c batch`. TurboSpec (Liu et al.,
-arXiv 2406.14066) has one form for all: a term each for context tokens, new tokens, sequences, speculation, and a
-fixed one.
+DistServe (Zhong et al., OSDI 2024, appendix A and the released simulator) measures prefill and decode
+steps apart: `a + b sum(len) + c sum(len^2)` and `a + b sum(context) + c batch`. TurboSpec (Liu et al.,
+arXiv 2406.14066) has one form for all: a term each for context tokens, new tokens, sequences,
+speculation, and a fixed one.
 """
 
 from __future__ import annotations
@@ -89,13 +89,12 @@ def distserve_closure(
     pipeline : stages; each takes its share of the layers, so only hops between stages come on top.
     overhead : added to every step.
 
-    Notes
-    -----
-    Chunks: the form knows whole prompts. A chunk of n tokens behind m cached ones counts n^2 + 2 n m in place of
-    len^2, so that the chunks of a prompt count len^2 together, and a whole prompt exactly that.
+    Notes ----- Chunks: the form knows whole prompts. A chunk of n tokens behind m cached ones counts n^2
+    + 2 n m in place of len^2, so that the chunks of a prompt count len^2 together, and a whole prompt
+    exactly that.
 
-    Mixed steps: the form knows none. Their fixed part (reading the weights, launching kernels) is paid once, so
-    it is the larger of the two; the parts that grow with tokens and sequences add up.
+    Mixed steps: the form knows none. Their fixed part (reading the weights, launching kernels) is paid
+    once, so it is the larger of the two; the parts that grow with tokens and sequences add up.
     """
     prefill_fixed, per_token, per_square = coefficients.prefill
     small, large, large_batch = coefficients.decode_small, coefficients.decode_large, coefficients.large_batch
@@ -127,9 +126,9 @@ def turbospec_closure(
 ) -> StepSeconds:
     """Return TurboSpec's form as a function of the batch.
 
-    Context tokens are those that the step reads from the cache. The published coefficients have a negative term
-    for each sequence: far outside of what was measured (hundreds of sequences with hardly any context) the sum
-    would fall to zero, and is kept at a tenth of the fixed term.
+    Context tokens are those that the step reads from the cache. The published coefficients have a
+    negative term for each sequence: far outside of what was measured (hundreds of sequences with hardly
+    any context) the sum would fall to zero, and is kept at a tenth of the fixed term.
     """
     per_context, per_new, per_sequence = (
         coefficients.per_context_token,
