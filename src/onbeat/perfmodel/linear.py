@@ -89,9 +89,10 @@ def distserve_closure(
     pipeline : stages; each takes its share of the layers, so only hops between stages come on top.
     overhead : added to every step.
 
-    Notes ----- Chunks: the form knows whole prompts. A chunk of n tokens behind m cached ones counts n^2
-    + 2 n m in place of len^2, so that the chunks of a prompt count len^2 together, and a whole prompt
-    exactly that.
+    Notes
+    -----
+    Chunks: the form knows whole prompts. A chunk of n tokens behind m cached ones counts n^2 + 2 n m in
+    place of len^2, so that the chunks of a prompt count len^2 together, and a whole prompt exactly that.
 
     Mixed steps: the form knows none. Their fixed part (reading the weights, launching kernels) is paid
     once, so it is the larger of the two; the parts that grow with tokens and sequences add up.
