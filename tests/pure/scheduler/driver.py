@@ -120,6 +120,10 @@ class Driver:
         assert scheduled.shape.num_lm_head_rows == sum(row.samples for row in scheduled.rows)
         ids = [row.request_id for row in scheduled.rows]
         assert len(set(ids)) == len(ids), "a request has two rows"
+        if config.num_micro_batches > 1:
+            assert len(ids) <= -(-config.max_num_seqs // config.num_micro_batches)
+            for other in self.in_flight:
+                assert not {row.request_id for row in other.rows} & set(ids), "a request in two micro-batches"
         for request_id in scheduled.released_ids:
             del self.blocks[request_id]
         for admitted in scheduled.admitted:

@@ -17,13 +17,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         policy=st.sampled_from(POLICY_NAMES),
         order=st.sampled_from(["fcfs", "priority"]),
-        depth=st.sampled_from([1, 2]),
+        depth=st.sampled_from([1, 2, 3]),
+        is_pipeline=st.booleans(),
         num_blocks=st.integers(16, 40),
         prefix=st.booleans(),
     )
-    def start(self, policy, order, depth, num_blocks, prefix):
+    def start(self, policy, order, depth, is_pipeline, num_blocks, prefix):
         config = make_config(
-            policy, num_blocks=num_blocks, scheduling_policy=order, enable_prefix_caching=prefix
+            policy,
+            num_blocks=num_blocks,
+            scheduling_policy=order,
+            enable_prefix_caching=prefix,
+            num_micro_batches=depth if is_pipeline else 1,
         )
         self.driver = Driver(config, depth=depth)
         self.requests: dict[str, tuple[int, int]] = {}

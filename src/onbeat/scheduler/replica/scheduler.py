@@ -272,7 +272,9 @@ class Scheduler:
         Whoever waits could not be admitted, and while only token counts grow that stays so.
         """
         running = [state for state, _ in plan.rows if state.status is RequestStatus.RUNNING]
-        is_steady = not (plan.admissions or plan.preempted) and shape.num_lm_head_rows == len(running)
+        is_steady = not (
+            plan.admissions or plan.preempted or shape.num_chunks
+        ) and shape.num_lm_head_rows == len(running)
         if len(self._in_flight) > 1 or not running or not is_steady:
             return 1
         num_left = min([state.max_total_tokens - state.num_tokens for state in running])
