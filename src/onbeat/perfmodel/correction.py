@@ -1,0 +1,124 @@
+"""Learning from the steps that run: factors on the prediction, and an alarm when they are far from 1."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+
+_KEY_STRIDE = 64  # above any bit length of a token count
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionConfig:
+    """How quickly and how far to follow the measured steps."""
+
+    weight: float = 0.1
+    """Share of the newest step in a bucket's mean (until 1 / weight steps are in, the plain mean)."""
+    ready_after: int = 8
+    """Steps that a bucket needs before its factor is used."""
+    lowest: float = 0.5
+    highest: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight <= 1:
+            raise ConfigError(f"the weight of a new step must be in (0, 1]: {self.weight}")
+        if self.ready_after < 1:
+            raise ConfigError(f"a bucket must be ready after at least one step: {self.ready_after}")
+        if not 0 < self.lowest <= 1 <= self.highest < math.inf:
+            raise ConfigError(f"the factor's bounds must enclose 1: [{self.lowest}, {self.highest}]")
+
+
+class OnlineCorrection:
+    """Multiplicative factors by bucket of (new tokens, context read), both by powers of two.
+
+    A bucket's factor is the exponentially weighted geometric mean of measured / predicted. Each step counts
+    as at most the bounds, so that one stall cannot move it far.
+    """
+
+    __slots__ = ("_buckets", "_factors", "_log_bounds", "config")
+
+    def __init__(self, config: CorrectionConfig | None = None) -> None:
+        self.config = config or CorrectionConfig()
+        self._log_bounds = math.log(self.config.lowest), math.log(self.config.highest)
+        self._buckets: dict[int, tuple[int, float]] = {}
+        self._factors: dict[int, float] = {}
+
+    def factor(self, shape: BatchShape) -> float:
+        """Return the factor on the prediction for a batch; 1 until its bucket is ready."""
+        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
+        key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+        return self._factors.get(key, 1.0)
+
+    def observe(self, shape: BatchShape, ratio: float) -> None:
+        """Learn from one step.
+
+        Parameters
+        ----------
+        ratio : measured / predicted without this correction; positive and finite.
+        """
+        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
+        key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+        count, mean = self._buckets.get(key, (0, 0.0))
+        count += 1
+        low, high = self._log_bounds
+        value = min(max(math.log(ratio), low), high)
+        mean += (value - mean) * max(self.config.weight, 1 / count)
+        self._buckets[key] = count, mean
+        if count >= self.config.ready_after:
+            self._factors[key] = math.exp(mean)
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """Whether the model still describes the machine."""
+
+    is_alarming: bool
+    ratio: float
+    """Typical measured / predicted of recent steps, online correction left out."""
+    num_steps: int
+    """Steps seen so far."""
+
+
+class DriftAlarm:
+    """Watches measured / predicted over all steps; on and off at different levels, lest it flicker.
+
+    Parameters
+    ----------
+    on : typical ratio, either way, at which the alarm comes on.
+    off : the ratio below which it goes off again.
+    memory : steps over which the mean forgets, and that must be seen before the first alarm.
+    """
+
+    __slots__ = ("_is_alarming", "_mean", "_memory", "_num_steps", "_off", "_on")
+
+    def __init__(self, *, on: float = 1.3, off: float = 1.15, memory: int = 64) -> None:
+        if not 1 < off <= on < math.inf or memory < 1:
+            raise ConfigError(f"a drift alarm needs 1 < off <= on and memory >= 1: {on=}, {off=}, {memory=}")
+        self._on = math.log(on)
+        self._off = math.log(off)
+        self._memory = memory
+        self._mean = 0.0
+        self._num_steps = 0
+        self._is_alarming = False
+
+    def observe(self, ratio: float) -> None:
+        """Count one step's measured / predicted."""
+        self._num_steps += 1
+        # A stall of a second is not drift: one step weighs as a factor of four at most.
+        value = min(max(math.log(ratio), -_LOG_LIMIT), _LOG_LIMIT)
+        self._mean += (value - self._mean) / min(self._num_steps, self._memory)
+        if self._is_alarming:
+            self._is_alarming = abs(self._mean) >= self._off
+        elif self._num_steps >= self._memory:
+            self._is_alarming = abs(self._mean) >= self._on
+
+    @property
+    def state(self) -> Drift:
+        """What has been seen so far."""
+        return Drift(self._is_alarming, math.exp(self._mean), self._num_steps)
+
+
+_LOG_LIMIT = math.log(4)

@@ -1,0 +1,183 @@
+"""The one implementation of `core.StepTimeModel`: any closure of a batch, made fit for decisions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.shape_range import ShapeRange
+
+MAX_CHUNK_TOKENS = 1 << 22
+"""The longest chunk that `Predictor.max_chunk_tokens` answers: the budget does not bind."""
+
+_FIRST_PROBE = 256
+
+
+class Predictor:
+    """Step times with quantiles, inflation outside the measured range, online correction and a drift alarm.
+
+    prediction = closure x inflation(range) x factor(correction) x quantile(residual). Given the same calls it
+    gives the same answers: it reads no clock and draws no random numbers.
+
+    Parameters
+    ----------
+    seconds : expected time of a batch with at least one row; positive and finite.
+    residual : distribution of measured / predicted; without one a quantile cannot be asked for.
+    shape_range : the batches behind the closure; None where it holds everywhere.
+    correction : online factors; None to keep the closure as it is.
+    alarm : looks at every observed step; None for none.
+    """
+
+    __slots__ = ("_alarm", "_correction", "_inflation", "_residual", "_seconds")
+
+    def __init__(
+        self,
+        seconds: Callable[[BatchShape], float],
+        residual: ResidualModel | None = None,
+        shape_range: ShapeRange | None = None,
+        correction: OnlineCorrection | None = None,
+        alarm: DriftAlarm | None = None,
+    ) -> None:
+        self._seconds = seconds
+        self._residual = residual
+        self._inflation = None if shape_range is None else shape_range.inflation
+        self._correction = correction
+        self._alarm = alarm
+
+    def step_time(self, shape: BatchShape, q: float | None = None) -> float:
+        """Return the expected time, or its q-quantile. See `core.StepTimeModel`."""
+        if not shape.num_new_tokens:
+            return 0.0
+        seconds = self._seconds(shape)
+        if self._inflation is not None:
+            seconds *= self._inflation(shape)
+        if self._correction is not None:
+            seconds *= self._correction.factor(shape)
+        return seconds if q is None else seconds * self._quantile_factor(q)
+
+    def max_chunk_tokens(
+        self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None
+    ) -> int:
+        """Return the longest chunk that may join a batch within a time budget. See `core.StepTimeModel`.
+
+        The chunk is taken to sample, which costs its row of the LM head. The answer n is exact: n tokens are
+        within the budget and n + 1 are not. Where the model is not monotone (a bucket's factor), it is one
+        such n.
+        """
+        chunk = _ChunkTime(self.step_time, shape, cached_tokens, q)
+        return _invert(chunk.seconds, budget)
+
+    def observe(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from a measured step.
+
+        A time that is not positive (a clock that stood still) teaches nothing and is passed over.
+        """
+        if not (shape.num_new_tokens and 0 < seconds < math.inf):
+            return
+        expected = self._seconds(shape)
+        if self._inflation is not None:
+            expected *= self._inflation(shape)
+        ratio = seconds / expected
+        if self._correction is not None:
+            self._correction.observe(shape, ratio)
+        if self._alarm is not None:
+            self._alarm.observe(ratio)
+
+    @property
+    def drift(self) -> Drift | None:
+        """Whether the measured steps have left the model; None without an alarm."""
+        return None if self._alarm is None else self._alarm.state
+
+    def _quantile_factor(self, q: float) -> float:
+        if self._residual is None:
+            raise ConfigError(
+                f"this step-time model knows no quantiles (asked for {q}): its error was never measured. "
+                "Ask for the mean, or use a fitted model"
+            )
+        return self._residual.factor(q)
+
+
+class _ChunkTime:
+    """The time of a batch as a function of one more chunk's length."""
+
+    __slots__ = ("_base", "_cached_tokens", "_q", "_shape", "_step_time")
+
+    def __init__(
+        self,
+        step_time: Callable[[BatchShape, float | None], float],
+        base: BatchShape,
+        cached_tokens: int,
+        q: float | None,
+    ) -> None:
+        self._step_time = step_time
+        self._base = base
+        self._cached_tokens = cached_tokens
+        self._q = q
+        self._shape = replace(base)
+        self._shape.add(cached_tokens, 2, samples=True)
+
+    def seconds(self, num_tokens: int) -> float:
+        if num_tokens == 1:  # a single token is a decode row
+            shape = replace(self._base)
+            shape.add(self._cached_tokens, 1, samples=True)
+            return self._step_time(shape, self._q)
+        # Only these three sums change with the length; a fresh batch for each trial would cost more than the
+        # model does.
+        base, shape = self._base, self._shape
+        shape.num_new_tokens = base.num_new_tokens + num_tokens
+        shape.query_key_pairs = (
+            base.query_key_pairs + num_tokens * self._cached_tokens + num_tokens * (num_tokens + 1) // 2
+        )
+        shape.sum_chunk_squares = base.sum_chunk_squares + num_tokens * num_tokens
+        return self._step_time(shape, self._q)
+
+
+def _invert(seconds: Callable[[int], float], budget: float) -> int:
+    """Return n in [0, MAX_CHUNK_TOKENS] with seconds(n) <= budget < seconds(n + 1)."""
+    low, low_seconds = 1, seconds(1)
+    # Written so that a budget of NaN admits nothing.
+    if not low_seconds <= budget:
+        return 0
+    high = _FIRST_PROBE
+    while (high_seconds := seconds(high)) <= budget:
+        if high >= MAX_CHUNK_TOKENS:
+            return MAX_CHUNK_TOKENS
+        slope = (high_seconds - low_seconds) / (high - low)
+        low, low_seconds = high, high_seconds
+        # A little beyond where the line meets the budget: a narrow bracket saves more trials than it costs.
+        beyond = 1.2 * (budget - low_seconds) / slope if slope > 0 else math.inf
+        high = min(high + int(min(max(beyond, 16), 15 * high)), MAX_CHUNK_TOKENS)
+    return _bisect(seconds, (low, low_seconds - budget), (high, high_seconds - budget), budget)
+
+
+def _bisect(
+    seconds: Callable[[int], float], low: tuple[int, float], high: tuple[int, float], budget: float
+) -> int:
+    """Return n with seconds(n) <= budget < seconds(n + 1) between two points (n, seconds(n) - budget).
+
+    Step times are nearly linear in pieces, so that the Illinois method (a secant; the staying end is halved)
+    needs few trials; where it does not halve the bracket in three, the middle is tried.
+    """
+    (low_n, low_excess), (high_n, high_excess) = low, high
+    limit, trials = high_n - low_n, 0
+    while (width := high_n - low_n) > 1:
+        trials += 1
+        if trials % 3 == 0:
+            is_slow, limit = 2 * width > limit, width
+        else:
+            is_slow = False
+        share = 0.5 if is_slow else low_excess / (low_excess - high_excess)
+        guess = min(max(low_n + int(width * share), low_n + 1), high_n - 1)
+        excess = seconds(guess) - budget
+        if excess <= 0:
+            low_n, low_excess = guess, excess
+            high_excess /= 2
+        else:
+            high_n, high_excess = guess, excess
+            low_excess /= 2
+    return low_n
