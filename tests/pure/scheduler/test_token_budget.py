@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.token_budget import FullStep, choose_token_budget, mean_decode_context
+from onbeat.scheduler.replica.token_budget import (
+    LARGEST_BUDGET,
+    choose_token_budget,
+    full_step,
+    mean_decode_context,
+)
 
 
 class TiledProfile:
@@ -51,61 +56,63 @@ PROFILES = st.builds(
 def test_is_the_largest_multiple_of_the_tile_that_keeps_the_objective(
     profile: TiledProfile, tbt: float, max_num_seqs: int, context_tokens: int, tile: int
 ) -> None:
-    step = FullStep(max_num_seqs=max_num_seqs, context_tokens=context_tokens)
-    smallest = -(-max_num_seqs // tile) * tile
-    if profile.step_time(step.shape(smallest)) > tbt:
+    def seconds(budget: int) -> float:
+        return profile.step_time(full_step(budget, max_num_seqs=max_num_seqs, context_tokens=context_tokens))
+
+    def choose() -> int:
+        return choose_token_budget(
+            profile, tbt=tbt, max_num_seqs=max_num_seqs, context_tokens=context_tokens, tile=tile
+        )
+
+    if seconds(-(-max_num_seqs // tile) * tile) > tbt:
         with pytest.raises(ConfigError, match="no token budget keeps the TBT objective"):
-            choose_token_budget(profile, step, tbt=tbt, tile=tile)
+            choose()
         return
-    largest = 1 << 20
-    budget = choose_token_budget(profile, step, tbt=tbt, tile=tile, largest=largest)
+    budget = choose()
     assert budget % tile == 0
-    assert budget >= max_num_seqs
-    assert profile.step_time(step.shape(budget)) <= tbt
-    assert profile.step_time(step.shape(budget + tile)) > tbt
+    assert max_num_seqs <= budget <= LARGEST_BUDGET
+    assert seconds(budget) <= tbt
+    assert seconds(budget + tile) > tbt or budget + tile > LARGEST_BUDGET
+
+
+def test_the_full_step_is_what_its_rows_add_up_to() -> None:
+    expected = BatchShape()
+    for _ in range(5):
+        expected.add(70, 1, samples=True)
+    assert full_step(5, max_num_seqs=5, context_tokens=70) == expected
+    expected.add(70, 59, samples=True)
+    assert full_step(64, max_num_seqs=5, context_tokens=70) == expected
 
 
 def test_a_tile_boundary_costs_a_whole_tile() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.01, per_context=0.0, tile=256)
-    step = FullStep(max_num_seqs=32, context_tokens=1000)
-    assert profile.step_time(step.shape(257)) == pytest.approx(0.03)
-    assert choose_token_budget(profile, step, tbt=0.029, tile=128) == 256
-
-
-def test_stops_at_the_largest_budget() -> None:
-    profile = TiledProfile(fixed=0.001, per_tile=1e-9, per_context=0.0)
-    step = FullStep(max_num_seqs=8, context_tokens=100)
-    assert choose_token_budget(profile, step, tbt=1.0, largest=1000) == 896
+    assert profile.step_time(full_step(257, max_num_seqs=32, context_tokens=9)) == pytest.approx(0.03)
+    assert choose_token_budget(profile, tbt=0.029, max_num_seqs=32, context_tokens=9) == 256
 
 
 def test_a_quantile_gives_a_smaller_budget() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.005, per_context=0.0)
-    step = FullStep(max_num_seqs=8, context_tokens=100)
-    assert choose_token_budget(profile, step, tbt=0.1) == 18 * 128
-    assert choose_token_budget(profile, step, tbt=0.1, q=0.9) == 8 * 128
+    assert choose_token_budget(profile, tbt=0.1, max_num_seqs=8, context_tokens=100) == 18 * 128
+    assert choose_token_budget(profile, tbt=0.1, max_num_seqs=8, context_tokens=100, q=0.9) == 8 * 128
 
 
 def test_says_that_the_decodes_alone_take_too_long() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.0, per_context=1e-6)
-    step = FullStep(max_num_seqs=100, context_tokens=999)
-    with pytest.raises(ConfigError, match=r"100 decodes .* 110\.00 ms without any prompt"):
-        choose_token_budget(profile, step, tbt=0.1)
+    with pytest.raises(ConfigError, match=r"100 decodes .* without any prompt, would take 110\.00 ms"):
+        choose_token_budget(profile, tbt=0.1, max_num_seqs=100, context_tokens=999)
 
 
 def test_says_what_the_smallest_budget_takes() -> None:
     profile = TiledProfile(fixed=0.01, per_tile=0.03, per_context=0.0, tile=64)
-    step = FullStep(max_num_seqs=60, context_tokens=10)
-    with pytest.raises(ConfigError, match=r"the smallest one, 128 tokens .* 70\.00 ms"):
-        choose_token_budget(profile, step, tbt=0.05)
+    with pytest.raises(ConfigError, match=r"smallest budget, 128 tokens .* would take 70\.00 ms"):
+        choose_token_budget(profile, tbt=0.05, max_num_seqs=60, context_tokens=10)
 
 
-@pytest.mark.parametrize(("tile", "largest"), [(0, 1024), (128, 64)])
-def test_refuses_bounds_that_leave_nothing_to_choose(tile: int, largest: int) -> None:
+@pytest.mark.parametrize(("tile", "max_num_seqs"), [(0, 8), (128, 0)])
+def test_refuses_empty_steps(tile: int, max_num_seqs: int) -> None:
     profile = TiledProfile(fixed=0.001, per_tile=0.001, per_context=0.0)
-    with pytest.raises(ConfigError):
-        choose_token_budget(
-            profile, FullStep(max_num_seqs=8, context_tokens=1), tbt=1.0, tile=tile, largest=largest
-        )
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        choose_token_budget(profile, tbt=1.0, max_num_seqs=max_num_seqs, context_tokens=1, tile=tile)
 
 
 def test_long_answers_weigh_more_in_the_mean_context() -> None:

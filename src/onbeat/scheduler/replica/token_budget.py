@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -12,105 +11,87 @@ from onbeat.core.step_time import StepTimeModel
 DEFAULT_TILE = 128
 """Tokens that matrix kernels take at once; one token more costs a whole tile."""
 
-LARGEST_BUDGET = 16384
-"""Beyond this a larger chunk saves no time a token, while every gap beside it grows."""
+LARGEST_BUDGET = 8192
+"""Beyond this a larger chunk saves next to no time a token, while every gap beside it grows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FullStep:
-    """The worst step that a budget must allow for: every row decodes, and one chunk fills what is left.
+def full_step(token_budget: int, *, max_num_seqs: int, context_tokens: int) -> BatchShape:
+    """Return the worst step that a budget must allow for: all decode, and one chunk fills what is left.
 
     Parameters
     ----------
+    token_budget : tokens of the step; no chunk is left room for where it is below `max_num_seqs`.
     max_num_seqs : decodes in the step.
     context_tokens : context that each decode reads, and that is already cached before the chunk.
     """
-
-    max_num_seqs: int
-    context_tokens: int
-
-    def shape(self, token_budget: int) -> BatchShape:
-        """Return the sums of the step that spends the whole budget, at least one token a decode."""
-        shape = BatchShape(
-            num_new_tokens=self.max_num_seqs,
-            num_sequences=self.max_num_seqs,
-            num_decodes=self.max_num_seqs,
-            decode_context_tokens=self.max_num_seqs * (self.context_tokens + 1),
-            num_lm_head_rows=self.max_num_seqs,
-        )
-        if token_budget > self.max_num_seqs:
-            shape.add(self.context_tokens, token_budget - self.max_num_seqs, samples=True)
-        return shape
+    shape = BatchShape(
+        num_new_tokens=max_num_seqs,
+        num_sequences=max_num_seqs,
+        num_decodes=max_num_seqs,
+        decode_context_tokens=max_num_seqs * (context_tokens + 1),
+        num_lm_head_rows=max_num_seqs,
+    )
+    if token_budget > max_num_seqs:
+        shape.add(context_tokens, token_budget - max_num_seqs, samples=True)
+    return shape
 
 
 def choose_token_budget(
     model: StepTimeModel,
-    step: FullStep,
     *,
     tbt: float,
+    max_num_seqs: int,
+    context_tokens: int,
     tile: int = DEFAULT_TILE,
-    largest: int = LARGEST_BUDGET,
     q: float | None = None,
 ) -> int:
     """Return the largest multiple of the tile whose full step takes no longer than the TBT objective.
 
-    Budgets are tried upwards and the first that misses ends the search, so that every smaller step keeps the
-    objective too, even under a model that is not monotone.
+    Budgets are tried upwards, to `LARGEST_BUDGET`, and the first that misses ends the search: every smaller
+    step then keeps the objective too, even under a model that is not monotone.
 
     Parameters
     ----------
     model : predicts the steps.
-    step : what a full step holds beside the chunk.
     tbt : seconds.
-    tile : the budget is a multiple of it.
-    largest : no budget above this is looked at.
+    max_num_seqs, context_tokens : decodes in a full step, and the context that each reads (`full_step`).
+    tile : the budget is a multiple of it, and at least `max_num_seqs`.
     q : hold this quantile of the step time against the objective; None is the mean.
 
     Raises
     ------
-    ConfigError : even the smallest budget, or the decodes alone, take too long; says the predicted time.
+    ConfigError : even the decodes alone, or the smallest budget, take too long; says the predicted time.
 
     References
     ----------
     Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM Inference with Sarathi-Serve", OSDI 2024,
     section 4.3.
     """
-    if tile < 1:
-        raise ConfigError(f"the tile is {tile} tokens; it must be at least 1")
-    smallest = -(-step.max_num_seqs // tile) * tile
-    if largest < smallest:
-        raise ConfigError(
-            f"the largest token budget ({largest}) is below the smallest that gives each of "
-            f"{step.max_num_seqs} requests a token in tiles of {tile} ({smallest}); raise the first or lower "
-            "max_num_seqs"
-        )
-    _require_decodes(model, step, tbt, q)
-    _require_smallest(model, step, smallest, tbt, q)
+    if tile < 1 or max_num_seqs < 1:
+        raise ConfigError(f"tile ({tile}) and max_num_seqs ({max_num_seqs}) must be at least 1")
+
+    def seconds(token_budget: int) -> float:
+        shape = full_step(token_budget, max_num_seqs=max_num_seqs, context_tokens=context_tokens)
+        return model.step_time(shape, q)
+
+    smallest = -(-max_num_seqs // tile) * tile
+    decodes = f"{max_num_seqs} decodes with {context_tokens} tokens of context each"
+    _require(seconds, 0, tbt, f"{decodes}, without any prompt,")
+    _require(
+        seconds, smallest, tbt, f"a step of the smallest budget, {smallest} tokens ({decodes}, a chunk),"
+    )
     budget = smallest
-    while budget + tile <= largest and model.step_time(step.shape(budget + tile), q) <= tbt:
+    while budget + tile <= LARGEST_BUDGET and seconds(budget + tile) <= tbt:
         budget += tile
     return budget
 
 
-def _require_decodes(model: StepTimeModel, step: FullStep, tbt: float, q: float | None) -> None:
-    seconds = model.step_time(step.shape(0), q)
-    if not seconds <= tbt:
+def _require(seconds: Callable[[int], float], token_budget: int, tbt: float, what: str) -> None:
+    predicted = seconds(token_budget)
+    if not predicted <= tbt:
         raise ConfigError(
-            f"no token budget keeps the TBT objective of {tbt * 1e3:g} ms: {step.max_num_seqs} decodes with "
-            f"{step.context_tokens} tokens of context each are predicted to take {seconds * 1e3:.2f} ms "
-            "without any prompt; lower max_num_seqs, use more or faster devices, or relax the objective"
-        )
-
-
-def _require_smallest(
-    model: StepTimeModel, step: FullStep, smallest: int, tbt: float, q: float | None
-) -> None:
-    seconds = model.step_time(step.shape(smallest), q)
-    if not seconds <= tbt:
-        raise ConfigError(
-            f"no token budget keeps the TBT objective of {tbt * 1e3:g} ms: the smallest one, {smallest} "
-            f"tokens ({step.max_num_seqs} decodes and a chunk), is predicted to take {seconds * 1e3:.2f} ms; "
-            "lower max_num_seqs, use more or faster devices, or relax the objective"
+            f"no token budget keeps the TBT objective of {tbt * 1e3:g} ms: {what} would take "
+            f"{predicted * 1e3:.2f} ms; lower max_num_seqs, use more or faster devices, or relax the objective"
         )
 
 
@@ -127,7 +108,7 @@ def mean_decode_context(num_prompt_tokens: Sequence[int], num_output_tokens: Seq
     if len(num_prompt_tokens) != len(num_output_tokens) or not num_decodes:
         raise ConfigError(
             "the mean context of decodes needs the lengths of at least one request, got "
-            f"{len(num_prompt_tokens)} prompts and {len(num_output_tokens)} outputs with {num_decodes} tokens"
+            f"{len(num_prompt_tokens)} prompts and {len(num_output_tokens)} outputs of {num_decodes} tokens"
         )
     read = sum(o * (p + o / 2) for p, o in zip(num_prompt_tokens, num_output_tokens, strict=True))
     return max(1, round(read / num_decodes))
