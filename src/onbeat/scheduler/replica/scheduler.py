@@ -118,8 +118,10 @@ class Scheduler:
         self._policy.composer.compose(plan, self._order)
         if plan.is_empty and not plan.preempted:
             return None
+        # Looked at before the commit, which takes those that are preempted out of the running list.
+        may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
         scheduled = self._commit(plan, now)
-        if repeats and scheduled is not None and plan.is_repeatable:
+        if may_repeat and scheduled is not None:
             max_repeats = self._max_repeats(plan, scheduled.shape)
             return replace(scheduled, max_repeats=max_repeats) if max_repeats > 1 else scheduled
         return scheduled
@@ -272,10 +274,8 @@ class Scheduler:
         Whoever waits could not be admitted, and while only token counts grow that stays so.
         """
         running = [state for state, _ in plan.rows if state.status is RequestStatus.RUNNING]
-        is_steady = not (
-            plan.admissions or plan.preempted or shape.num_chunks
-        ) and shape.num_lm_head_rows == len(running)
-        if len(self._in_flight) > 1 or not running or not is_steady:
+        has_prompts = shape.num_chunks or shape.num_lm_head_rows != len(running)
+        if has_prompts or not running or len(self._in_flight) > 1:
             return 1
         num_left = min([state.max_total_tokens - state.num_tokens for state in running])
         # Every row may be about to need a block, and then one more each block_size tokens.
