@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
-        engine = engine_config(args, files)
+        engine = replace(engine_config(args, files), record=args.record)
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
 

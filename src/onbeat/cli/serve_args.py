@@ -52,6 +52,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--timeline", type=Path, metavar="FILE", help="write a Perfetto trace of steps and requests"
     )
+    group.add_argument(
+        "--record", type=Path, metavar="FILE", help="write what the scheduler did, for `onbeat replay FILE`"
+    )
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:

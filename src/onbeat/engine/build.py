@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
 
 import torch
 
+from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig
@@ -26,6 +29,8 @@ from onbeat.engine.weights import (
     parameter_shapes,
     read_model_config,
 )
+from onbeat.recording.log import RecordHeader
+from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -49,6 +54,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     torch.set_num_threads(device.num_threads)
     checkpoint = _open(config)
     limits = resolve_limits(config, checkpoint.config, device)
+    start_record = create_record(config.record) if config.record else None
     scheduler = Scheduler(limits)  # before the weights: it also checks the limits against the policy
     on_progress(
         f"loading {config.model.name} ({checkpoint.config.architecture}) in {device.dtype_name} "
@@ -63,12 +69,18 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     runner = _make_runner(model, limits, device)
     on_progress("warming up")
     runner.warm_up()
+    info = _describe(config, checkpoint.config, limits, device)
+    max_in_flight_steps = 2 if config.async_scheduling else 1
+    recorder = None
+    if start_record is not None:
+        recorder = start_record(_record_header(limits, info, device, max_in_flight_steps=max_in_flight_steps))
     core = EngineCore(
         scheduler,
         ThreadExecutor(runner),
-        max_in_flight_steps=2 if config.async_scheduling else 1,
+        max_in_flight_steps=max_in_flight_steps,
+        recorder=recorder,
     )
-    return core, _describe(config, checkpoint.config, limits, device)
+    return core, info
 
 
 def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> SchedulerConfig:
@@ -158,4 +170,16 @@ def _describe(
         device=str(device.device),
         dtype=device.dtype_name,
         priority_scheduling=limits.scheduling_policy == "priority",
+    )
+
+
+def _record_header(
+    limits: SchedulerConfig, info: EngineInfo, device: DeviceConfig, *, max_in_flight_steps: int
+) -> RecordHeader:
+    return RecordHeader(
+        onbeat_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        scheduler=asdict(limits),
+        engine={**asdict(info), "threads": device.num_threads},
+        max_in_flight_steps=max_in_flight_steps,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.hub.files import ModelFiles
@@ -36,6 +37,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
     """Plan the next step while the current one runs."""
+    record: Path | None = None
+    """File that takes every call of the scheduler, for a replay."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

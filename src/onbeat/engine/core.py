@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from onbeat.core.protocols import Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
+from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 logger = logging.getLogger("onbeat.engine")
@@ -37,6 +38,7 @@ class EngineCore:
     max_in_flight_steps : steps launched before the oldest is waited for; 1 is synchronous, 2 hides the
         host's work behind the device. The loop is the same.
     clock : seconds; the same clock stamps `Request.arrival`.
+    recorder : told of every call of the scheduler, in their order; closed at shutdown.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class EngineCore:
         *,
         max_in_flight_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        recorder: RecordWriter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._max_in_flight_steps = max_in_flight_steps
         self._clock = clock
+        self._recorder = recorder
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end = 0.0
 
@@ -61,10 +65,16 @@ class EngineCore:
     def add(self, request: Request) -> None:
         """Queue a request; raises `RequestRejected` where it can never run."""
         self.scheduler.add(request)
+        if self._recorder is not None:
+            self._recorder.add(request, self._clock())
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests; their blocks are free for the next step."""
-        return self.scheduler.abort(request_ids)
+        request_ids = tuple(request_ids)
+        outputs = self.scheduler.abort(request_ids)
+        if self._recorder is not None:
+            self._recorder.abort(request_ids, self._clock())
+        return outputs
 
     def step(self) -> StepOutputs | None:
         """Launch the next step; collect the oldest one once `max_in_flight_steps` run or no more can."""
@@ -76,27 +86,31 @@ class EngineCore:
     def shutdown(self) -> None:
         """Wait for steps in flight and let the executor go."""
         self._executor.shutdown()
+        if self._recorder is not None:
+            self._recorder.close()
 
     def _launch(self) -> bool:
         scheduler = self.scheduler
         before = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
         start = self._clock()
         scheduled = scheduler.schedule(start)
-        if scheduled is None:
-            return False
-        end = self._clock()
-        self._in_flight.append(
-            _StepInFlight(
-                scheduled,
-                self._executor.submit(scheduled),
-                end,
-                end - start,
-                scheduler.num_preemptions - before[0],
-                scheduler.num_prefix_queries - before[1],
-                scheduler.num_prefix_hits - before[2],
+        num_preemptions = scheduler.num_preemptions - before[0]
+        if scheduled is not None:
+            end = self._clock()
+            self._in_flight.append(
+                _StepInFlight(
+                    scheduled,
+                    self._executor.submit(scheduled),
+                    end,
+                    end - start,
+                    num_preemptions,
+                    scheduler.num_prefix_queries - before[1],
+                    scheduler.num_prefix_hits - before[2],
+                )
             )
-        )
-        return True
+        if self._recorder is not None:  # the step runs meanwhile
+            self._recorder.schedule(scheduled, start, num_preempted=num_preemptions)
+        return scheduled is not None
 
     def _collect(self, step: _StepInFlight) -> StepOutputs:
         try:
@@ -110,6 +124,9 @@ class EngineCore:
         outputs = self.scheduler.update(step.scheduled, result, now)
         stats = self._stats(step, now, self._clock() - now)
         self._last_end = now
+        if self._recorder is not None:
+            seconds = stats.end - stats.start
+            self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
         return StepOutputs(now, outputs, stats)
 
     def _stats(self, step: _StepInFlight, now: float, update_seconds: float) -> StepStats:

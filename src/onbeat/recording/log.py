@@ -1,0 +1,117 @@
+"""What a record file holds: the header, then every call of a scheduler in the order in which it was made.
+
+The file is gzip-compressed text with one JSON object a line:
+
+1. the header: ``{"file": "onbeat-record", "schema_version": 1, ...}`` with the fields of `RecordHeader`;
+2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, with the fields
+   of the classes below, defaults left out;
+3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
+
+Requests are numbered from 0 in the order of their ``add``; everywhere else the number stands for the id.
+Times are seconds of the recording machine's monotonic clock, written so that they read back exactly. There is
+no text and no token in the file: prompts are lengths, shared prefixes are shown by hashes of token blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+FILE_KIND = "onbeat-record"
+SCHEMA_VERSION = 1
+TRAILER = "end"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordHeader:
+    """Who recorded what: all that a replay needs to build the same scheduler."""
+
+    onbeat_version: str
+    created: str
+    """Wall clock time of the start, ISO 8601, UTC."""
+    scheduler: Mapping[str, Any]
+    """The fields of the `SchedulerConfig`."""
+    engine: Mapping[str, Any]
+    """The fields of `EngineInfo`, and what else tells one engine from another."""
+    max_in_flight_steps: int = 1
+    """1: a step is planned once the one before is back; 2: while it runs."""
+    step_time: Mapping[str, Any] | None = None
+    """The step-time model that the scheduler told its steps to; None without one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AddCall:
+    """`Scheduler.add` of a request that it took."""
+
+    now: float
+    """When the engine took it."""
+    request: int
+    request_id: str
+    arrival: float
+    num_prompt_tokens: int
+    max_tokens: int
+    priority: int = 0
+    block_hashes: tuple[bytes, ...] = ()
+    """Hashes of the prompt's full blocks; empty where the prefix cache is off."""
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCall:
+    """`Scheduler.abort` of requests that had not ended."""
+
+    now: float
+    requests: tuple[int, ...]
+
+
+class RecordedRow(NamedTuple):
+    """A `ScheduledRequest` without its blocks."""
+
+    request: int
+    num_computed_tokens: int
+    num_new_tokens: int
+    samples: bool
+
+
+class RecordedAdmission(NamedTuple):
+    """An `AdmittedRequest` without its tokens."""
+
+    request: int
+    num_output_tokens: int
+    """Generated before a preemption."""
+    block_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCall:
+    """`Scheduler.schedule` and what it planned."""
+
+    now: float
+    step_id: int | None = None
+    """None where nothing could be planned."""
+    rows: tuple[RecordedRow, ...] = ()
+    new_block_ids: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Index of a row -> blocks that it appends; rows without any are left out."""
+    admitted: tuple[RecordedAdmission, ...] = ()
+    released: tuple[int | str, ...] = ()
+    """Numbers; an id where the writer no longer knew the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateCall:
+    """`Scheduler.update` and what the step brought."""
+
+    now: float
+    step_id: int
+    seconds: float
+    """From the start of the step, or the end of the one before if that was later, to its end."""
+    counts: tuple[int, ...] | None = None
+    """Tokens of each row that samples, in their order; None: one each."""
+    finished: Mapping[int, str] = field(default_factory=dict)
+    """Request -> `FinishReason`; requests that the step ended, failures aside."""
+    failed: tuple[int, ...] = ()
+    block_hashes: Mapping[int, tuple[bytes, ...]] = field(default_factory=dict)
+    """Request -> hashes of blocks that its new tokens filled."""
+
+
+Call = AddCall | AbortCall | ScheduleCall | UpdateCall

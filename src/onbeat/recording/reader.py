@@ -1,0 +1,221 @@
+"""Read a record file back: its header at once, its calls one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from onbeat.core.errors import ConfigError
+from onbeat.recording.lines import GzipLines
+from onbeat.recording.log import (
+    FILE_KIND,
+    SCHEMA_VERSION,
+    TRAILER,
+    AbortCall,
+    AddCall,
+    Call,
+    RecordedAdmission,
+    RecordedRow,
+    RecordHeader,
+    ScheduleCall,
+    UpdateCall,
+)
+
+_ROW_FIELDS = 4
+
+
+class Recording:
+    """A record file that has been read through once: every line is known to be good.
+
+    Its calls are read again each time they are asked for, so that a long run needs little memory.
+
+    Parameters
+    ----------
+    path : the file.
+    allow_partial : take a file that was cut short as far as it goes.
+
+    Attributes
+    ----------
+    header : who recorded what.
+    is_complete : whether the file has its trailer; False only with `allow_partial`.
+    num_calls : calls in the file.
+    num_steps : steps that came back.
+
+    Raises
+    ------
+    ConfigError : the file is no record, of another version, damaged, or cut short; names the line.
+    """
+
+    def __init__(self, path: Path, *, allow_partial: bool = False) -> None:
+        self.path = path
+        self.is_complete = False
+        self.num_calls = 0
+        self.num_steps = 0
+        self._block_hashes: dict[int, list[bytes]] = {}
+        self._check(allow_partial=allow_partial)
+
+    def block_hashes(self, request: int) -> tuple[bytes, ...]:
+        """Return the hashes of a request's full blocks, prompt and output, as far as they were recorded."""
+        return tuple(self._block_hashes.get(request, ()))
+
+    def calls(self) -> Iterator[Call]:
+        """Read the calls in the order in which they were made."""
+        lines = iter(self._numbered_lines())
+        next(lines)
+        for number, line in lines:
+            call = self._parse(number, line)
+            if call is not None:
+                yield call
+
+    def _check(self, *, allow_partial: bool) -> None:
+        lines = GzipLines(self.path)
+        num_expected: int | None = None
+        number = 0
+        for number, line in enumerate(lines, 1):
+            if number == 1:
+                self.header = self._parse_header(line)
+                continue
+            call = self._parse(number, line)
+            if call is None:
+                num_expected = _load(line)["calls"]
+                break
+            self.num_calls += 1
+            self._note(call)
+        if number == 0:
+            raise ConfigError(f"{self.path} is cut short before its first line; record the run again")
+        self.is_complete = num_expected is not None
+        if num_expected is not None and num_expected != self.num_calls:
+            raise ConfigError(
+                f"{self.path}, line {number}: the trailer counts {num_expected} calls, but the file has "
+                f"{self.num_calls}; lines are missing: record the run again"
+            )
+        if not self.is_complete and not allow_partial:
+            raise ConfigError(
+                f"{self.path} is cut short after line {number} ({self.num_calls} calls): the recording "
+                "server was killed or could not write on; give --allow-partial to use what is there"
+            )
+
+    def _note(self, call: Call) -> None:
+        if isinstance(call, AddCall):
+            self._block_hashes[call.request] = list(call.block_hashes)
+        elif isinstance(call, UpdateCall):
+            self.num_steps += 1
+            for request, hashes in call.block_hashes.items():
+                self._block_hashes[request] += hashes
+
+    def _numbered_lines(self) -> Iterator[tuple[int, bytes]]:
+        return enumerate(GzipLines(self.path), 1)
+
+    def _parse_header(self, line: bytes) -> RecordHeader:
+        try:
+            values = _load(line)
+            kind, version = values.pop("file"), values.pop("schema_version")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._bad_line(1, line) from error
+        if kind != FILE_KIND:
+            raise self._bad_line(1, line)
+        if version != SCHEMA_VERSION:
+            raise ConfigError(
+                f"{self.path}, line 1: the record has schema version {version}, this onbeat reads "
+                f"{SCHEMA_VERSION}; replay it with onbeat {values.get('onbeat_version')}"
+            )
+        known = {field.name for field in fields(RecordHeader)}
+        if unknown := values.keys() - known:
+            raise ConfigError(
+                f"{self.path}, line 1: unknown header field {min(unknown)!r}; replay it with onbeat "
+                f"{values.get('onbeat_version')}"
+            )
+        try:
+            return RecordHeader(**values)
+        except TypeError as error:
+            raise self._bad_line(1, line) from error
+
+    def _parse(self, number: int, line: bytes) -> Call | None:
+        """Return the call of a line, or None for the trailer."""
+        try:
+            values = _load(line)
+            name = values["call"]
+            return None if name == TRAILER else _PARSERS[name](values)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise self._bad_line(number, line) from error
+
+    def _bad_line(self, number: int, line: bytes) -> ConfigError:
+        shown = line[:80].decode(errors="replace")
+        return ConfigError(
+            f"{self.path}, line {number}: {shown!r} is not a line of a record; give a file that "
+            "`onbeat serve --record FILE` has written"
+        )
+
+
+def _load(line: bytes) -> dict[str, Any]:
+    values = orjson.loads(line)
+    if not isinstance(values, dict):
+        raise TypeError("a line is one JSON object")
+    return values
+
+
+def _add_call(values: Mapping[str, Any]) -> AddCall:
+    return AddCall(
+        now=values["now"],
+        request=values["request"],
+        request_id=values["request_id"],
+        arrival=values["arrival"],
+        num_prompt_tokens=values["num_prompt_tokens"],
+        max_tokens=values["max_tokens"],
+        priority=values.get("priority", 0),
+        block_hashes=_hashes(values.get("block_hashes", ())),
+    )
+
+
+def _abort_call(values: Mapping[str, Any]) -> AbortCall:
+    return AbortCall(values["now"], tuple(values["requests"]))
+
+
+def _schedule_call(values: Mapping[str, Any]) -> ScheduleCall:
+    flat = values.get("rows", ())
+    columns = [flat[start::_ROW_FIELDS] for start in range(_ROW_FIELDS)]
+    return ScheduleCall(
+        now=values["now"],
+        step_id=values.get("step_id"),
+        rows=tuple(
+            RecordedRow(request, num_computed, num_new, bool(samples))
+            for request, num_computed, num_new, samples in zip(*columns, strict=True)
+        ),
+        new_block_ids={int(row): tuple(ids) for row, ids in values.get("new_block_ids", {}).items()},
+        admitted=tuple(
+            RecordedAdmission(request, num_output, tuple(ids))
+            for request, num_output, ids in values.get("admitted", ())
+        ),
+        released=tuple(values.get("released", ())),
+    )
+
+
+def _update_call(values: Mapping[str, Any]) -> UpdateCall:
+    counts = values.get("counts")
+    return UpdateCall(
+        now=values["now"],
+        step_id=values["step_id"],
+        seconds=values["seconds"],
+        counts=None if counts is None else tuple(counts),
+        finished={int(request): reason for request, reason in values.get("finished", {}).items()},
+        failed=tuple(values.get("failed", ())),
+        block_hashes={
+            int(request): _hashes(hashes) for request, hashes in values.get("block_hashes", {}).items()
+        },
+    )
+
+
+def _hashes(texts: list[str]) -> tuple[bytes, ...]:
+    return tuple(map(bytes.fromhex, texts))
+
+
+_PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
+    "add": _add_call,
+    "abort": _abort_call,
+    "schedule": _schedule_call,
+    "update": _update_call,
+}

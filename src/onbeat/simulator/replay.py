@@ -1,0 +1,256 @@
+"""Feed a recorded run to the scheduler again and see whether it decides the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
+from onbeat.recording.log import (
+    AbortCall,
+    AddCall,
+    Call,
+    RecordHeader,
+    ScheduleCall,
+    UpdateCall,
+)
+from onbeat.recording.reader import Recording
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+STOP_TOKEN_ID = -1
+"""Stands for whatever token ended a request; no tokenizer has it."""
+OTHER_TOKEN_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first call that came out differently."""
+
+    call_index: int
+    """Counted from 0, the header aside."""
+    step_id: int | None
+    what: str
+    recorded: str
+    replayed: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayedDelivery:
+    """What an `update` or an `abort` gave the requests."""
+
+    now: float
+    outputs: Sequence[RequestOutput]
+
+
+@dataclass(slots=True)
+class ReplayResult:
+    """What the comparison of a record with its replay found."""
+
+    num_calls: int = 0
+    """Calls that were fed and compared."""
+    num_requests: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+    num_steps: int = 0
+    """Planned steps that were compared."""
+    num_rows: int = 0
+    num_preemptions: int = 0
+    num_prefix_hits: int = 0
+    """Prompt tokens found in the prefix cache."""
+    difference: Difference | None = None
+
+    @property
+    def is_identical(self) -> bool:
+        return self.difference is None
+
+
+def scheduler_config(header: RecordHeader) -> SchedulerConfig:
+    """Return the configuration that a record was made with.
+
+    Raises
+    ------
+    ConfigError : this version has no such configuration; names the fields.
+    """
+    known = {field.name for field in fields(SchedulerConfig)}
+    wrong = header.scheduler.keys() ^ known
+    if header.scheduler.keys() - known or "num_blocks" in wrong:
+        raise ConfigError(
+            "the record's scheduler configuration differs from this version's in "
+            f"{', '.join(sorted(wrong))}; replay it with onbeat {header.onbeat_version}"
+        )
+    return SchedulerConfig(**header.scheduler)
+
+
+class Replay:
+    """A scheduler that is asked again what a recorded one was asked.
+
+    Parameters
+    ----------
+    recording : the record.
+    step_time_model : told of the recorded step times, as the recorded scheduler told its own.
+    """
+
+    def __init__(self, recording: Recording, step_time_model: StepTimeModel | None = None) -> None:
+        self._recording = recording
+        self.scheduler = Scheduler(scheduler_config(recording.header), step_time_model)
+        self.result = ReplayResult()
+        self._ids: dict[int, str] = {}
+        self._in_flight: deque[SchedulerOutput] = deque()
+
+    def run(self) -> ReplayResult:
+        """Feed all calls; stop at the first difference."""
+        for _ in self.deliveries():
+            pass
+        return self.result
+
+    def deliveries(self) -> Iterator[ReplayedDelivery]:
+        """Feed call after call and yield what requests got; `result` grows meanwhile."""
+        for call in self._recording.calls():
+            outputs = self._feed(call)
+            if self.result.difference is not None:
+                return
+            self.result.num_calls += 1
+            if outputs:
+                yield ReplayedDelivery(call.now, outputs)
+        self.result.num_preemptions = self.scheduler.num_preemptions
+        self.result.num_prefix_hits = self.scheduler.num_prefix_hits
+
+    def _feed(self, call: Call) -> list[RequestOutput]:
+        match call:
+            case AddCall():
+                self._add(call)
+                return []
+            case AbortCall():
+                return self._abort(call)
+            case ScheduleCall():
+                self._schedule(call)
+                return []
+            case UpdateCall():
+                return self._update(call)
+
+    def _add(self, call: AddCall) -> None:
+        self._ids[call.request] = call.request_id
+        self.result.num_requests += 1
+        self.scheduler.add(
+            Request(
+                request_id=call.request_id,
+                prompt_token_ids=range(call.num_prompt_tokens),
+                sampling=SamplingParams(max_tokens=call.max_tokens, stop_token_ids=(STOP_TOKEN_ID,)),
+                arrival=call.arrival,
+                priority=call.priority,
+                block_hashes=self._recording.block_hashes(call.request),
+            )
+        )
+
+    def _abort(self, call: AbortCall) -> list[RequestOutput]:
+        outputs = self.scheduler.abort([self._ids[request] for request in call.requests])
+        self.result.num_aborted += len(call.requests)
+        aborted = [output.request_id for output in outputs]
+        self._compare(None, "aborted requests", [self._ids[request] for request in call.requests], aborted)
+        return outputs
+
+    def _schedule(self, call: ScheduleCall) -> None:
+        scheduled = self.scheduler.schedule(call.now)
+        if scheduled is not None:
+            self._in_flight.append(scheduled)
+        if call.step_id is None or scheduled is None:
+            self._compare(
+                call.step_id, "step", call.step_id, None if scheduled is None else scheduled.step_id
+            )
+            return
+        self.result.num_steps += 1
+        self.result.num_rows += len(call.rows)
+        for what, recorded, replayed in self._sides(call, scheduled):
+            self._compare(call.step_id, what, recorded, replayed)
+
+    def _sides(self, call: ScheduleCall, scheduled: SchedulerOutput) -> Iterator[tuple[str, Any, Any]]:
+        """Yield each part of a step as it was recorded and as it is now."""
+        ids = self._ids
+        yield "step", call.step_id, scheduled.step_id
+        released = [name if isinstance(name, str) else ids[name] for name in call.released]
+        yield "released requests", released, list(scheduled.released_ids)
+        recorded_rows = [(ids[row.request], *row[1:]) for row in call.rows]
+        rows = [(row.request_id, *row[1:3], row.samples) for row in scheduled.rows]
+        if recorded_rows != rows:
+            yield from _row_sides(recorded_rows, rows)
+        recorded_blocks = [call.new_block_ids.get(index, ()) for index in range(len(call.rows))]
+        yield "new blocks by row", recorded_blocks, [row.new_block_ids for row in scheduled.rows]
+        yield (
+            "admitted requests (id, output tokens, blocks)",
+            [(ids[admission.request], *admission[1:]) for admission in call.admitted],
+            [
+                (admitted.request.request_id, len(admitted.output_token_ids), admitted.block_ids)
+                for admitted in scheduled.admitted
+            ],
+        )
+
+    def _update(self, call: UpdateCall) -> list[RequestOutput]:
+        if not self._in_flight:
+            self._compare(call.step_id, "step in flight", call.step_id, None)
+            return []
+        scheduled = self._in_flight.popleft()
+        outputs = self.scheduler.update(scheduled, self._results(call, scheduled), call.now)
+        self.result.num_failed += len(call.failed)
+        recorded = {self._ids[request]: reason for request, reason in call.finished.items()}
+        recorded |= {self._ids[request]: FinishReason.ERROR.value for request in call.failed}
+        replayed = {
+            output.request_id: output.finish_reason.value
+            for output in outputs
+            if output.finish_reason is not None
+        }
+        self._compare(call.step_id, "requests that ended", recorded, replayed)
+        return outputs
+
+    def _results(self, call: UpdateCall, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        """Make tokens that do what the recorded ones did: as many, and an end where there was one."""
+        stopped = {
+            self._ids[request]
+            for request, reason in call.finished.items()
+            if reason == FinishReason.STOP.value
+        }
+        ids = [row.request_id for row in scheduled.rows if row.samples]
+        counts = (1,) * len(ids) if call.counts is None else call.counts
+        sampled = [
+            [OTHER_TOKEN_ID] * (count - 1) + [STOP_TOKEN_ID if request_id in stopped else OTHER_TOKEN_ID]
+            if count
+            else []
+            for request_id, count in zip(ids, counts, strict=True)
+        ]
+        failed = {self._ids[request]: "failed in the recorded run" for request in call.failed}
+        return ModelRunnerOutput(sampled, failed=failed or None)
+
+    def _compare(self, step_id: int | None, what: str, recorded: object, replayed: object) -> None:
+        """Keep the first difference."""
+        if recorded != replayed and self.result.difference is None:
+            self.result.difference = Difference(
+                self.result.num_calls, step_id, what, _shown(recorded), _shown(replayed)
+            )
+
+
+def _row_sides(
+    recorded: Sequence[tuple[object, ...]], replayed: Sequence[tuple[object, ...]]
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the first row that differs, or the numbers of rows."""
+    for index, (before, now) in enumerate(zip(recorded, replayed, strict=False)):
+        if before != now:
+            yield f"row {index} of {len(recorded)} (id, computed, new, samples)", before, now
+            return
+    yield "number of rows", len(recorded), len(replayed)
+
+
+def _shown(value: object) -> str:
+    """Return a value as one line of a readable length."""
+    match value:
+        case None:
+            return "nothing"
+        case Mapping() if not value:
+            return "none"
+        case _:
+            text = str(value)
+    return text if len(text) <= 300 else text[:297] + "..."

@@ -1,0 +1,97 @@
+"""A scheduler driver that keeps a record of what it does."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict
+from pathlib import Path
+
+from onbeat.core.request import FinishReason, Request
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.recording.log import RecordHeader
+from onbeat.recording.writer import RecordWriter, create_record
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+
+def make_header(config: SchedulerConfig, **changes) -> RecordHeader:
+    values = {
+        "onbeat_version": "0.0.test",
+        "created": "2026-01-01T00:00:00+00:00",
+        "scheduler": asdict(config),
+        "engine": {"model_name": "none", "device": "none"},
+    }
+    return RecordHeader(**(values | changes))
+
+
+class RecordedRun:
+    """Steps a scheduler; a token is its position, so that requests of equal start share prefixes."""
+
+    def __init__(self, config: SchedulerConfig, writer: RecordWriter, *, depth: int = 1) -> None:
+        self.scheduler = Scheduler(config)
+        self.writer = writer
+        self.depth = depth
+        self.now = 100.0
+        self.in_flight: deque[SchedulerOutput] = deque()
+        self.steps: list[SchedulerOutput] = []
+        self.open: dict[str, None] = {}
+        self.failing: set[str] = set()
+        self.finished: dict[str, FinishReason] = {}
+
+    def tick(self) -> float:
+        self.now += 0.1 + 1e-9 * len(self.steps)
+        return self.now
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.open[request.request_id] = None
+        self.writer.add(request, self.tick())
+
+    def abort(self, *request_ids: str) -> None:
+        self.note(self.scheduler.abort(request_ids))
+        self.writer.abort(request_ids, self.tick())
+
+    def step(self) -> None:
+        now, before = self.tick(), self.scheduler.num_preemptions
+        scheduled = self.scheduler.schedule(now)
+        self.writer.schedule(scheduled, now, num_preempted=self.scheduler.num_preemptions - before)
+        if scheduled is not None:
+            self.steps.append(scheduled)
+            self.in_flight.append(scheduled)
+            if len(self.in_flight) < self.depth:
+                return
+        if self.in_flight:
+            self.collect(self.in_flight.popleft())
+
+    def collect(self, scheduled: SchedulerOutput) -> None:
+        now = self.tick()
+        sampling = [row for row in scheduled.rows if row.samples]
+        failed = {row.request_id: "bad" for row in scheduled.rows if row.request_id in self.failing}
+        tokens = [
+            [] if row.request_id in failed else [row.num_computed_tokens + row.num_new_tokens]
+            for row in sampling
+        ]
+        result = ModelRunnerOutput(tokens, failed=failed or None)
+        outputs = self.scheduler.update(scheduled, result, now)
+        self.note(outputs)
+        self.writer.update(scheduled, result, outputs, now=now, seconds=0.05)
+
+    def note(self, outputs) -> None:
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.finished[output.request_id] = output.finish_reason
+                del self.open[output.request_id]
+
+    def finish(self) -> None:
+        for _ in range(20_000):
+            if not self.open and not self.in_flight:
+                break
+            self.step()
+        else:
+            raise AssertionError("the run does not come to an end")
+        self.writer.close()
+
+
+def start_run(path: Path, config: SchedulerConfig, *, depth: int = 1) -> RecordedRun:
+    writer = create_record(path)(make_header(config, max_in_flight_steps=depth))
+    return RecordedRun(config, writer, depth=depth)

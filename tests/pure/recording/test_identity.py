@@ -1,0 +1,101 @@
+"""Whatever a scheduler was asked, a replay of the record decides the same."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from onbeat.core.request import FinishReason, Request, SamplingParams
+from onbeat.recording.reader import Recording
+from onbeat.simulator.replay import Replay
+from tests.pure.recording.recorded import start_run
+from tests.pure.scheduler.driver import POLICY_NAMES, make_config
+
+
+class RecordedMachine(RuleBasedStateMachine):
+    """Arrivals, aborts, failures, stops and steps in any order."""
+
+    @initialize(
+        policy=st.sampled_from(POLICY_NAMES),
+        order=st.sampled_from(["fcfs", "priority"]),
+        depth=st.sampled_from([1, 2]),
+        num_blocks=st.integers(16, 40),
+        prefix=st.booleans(),
+    )
+    def start(self, policy, order, depth, num_blocks, prefix):
+        config = make_config(
+            policy, num_blocks=num_blocks, scheduling_policy=order, enable_prefix_caching=prefix
+        )
+        self.directory = tempfile.TemporaryDirectory()
+        self.path = Path(self.directory.name, "run.gz")
+        self.run_ = start_run(self.path, config, depth=depth)
+        self.num_requests = 0
+
+    @rule(
+        num_prompt=st.integers(1, 200),
+        max_tokens=st.integers(1, 80),
+        priority=st.integers(-2, 2),
+        first_token=st.integers(0, 1),
+        salt=st.sampled_from([None, "a"]),
+        stop=st.integers(0, 280),
+    )
+    def arrive(self, num_prompt, max_tokens, priority, first_token, salt, stop):
+        self.run_.add(
+            Request(
+                request_id=f"r{self.num_requests}",
+                prompt_token_ids=tuple(range(first_token, first_token + num_prompt)),
+                sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(stop,)),
+                arrival=self.run_.now,
+                priority=priority,
+                cache_salt=salt,
+            )
+        )
+        self.num_requests += 1
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def abort(self, pick):
+        if self.run_.open:
+            self.run_.abort(pick.choice(list(self.run_.open)), "unknown")
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def fail(self, pick):
+        if self.run_.open:
+            self.run_.failing.add(pick.choice(list(self.run_.open)))
+
+    @rule(count=st.integers(1, 12))
+    def run_steps(self, count):
+        for _ in range(count):
+            self.run_.step()
+
+    def teardown(self):
+        if not hasattr(self, "run_"):
+            return
+        with self.directory:
+            self.check()
+
+    def check(self):
+        self.run_.finish()
+        recording = Recording(self.path)
+        replay = Replay(recording)
+        result = replay.run()
+        assert result.difference is None
+        assert result.num_steps == len(self.run_.steps) == recording.num_steps
+        assert result.num_calls == recording.num_calls
+        assert result.num_requests == self.num_requests
+        assert result.num_rows == sum(len(step.rows) for step in self.run_.steps)
+        reasons = list(self.run_.finished.values())
+        assert result.num_aborted == reasons.count(FinishReason.ABORT)
+        assert result.num_failed == reasons.count(FinishReason.ERROR)
+        scheduler = self.run_.scheduler
+        assert replay.scheduler.num_preemptions == scheduler.num_preemptions
+        assert replay.scheduler.num_prefix_hits == scheduler.num_prefix_hits
+        # A request's release is told with the next step, which may never come.
+        assert self.run_.writer.num_open_requests <= scheduler.config.max_num_seqs
+
+
+TestRecordedMachine = RecordedMachine.TestCase
+TestRecordedMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
