@@ -18,16 +18,19 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self._free_ids = list(range(num_blocks - 1, -1, -1))
+        self.peak_used_blocks = 0
+        """Most blocks in use at once so far."""
+        self._free_ids: list[int] = []
+        """Free blocks that were in use before; those from `len(_ref_counts)` on have never been."""
         self._idle_ids: OrderedDict[int, None] = OrderedDict()
-        self._ref_counts = [0] * num_blocks
+        self._ref_counts: list[int] = []
         self._id_of_hash: dict[BlockHash, int] = {}
         self._hash_of_id: dict[int, BlockHash] = {}
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return len(self._free_ids) + len(self._idle_ids)
+        return self.num_blocks - len(self._ref_counts) + len(self._free_ids) + len(self._idle_ids)
 
     @property
     def num_used_blocks(self) -> int:
@@ -53,19 +56,25 @@ class BlockPool:
             if self._ref_counts[block_id] == 0:
                 del self._idle_ids[block_id]
             self._ref_counts[block_id] += 1
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks with one reference each; the caller has checked `num_free_blocks`."""
         assert num_blocks <= self.num_free_blocks, "allocation was not planned for"
-        block_ids = []
+        ref_counts, block_ids = self._ref_counts, []
         for _ in range(num_blocks):
             if self._free_ids:
                 block_id = self._free_ids.pop()
+                ref_counts[block_id] = 1
+            elif len(ref_counts) < self.num_blocks:
+                block_id = len(ref_counts)
+                ref_counts.append(1)
             else:
                 block_id, _ = self._idle_ids.popitem(last=False)
                 del self._id_of_hash[self._hash_of_id.pop(block_id)]
-            self._ref_counts[block_id] = 1
+                ref_counts[block_id] = 1
             block_ids.append(block_id)
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -96,10 +105,11 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""
-        free, idle = set(self._free_ids), set(self._idle_ids)
+        untouched = range(len(self._ref_counts), self.num_blocks)
+        free, idle = {*self._free_ids, *untouched}, set(self._idle_ids)
         in_use = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
         assert min(self._ref_counts, default=0) >= 0
-        assert len(free) == len(self._free_ids), "a block is free twice"
+        assert len(free) == len(self._free_ids) + len(untouched), "a block is free twice"
         assert len(free | idle | in_use) == len(free) + len(idle) + len(in_use), "a block is in two states"
         assert len(free) + len(idle) + len(in_use) == self.num_blocks, "a block is lost"
         assert idle <= self._hash_of_id.keys(), "an idle block has no content"

@@ -1,0 +1,266 @@
+"""Which replica serves a request: the same objects in front of live and of simulated replicas."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from heapq import heapify, heappop, heappush
+from typing import Protocol
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.hashing import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """What a router may know of a request."""
+
+    request_id: str
+    block_hashes: Sequence[BlockHash] = ()
+    """Of its prompt, first block first; empty where prefixes are not known."""
+    prefill_work: float = 0.0
+    """Predicted seconds of a replica until its first token."""
+    decode_work: float = 0.0
+    """Predicted seconds of a replica for the tokens after that."""
+
+
+class Router(Protocol):
+    """Chooses a replica and hears what becomes of the request there.
+
+    Each call costs at most O(log replicas), and O(blocks) where prefixes are looked at.
+    """
+
+    ignores_state: bool
+    """Whether the choice depends on the requests so far alone, and not on how the replicas get on."""
+
+    def route(self, request: RoutingRequest) -> int:
+        """Return the replica that serves the request; it counts as outstanding there from now on."""
+        ...
+
+    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
+        """Hear that its prompt is done."""
+        ...
+
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:
+        """Hear that it ended."""
+        ...
+
+
+class _Stateless:
+    """A router that need not hear of anything."""
+
+    ignores_state = True
+
+    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing is kept."""
+
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing is kept."""
+
+
+class RoundRobin(_Stateless):
+    """The replicas in turn."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self._next = 0
+
+    def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests are alike)
+        replica = self._next
+        self._next = (replica + 1) % self._num_replicas
+        return replica
+
+
+class RandomChoice(_Stateless):
+    """Evenly by a hash of the seed and the request's id: the same request goes to the same replica."""
+
+    def __init__(self, num_replicas: int, *, seed: int = 0) -> None:
+        self._num_replicas = num_replicas
+        self._prefix = f"{seed}/"
+
+    def route(self, request: RoutingRequest) -> int:
+        digest = blake2b((self._prefix + request.request_id).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") % self._num_replicas
+
+
+class LeastLoaded:
+    """Replicas by a load that goes up and down; of equal ones, the least recently chosen first.
+
+    A heap in which only a replica's newest entry counts; stale ones are dropped when they come to the top, or
+    all at once when they are the majority, so a change costs O(log replicas).
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.loads = [0.0] * num_replicas
+        self._last_choices = list(range(-num_replicas, 0))
+        self._num_choices = 0
+        self._heap = [(0.0, order, replica) for replica, order in enumerate(self._last_choices)]
+
+    def peek(self) -> int:
+        """Return the replica with the least load."""
+        heap = self._heap
+        while True:
+            load, last_choice, replica = heap[0]
+            if load == self.loads[replica] and last_choice == self._last_choices[replica]:
+                return replica
+            heappop(heap)
+
+    def choose(self, replica: int, load: float) -> None:
+        """Add load to a replica that was chosen."""
+        self._last_choices[replica] = self._num_choices
+        self._num_choices += 1
+        self.add(replica, load)
+
+    def add(self, replica: int, load: float) -> None:
+        """Change a replica's load."""
+        self.loads[replica] += load
+        heappush(self._heap, self._entry(replica))
+        if len(self._heap) > 4 * len(self.loads):
+            self._heap = [self._entry(each) for each in range(len(self.loads))]
+            heapify(self._heap)
+
+    def _entry(self, replica: int) -> tuple[float, int, int]:
+        return (self.loads[replica], self._last_choices[replica], replica)
+
+
+class LeastOutstanding:
+    """The replica with the fewest requests that have not ended."""
+
+    ignores_state = False
+
+    def __init__(self, num_replicas: int) -> None:
+        self._replicas = LeastLoaded(num_replicas)
+
+    def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests count the same)
+        replica = self._replicas.peek()
+        self._replicas.choose(replica, 1)
+        return replica
+
+    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing changes: the request is still outstanding."""
+
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
+        self._replicas.add(replica, -1)
+
+
+class LeastWork:
+    """The replica with the least predicted work left: prompts to run, and tokens to generate."""
+
+    ignores_state = False
+
+    def __init__(self, num_replicas: int) -> None:
+        self._replicas = LeastLoaded(num_replicas)
+        self._num_outstanding = [0] * num_replicas
+
+    def route(self, request: RoutingRequest) -> int:
+        replica = self._replicas.peek()
+        self._num_outstanding[replica] += 1
+        self._replicas.choose(replica, request.prefill_work + request.decode_work)
+        return replica
+
+    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
+        self._replicas.add(replica, -request.prefill_work)
+
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:
+        self._num_outstanding[replica] -= 1
+        # Sums of floats do not come back to 0 by themselves.
+        is_idle = self._num_outstanding[replica] == 0
+        self._replicas.add(replica, -self._replicas.loads[replica] if is_idle else -request.decode_work)
+
+
+class PrefixAffinity:
+    """The replica that was last sent the request's longest known prefix, unless it is overloaded.
+
+    Overloaded is one with more than `max_imbalance` times the requests of the least loaded replica, and
+    `min_excess` above it; then, and where less than `min_share` of the prompt's blocks are known, the least
+    outstanding replica gets the request (SGLang's cache-aware router works by the same rules; Zheng et al.,
+    "SGLang", NeurIPS 2024).
+
+    Parameters
+    ----------
+    max_known_blocks : blocks remembered, over all replicas; the least recently seen are forgotten first.
+    """
+
+    ignores_state = False
+
+    def __init__(
+        self,
+        num_replicas: int,
+        *,
+        max_imbalance: float = 1.5,
+        min_excess: int = 32,
+        min_share: float = 0.5,
+        max_known_blocks: int = 1_000_000,
+    ) -> None:
+        self._replicas = LeastLoaded(num_replicas)
+        self._max_imbalance = max_imbalance
+        self._min_excess = min_excess
+        self._min_share = min_share
+        self._max_known_blocks = max_known_blocks
+        self._replica_of_block: OrderedDict[BlockHash, int] = OrderedDict()
+
+    def route(self, request: RoutingRequest) -> int:
+        least = self._replicas.peek()
+        matched = self._match(request.block_hashes)
+        replica = least if matched is None or self._is_overloaded(matched, least) else matched
+        self._remember(request.block_hashes, replica)
+        self._replicas.choose(replica, 1)
+        return replica
+
+    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing changes: the request is still outstanding."""
+
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
+        self._replicas.add(replica, -1)
+
+    def _match(self, block_hashes: Sequence[BlockHash]) -> int | None:
+        """Return the replica that holds enough of the prompt's first blocks."""
+        known = self._replica_of_block
+        replica = known.get(block_hashes[0]) if block_hashes else None
+        if replica is None:
+            return None
+        num_matched = 1
+        while num_matched < len(block_hashes) and known.get(block_hashes[num_matched]) == replica:
+            num_matched += 1
+        return replica if num_matched >= self._min_share * len(block_hashes) else None
+
+    def _is_overloaded(self, replica: int, least: int) -> bool:
+        load, least_load = self._replicas.loads[replica], self._replicas.loads[least]
+        return load > self._max_imbalance * least_load and load - least_load > self._min_excess
+
+    def _remember(self, block_hashes: Sequence[BlockHash], replica: int) -> None:
+        known = self._replica_of_block
+        for block_hash in block_hashes:
+            known[block_hash] = replica
+            known.move_to_end(block_hash)
+        while len(known) > self._max_known_blocks:
+            known.popitem(last=False)
+
+
+ROUTERS: dict[str, Callable[[int, int], Router]] = {
+    "round-robin": lambda num_replicas, seed: RoundRobin(num_replicas),  # noqa: ARG005
+    "random": lambda num_replicas, seed: RandomChoice(num_replicas, seed=seed),
+    "least-outstanding": lambda num_replicas, seed: LeastOutstanding(num_replicas),  # noqa: ARG005
+    "least-work": lambda num_replicas, seed: LeastWork(num_replicas),  # noqa: ARG005
+    "prefix-affinity": lambda num_replicas, seed: PrefixAffinity(num_replicas),  # noqa: ARG005
+}
+"""name -> (number of replicas, seed) -> router"""
+
+
+def require_router(name: str) -> None:
+    """Raise ConfigError unless there is a router of this name."""
+    if name not in ROUTERS:
+        raise ConfigError(f"unknown router {name!r}; choose one of {', '.join(ROUTERS)}")
+
+
+def make_router(name: str, num_replicas: int, *, seed: int = 0) -> Router:
+    """Build a router by name.
+
+    Raises
+    ------
+    ConfigError : there is no such router.
+    """
+    require_router(name)
+    return ROUTERS[name](num_replicas, seed)

@@ -1,0 +1,170 @@
+"""The clients of a simulated run: each request is made when it is sent, not before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import Request, SamplingParams
+from onbeat.metrics.record import RequestRecord
+from onbeat.scheduler.cluster.routers import RoutingRequest
+from onbeat.workload.offered import OfferedLoad
+
+_ROWS_AT_ONCE = 4096
+"""Rows of the load that are Python numbers at a time."""
+
+
+@dataclass(slots=True)
+class OfferedRequest:
+    """A request on its way: what the scheduler gets, and the record of what becomes of it."""
+
+    index: int
+    """Row of the load."""
+    request: Request
+    record: RequestRecord
+    routing: RoutingRequest | None = None
+    """What the router was told, where it wants to hear of the end."""
+
+
+class Clients:
+    """Sends the requests of a load: at their times, in a closed loop, or both.
+
+    With a limit on concurrency, a request that is due waits for an earlier one to end, and arrives then.
+
+    Parameters
+    ----------
+    load : the requests.
+    block_size : tokens of the scheduler's KV blocks.
+    max_concurrency : most requests under way; a load without arrivals needs it.
+    rows : rows of the load to send, ascending; None is all of them.
+    """
+
+    def __init__(
+        self,
+        load: OfferedLoad,
+        *,
+        block_size: int,
+        max_concurrency: int | None = None,
+        rows: NDArray[np.int64] | None = None,
+    ) -> None:
+        if load.arrivals is None and max_concurrency is None:
+            raise ConfigError(
+                f"the {load.name} load is a closed loop; say how many requests are under way at once "
+                "(max_concurrency), or give it arrivals"
+            )
+        self._load = load
+        self._hashes = None if load.block_ids is None else _BlockHashes(load, block_size)
+        self._max_concurrency = inf if max_concurrency is None else max_concurrency
+        self._rows = rows
+        self.num_requests = len(load) if rows is None else len(rows)
+        self._num_sent = 0
+        self._num_under_way = 0
+        self._first_buffered = 0
+        self._buffer: list[tuple[int, float, int, int]] = []
+        """(row, arrival, prompt tokens, output tokens) of requests about to be sent"""
+        self.next_time = inf
+        """When the next request is sent; infinite where none is left, or all wait for one to end."""
+        self._find_next(0.0)
+
+    def send(self, now: float) -> OfferedRequest:
+        """Make the next request; it arrives now."""
+        index, _, num_prompt_tokens, num_output_tokens = self._buffer[self._num_sent - self._first_buffered]
+        self._num_sent += 1
+        self._num_under_way += 1
+        self._find_next(now)
+        request_id = str(index)
+        load = self._load
+        request_class = load.request_class(index)
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=range(num_prompt_tokens),
+            sampling=_sampling(num_output_tokens),
+            arrival=now,
+            block_hashes=() if self._hashes is None else self._hashes.of(index, num_prompt_tokens),
+        )
+        record = RequestRecord(
+            request_id=request_id,
+            arrival=now,
+            num_prompt_tokens=num_prompt_tokens,
+            offered_output_tokens=num_output_tokens,
+        )
+        if request_class is not None:
+            record.request_class, record.slo = request_class.name, request_class.slo
+        return OfferedRequest(index, request, record)
+
+    def on_finish(self, now: float) -> None:
+        """Let the next request be sent, if it was waiting for one to end."""
+        self._num_under_way -= 1
+        if self.next_time == inf:
+            self._find_next(now)
+
+    def _find_next(self, now: float) -> None:
+        if self._num_sent == self.num_requests or self._num_under_way >= self._max_concurrency:
+            self.next_time = inf
+            return
+        offset = self._num_sent - self._first_buffered
+        if offset == len(self._buffer):
+            self._fill_buffer()
+            offset = 0
+        self.next_time = max(now, self._buffer[offset][1])
+
+    def _fill_buffer(self) -> None:
+        start, load = self._num_sent, self._load
+        stop = min(start + _ROWS_AT_ONCE, self.num_requests)
+        rows = np.arange(start, stop) if self._rows is None else self._rows[start:stop]
+        arrivals = [0.0] * len(rows) if load.arrivals is None else load.arrivals[rows].tolist()
+        self._first_buffered = start
+        self._buffer = list(
+            zip(
+                rows.tolist(),
+                arrivals,
+                load.num_prompt_tokens[rows].tolist(),
+                load.num_output_tokens[rows].tolist(),
+                strict=True,
+            )
+        )
+
+
+@lru_cache(maxsize=1 << 16)
+def _sampling(num_output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_output_tokens)
+
+
+class _BlockHashes:
+    """Names the scheduler's blocks by the ids of the load's blocks, which are of another size.
+
+    Equal ids mean equal tokens up to the end of the load's block, so a smaller block is named by its id and
+    its place in it, a larger one by the id of the last that it holds.
+    """
+
+    def __init__(self, load: OfferedLoad, block_size: int) -> None:
+        assert load.block_ids is not None
+        self._block_ids = load.block_ids
+        self._block_size = block_size
+        self._num_parts = load.block_size // block_size
+        self._num_joined = block_size // load.block_size
+        if max(load.block_size % block_size, block_size % load.block_size) and (
+            load.block_size % block_size and block_size % load.block_size
+        ):
+            raise ConfigError(
+                f"the {load.name} load has ids for blocks of {load.block_size} tokens, which KV blocks of "
+                f"{block_size} tokens neither divide nor are a multiple of; choose a block_size that does"
+            )
+
+    def of(self, index: int, num_prompt_tokens: int) -> list[int]:
+        """Return the hashes of a prompt's full blocks."""
+        block_ids = self._block_ids[index]
+        num_blocks = num_prompt_tokens // self._block_size
+        if self._num_joined > 1:
+            return list(block_ids[self._num_joined - 1 :: self._num_joined][:num_blocks])
+        parts = self._num_parts
+        if parts == 1:
+            return list(block_ids[:num_blocks])
+        hashes = [block_id * parts + part for block_id in block_ids for part in range(parts)]
+        del hashes[num_blocks:]
+        return hashes

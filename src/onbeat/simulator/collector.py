@@ -1,0 +1,87 @@
+"""Collects what has ended, and says how far a run is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from onbeat.metrics.record import RequestRecord
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.observer import Progress, SimulationObserver
+
+_REPORT_SECONDS = 0.1
+_REQUESTS_BETWEEN_LOOKS = 16
+"""Finished requests between two looks at the clock."""
+
+
+class ProgressMeter:
+    """Calls back at most ten times a second, and once at the end."""
+
+    def __init__(
+        self, callback: Progress | None, num_requests: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._callback = callback
+        self._num_requests = num_requests
+        self._clock = clock
+        self._next_report = clock() + _REPORT_SECONDS
+        self.num_finished = 0
+        self.virtual_time = 0.0
+
+    def advance(self, num_finished: int, virtual_time: float) -> None:
+        """Count finished requests, the last of which ended at `virtual_time`."""
+        self.num_finished += num_finished
+        self.virtual_time = max(self.virtual_time, virtual_time)
+        if self._callback is not None and self._clock() >= self._next_report:
+            self._next_report = self._clock() + _REPORT_SECONDS
+            self._callback(self.num_finished, self._num_requests, self.virtual_time)
+
+    def finish(self) -> None:
+        """Report the end."""
+        if self._callback is not None:
+            self._callback(self.num_finished, self._num_requests, self.virtual_time)
+
+
+class Collector:
+    """Keeps the records of requests that ended.
+
+    Parameters
+    ----------
+    num_requests : rows of the load.
+    on_progress : told how many more requests have ended, and when the last did (virtual seconds).
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        *,
+        on_progress: Callable[[int, float], None] | None = None,
+        observer: SimulationObserver | None = None,
+    ) -> None:
+        self.records: list[RequestRecord | None] = [None] * num_requests
+        """By row of the load; None has not ended."""
+        self.num_finished = 0
+        self.last_end = 0.0
+        self._num_reported = 0
+        self._on_progress = on_progress
+        self._observer = observer
+
+    def on_request(self, offered: OfferedRequest) -> None:
+        """Hear of a request that a replica took."""
+        if self._observer is not None:
+            self._observer.on_request(offered.record)
+
+    def on_finish(self, offered: OfferedRequest, now: float) -> None:
+        """Keep the record of a request that ended."""
+        self.records[offered.index] = offered.record
+        self.num_finished += 1
+        self.last_end = now
+        if self._observer is not None:
+            self._observer.on_finish(offered.record)
+        if self.num_finished - self._num_reported >= _REQUESTS_BETWEEN_LOOKS:
+            self.report()
+
+    def report(self) -> None:
+        """Say how many requests have ended since the last time."""
+        if self._on_progress is not None:
+            self._on_progress(self.num_finished - self._num_reported, self.last_end)
+        self._num_reported = self.num_finished

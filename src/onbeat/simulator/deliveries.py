@@ -1,0 +1,64 @@
+"""The requests that one virtual replica holds, and what its steps deliver to them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+from onbeat.core.request import RequestOutput
+from onbeat.simulator.client import OfferedRequest
+
+
+class Deliveries:
+    """Writes the records of one replica's requests from the outputs of its scheduler.
+
+    Parameters
+    ----------
+    replica_name : as records carry it.
+    """
+
+    def __init__(self, replica_name: str) -> None:
+        self._replica_name = replica_name
+        self._open: dict[str, OfferedRequest] = {}
+
+    def open(self, offered: OfferedRequest) -> None:
+        """Start to write for a request."""
+        offered.record.replica = self._replica_name
+        self._open[offered.request.request_id] = offered
+
+    def take(self, outputs: Iterable[RequestOutput], ends: array[float]) -> list[OfferedRequest]:
+        """Write the outputs of a step, or of a run of them; return the requests that ended.
+
+        Parameters
+        ----------
+        outputs : as many tokens for each request as there were steps.
+        ends : when each step ended, seconds.
+        """
+        finished = []
+        is_opened = self._open
+        for output in outputs:
+            offered = is_opened[output.request_id]
+            offered.record.delivery_times.extend(ends)
+            if output.finish_reason is not None:
+                del is_opened[output.request_id]
+                _close(offered, output, ends[-1])
+                finished.append(offered)
+        return finished
+
+    def first(self, outputs: Iterable[RequestOutput]) -> list[OfferedRequest]:
+        """Return the requests whose first token is in the outputs that are about to be taken."""
+        found = [self._open[output.request_id] for output in outputs]
+        return [offered for offered in found if not offered.record.delivery_times]
+
+
+def _close(offered: OfferedRequest, output: RequestOutput, end: float) -> None:
+    record, reason = offered.record, output.finish_reason
+    assert reason is not None
+    num_tokens = len(record.delivery_times)
+    record.delivery_sizes = array("B", b"\x01" * num_tokens)
+    record.num_output_tokens = num_tokens
+    record.scheduled = output.scheduled_time
+    record.num_cached_tokens = output.num_cached_tokens
+    record.num_preemptions = output.num_preemptions
+    record.finish_reason = reason.value
+    record.end = end

@@ -1,0 +1,37 @@
+"""Who may watch a simulation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from onbeat.core.step import StepStats
+from onbeat.metrics.record import RequestRecord
+
+
+class SimulationObserver(Protocol):
+    """Hears of steps and requests in the order of virtual time.
+
+    Runs with an observer stay in one process.
+    """
+
+    wants_every_step: bool
+    """False where a run of decode steps that differ in token counts alone may be told as one step: from the
+    start of its first to the end of its last, with the shape of the first."""
+
+    def on_request(self, record: RequestRecord, /) -> None:
+        """Hear of a request that was sent to a replica; the record fills up while it runs."""
+        ...
+
+    def on_step(self, replica: int, stats: StepStats, /) -> None:
+        """Hear of a step, after the deliveries it made and before the requests that it ended."""
+        ...
+
+    def on_finish(self, record: RequestRecord, /) -> None:
+        """Hear that a request ended; its record is complete."""
+        ...
+
+
+class Progress(Protocol):
+    """Hears how far a run is, at most ten times a second, and at its end."""
+
+    def __call__(self, num_finished: int, num_requests: int, virtual_time: float, /) -> None: ...

@@ -1,0 +1,131 @@
+"""A replica with pipeline stages under a virtual clock."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.deliveries import Deliveries
+from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.replica import plan_step
+from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.stats import PlanningCounts, count, planning_counts, step_stats
+from onbeat.simulator.step_times import predict
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    scheduled: SchedulerOutput
+    counts: tuple[PlanningCounts, PlanningCounts]
+    start: float
+    end: float
+
+
+class PipelineReplica:
+    """A replica whose steps pass through stages, one micro-batch in each.
+
+    A micro-batch ends a stage at `max(end of its stage before, end of the micro-batch ahead in this stage)`
+    plus its equal share of the step time; the next one is planned when the first stage is free and fewer are
+    under way than there are stages. Micro-batches of unequal time leave stages idle: pipeline bubbles
+    (Sarathi-Serve, OSDI 2024, section 3.3). The host's time for a step holds up the first stage.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: SimulationConfig,
+        step_time: StepTimeModel,
+        *,
+        observer: SimulationObserver | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(config.replica_scheduler)
+        self.next_time = inf
+        self.started: list[OfferedRequest] = []
+        self._index = int(name)
+        self._num_stages = config.pipeline
+        self._model = step_time
+        self._overhead = config.host_overhead
+        self._observer = observer
+        self._deliveries = Deliveries(name)
+        self._under_way: deque[_MicroBatch] = deque()
+        self._free_at = [0.0] * config.pipeline
+        """When each stage ends its last micro-batch."""
+        self._num_steps = 0
+        self._busy_since = inf
+        self._busy_seconds = 0.0
+        self._stage_seconds = 0.0
+
+    def add(self, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002 (micro-batches go on as they are)
+        """Take a request."""
+        self.scheduler.add(offered.request)
+        self._deliveries.open(offered)
+
+    def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:  # noqa: ARG002 (nothing is ahead)
+        """Take the results of the micro-batches that leave the last stage now."""
+        finished: list[OfferedRequest] = []
+        self.started = []
+        while self._under_way and self._under_way[0].end <= now:
+            finished += self._end_oldest()
+        if not self._under_way and self._busy_since != inf:
+            self._busy_seconds += now - self._busy_since
+            self._busy_since = inf
+        return finished
+
+    def start(self, now: float, next_arrival: float) -> None:  # noqa: ARG002
+        """Plan the next micro-batch, if the first stage is free."""
+        if len(self._under_way) < self._num_stages and self._free_at[0] <= now:
+            before = planning_counts(self.scheduler)
+            scheduled = plan_step(self.scheduler, now)
+            if scheduled is not None:
+                counts = (before, planning_counts(self.scheduler))
+                end = self._run(scheduled, now)
+                self._under_way.append(_MicroBatch(scheduled, counts, now, end))
+                if self._busy_since == inf:
+                    self._busy_since = now
+        self.next_time = self._find_next(now)
+
+    def counters(self) -> ReplicaCounters:
+        """Return what the replica has done so far."""
+        counters = count(self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds)
+        if not self._under_way:
+            counters.bubble_seconds = self._num_stages * self._busy_seconds - self._stage_seconds
+        return counters
+
+    def _run(self, scheduled: SchedulerOutput, now: float) -> float:
+        """Send a micro-batch through the stages; return when it leaves the last."""
+        seconds = predict(self._model, scheduled.shape) / self._num_stages
+        end = now + self._overhead
+        for stage, free_at in enumerate(self._free_at):
+            end = max(end, free_at) + seconds
+            self._free_at[stage] = end
+        self._stage_seconds += seconds * self._num_stages
+        return end
+
+    def _end_oldest(self) -> list[OfferedRequest]:
+        batch = self._under_way.popleft()
+        scheduled = batch.scheduled
+        self._num_steps += 1
+        result = ModelRunnerOutput([[0]] * scheduled.shape.num_lm_head_rows)
+        outputs = self.scheduler.update(scheduled, result, batch.end)
+        self.started += self._deliveries.first(outputs)
+        finished = self._deliveries.take(outputs, array("d", [batch.end]))
+        if self._observer is not None:
+            stats = step_stats(self.scheduler, scheduled, batch.counts, batch.start, batch.end)
+            self._observer.on_step(self._index, stats)
+        return finished
+
+    def _find_next(self, now: float) -> float:
+        """Return when the oldest micro-batch ends, or the first stage is free for another."""
+        if not self._under_way:
+            return inf
+        oldest, free_at = self._under_way[0].end, self._free_at[0]
+        if len(self._under_way) < self._num_stages and now < free_at:
+            return min(oldest, free_at)
+        return oldest

@@ -1,0 +1,182 @@
+"""One replica under a virtual clock: the real scheduler, and a prediction in place of the device."""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from math import inf
+from typing import Protocol
+
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.deliveries import Deliveries
+from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.stats import PlanningCounts, count, planning_counts, step_stats
+from onbeat.simulator.step_times import refuse
+
+_STEPS_AT_ONCE = 8
+"""Steps predicted at a time where an arrival may, but need not, come to this replica."""
+
+
+class VirtualReplica(Protocol):
+    """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`."""
+
+    next_time: float
+    """When it wants to be called next; infinite while nothing runs."""
+    started: list[OfferedRequest]
+    """Requests that got their first token in the last `end`."""
+
+    def add(self, offered: OfferedRequest, now: float) -> None:
+        """Take a request."""
+        ...
+
+    def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:
+        """End what is due; return the requests that ended."""
+        ...
+
+    def start(self, now: float, next_arrival: float) -> None:
+        """Begin a step, if the replica is free and has work."""
+        ...
+
+    def counters(self) -> ReplicaCounters:
+        """Return what it has done so far."""
+        ...
+
+
+class SerialReplica:
+    """A replica that runs one step after the other.
+
+    A run of decode steps in which nothing but token counts changes is taken at once: each step's time is
+    predicted, but the scheduler plans and updates only once. A request that arrives meanwhile ends the run
+    with the step under way, just as if the steps had been planned one by one.
+
+    Parameters
+    ----------
+    name : as records carry it.
+    observer : hears of steps.
+    is_alone : whether every arrival comes to this replica.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: SimulationConfig,
+        step_time: StepTimeModel,
+        *,
+        observer: SimulationObserver | None = None,
+        is_alone: bool = False,
+    ) -> None:
+        self.scheduler = Scheduler(config.replica_scheduler)
+        self.next_time = inf
+        self.started: list[OfferedRequest] = []
+        self._index = int(name)
+        self._model = step_time
+        self._overhead = config.host_overhead
+        self._observer = observer
+        self._repeats = observer is None or not observer.wants_every_step
+        self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
+        self._deliveries = Deliveries(name)
+        self._scheduled: SchedulerOutput | None = None
+        """The step under way, or the first of the run under way."""
+        self._start = 0.0
+        self._ends: array[float] = array("d")
+        """Ends of the steps of the run, as far as they are predicted."""
+        self._num_left = 0
+        """Steps that the run may still have beyond those predicted."""
+        self._num_steps = 0
+        self._busy_since = inf
+        self._busy_seconds = 0.0
+        self._counts = (PlanningCounts(0, 0, 0), PlanningCounts(0, 0, 0))
+        """Before and after the step under way was planned."""
+
+    def add(self, offered: OfferedRequest, now: float) -> None:
+        """Take a request; a run under way stops at the end of its current step."""
+        self.scheduler.add(offered.request)
+        self._deliveries.open(offered)
+        if self._scheduled is not None and (self._num_left or len(self._ends) > 1):
+            del self._ends[bisect_left(self._ends, now) + 1 :]
+            self._num_left = 0
+            self.next_time = self._ends[-1]
+
+    def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:
+        """Take the results of the step or run that ends now, or look further ahead in a run that goes on."""
+        scheduled = self._scheduled
+        if scheduled is None or now < self.next_time:
+            return []
+        if self._num_left:
+            self._look_ahead(scheduled, now, next_arrival)
+            return []
+        ends, self._scheduled, self.next_time = self._ends, None, inf
+        num_steps = len(ends)
+        self._num_steps += num_steps
+        token_ids = [0] * num_steps
+        result = ModelRunnerOutput([token_ids] * scheduled.shape.num_lm_head_rows)
+        outputs = self.scheduler.update(scheduled, result, now)
+        if scheduled.admitted or scheduled.shape.num_chunks:
+            self.started = self._deliveries.first(outputs)
+        elif self.started:
+            self.started = []
+        finished = self._deliveries.take(outputs, ends)
+        if self._observer is not None:
+            num_ahead = num_steps * scheduled.shape.num_lm_head_rows
+            scheduled.shape.decode_context_tokens -= num_ahead  # back to what the first step read
+            stats = step_stats(self.scheduler, scheduled, self._counts, self._start, now)
+            self._observer.on_step(self._index, stats)
+        return finished
+
+    def start(self, now: float, next_arrival: float) -> None:
+        """Plan the next step and predict when it ends."""
+        if self._scheduled is not None:
+            return
+        if self._busy_since == inf:
+            self._busy_since = now
+        before = planning_counts(self.scheduler)
+        scheduled = plan_step(self.scheduler, now, repeats=self._repeats)
+        self._counts = (before, planning_counts(self.scheduler))
+        if scheduled is None:
+            self._busy_seconds += now - self._busy_since
+            self._busy_since = inf
+            return
+        self._scheduled, self._start = scheduled, now
+        self._num_left = scheduled.max_repeats
+        self._ends = array("d")
+        self._look_ahead(scheduled, now, next_arrival)
+
+    def counters(self) -> ReplicaCounters:
+        """Return what the replica has done so far."""
+        return count(self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds)
+
+    def _look_ahead(self, scheduled: SchedulerOutput, end: float, next_arrival: float) -> None:
+        """Predict further steps of the run, the first of which starts at `end`.
+
+        It stops at the end of the run, or with the step during which the next request arrives (anywhere).
+        """
+        shape, step_time, overhead = scheduled.shape, self._model.step_time, self._overhead
+        ends, num_left = self._ends, self._num_left
+        num_rows = shape.num_lm_head_rows
+        num_free = num_left - self._lookahead
+        while num_left:
+            seconds = step_time(shape)
+            if not 0.0 < seconds < inf:
+                refuse(seconds, shape)
+            end = end + (seconds + overhead)
+            ends.append(end)
+            num_left -= 1
+            shape.decode_context_tokens += num_rows  # of the step after this one
+            if end >= next_arrival and num_left <= num_free:
+                break
+        self._num_left = num_left
+        self.next_time = end
+
+
+def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
+    """Plan a step; a plan that only preempts makes room for another at the same time."""
+    while True:
+        num_preemptions = scheduler.num_preemptions
+        scheduled = scheduler.schedule(now, repeats=repeats)
+        if scheduled is not None or scheduler.num_preemptions == num_preemptions:
+            return scheduled

@@ -1,0 +1,61 @@
+"""What a simulation returns: the records of its requests, and what each replica did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from onbeat.metrics.record import RequestRecord
+
+
+@dataclass(slots=True)
+class ReplicaCounters:
+    """What one replica did in a run."""
+
+    num_steps: int = 0
+    busy_seconds: float = 0.0
+    """During which it had a step under way."""
+    num_preemptions: int = 0
+    num_prefix_queries: int = 0
+    """Prompt tokens looked up in the prefix cache."""
+    num_prefix_hits: int = 0
+    """Of these, tokens found."""
+    peak_used_blocks: int = 0
+    """Most KV blocks in use at once."""
+    num_blocks: int = 0
+    num_leaked_blocks: int = 0
+    """KV blocks still held when nothing ran any more; a complete run leaves none."""
+    bubble_seconds: float = 0.0
+    """Idle time of pipeline stages while the replica was busy, summed over the stages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationResult:
+    """The outcome of a run. Virtual times are seconds from the start of the load."""
+
+    records: list[RequestRecord]
+    """Requests that ended, in the order of the load."""
+    num_requests: int
+    """Requests that were offered."""
+    duration: float
+    """Virtual seconds from the start to the end of the last request."""
+    wall_seconds: float
+    """What the run took."""
+    is_complete: bool
+    """False where the run was interrupted: the records are those of requests that had ended."""
+    replicas: list[ReplicaCounters] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        return sum(each.num_steps for each in self.replicas)
+
+    @property
+    def num_preemptions(self) -> int:
+        return sum(each.num_preemptions for each in self.replicas)
+
+    @property
+    def num_prefix_queries(self) -> int:
+        return sum(each.num_prefix_queries for each in self.replicas)
+
+    @property
+    def num_prefix_hits(self) -> int:
+        return sum(each.num_prefix_hits for each in self.replicas)

@@ -1,0 +1,71 @@
+"""What is counted of a virtual replica's scheduler."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from onbeat.core.step import SchedulerOutput, StepStats
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator.result import ReplicaCounters
+
+
+class PlanningCounts(NamedTuple):
+    """What planning has done so far."""
+
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+
+
+def planning_counts(scheduler: Scheduler) -> PlanningCounts:
+    """Return the scheduler's counts."""
+    return PlanningCounts(scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
+
+
+def step_stats(
+    scheduler: Scheduler,
+    scheduled: SchedulerOutput,
+    counts: tuple[PlanningCounts, PlanningCounts],
+    start: float,
+    end: float,
+) -> StepStats:
+    """Describe a step that has been updated.
+
+    Parameters
+    ----------
+    counts : before and after it was planned.
+    start, end : when the step, or the run that it began, started and ended.
+    """
+    before, after = counts
+    return StepStats(
+        step_id=scheduled.step_id,
+        start=start,
+        end=end,
+        shape=scheduled.shape,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_blocks=scheduler.kv.pool.num_blocks,
+        num_used_blocks=scheduler.kv.pool.num_used_blocks,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        num_prefix_queries=after.num_prefix_queries - before.num_prefix_queries,
+        num_prefix_hits=after.num_prefix_hits - before.num_prefix_hits,
+        schedule_seconds=0.0,
+        update_seconds=0.0,
+        chunk_request_ids=[row.request_id for row in scheduled.rows if row.num_new_tokens > 1],
+        predicted_seconds=end - start,
+    )
+
+
+def count(scheduler: Scheduler, *, num_steps: int, busy_seconds: float) -> ReplicaCounters:
+    """Sum up a replica."""
+    pool = scheduler.kv.pool
+    return ReplicaCounters(
+        num_steps=num_steps,
+        busy_seconds=busy_seconds,
+        num_preemptions=scheduler.num_preemptions,
+        num_prefix_queries=scheduler.num_prefix_queries,
+        num_prefix_hits=scheduler.num_prefix_hits,
+        num_blocks=pool.num_blocks,
+        peak_used_blocks=pool.peak_used_blocks,
+        num_leaked_blocks=pool.num_used_blocks if scheduler.num_unfinished == 0 else 0,
+    )

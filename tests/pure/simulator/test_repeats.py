@@ -1,0 +1,92 @@
+"""Runs of steps that are taken at once leave exactly the records of the same steps taken one by one."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.simulate import simulate
+from tests.pure.simulator.loads import (
+    ShapeTime,
+    StepByStep,
+    Watching,
+    linear_time,
+    make_config,
+    make_load,
+    random_load,
+)
+
+
+@st.composite
+def loads(draw):
+    """Requests that come in bursts and pauses, some with shared prefixes."""
+    num_requests = draw(st.integers(1, 24))
+    prompts = draw(st.lists(st.integers(1, 150), min_size=num_requests, max_size=num_requests))
+    outputs = draw(st.lists(st.integers(1, 90), min_size=num_requests, max_size=num_requests))
+    # Whole multiples of the step time, so that arrivals fall on step boundaries too.
+    gaps = draw(st.lists(st.integers(0, 40), min_size=num_requests, max_size=num_requests))
+    arrivals, now = [], 0.0
+    for gap in gaps:
+        now += gap / 8
+        arrivals.append(now)
+    columns = {}
+    if draw(st.booleans()):
+        groups = draw(st.lists(st.integers(0, 3), min_size=num_requests, max_size=num_requests))
+        columns = {
+            "block_ids": tuple(
+                tuple(100 * group + block for block in range(-(-prompt // 32)))
+                for group, prompt in zip(groups, prompts, strict=True)
+            ),
+            "block_size": 32,
+        }
+    is_closed = draw(st.booleans())
+    return make_load(prompts, outputs, None if is_closed else arrivals, **columns), is_closed
+
+
+@given(
+    load=loads(),
+    policy=st.sampled_from(sorted(POLICIES)),
+    num_blocks=st.integers(16, 40),
+    num_replicas=st.integers(1, 3),
+    router=st.sampled_from(["round-robin", "least-outstanding", "least-work", "prefix-affinity"]),
+    is_even=st.booleans(),
+)
+@settings(deadline=None, max_examples=300)
+def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas, router, is_even):
+    offered, is_closed = load
+    config = make_config(
+        policy,
+        scheduler={"num_blocks": num_blocks},
+        num_replicas=num_replicas,
+        router=router,
+        host_overhead=0.0 if is_even else 1e-3,
+        max_concurrency=5 if is_closed else None,
+    )
+    model = ShapeTime(lambda shape: 0.125) if is_even else linear_time()
+    observer = StepByStep()
+    one_by_one = simulate(offered, config, model, observer=observer)
+    at_once = simulate(offered, config, model)
+    assert at_once.records == one_by_one.records
+    assert at_once.replicas == one_by_one.replicas
+    assert at_once.num_steps == len(observer.steps)
+    assert at_once.duration == one_by_one.duration
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_runs_save_most_plans(policy):
+    load = random_load(50, rate=1, seed=1, prompt=30, output=60)
+    watching = Watching()
+    result = simulate(load, make_config(policy), linear_time(), observer=watching)
+    assert len(watching.steps) < result.num_steps / 3
+
+
+def test_kv_pressure_preempts_in_the_runs_that_are_compared():
+    """The property above is worth little unless its sizes cause preemptions."""
+    load = make_load([100] * 8, [90] * 8, [0.0] * 8)
+    config = make_config(scheduler={"num_blocks": 32})
+    observer = StepByStep()
+    one_by_one = simulate(load, config, linear_time(), observer=observer)
+    assert one_by_one.num_preemptions > 0
+    assert simulate(load, config, linear_time()).records == one_by_one.records
