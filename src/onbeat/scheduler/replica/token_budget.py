@@ -91,7 +91,8 @@ def _require(seconds: Callable[[int], float], token_budget: int, tbt: float, wha
     if not predicted <= tbt:
         raise ConfigError(
             f"no token budget keeps the TBT objective of {tbt * 1e3:g} ms: {what} would take "
-            f"{predicted * 1e3:.2f} ms; lower max_num_seqs, use more or faster devices, or relax the objective"
+            f"{predicted * 1e3:.2f} ms; lower max_num_seqs, use more or faster devices, or relax the "
+            "objective"
         )
 
 

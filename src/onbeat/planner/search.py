@@ -1,0 +1,153 @@
+"""The highest rate that keeps an objective: a bracket, then bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf, isfinite
+
+from onbeat.core.errors import ConfigError
+from onbeat.planner.verdict import Verdict
+
+Judge = Callable[[float], Verdict]
+"""Runs the load at a rate (requests per second) and judges it. May raise `Stopped`."""
+
+
+class Stopped(Exception):
+    """The search was asked to end; what it has found so far stands."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """How precise a search is, and where it gives up."""
+
+    tolerance: float = 0.025
+    """Width of the final bracket, as a share of its lower end."""
+    growth: float = 2.0
+    """Factor between the rates that look for the bracket."""
+    max_growths: int = 12
+    """A load that still keeps the objective at `growth ** max_growths` times the start does not saturate."""
+    idle_share: float = 1 / 4096
+    """Share of the start rate at which requests meet no others."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1:
+            raise ConfigError(f"the tolerance is {self.tolerance:g}; it must lie in (0, 1), such as 0.025")
+        if not self.growth > 1:
+            raise ConfigError(f"the bracket grows by {self.growth:g}; the factor must be above 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """One run of the load."""
+
+    rate: float
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bracket:
+    """Where the capacity lies, requests per second."""
+
+    low: float
+    """The highest rate that kept the objective; 0 where none did."""
+    high: float
+    """The lowest rate above it that missed it; infinite where none did."""
+    trials: tuple[Trial, ...]
+    is_finished: bool
+    """False where the search was stopped early; the ends are true all the same."""
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether requests miss the objective even alone."""
+        return self.is_finished and self.low == 0
+
+    @property
+    def is_unbounded(self) -> bool:
+        """Whether no rate was found that misses the objective."""
+        return self.is_finished and self.high == inf
+
+    @property
+    def limit(self) -> str:
+        """What binds: the reason why the rate at the upper end missed the objective."""
+        missed = [trial for trial in self.trials if trial.rate == self.high]
+        return missed[-1].verdict.reason if missed else "nothing missed the objective"
+
+
+def search_rate(
+    judge: Judge,
+    *,
+    start: float,
+    options: SearchOptions | None = None,
+    on_trial: Callable[[Trial], None] | None = None,
+) -> Bracket:
+    """Find the highest rate that keeps an objective.
+
+    The bracket grows from `start`, upwards while the objective is kept, downwards while it is missed; if the
+    start misses it, requests that meet no others are tried next, so that a hopeless case costs two runs.
+    Then the bracket is halved until it is narrow enough. A judge that is not monotone yields one of the rates
+    where its answer changes.
+
+    Parameters
+    ----------
+    judge : deterministic; runs the load at a rate.
+    start : requests per second, above 0; the nearer to the capacity, the fewer runs.
+    on_trial : hears of each run.
+    """
+    if not (isfinite(start) and start > 0):
+        raise ConfigError(f"the search starts at {start:g} requests/s; it must be a finite rate above 0")
+    search = _Search(judge, options or SearchOptions(), on_trial)
+    is_finished = True
+    try:
+        search.bracket(start)
+        search.bisect()
+    except Stopped:
+        is_finished = False
+    return Bracket(low=search.low, high=search.high, trials=tuple(search.trials), is_finished=is_finished)
+
+
+class _Search:
+    def __init__(
+        self, judge: Judge, options: SearchOptions, on_trial: Callable[[Trial], None] | None
+    ) -> None:
+        self._judge = judge
+        self._options = options
+        self._on_trial = on_trial
+        self.low = 0.0
+        self.high = inf
+        self.trials: list[Trial] = []
+
+    def bracket(self, start: float) -> None:
+        if self._is_met(start):
+            self._grow(start)
+        elif self._is_met(start * self._options.idle_share):
+            self._shrink(start)
+
+    def bisect(self) -> None:
+        """Halve a bracket that has two ends."""
+        if self.low == 0 or self.high == inf:
+            return
+        while self.high - self.low > self._options.tolerance * self.low:
+            self._is_met((self.low + self.high) / 2)
+
+    def _grow(self, start: float) -> None:
+        for power in range(1, self._options.max_growths + 1):
+            if not self._is_met(start * self._options.growth**power):
+                return
+
+    def _shrink(self, start: float) -> None:
+        rate = start / self._options.growth
+        while rate > self.low and not self._is_met(rate):
+            rate /= self._options.growth
+
+    def _is_met(self, rate: float) -> bool:
+        verdict = self._judge(rate)
+        trial = Trial(rate=rate, verdict=verdict)
+        self.trials.append(trial)
+        if verdict.is_met:
+            self.low = max(self.low, rate)
+        else:
+            self.high = min(self.high, rate)
+        if self._on_trial is not None:
+            self._on_trial(trial)
+        return verdict.is_met
