@@ -105,6 +105,8 @@ class SerialReplica:
     def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now, or look further ahead in a run that goes on."""
         scheduled = self._scheduled
+        if self.started:
+            self.started = []
         if scheduled is None or now < self.next_time:
             return []
         if self._num_left:
@@ -118,8 +120,6 @@ class SerialReplica:
         outputs = self.scheduler.update(scheduled, result, now)
         if scheduled.admitted or scheduled.shape.num_chunks:
             self.started = self._deliveries.first(outputs)
-        elif self.started:
-            self.started = []
         finished = self._deliveries.take(outputs, ends)
         if self._observer is not None:
             num_ahead = num_steps * scheduled.shape.num_lm_head_rows

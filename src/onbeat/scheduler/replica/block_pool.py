@@ -20,6 +20,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.peak_used_blocks = 0
         """Most blocks in use at once so far."""
+        self.num_used_blocks = 0
+        """Blocks with a reference."""
         self._free_ids: list[int] = []
         """Free blocks that were in use before; those from `len(_ref_counts)` on have never been."""
         self._idle_ids: OrderedDict[int, None] = OrderedDict()
@@ -30,11 +32,7 @@ class BlockPool:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that `allocate` could hand out now."""
-        return self.num_blocks - len(self._ref_counts) + len(self._free_ids) + len(self._idle_ids)
-
-    @property
-    def num_used_blocks(self) -> int:
-        return self.num_blocks - self.num_free_blocks
+        return self.num_blocks - self.num_used_blocks
 
     def find(self, block_hash: BlockHash) -> int | None:
         """Return the block that holds this content, if any."""
@@ -55,16 +53,19 @@ class BlockPool:
         for block_id in block_ids:
             if self._ref_counts[block_id] == 0:
                 del self._idle_ids[block_id]
+                self.num_used_blocks += 1
             self._ref_counts[block_id] += 1
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks with one reference each; the caller has checked `num_free_blocks`."""
         assert num_blocks <= self.num_free_blocks, "allocation was not planned for"
-        ref_counts, block_ids = self._ref_counts, []
+        self.num_used_blocks += num_blocks
+        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        ref_counts, free_ids = self._ref_counts, self._free_ids
+        block_ids = []
         for _ in range(num_blocks):
-            if self._free_ids:
-                block_id = self._free_ids.pop()
+            if free_ids:
+                block_id = free_ids.pop()
                 ref_counts[block_id] = 1
             elif len(ref_counts) < self.num_blocks:
                 block_id = len(ref_counts)
@@ -74,7 +75,6 @@ class BlockPool:
                 del self._id_of_hash[self._hash_of_id.pop(block_id)]
                 ref_counts[block_id] = 1
             block_ids.append(block_id)
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
         return block_ids
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -82,13 +82,15 @@ class BlockPool:
 
         The tail of a request becomes idle first and is evicted first, because a prefix is worth more.
         """
+        ref_counts, hash_of_id, free_ids = self._ref_counts, self._hash_of_id, self._free_ids
         for block_id in reversed(block_ids):
-            self._ref_counts[block_id] -= 1
-            if self._ref_counts[block_id] == 0:
-                if block_id in self._hash_of_id:
+            count = ref_counts[block_id] = ref_counts[block_id] - 1
+            if count == 0:
+                self.num_used_blocks -= 1
+                if block_id in hash_of_id:
                     self._idle_ids[block_id] = None
                 else:
-                    self._free_ids.append(block_id)
+                    free_ids.append(block_id)
 
     def register(self, block_id: int, block_hash: BlockHash) -> None:
         """Make the content of a full block findable; the first block with a content keeps the name."""
@@ -109,6 +111,7 @@ class BlockPool:
         free, idle = {*self._free_ids, *untouched}, set(self._idle_ids)
         in_use = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
         assert min(self._ref_counts, default=0) >= 0
+        assert self.num_used_blocks == len(in_use), "a block is counted wrongly"
         assert len(free) == len(self._free_ids) + len(untouched), "a block is free twice"
         assert len(free | idle | in_use) == len(free) + len(idle) + len(in_use), "a block is in two states"
         assert len(free) + len(idle) + len(in_use) == self.num_blocks, "a block is lost"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onbeat.core.hashing import hash_block, root_hash
 from onbeat.scheduler.replica.block_pool import BlockPool
-from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.request_state import NEVER, RequestState
 
 
 class KVCacheManager:
@@ -51,6 +51,7 @@ class KVCacheManager:
         state.num_computed_tokens = len(cached_block_ids) * self.block_size
         state.num_allocated_tokens = state.num_computed_tokens
         state.num_registered_blocks = len(cached_block_ids)
+        state.num_tokens_to_register = state.num_computed_tokens + self.block_size
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block table to hold `num_tokens`; return the new ids."""
@@ -65,12 +66,15 @@ class KVCacheManager:
     def register_full_blocks(self, state: RequestState, num_valid_tokens: int) -> None:
         """Make blocks findable whose tokens are known and computed."""
         if not self.enable_prefix_caching:
+            state.num_tokens_to_register = NEVER
             return
         num_full_blocks = num_valid_tokens // self.block_size
-        num_known_blocks = min(num_full_blocks, self._extend_hashes(state, num_full_blocks))
-        for index in range(state.num_registered_blocks, num_known_blocks):
+        num_known_blocks = self._extend_hashes(state, num_full_blocks)
+        for index in range(state.num_registered_blocks, min(num_full_blocks, num_known_blocks)):
             self.pool.register(state.block_ids[index], state.block_hashes[index])
         state.num_registered_blocks = max(state.num_registered_blocks, num_full_blocks)
+        has_more = state.request.block_hashes is None or num_full_blocks < num_known_blocks
+        state.num_tokens_to_register = (num_full_blocks + 1) * self.block_size if has_more else NEVER
 
     def free(self, state: RequestState) -> None:
         """Give up all blocks of a request."""
@@ -79,6 +83,7 @@ class KVCacheManager:
         state.num_allocated_tokens = 0
         state.num_computed_tokens = 0
         state.num_registered_blocks = 0
+        state.num_tokens_to_register = self.block_size
 
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> int:
         """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""

@@ -8,6 +8,9 @@ from enum import Enum, auto
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import Request
 
+NEVER = 1 << 62
+"""More tokens than any request has."""
+
 
 class RequestStatus(Enum):
     """Where a request is in its life."""
@@ -41,6 +44,7 @@ class RequestState:
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
+        "num_tokens_to_register",
         "output_token_ids",
         "request",
         "request_id",
@@ -71,6 +75,8 @@ class RequestState:
         self.block_hashes: list[BlockHash] = list(request.block_hashes or ())
         """Hashes of its full blocks: given with the request, or made of its tokens as they are needed."""
         self.num_registered_blocks = 0
+        self.num_tokens_to_register = 0
+        """Valid tokens from which on there is another full block to register."""
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.is_in_flight = False

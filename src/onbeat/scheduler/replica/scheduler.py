@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable
 from itertools import repeat
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
@@ -120,11 +119,7 @@ class Scheduler:
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
         may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
-        scheduled = self._commit(plan, now)
-        if may_repeat and scheduled is not None:
-            max_repeats = self._max_repeats(plan, scheduled.shape)
-            return replace(scheduled, max_repeats=max_repeats) if max_repeats > 1 else scheduled
-        return scheduled
+        return self._commit(plan, now, may_repeat=may_repeat)
 
     def update(
         self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
@@ -149,9 +144,8 @@ class Scheduler:
         failed = result.failed or {}
         sampled = iter(result.sampled_token_ids)
         logprobs = iter(result.logprobs) if result.logprobs is not None else repeat(None)
-        block_size = self.config.block_size
         for state, row in zip(states, scheduled.rows, strict=True):
-            row_token_ids, row_logprobs = (next(sampled), next(logprobs)) if row.samples else ((), None)
+            row_token_ids, row_logprobs = (next(sampled), next(logprobs)) if row.samples else ([], None)
             status = state.status
             if status is RequestStatus.FINISHED or status is RequestStatus.PADDING:
                 continue
@@ -166,7 +160,7 @@ class Scheduler:
             num_valid = row.num_computed_tokens + row.num_new_tokens + num_more
             # Not for a row planned before a preemption: its blocks belong to others by now.
             if (
-                num_valid // block_size > state.num_registered_blocks
+                num_valid >= state.num_tokens_to_register
                 and status is RequestStatus.RUNNING
                 and state.admitted_step_id <= step_id
             ):
@@ -191,7 +185,7 @@ class Scheduler:
 
     # --- commit ---------------------------------------------------------------------------------------
 
-    def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
+    def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes queues and blocks."""
         self.waiting.take(len(plan.admissions))
         for state in plan.preempted:
@@ -229,7 +223,8 @@ class Scheduler:
         if self.config.num_micro_batches > 1:
             for state in states:
                 state.is_in_flight = True
-        return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape)
+        max_repeats = self._max_repeats(plan, shape) if may_repeat else 1
+        return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape, max_repeats)
 
     def _commit_running(
         self, planned: list[tuple[RequestState, int]], rows: list[ScheduledRequest], shape: BatchShape
@@ -324,29 +319,34 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------------
 
     def _deliver(
-        self, state: RequestState, sampled_ids: Sequence[int], logprobs: list[TokenLogprobs] | None
+        self, state: RequestState, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> RequestOutput:
         """Append sampled tokens and see whether they end the request."""
         state.num_in_flight_tokens -= 1
-        finish_reason = None
-        stop_token_id = None
-        token_ids: list[int] = []
-        for token_id in sampled_ids:
-            token_ids.append(token_id)
-            state.num_tokens += 1
-            if token_id in state.stop_token_ids and (
-                state.num_output_tokens > state.request.sampling.min_tokens
-            ):
-                finish_reason, stop_token_id = FinishReason.STOP, token_id
-            elif state.num_tokens >= state.max_total_tokens:
-                finish_reason = FinishReason.LENGTH
-            if finish_reason is not None:
-                break
-        state.output_token_ids += token_ids
-        output = self._output(state, token_ids, finish_reason)
+        num_tokens = state.num_tokens + len(sampled_ids)
+        finish_reason, stop_token_id = None, None
+        if state.stop_token_ids or num_tokens > state.max_total_tokens:
+            sampled_ids, stop_token_id = self._cut_at_end(state, sampled_ids)
+            num_tokens = state.num_tokens + len(sampled_ids)
+        if stop_token_id is not None:
+            finish_reason = FinishReason.STOP
+        elif num_tokens >= state.max_total_tokens:
+            finish_reason = FinishReason.LENGTH
+        state.num_tokens = num_tokens
+        state.output_token_ids += sampled_ids
+        output = self._output(state, sampled_ids, finish_reason)
         output.stop_token_id = stop_token_id
         output.logprobs = logprobs
         return output
+
+    def _cut_at_end(self, state: RequestState, sampled_ids: list[int]) -> tuple[list[int], int | None]:
+        """Return the tokens up to the one that ends the request, and that one if it is a stop token."""
+        first_stop = state.request.sampling.min_tokens - state.num_output_tokens
+        sampled_ids = sampled_ids[: state.max_total_tokens - state.num_tokens]
+        for index, token_id in enumerate(sampled_ids):
+            if index >= first_stop and token_id in state.stop_token_ids:
+                return sampled_ids[: index + 1], token_id
+        return sampled_ids, None
 
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
