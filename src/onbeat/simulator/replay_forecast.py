@@ -1,0 +1,171 @@
+"""Whether a simulation would have told the latencies of a recorded run beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import StepStats
+from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.summary import collect_samples, percentile
+from onbeat.recording.reader import Recording
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.replay_history import RecordedRequest, RunHistory
+from onbeat.simulator.replay_times import RecordedStepTimes, step_cycles
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.offered import OfferedLoad
+
+PERCENTILES = (50.0, 90.0, 99.0)
+COMPARED = {"ttft": "TTFT", "itl": "TBT", "e2el": "E2E"}
+"""Metrics by their key in results, and their names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PercentileError:
+    """One percentile of one metric, measured and simulated, seconds."""
+
+    metric: str
+    """Key of `COMPARED`."""
+    percentile: float
+    measured: float
+    simulated: float
+
+    @property
+    def relative_error(self) -> float:
+        """(simulated - measured) / measured."""
+        return (self.simulated - self.measured) / self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """A simulation of a recorded run against what was measured."""
+
+    errors: tuple[PercentileError, ...]
+    num_requests: int
+    """Compared: those that ran to their end in the recorded run."""
+    num_steps: int
+    num_recorded_steps: int
+    num_matched_steps: int | None = None
+    """Simulated steps whose batch was the recorded one; None where step times were predicted."""
+
+
+def forecast_with_recorded_times(
+    recording: Recording, history: RunHistory, config: SchedulerConfig
+) -> Forecast:
+    """Simulate a recorded run with its own step times, host gaps included.
+
+    What remains is the error of the simulator itself: when requests are considered, and in which order
+    things happen.
+    """
+    times = RecordedStepTimes(step_cycles(history.steps))
+    run = _Run(recording, history, lambda request: request.sent)
+    # Told of every step, the simulator takes none of them at once, so each is asked for in its turn.
+    result = simulate(run.load, SimulationConfig(scheduler=config), times, observer=_EveryStep())
+    return run.compare(result, history, num_matched_steps=times.num_matched)
+
+
+def forecast_with_model(
+    recording: Recording,
+    history: RunHistory,
+    config: SchedulerConfig,
+    step_time: StepTimeModel,
+    *,
+    host_overhead: float,
+) -> Forecast:
+    """Simulate the arrivals of a recorded run with a step-time model.
+
+    Parameters
+    ----------
+    host_overhead : seconds from step to step; `RunHistory.host_overhead` is the run's own.
+    """
+    run = _Run(recording, history, lambda request: request.record.arrival)
+    settings = SimulationConfig(scheduler=config, host_overhead=host_overhead)
+    return run.compare(simulate(run.load, settings, step_time), history)
+
+
+class _EveryStep:
+    """A `SimulationObserver` that wants every step told by itself, and does nothing with it."""
+
+    wants_every_step = True
+
+    def on_request(self, record: RequestRecord, /) -> None:
+        pass
+
+    def on_step(self, replica: int, stats: StepStats, /) -> None:
+        pass
+
+    def on_finish(self, record: RequestRecord, /) -> None:
+        pass
+
+
+class _Run:
+    """The load of a recorded run, and its way back from simulated to recorded requests.
+
+    A request that did not run to its end asks for as many tokens as it got, but at least one; one that no
+    step ever took is left out.
+    """
+
+    def __init__(
+        self, recording: Recording, history: RunHistory, sent: Callable[[RecordedRequest], float]
+    ) -> None:
+        taken = [
+            (sent(request), number)
+            for number, request in enumerate(history.requests)
+            if request.record.scheduled is not None
+        ]
+        if not taken:
+            raise ConfigError(f"{recording.path} has no request that was ever scheduled; record a busier run")
+        taken.sort()
+        self._records = [history.requests[number].record for _, number in taken]
+        self._origin = min(taken[0][0], min(record.arrival for record in self._records))
+        times = np.array([time for time, _ in taken]) - self._origin
+        ids: dict[bytes, int] = {}
+        blocks = [recording.block_hashes(number) for _, number in taken]
+        self.load = OfferedLoad(
+            name="recorded",
+            arrivals=np.maximum(times, 0.0),
+            num_prompt_tokens=np.array([record.num_prompt_tokens for record in self._records]),
+            num_output_tokens=np.array([max(record.num_output_tokens, 1) for record in self._records]),
+            block_ids=tuple(tuple(ids.setdefault(each, len(ids)) for each in hashes) for hashes in blocks),
+            block_size=recording.header.scheduler["block_size"],
+        )
+
+    def compare(
+        self, result: SimulationResult, history: RunHistory, *, num_matched_steps: int | None = None
+    ) -> Forecast:
+        """Compare the requests that ran to their end in the recorded run."""
+        measured, simulated = [], []
+        for row, record in enumerate(self._records):
+            if record.is_completed:
+                virtual = result.records[row]
+                virtual.arrival = record.arrival - self._origin  # it was sent when the engine looked
+                measured.append(record)
+                simulated.append(virtual)
+        if not measured:
+            raise ConfigError("no recorded request ran to its end; record a longer run")
+        return Forecast(
+            errors=percentile_errors(measured, simulated),
+            num_requests=len(measured),
+            num_steps=result.num_steps,
+            num_recorded_steps=len(history.steps),
+            num_matched_steps=num_matched_steps,
+        )
+
+
+def percentile_errors(
+    measured: Sequence[RequestRecord], simulated: Sequence[RequestRecord]
+) -> tuple[PercentileError, ...]:
+    """Compare the percentiles of two sets of records; metrics without values are left out."""
+    ours, theirs = collect_samples(measured), collect_samples(simulated)
+    return tuple(
+        PercentileError(metric, p, percentile(ours[metric], p), percentile(theirs[metric], p))
+        for metric in COMPARED
+        if ours[metric].size and theirs[metric].size
+        for p in PERCENTILES
+    )

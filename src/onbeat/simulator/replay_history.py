@@ -1,0 +1,162 @@
+"""What a record says that happened: its requests and its steps, without asking a scheduler."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import fmean
+
+from onbeat.core.request import FinishReason
+from onbeat.core.step import BatchShape
+from onbeat.metrics.record import RequestRecord
+from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
+from onbeat.recording.reader import Recording
+
+_AHEAD = 1e-6
+"""Seconds by which a request comes before a step ends: virtual times are sums, whose last digits differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One step. Times are seconds of the recording machine's clock."""
+
+    step_id: int
+    shape: BatchShape
+    planned: float
+    """When it was planned."""
+    end: float
+    seconds: float
+    """How long it ran, without the host's work before and after."""
+    follows_idleness: bool
+    """Whether nothing was left to do before it."""
+
+    @property
+    def start(self) -> float:
+        """When it began to run."""
+        return self.end - self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request as the engine saw it."""
+
+    record: RequestRecord
+    """Engine-side: `arrival` is the server's, deliveries are the ends of steps."""
+    sent: float
+    """When it must come to a simulator for that to plan with it as the engine did.
+
+    The engine looks for new requests between two steps, so this is just before the end of the last step
+    before the first plan that knew it; after idleness it is the plan.
+    """
+
+
+@dataclass(slots=True)
+class RunHistory:
+    """A recorded run."""
+
+    requests: list[RecordedRequest] = field(default_factory=list)
+    """In the order in which the engine took them; the row is the request's number."""
+    steps: list[RecordedStep] = field(default_factory=list)
+
+    @property
+    def host_overhead(self) -> float:
+        """Mean seconds from the end of a step to the start of the next, where there was work."""
+        gaps = [
+            after.start - before.end
+            for before, after in zip(self.steps, self.steps[1:], strict=False)
+            if not after.follows_idleness
+        ]
+        return max(fmean(gaps), 0.0) if gaps else 0.0
+
+
+def read_history(recording: Recording) -> RunHistory:
+    """Collect the requests and steps of a record."""
+    reader = _HistoryReader()
+    for call in recording.calls():
+        match call:
+            case AddCall():
+                reader.add(call)
+            case AbortCall():
+                reader.abort(call)
+            case ScheduleCall():
+                reader.schedule(call)
+            case UpdateCall():
+                reader.update(call)
+    return reader.history()
+
+
+class _HistoryReader:
+    def __init__(self) -> None:
+        self._records: list[RequestRecord] = []
+        self._sent: list[float] = []
+        self._steps: list[RecordedStep] = []
+        self._open: set[int] = set()
+        self._in_flight: deque[tuple[ScheduleCall, bool]] = deque()
+        self._was_idle = True
+        self._last_end = 0.0
+
+    def history(self) -> RunHistory:
+        # Requests that came after the last plan have no step either.
+        sent = [*self._sent]
+        sent += [record.arrival for record in self._records[len(sent) :]]
+        requests = [RecordedRequest(record, time) for record, time in zip(self._records, sent, strict=True)]
+        return RunHistory(requests, self._steps)
+
+    def add(self, call: AddCall) -> None:
+        self._open.add(call.request)
+        self._records.append(
+            RequestRecord(
+                request_id=call.request_id,
+                arrival=call.arrival,
+                num_prompt_tokens=call.num_prompt_tokens,
+                offered_output_tokens=None,
+            )
+        )
+
+    def abort(self, call: AbortCall) -> None:
+        for request in call.requests:
+            self._end(request, call.now, FinishReason.ABORT)
+
+    def schedule(self, call: ScheduleCall) -> None:
+        sent = call.now if self._was_idle else self._last_end - _AHEAD
+        self._sent += [sent] * (len(self._records) - len(self._sent))
+        if call.step_id is None:
+            return
+        computed = {row.request: row.num_computed_tokens for row in call.rows}
+        for admission in call.admitted:
+            record = self._records[admission.request]
+            if record.scheduled is None:
+                record.scheduled = call.now
+                record.num_cached_tokens = computed[admission.request]
+            else:
+                record.num_preemptions += 1
+        self._in_flight.append((call, self._was_idle))
+        self._was_idle = False
+
+    def update(self, call: UpdateCall) -> None:
+        planned, follows_idleness = self._in_flight.popleft()
+        self._last_end = call.now
+        shape = BatchShape()
+        for row in planned.rows:
+            shape.add(row.num_computed_tokens, row.num_new_tokens, samples=row.samples)
+        self._steps.append(
+            RecordedStep(call.step_id, shape, planned.now, call.now, call.seconds, follows_idleness)
+        )
+        sampling = [row.request for row in planned.rows if row.samples]
+        counts = (1,) * len(sampling) if call.counts is None else call.counts
+        for request, count in zip(sampling, counts, strict=True):
+            if count and request in self._open and request not in call.failed:
+                record = self._records[request]
+                record.delivery_times.append(call.now)
+                record.delivery_sizes.append(count)
+                record.num_output_tokens += count
+        for request, reason in call.finished.items():
+            self._end(request, call.now, FinishReason(reason))
+        for request in call.failed:
+            self._end(request, call.now, FinishReason.ERROR)
+
+    def _end(self, request: int, now: float, reason: FinishReason) -> None:
+        record = self._records[request]
+        record.end, record.finish_reason = now, reason.value
+        self._open.discard(request)
+        self._was_idle = self._was_idle or not self._open

@@ -1,0 +1,166 @@
+"""A live engine keeps a record that replays to the very same decisions."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.request import Request, SamplingParams
+from onbeat.engine.core import EngineCore
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.recording.reader import Recording
+from onbeat.recording.writer import create_record
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator.replay import Replay
+from onbeat.simulator.replay_forecast import forecast_with_recorded_times
+from onbeat.simulator.replay_history import read_history
+from tests.fake_runner import FakeRunner
+from tests.pure.recording.recorded import make_header
+
+NUM_STEPS = 2200
+
+
+def recorded_core(
+    path: Path, config: SchedulerConfig, *, depth: int = 1, step_seconds: float = 0.0
+) -> EngineCore:
+    return EngineCore(
+        Scheduler(config),
+        ThreadExecutor(FakeRunner(step_seconds)),
+        max_in_flight_steps=depth,
+        recorder=create_record(path)(make_header(config, max_in_flight_steps=depth)),
+    )
+
+
+def mixed_requests(core: EngineCore, seed: int) -> Iterator[Request]:
+    """Together more than the cache holds; many with a common start, some that stop, some that fail."""
+    chance = random.Random(seed)
+    number = 0
+    while True:
+        kind = chance.random()
+        start = 0 if kind < 0.5 else chance.randrange(1, 97)
+        length = chance.randrange(1, 300)
+        yield Request(
+            request_id=f"bad{number}" if kind > 0.97 else f"r{number}",
+            prompt_token_ids=tuple(1000 + start + i for i in range(length)),
+            sampling=SamplingParams(
+                max_tokens=chance.randrange(1, 200),
+                stop_token_ids=(chance.randrange(97),) if chance.random() < 0.3 else (),
+            ),
+            arrival=core._clock(),
+        )
+        number += 1
+
+
+def run_mixed(core: EngineCore, seed: int) -> None:
+    """Serve until `NUM_STEPS` steps are back, at times idle; then to the end."""
+    chance = random.Random(seed)
+    requests = mixed_requests(core, seed)
+    open_ids: dict[str, None] = {}
+    num_steps = 0
+    while num_steps < NUM_STEPS or core.has_work:
+        if num_steps < NUM_STEPS and (not core.has_work or chance.random() < 0.1):
+            for _ in range(chance.randrange(1, 6)):
+                request = next(requests)
+                core.add(request)
+                open_ids[request.request_id] = None
+        if open_ids and chance.random() < 0.01:
+            for output in core.abort([chance.choice(list(open_ids))]):
+                del open_ids[output.request_id]
+        outputs = core.step()
+        if outputs is not None:
+            num_steps += 1
+            for output in outputs.outputs:
+                if output.finish_reason is not None:
+                    del open_ids[output.request_id]
+
+
+@pytest.mark.parametrize(
+    ("policy", "depth"), [("sarathi", 1), ("sarathi", 2), ("prefill-first", 1), ("static", 2)]
+)
+def test_a_long_run_replays_identically(tmp_path: Path, policy: str, depth: int) -> None:
+    config = SchedulerConfig(
+        num_blocks=64,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=128 if policy == "sarathi" else 512,
+        policy=policy,
+    )
+    path = tmp_path / "run.gz"
+    core = recorded_core(path, config, depth=depth)
+    run_mixed(core, seed=depth)
+    core.shutdown()
+    recording = Recording(path)
+    replay = Replay(recording)
+    result = replay.run()
+    assert result.difference is None
+    assert result.num_steps == recording.num_steps >= NUM_STEPS
+    assert result.num_aborted > 5
+    assert result.num_failed > 0
+    assert result.num_prefix_hits == core.scheduler.num_prefix_hits > 1000
+    assert result.num_preemptions == core.scheduler.num_preemptions
+    if policy in ("sarathi", "prefill-first"):
+        assert result.num_preemptions > 20
+
+
+def test_the_history_tells_what_the_replay_delivers(tmp_path: Path) -> None:
+    config = SchedulerConfig(num_blocks=64, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
+    path = tmp_path / "run.gz"
+    core = recorded_core(path, config, depth=2)
+    run_mixed(core, seed=7)
+    core.shutdown()
+    recording = Recording(path)
+    history = read_history(recording)
+    times: dict[str, list[float]] = {}
+    reasons: dict[str, str] = {}
+    for delivery in Replay(recording).deliveries():
+        for output in delivery.outputs:
+            times.setdefault(output.request_id, []).extend([delivery.now] * len(output.new_token_ids))
+            if output.finish_reason is not None:
+                reasons[output.request_id] = output.finish_reason.value
+    assert len(history.requests) == len(reasons)
+    for request in history.requests:
+        record = request.record
+        assert list(record.delivery_times) == times[record.request_id]
+        assert record.num_output_tokens == sum(record.delivery_sizes) == len(record.delivery_times)
+        assert record.finish_reason == reasons[record.request_id]
+    assert sum(request.record.num_preemptions for request in history.requests) > 0
+
+
+@pytest.mark.parametrize(("num_blocks", "prefix"), [(64, False), (512, True)])
+def test_with_recorded_times_the_simulator_repeats_the_run(
+    tmp_path: Path, num_blocks: int, prefix: bool
+) -> None:
+    config = SchedulerConfig(
+        num_blocks=num_blocks,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        enable_prefix_caching=prefix,
+    )
+    path = tmp_path / "run.gz"
+    core = recorded_core(path, config, step_seconds=0.0005)
+    chance = random.Random(3)
+    requests = mixed_requests(core, 3)
+    num_added = 0
+    while num_added < 60 or core.has_work:
+        if num_added < 60 and (not core.has_work or chance.random() < 0.05):
+            request = next(requests)
+            if not request.request_id.startswith("bad"):
+                core.add(request)
+                num_added += 1
+        core.step()
+    core.shutdown()
+    recording = Recording(path)
+    history = read_history(recording)
+    forecast = forecast_with_recorded_times(recording, history, config)
+    assert forecast.num_requests == num_added
+    assert forecast.num_steps == forecast.num_recorded_steps == len(history.steps)
+    assert forecast.num_matched_steps == forecast.num_steps
+    assert (core.scheduler.num_prefix_hits > 0) == prefix
+    assert (core.scheduler.num_preemptions > 0) != prefix
+    for error in forecast.errors:
+        assert error.simulated == pytest.approx(error.measured, rel=1e-6), error
