@@ -24,36 +24,25 @@ import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.attainment import TOLERANCE, SLOMode, good_requests
+from onbeat.metrics.attainment import SLOMode
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import percentile
+from onbeat.planner.hopeless import Allowance, allowed_above
+from onbeat.planner.objective import Objective, unfinished
+from onbeat.planner.share_objectives import DEFAULT_SHARE, AttainmentObjective, DistServeObjective
 from onbeat.planner.verdict import Measure, Verdict, verdict_of
 from onbeat.simulator.result import SimulationResult
+from onbeat.workload.offered import OfferedLoad
 
 Array = NDArray[np.float64]
 
 SARATHI_MEDIAN_DELAY = 2.0
 VIDUR_P99_DELAY = 5.0
-DEFAULT_SHARE = 0.9
-
-
-class Objective(Protocol):
-    """Judges a finished run."""
-
-    @property
-    def name(self) -> str:
-        """As the command line spells it."""
-        ...
-
-    def judge(self, result: SimulationResult) -> Verdict:
-        """Say whether the run kept the objective; one that was not finished did not."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,8 +61,8 @@ class SarathiObjective:
         return "sarathi"
 
     def judge(self, result: SimulationResult) -> Verdict:
-        if unfinished := _unfinished(result):
-            return unfinished
+        if missing := unfinished(result):
+            return missing
         gaps = pooled_gaps(result.records)
         delays = scheduling_delays(result.records)
         return verdict_of(
@@ -87,6 +76,20 @@ class SarathiObjective:
             )
         )
 
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        num_gaps = int(load.num_output_tokens.sum()) - len(load)
+        gaps = Allowance(
+            what=f"gaps above {self.tbt * 1e3:g} ms",
+            allowed=allowed_above(num_gaps, 99),
+            count=lambda records: int((pooled_gaps(records) > self.tbt).sum()),
+        )
+        delays = Allowance(
+            what=f"scheduling delays above {SARATHI_MEDIAN_DELAY:g} s",
+            allowed=allowed_above(len(load), 50),
+            count=lambda records: int((scheduling_delays(records) > SARATHI_MEDIAN_DELAY).sum()),
+        )
+        return (gaps, delays) if num_gaps else (delays,)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VidurObjective:
@@ -97,65 +100,21 @@ class VidurObjective:
         return "vidur"
 
     def judge(self, result: SimulationResult) -> Verdict:
-        if unfinished := _unfinished(result):
-            return unfinished
+        if missing := unfinished(result):
+            return missing
         delay = _percentile(scheduling_delays(result.records), 99)
         return verdict_of(
             (Measure(name="P99 scheduling delay", value=delay, limit=VIDUR_P99_DELAY, is_strict=True),)
         )
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttainmentObjective:
-    """Enough requests are good.
-
-    Parameters
-    ----------
-    share : of the offered requests with objectives, in (0, 1].
-    mode : what good means (`metrics.attainment`).
-    """
-
-    share: float = DEFAULT_SHARE
-    mode: SLOMode = "stream"
-
-    def __post_init__(self) -> None:
-        _check_share(self.share)
-
-    @property
-    def name(self) -> str:
-        return f"attainment:{self.share:g}"
-
-    def judge(self, result: SimulationResult) -> Verdict:
-        if unfinished := _unfinished(result):
-            return unfinished
-        records = _promised(result.records, self.name)
-        return _judge_share(records, good_requests(records, mode=self.mode), self.share, self.mode)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DistServeObjective:
-    """Enough requests meet TTFT and TPOT jointly.
-
-    Parameters
-    ----------
-    share : of the offered requests with objectives, in (0, 1]. A request's `tbt` is the limit of its TPOT.
-    """
-
-    share: float = DEFAULT_SHARE
-
-    def __post_init__(self) -> None:
-        _check_share(self.share)
-
-    @property
-    def name(self) -> str:
-        return f"distserve:{self.share:g}"
-
-    def judge(self, result: SimulationResult) -> Verdict:
-        if unfinished := _unfinished(result):
-            return unfinished
-        records = _promised(result.records, self.name)
-        good = np.array([_meets_ttft(record) and _meets_tpot(record) for record in records])
-        return _judge_share(records, good, self.share, "TPOT")
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        return (
+            Allowance(
+                what=f"scheduling delays of {VIDUR_P99_DELAY:g} s or more",
+                allowed=allowed_above(len(load), 99),
+                count=lambda records: int((scheduling_delays(records) >= VIDUR_P99_DELAY).sum()),
+            ),
+        )
 
 
 def scheduling_delays(records: Sequence[RequestRecord]) -> Array:
@@ -170,61 +129,12 @@ def pooled_gaps(records: Sequence[RequestRecord]) -> Array:
     return np.concatenate(gaps) if gaps else np.empty(0)
 
 
-def _judge_share(
-    records: Sequence[RequestRecord], good: NDArray[np.bool_], limit: float, tokens: str
-) -> Verdict:
-    num_prompt_in_time = sum(map(_meets_ttft, records))
-    kept = good.sum() / num_prompt_in_time if num_prompt_in_time else 0.0
-    detail = (
-        f"TTFT met by {num_prompt_in_time / len(records) * 100:.2f} %, "
-        f"the rest of the objective ({tokens}) by {kept * 100:.2f} % of these"
-    )
-    share = float(good.mean())
-    return verdict_of((Measure(name="attainment", value=share, limit=limit, unit="share", detail=detail),))
-
-
-def _meets_ttft(record: RequestRecord) -> bool:
-    if not record.is_completed:
-        return False
-    limit = record.slo.ttft if record.slo else None
-    return limit is None or (record.ttft is not None and record.ttft <= limit + TOLERANCE)
-
-
-def _meets_tpot(record: RequestRecord) -> bool:
-    limit = record.slo.tbt if record.slo else None
-    return limit is None or record.tpot is None or record.tpot <= limit + TOLERANCE
-
-
-def _promised(records: Sequence[RequestRecord], name: str) -> list[RequestRecord]:
-    promised = [record for record in records if record.slo is not None and not record.slo.is_empty]
-    if not promised:
-        raise ConfigError(
-            f"the objective {name} counts requests that keep their own objectives, but none has any; give "
-            "--slo-ttft-ms, --slo-tbt-ms or --slo-config"
-        )
-    return promised
-
-
-def _unfinished(result: SimulationResult) -> Verdict | None:
-    if result.is_complete and len(result.records) == result.num_requests:
-        return None
-    num_ended = len(result.records)
-    return Verdict(
-        is_met=False, reason=f"the run was not finished: {num_ended} of {result.num_requests} requests ended"
-    )
-
-
 def _percentile(values: Array, p: float) -> float:
     if not values.size:
         return 0.0
     if not np.isfinite(values).all():  # infinities have no point between them
         return float(np.percentile(values, p, method="higher"))
     return percentile(values, p)
-
-
-def _check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise ConfigError(f"the share of good requests is {share:g}; it must lie in (0, 1], such as 0.9")
 
 
 def parse_objective(text: str, *, tbt: float | None = None, mode: SLOMode = "stream") -> Objective:

@@ -1,0 +1,201 @@
+"""The capacity of a configuration: the highest rate that keeps an objective, over repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf, sqrt
+from typing import Any
+
+import numpy as np
+from scipy.special import stdtrit
+
+from onbeat.core.errors import ConfigError
+from onbeat.planner.cases import Case, Labels
+from onbeat.planner.objective import Objective
+from onbeat.planner.parallel import TaskContext
+from onbeat.planner.search import Bracket, SearchOptions, search_rate
+from onbeat.planner.service_rate import service_rate
+from onbeat.planner.trial import run_trial
+from onbeat.workload.offered import OfferedLoad
+
+LEVEL = 0.95
+"""Confidence of the interval."""
+
+
+class Outcome(StrEnum):
+    """What became of a search."""
+
+    FOUND = "found"
+    INFEASIBLE = "infeasible"
+    """No rate keeps the objective, or the configuration cannot run at all."""
+    UNBOUNDED = "unbounded"
+    """No rate missed the objective: the load is too short to saturate the replicas."""
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityTask:
+    """One repeat of one case.
+
+    Parameters
+    ----------
+    load : of this repeat; its arrivals are stretched and squeezed to the rates that are tried, so that all
+        rates see the same requests in the same order.
+    """
+
+    case: Case
+    load: OfferedLoad
+    objective: Objective
+    options: SearchOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """What one repeat found."""
+
+    bracket: Bracket | None
+    """None where the configuration cannot run; `reason` says why."""
+    reason: str
+    num_devices: int = 0
+    details: dict[str, Any] | None = None
+    """Settings that were resolved: token budget, KV blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The capacity of one case."""
+
+    labels: Labels
+    outcome: Outcome
+    rate: float
+    """Requests per second: the mean over the repeats of the highest rate that kept the objective; 0 where
+    none did."""
+    interval: tuple[float, float]
+    """Of `rate` (`rate_interval`)."""
+    num_devices: int
+    reason: str
+    """What binds: why slightly more is too much, or why nothing fits."""
+    repeats: tuple[Repeat, ...]
+
+    @property
+    def rate_per_device(self) -> float:
+        return self.rate / self.num_devices if self.num_devices else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of a saved result."""
+        brackets = [repeat.bracket for repeat in self.repeats if repeat.bracket is not None]
+        return {
+            "case": dict(self.labels),
+            "outcome": str(self.outcome),
+            "request_rate": self.rate,
+            "request_rate_interval": [None if end == inf else end for end in self.interval],
+            "num_gpus": self.num_devices,
+            "request_rate_per_gpu": self.rate_per_device,
+            "reason": self.reason,
+            "resolved": next((repeat.details for repeat in self.repeats if repeat.details), {}),
+            "repeats": [
+                {
+                    "low": bracket.low,
+                    "high": None if bracket.high == inf else bracket.high,
+                    "is_finished": bracket.is_finished,
+                    "trials": [
+                        {"request_rate": trial.rate, **trial.verdict.as_dict()} for trial in bracket.trials
+                    ],
+                }
+                for bracket in brackets
+            ],
+        }
+
+
+def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
+    """Search one repeat of one case; a worker of `parallel.run_tasks`. Reports each `Trial`."""
+    try:
+        built = task.case.build()
+        limits = built.config.scheduler
+        task.load.check_lengths(limits.max_model_len, overlong="error")
+    except ConfigError as error:
+        return Repeat(bracket=None, reason=str(error))
+
+    try:
+        bracket = search_rate(
+            lambda rate: run_trial(task.case, task.load.at_rate(rate), task.objective, context.is_stopped),
+            start=service_rate(built, task.load),
+            options=task.options,
+            on_trial=context.report,
+        )
+    except ConfigError as error:  # a policy that cannot work with its limits
+        return Repeat(bracket=None, reason=str(error))
+    if not bracket.is_finished:
+        context.stop()
+    return Repeat(
+        bracket=bracket,
+        reason=bracket.limit,
+        num_devices=built.num_devices,
+        details={
+            "max_num_batched_tokens": limits.max_num_batched_tokens,
+            "max_num_seqs": limits.max_num_seqs,
+            "num_blocks": limits.num_blocks,
+            "policy": limits.policy,
+        },
+    )
+
+
+def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacity:
+    """Put the repeats of a case together; None stands for one that did not run.
+
+    A case is infeasible if one of its repeats is.
+    """
+    ran = [repeat for repeat in repeats if repeat is not None]
+    outcome = _outcome(repeats)
+    brackets = [repeat.bracket for repeat in ran if repeat.bracket is not None and repeat.bracket.trials]
+    reason = next((repeat.reason for repeat in ran if _outcome([repeat]) is outcome), "it did not run")
+    if outcome is Outcome.INFEASIBLE or not brackets:
+        rate, interval = 0.0, (0.0, 0.0 if outcome is Outcome.INFEASIBLE else inf)
+    else:
+        rate, interval = rate_interval(brackets)
+    return Capacity(
+        labels=labels,
+        outcome=outcome,
+        rate=rate,
+        interval=interval,
+        num_devices=max((repeat.num_devices for repeat in ran), default=0),
+        reason=reason,
+        repeats=tuple(ran),
+    )
+
+
+def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple[float, tuple[float, float]]:
+    """Return the mean capacity and its interval.
+
+    The mean is that of the lower ends: rates that were seen to work. With one repeat the interval is its
+    bracket. With more, Student's t widens the mean lower end downwards and the mean upper end upwards, so
+    that the interval covers both the spread between repeats and the width of the brackets.
+
+    Parameters
+    ----------
+    brackets : one a repeat, at least one.
+    level : confidence, in (0, 1).
+    """
+    lows = np.array([bracket.low for bracket in brackets])
+    highs = np.array([bracket.high for bracket in brackets])
+    count = len(brackets)
+    rate = float(lows.mean())
+    if count == 1 or not np.isfinite(highs).all():
+        return rate, (float(lows.min()), float(highs.max()))
+    factor = float(stdtrit(count - 1, (1 + level) / 2)) / sqrt(count)
+    low = rate - factor * float(lows.std(ddof=1))
+    high = float(highs.mean()) + factor * float(highs.std(ddof=1))
+    return rate, (max(0.0, low), high)
+
+
+def _outcome(repeats: Sequence[Repeat | None]) -> Outcome:
+    found = [repeat for repeat in repeats if repeat is not None]
+    if any(repeat.bracket is None or repeat.bracket.is_infeasible for repeat in found):
+        return Outcome.INFEASIBLE
+    if len(found) < len(repeats) or any(not repeat.bracket.is_finished for repeat in found if repeat.bracket):
+        return Outcome.INTERRUPTED
+    if any(repeat.bracket.is_unbounded for repeat in found if repeat.bracket):
+        return Outcome.UNBOUNDED
+    return Outcome.FOUND

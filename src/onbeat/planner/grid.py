@@ -1,0 +1,71 @@
+"""A grid of configurations over some of the settings of a replica."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import product
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+from onbeat.planner.cases import BuiltCase, Labels
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.setup import ReplicaSettings, build_simulation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCase:
+    """A configuration named as the command line names it.
+
+    Parameters
+    ----------
+    tbt, context_tokens : of an automatic token budget (`build_simulation`).
+    """
+
+    settings: ReplicaSettings
+    labels: Labels = ()
+    tbt: float | None = None
+    context_tokens: int | None = None
+
+    def build(self) -> BuiltCase:
+        simulation = build_simulation(self.settings, tbt=self.tbt, context_tokens=self.context_tokens)
+        return BuiltCase(simulation.config, simulation.step_time, simulation.num_devices)
+
+
+def settings_grid(
+    base: ReplicaSettings, axes: Mapping[str, Sequence[Any]]
+) -> list[tuple[Labels, ReplicaSettings]]:
+    """Return every combination of some settings, in the order of the axes, the last one fastest.
+
+    A token budget is for chunked prompts: where policies vary, those that run whole prompts take their own
+    default instead, once.
+
+    Parameters
+    ----------
+    base : the settings that stay.
+    axes : field of `ReplicaSettings` -> its values, at least one each.
+
+    Raises
+    ------
+    ConfigError : a field that there is none of, or an axis without values.
+    """
+    known = {each.name for each in fields(ReplicaSettings)}
+    for name, values in axes.items():
+        if name not in known:
+            raise ConfigError(f"{name!r} is no setting of a replica; known are {', '.join(sorted(known))}")
+        if not values:
+            raise ConfigError(f"the axis {name} has no values; give at least one")
+    cases: dict[Labels, ReplicaSettings] = {}
+    for values in product(*axes.values()):
+        chosen = dict(zip(axes, values, strict=True))
+        if len(axes.get("policy", ())) > 1 and _runs_whole_prompts(chosen["policy"]):
+            chosen["max_num_batched_tokens"] = None
+        labels = tuple((name, str(chosen[name])) for name in axes if chosen[name] is not None)
+        cases[labels] = replace(base, **chosen)
+    return list(cases.items())
+
+
+def _runs_whole_prompts(policy: str) -> bool:
+    if policy not in POLICIES:
+        raise ConfigError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
+    return POLICIES[policy]().whole_prompts

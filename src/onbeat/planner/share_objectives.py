@@ -1,0 +1,141 @@
+"""Objectives that count requests: how many must keep what they were promised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import floor
+
+import numpy as np
+
+from onbeat.core.errors import ConfigError
+from onbeat.metrics.attainment import TOLERANCE, Flags, SLOMode, good_requests, has_objectives
+from onbeat.metrics.record import RequestRecord
+from onbeat.planner.hopeless import Allowance
+from onbeat.planner.objective import unfinished
+from onbeat.planner.verdict import Measure, Verdict, verdict_of
+from onbeat.simulator.result import SimulationResult
+from onbeat.workload.offered import OfferedLoad
+
+DEFAULT_SHARE = 0.9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttainmentObjective:
+    """Enough requests are good.
+
+    Parameters
+    ----------
+    share : of the offered requests with objectives, in (0, 1].
+    mode : what good means (`metrics.attainment`).
+    """
+
+    share: float = DEFAULT_SHARE
+    mode: SLOMode = "stream"
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+    @property
+    def name(self) -> str:
+        return f"attainment:{self.share:g}"
+
+    def judge(self, result: SimulationResult) -> Verdict:
+        if missing := unfinished(result):
+            return missing
+        records = _promised(result.records, self.name)
+        return _judge_share(records, good_requests(records, mode=self.mode), self.share, self.mode)
+
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        return (_allowed_bad(load, self.share, lambda records: good_requests(records, mode=self.mode)),)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistServeObjective:
+    """Enough requests meet TTFT and TPOT jointly.
+
+    Parameters
+    ----------
+    share : of the offered requests with objectives, in (0, 1]. A request's `tbt` is the limit of its TPOT.
+    """
+
+    share: float = DEFAULT_SHARE
+
+    def __post_init__(self) -> None:
+        _check_share(self.share)
+
+    @property
+    def name(self) -> str:
+        return f"distserve:{self.share:g}"
+
+    def judge(self, result: SimulationResult) -> Verdict:
+        if missing := unfinished(result):
+            return missing
+        records = _promised(result.records, self.name)
+        return _judge_share(records, _meets_both(records), self.share, "TPOT")
+
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        return (_allowed_bad(load, self.share, _meets_both),)
+
+
+def _allowed_bad(
+    load: OfferedLoad, share: float, good: Callable[[Sequence[RequestRecord]], Flags]
+) -> Allowance:
+    num_promised = 0
+    if load.class_ids is not None:
+        promised_classes = np.array([not each.slo.is_empty for each in load.classes])
+        num_promised = int(promised_classes[load.class_ids].sum())
+    if not num_promised:
+        raise ConfigError(
+            f"an objective over the share of good requests needs requests with objectives of their own, but "
+            f"the {load.name} load has none; give --slo-ttft-ms, --slo-tbt-ms or --slo-config"
+        )
+
+    def count(records: Sequence[RequestRecord]) -> int:
+        promised = [record for record in records if has_objectives(record)]
+        return len(promised) - int(good(promised).sum())
+
+    allowed = floor(num_promised * (1 - share) + 1e-9)  # so that 0.1 of 10 requests is 1
+    return Allowance(what="requests that are not good", allowed=allowed, count=count)
+
+
+def _judge_share(records: Sequence[RequestRecord], good: Flags, limit: float, tokens: str) -> Verdict:
+    num_prompt_in_time = sum(map(_meets_ttft, records))
+    kept = good.sum() / num_prompt_in_time if num_prompt_in_time else 0.0
+    detail = (
+        f"TTFT met by {num_prompt_in_time / len(records) * 100:.2f} %, "
+        f"the rest of the objective ({tokens}) by {kept * 100:.2f} % of these"
+    )
+    share = float(good.mean())
+    return verdict_of((Measure(name="attainment", value=share, limit=limit, unit="share", detail=detail),))
+
+
+def _meets_both(records: Sequence[RequestRecord]) -> Flags:
+    return np.array([_meets_ttft(record) and _meets_tpot(record) for record in records], dtype=np.bool_)
+
+
+def _meets_ttft(record: RequestRecord) -> bool:
+    if not record.is_completed:
+        return False
+    limit = record.slo.ttft if record.slo else None
+    return limit is None or (record.ttft is not None and record.ttft <= limit + TOLERANCE)
+
+
+def _meets_tpot(record: RequestRecord) -> bool:
+    limit = record.slo.tbt if record.slo else None
+    return limit is None or record.tpot is None or record.tpot <= limit + TOLERANCE
+
+
+def _promised(records: Sequence[RequestRecord], name: str) -> list[RequestRecord]:
+    promised = [record for record in records if has_objectives(record)]
+    if not promised:
+        raise ConfigError(
+            f"the objective {name} counts requests that keep their own objectives, but none has any; give "
+            "--slo-ttft-ms, --slo-tbt-ms or --slo-config"
+        )
+    return promised
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ConfigError(f"the share of good requests is {share:g}; it must lie in (0, 1], such as 0.9")
