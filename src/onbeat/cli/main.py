@@ -14,6 +14,7 @@ from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 COMMANDS = {
     "serve": "onbeat.cli.serve",
     "bench": "onbeat.cli.bench",
+    "replay": "onbeat.cli.replay",
     "models": "onbeat.cli.models",
 }
 

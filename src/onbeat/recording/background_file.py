@@ -72,7 +72,7 @@ class BackgroundFile:
         self._thread.join(CLOSE_SECONDS)
 
     def give_up(self, reason: object) -> None:
-        """Stop recording; serving goes on."""
+        """Take no more lines; serving goes on. Those taken so far are written, if the disk takes them."""
         if not self.is_broken:
             self.is_broken = True
             logger.warning("the record %s ends here, cut short: %s", self._path, reason)
@@ -90,7 +90,7 @@ class BackgroundFile:
     def _write(self, flush: int) -> None:
         with self._lock:
             lines, self._pending, self._num_pending_bytes = self._pending, [], 0
-        if self.is_broken or not (lines or flush == zlib.Z_FINISH):
+        if not (lines or flush == zlib.Z_FINISH):
             return
         data = self._compressor.compress(b"".join(lines)) + self._compressor.flush(flush)
         view = memoryview(data)
