@@ -15,7 +15,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.planner.cases import Case, Labels
 from onbeat.planner.objective import Objective
 from onbeat.planner.parallel import TaskContext
-from onbeat.planner.search import Bracket, SearchOptions, search_rate
+from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
 from onbeat.planner.service_rate import service_rate
 from onbeat.planner.trial import run_trial
 from onbeat.workload.offered import OfferedLoad
@@ -115,31 +115,44 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
         built = task.case.build()
         limits = built.config.scheduler
         task.load.check_lengths(limits.max_model_len, overlong="error")
-    except ConfigError as error:
-        return Repeat(bracket=None, reason=str(error))
-
-    try:
         bracket = search_rate(
             lambda rate: run_trial(task.case, task.load.at_rate(rate), task.objective, context.is_stopped),
             start=service_rate(built, task.load),
             options=task.options,
             on_trial=context.report,
         )
-    except ConfigError as error:  # a policy that cannot work with its limits
+        reason = _explain(task, context, bracket)
+    except ConfigError as error:
         return Repeat(bracket=None, reason=str(error))
     if not bracket.is_finished:
         context.stop()
     return Repeat(
         bracket=bracket,
-        reason=bracket.limit,
+        reason=reason,
         num_devices=built.num_devices,
         details={
+            "policy": limits.policy,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "max_num_seqs": limits.max_num_seqs,
             "num_blocks": limits.num_blocks,
-            "policy": limits.policy,
         },
     )
+
+
+def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> str:
+    """Return what binds, with the numbers of a whole run: the search gives lost ones up early."""
+    if not bracket.is_finished or bracket.high == inf:
+        return bracket.limit
+    load = task.load.at_rate(bracket.high)
+    try:
+        verdict = run_trial(task.case, load, task.objective, context.is_stopped, to_the_end=True)
+    except Stopped:
+        context.stop()
+        return bracket.limit
+    where = (
+        "even for requests that meet no others" if bracket.low == 0 else f"at {bracket.high:.4g} requests/s"
+    )
+    return f"{where}: {verdict.reason}"
 
 
 def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacity:

@@ -102,8 +102,10 @@ def _allowed_bad(
 def _judge_share(records: Sequence[RequestRecord], good: Flags, limit: float, tokens: str) -> Verdict:
     num_prompt_in_time = sum(map(_meets_ttft, records))
     kept = good.sum() / num_prompt_in_time if num_prompt_in_time else 0.0
+    ttfts = [record.ttft for record in records if record.ttft is not None]
+    slowest = f", at most {max(ttfts):.3f} s" if ttfts else ""
     detail = (
-        f"TTFT met by {num_prompt_in_time / len(records) * 100:.2f} %, "
+        f"TTFT met by {num_prompt_in_time / len(records) * 100:.2f} %{slowest}; "
         f"the rest of the objective ({tokens}) by {kept * 100:.2f} % of these"
     )
     share = float(good.mean())

@@ -16,8 +16,14 @@ from onbeat.workload.offered import OfferedLoad
 IsStopped = Callable[[], bool]
 
 
-def run_trial(case: Case, load: OfferedLoad, objective: Objective, is_stopped: IsStopped) -> Verdict:
+def run_trial(
+    case: Case, load: OfferedLoad, objective: Objective, is_stopped: IsStopped, *, to_the_end: bool = False
+) -> Verdict:
     """Run a load and judge it.
+
+    Parameters
+    ----------
+    to_the_end : finish a run that is lost, for the sake of its numbers.
 
     Raises
     ------
@@ -25,7 +31,7 @@ def run_trial(case: Case, load: OfferedLoad, objective: Objective, is_stopped: I
     ConfigError : the case cannot run this load.
     """
     built = case.build()
-    watch = HopelessWatch(objective.allowances(load), len(load))
+    watch = None if to_the_end else HopelessWatch(objective.allowances(load), len(load))
     try:
         result = simulate(
             load,

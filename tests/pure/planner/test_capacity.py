@@ -1,0 +1,170 @@
+"""Capacities that are known on paper, found through the real scheduler and simulator."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+import pytest
+
+from onbeat.core.slo import SLO
+from onbeat.planner.capacity import CapacityTask, Outcome, combine_repeats, find_capacity
+from onbeat.planner.hopeless import Allowance
+from onbeat.planner.objective import Objective
+from onbeat.planner.objectives import SarathiObjective, VidurObjective, scheduling_delays
+from onbeat.planner.search import SearchOptions
+from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.trial import run_trial
+from onbeat.planner.verdict import Measure, Verdict, verdict_of
+from onbeat.simulator.result import SimulationResult
+from onbeat.workload.offered import OfferedLoad
+from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
+
+
+@dataclass(frozen=True)
+class MeanDelay:
+    """The mean wait stays below a limit: the quantity that queueing theory gives in closed form."""
+
+    limit: float
+    name: str = "mean-delay"
+
+    def judge(self, result: SimulationResult) -> Verdict:
+        mean = float(scheduling_delays(result.records).mean())
+        return verdict_of((Measure(name="mean scheduling delay", value=mean, limit=self.limit),))
+
+    def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
+        return ()
+
+
+def make_task(
+    case: FakeCase, load: OfferedLoad, objective: Objective, tolerance: float = 0.025
+) -> CapacityTask:
+    return CapacityTask(case=case, load=load, objective=objective, options=SearchOptions(tolerance=tolerance))
+
+
+def test_finds_the_rate_at_which_a_fixed_server_falls_behind() -> None:
+    # Request i waits i (D - 1 / R); the 99th percentile of n waits reaches 5 s at R = 1 / (D - 5 / (0.99 n)).
+    n, service = 1000, 0.5
+    expected = 1 / (service - 5 / (0.99 * (n - 1)))
+    repeat = find_capacity(
+        make_task(FakeCase(service), make_load(n), VidurObjective(), 0.005), QuietContext()
+    )
+    assert repeat.bracket is not None
+    assert repeat.bracket.low <= expected * 1.001
+    assert repeat.bracket.high >= expected * 0.999
+    assert repeat.bracket.high - repeat.bracket.low <= 0.005 * repeat.bracket.low
+
+
+def test_finds_the_load_of_a_poisson_queue_with_fixed_service() -> None:
+    # M/D/1: mean wait = rho D / (2 (1 - rho)); it reaches 1.5 D at rho = 0.75.
+    repeats = [
+        find_capacity(make_task(FakeCase(1.0), make_load(3000, seed=seed), MeanDelay(1.5)), QuietContext())
+        for seed in range(3)
+    ]
+    capacity = combine_repeats((), repeats)
+    assert capacity.outcome is Outcome.FOUND
+    assert capacity.rate == pytest.approx(0.75, rel=0.08)
+    assert capacity.interval[0] <= 0.75 <= capacity.interval[1]
+    assert capacity.rate_per_device == capacity.rate / 2
+    assert "mean scheduling delay" in capacity.reason
+
+
+def test_a_looser_objective_never_lowers_the_capacity() -> None:
+    load, case = make_load(300, seed=1, output=20), FakeCase(0.01, 1e-4, max_num_seqs=8, token_budget=256)
+    rates = []
+    for tbt in (0.02, 0.03, 0.08):
+        repeat = find_capacity(make_task(case, load, SarathiObjective(tbt=tbt)), QuietContext())
+        assert repeat.bracket is not None
+        rates.append(repeat.bracket.low)
+    assert rates == sorted(rates)
+    assert rates[0] < rates[-1]
+
+
+def test_is_the_same_every_time() -> None:
+    task = make_task(FakeCase(0.5), make_load(300, seed=3), VidurObjective())
+    assert find_capacity(task, QuietContext()) == find_capacity(task, QuietContext())
+
+
+def test_giving_up_early_changes_no_verdict() -> None:
+    load = make_load(600, seed=5)
+    for rate in (0.7, 0.95, 1.05, 2.0):
+        verdicts = [
+            run_trial(
+                FakeCase(1.0), load.at_rate(rate), VidurObjective(), lambda: False, to_the_end=to_the_end
+            )
+            for to_the_end in (False, True)
+        ]
+        assert verdicts[0].is_met is verdicts[1].is_met
+
+
+def test_says_why_even_a_lone_request_misses() -> None:
+    load = make_load(100, seed=0, prompt=1024, slo=SLO(ttft=2.0))
+    repeat = find_capacity(make_task(FakeCase(1.0), load, AttainmentObjective()), QuietContext())
+    capacity = combine_repeats((), [repeat])
+    assert capacity.outcome is Outcome.INFEASIBLE
+    assert capacity.rate == 0
+    assert "even for requests that meet no others" in capacity.reason
+    assert "TTFT met by 0.00 %, at most 8.000 s" in capacity.reason  # 1024 tokens in steps of 128
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        (FakeCase(error="the weights take 141.2 GB"), "141.2 GB"),
+        (FakeCase(num_blocks=4), "do not fit a context of 64 tokens"),
+        (FakeCase(policy="orca"), "must be at least max_model_len"),
+    ],
+    ids=["memory", "length", "policy"],
+)
+def test_a_case_that_cannot_run_is_infeasible(case: FakeCase, message: str) -> None:
+    repeat = find_capacity(make_task(case, make_load(10), VidurObjective()), QuietContext())
+    capacity = combine_repeats((("policy", "x"),), [repeat])
+    assert capacity.outcome is Outcome.INFEASIBLE
+    assert message in capacity.reason
+
+
+def test_too_short_a_load_is_unbounded() -> None:
+    repeat = find_capacity(make_task(FakeCase(0.01), make_load(20), VidurObjective()), QuietContext())
+    capacity = combine_repeats((), [repeat])
+    assert capacity.outcome is Outcome.UNBOUNDED
+    assert capacity.interval[1] == inf
+
+
+def test_an_interrupted_search_keeps_its_bracket() -> None:
+    class StopsAfterThree(QuietContext):
+        def is_stopped(self) -> bool:
+            return len(self.events) >= 3
+
+    task = make_task(FakeCase(0.5), make_load(300, seed=0), VidurObjective())
+    context = StopsAfterThree()
+    repeat = find_capacity(task, context)
+    assert repeat.bracket is not None
+    assert not repeat.bracket.is_finished
+    assert context.is_stop_wanted
+    capacity = combine_repeats((), [repeat, None])
+    assert capacity.outcome is Outcome.INTERRUPTED
+    assert capacity.as_dict()["outcome"] == "interrupted"
+
+
+def test_a_case_that_did_not_run_is_interrupted() -> None:
+    capacity = combine_repeats((), [None])
+    assert capacity.outcome is Outcome.INTERRUPTED
+    assert capacity.reason == "it did not run"
+
+
+def test_one_infeasible_repeat_makes_the_case_infeasible() -> None:
+    good = find_capacity(make_task(FakeCase(0.5), make_load(300), VidurObjective()), QuietContext())
+    bad = find_capacity(
+        make_task(FakeCase(error="too big"), make_load(300), VidurObjective()), QuietContext()
+    )
+    assert combine_repeats((), [good, bad]).outcome is Outcome.INFEASIBLE
+
+
+def test_a_saved_capacity_has_plain_values() -> None:
+    repeat = find_capacity(make_task(FakeCase(0.5), make_load(200), VidurObjective()), QuietContext())
+    saved = combine_repeats((("policy", "sarathi"),), [repeat]).as_dict()
+    assert saved["case"] == {"policy": "sarathi"}
+    assert saved["resolved"]["max_num_batched_tokens"] == 128
+    assert saved["request_rate_per_gpu"] == saved["request_rate"] / 2
+    assert all(np.isfinite(trial["request_rate"]) for trial in saved["repeats"][0]["trials"])

@@ -1,0 +1,86 @@
+"""Tasks in this process and in others: the same results, told as they come, and ended when asked."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.planner.capacity import CapacityTask, find_capacity
+from onbeat.planner.objectives import VidurObjective
+from onbeat.planner.parallel import run_tasks
+from onbeat.planner.search import SearchOptions
+from tests.pure.planner import workers
+from tests.pure.planner.fakes import FakeCase, make_load
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_results_are_in_the_order_of_the_tasks(jobs: int) -> None:
+    events: list[tuple[int, Any]] = []
+    results: list[tuple[int, int]] = []
+    found = run_tasks(
+        workers.square,
+        [3, 1, 2],
+        jobs=jobs,
+        on_event=lambda index, event: events.append((index, event)),
+        on_result=lambda index, result: results.append((index, result)),
+    )
+    assert found == [9, 1, 4]
+    assert sorted(results) == [(0, 9), (1, 1), (2, 4)]
+    assert sorted(events) == [(0, "squaring 3"), (1, "squaring 1"), (2, "squaring 2")]
+
+
+def test_two_processes_find_what_one_finds() -> None:
+    tasks = [
+        CapacityTask(
+            case=FakeCase(0.5),
+            load=make_load(200, seed=seed),
+            objective=VidurObjective(),
+            options=SearchOptions(),
+        )
+        for seed in range(3)
+    ]
+    alone = run_tasks(find_capacity, tasks, jobs=1)
+    assert None not in alone
+    assert run_tasks(find_capacity, tasks, jobs=2) == alone
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_an_error_in_a_task_comes_out(jobs: int) -> None:
+    with pytest.raises(ConfigError, match="task 1 is wrong"):
+        run_tasks(workers.fail, [0, 1, 2], jobs=jobs)
+
+
+def test_a_killed_worker_is_an_error_that_says_so() -> None:
+    with pytest.raises(OnbeatError, match="fewer --jobs"):
+        run_tasks(workers.die, [0, 1, 2], jobs=2)
+
+
+def test_refuses_no_jobs() -> None:
+    with pytest.raises(ConfigError, match="jobs is 0"):
+        run_tasks(workers.square, [1, 2], jobs=0)
+
+
+def test_a_task_that_was_stopped_is_the_last() -> None:
+    assert run_tasks(workers.stop_at_two, [1, 2, 3], jobs=1) == [1, 2, None]
+
+
+def test_ctrl_c_ends_running_tasks_and_starts_no_others(tmp_path: Path) -> None:
+    tasks = [tmp_path / str(index) for index in range(8)]
+
+    def interrupt_when_running() -> None:
+        deadline = time.monotonic() + 30
+        while not all(task.exists() for task in tasks[:2]) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt_when_running).start()
+    results = run_tasks(workers.wait_for_the_end, tasks, jobs=2)
+    assert results[:2] == ["stopped", "stopped"]
+    assert results[-1] is None
