@@ -120,6 +120,11 @@ class Request:
 
     A simulation or a replay gives them; blocks beyond the last are not shared. None: the tokens are hashed.
     """
+    num_external_tokens: int = 0
+    """Leading prompt tokens whose KV another replica has computed. The request gets blocks for them at its
+    admission, and runs once they have been filled (`Scheduler.take_pulls`, `Scheduler.receive_kv`)."""
+    keeps_kv: bool = False
+    """Whether its KV outlives it until `Scheduler.release_kv`, for another replica to fetch."""
 
 
 @dataclass(frozen=True, slots=True)

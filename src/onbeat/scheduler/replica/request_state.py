@@ -39,6 +39,7 @@ class RequestState:
         "num_allocated_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_external_tokens",
         "num_in_flight_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -65,6 +66,8 @@ class RequestState:
         """Known tokens: prompt and delivered output."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once every planned step has run."""
+        self.num_external_tokens = request.num_external_tokens
+        """Of its tokens, those whose KV is still to come from elsewhere."""
         self.num_in_flight_tokens = 0
         """Tokens that planned steps will sample but that are not known yet."""
         self.max_total_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
@@ -80,7 +83,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.is_in_flight = False
-        """Whether a micro-batch that has not come back holds it; kept with pipeline stages only."""
+        """Whether a micro-batch that has not come back (kept with pipeline stages only), or a transfer of its
+        KV, holds it."""
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
 

@@ -22,7 +22,7 @@ from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 
 
 class Scheduler:
@@ -54,6 +54,11 @@ class Scheduler:
         self._order = QUEUE_ORDERS[config.scheduling_policy]()
         self._states: dict[str, RequestState] = {}
         self._released_ids: list[str] = []
+        self._pulls: list[AdmittedRequest] = []
+        self._unannounced: dict[str, AdmittedRequest] = {}
+        """Admitted requests that no step has told the model runner of: their KV is on its way."""
+        self._kept_block_ids: dict[str, list[int]] = {}
+        """Blocks of requests that have ended but whose KV is to be fetched."""
         self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
         """(step id, rows, when it was planned)"""
         self._last_update = float("-inf")
@@ -85,6 +90,7 @@ class Scheduler:
                 f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
                 f"at most {self.config.max_model_len}. Shorten it or serve with a larger max_model_len"
             )
+        self._check_transfer(request)
         sort_key = (self._order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
@@ -115,7 +121,7 @@ class Scheduler:
             return None
         plan = StepPlan(config=self.config, kv=self.kv, running=self.running, waiting=self.waiting)
         self._policy.composer.compose(plan, self._order)
-        if plan.is_empty and not plan.preempted:
+        if plan.is_empty and not (plan.preempted or plan.pulls):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
         may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
@@ -170,10 +176,37 @@ class Scheduler:
         self._release_batch()
         return outputs
 
+    def take_pulls(self) -> list[AdmittedRequest]:
+        """Return the requests admitted since the last call whose KV is to be fetched into their blocks now.
+
+        Each of them waits for its `receive_kv`. It can be preempted or aborted meanwhile, so a transfer asks
+        before it writes into blocks.
+        """
+        pulls, self._pulls = self._pulls, []
+        return pulls
+
+    def receive_kv(self, request_id: str) -> None:
+        """Let a request run whose external tokens are in its blocks.
+
+        Without effect on one that has ended. One that was preempted meanwhile computes all its tokens itself.
+        """
+        state = self._states.get(request_id)
+        if state is None:
+            return
+        state.is_in_flight = False
+        if state.num_external_tokens and state.status is RequestStatus.RUNNING:
+            state.num_computed_tokens = state.num_external_tokens
+        state.num_external_tokens = 0
+
+    def release_kv(self, request_id: str) -> None:
+        """Free the blocks of an ended request that kept them; an id without any is ignored."""
+        self.kv.pool.release(self._kept_block_ids.pop(request_id, []))
+
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
         self.kv.pool.check_invariants()
         held = [block_id for state in self.running for block_id in state.block_ids]
+        held += [block_id for block_ids in self._kept_block_ids.values() for block_id in block_ids]
         assert len(set(held)) == self.kv.pool.num_used_blocks, "a block is held by no running request"
         assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)
         assert len(self.running) <= self.config.max_num_seqs
@@ -187,37 +220,30 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes queues and blocks."""
-        self.waiting.take(len(plan.admissions))
+        self.waiting.take(len(plan.admissions) + len(plan.pulls))
         for state in plan.preempted:
             self._preempt(state)
+        # Before any allocation: an eviction must not take a prefix that this step has counted on.
+        for admission in (*plan.admissions, *plan.pulls):
+            self.kv.pool.hold(admission.cached_block_ids)
         if plan.is_empty:
+            self._commit_pulls(plan, now)
             return None
         step_id = self._num_steps
         self._num_steps += 1
         shape = BatchShape()
         rows: list[ScheduledRequest] = []
         states: list[RequestState] = []
-        # Before any allocation: an eviction must not take a prefix that this step has counted on.
-        for admission in plan.admissions:
-            self.kv.pool.hold(admission.cached_block_ids)
+        admitted = list(self._unannounced.values())
+        self._unannounced.clear()
         self._commit_running(plan.rows, rows, shape)
         states += [state for state, _ in plan.rows]
-        admitted = []
         for admission in plan.admissions:
             state = admission.state
-            self.kv.admit(state, admission.cached_block_ids)
-            self.kv.grow(state, admission.num_reserved_tokens)
-            self._count_admission(state, now, step_id)
-            admitted.append(
-                AdmittedRequest(
-                    state.request,
-                    tuple(state.output_token_ids),
-                    tuple(state.block_ids),
-                )
-            )
+            admitted.append(self._admit(admission, now, step_id))
             rows.append(self._advance(state, admission.num_new_tokens, shape))
             states.append(state)
-            self.running.insert_sorted(state)
+        self._commit_pulls(plan, now)
         released_ids, self._released_ids = tuple(self._released_ids), []
         self._in_flight.append((step_id, states, now))
         if self.config.num_micro_batches > 1:
@@ -225,6 +251,23 @@ class Scheduler:
                 state.is_in_flight = True
         max_repeats = self._max_repeats(plan, shape) if may_repeat else 1
         return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape, max_repeats)
+
+    def _admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
+        """Take a waiting request into the batch and give it its blocks."""
+        state = admission.state
+        self.kv.admit(state, admission.cached_block_ids)
+        self.kv.grow(state, admission.num_reserved_tokens)
+        self._count_admission(state, now, step_id)
+        self.running.insert_sorted(state)
+        return AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
+
+    def _commit_pulls(self, plan: StepPlan, now: float) -> None:
+        """Admit requests whose KV has yet to come: they hold blocks, but no step runs them."""
+        for admission in plan.pulls:
+            admitted = self._admit(admission, now, self._num_steps)
+            admission.state.is_in_flight = True
+            self._pulls.append(admitted)
+            self._unannounced[admission.state.request_id] = admitted
 
     def _commit_running(
         self, planned: list[tuple[RequestState, int]], rows: list[ScheduledRequest], shape: BatchShape
@@ -313,7 +356,7 @@ class Scheduler:
         state.status = RequestStatus.WAITING
         state.num_preemptions += 1
         self.num_preemptions += 1
-        self._released_ids.append(state.request_id)
+        self._leave_runner(state)
         self.waiting.push(state)
 
     # --- results --------------------------------------------------------------------------------------
@@ -378,18 +421,40 @@ class Scheduler:
             state.num_computed_tokens = state.num_tokens - 1
             del self._states[state.request_id]
         else:
-            self._drop(state)
+            self._drop(state, keeps_kv=state.request.keeps_kv)
 
-    def _drop(self, state: RequestState) -> None:
-        """Forget a request, wherever it is, and free what it holds."""
+    def _drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
+        """Forget a request, wherever it is, and free what it holds, save for KV that is to be fetched."""
         self._states.pop(state.request_id, None)
         if state.status is RequestStatus.WAITING:
             self.waiting.remove(state)
         else:
             self.running.remove(state)
+            if keeps_kv:
+                self._kept_block_ids[state.request_id], state.block_ids = state.block_ids, []
             self.kv.free(state)
-            self._released_ids.append(state.request_id)
+            self._leave_runner(state)
         state.status = RequestStatus.FINISHED
+
+    def _leave_runner(self, state: RequestState) -> None:
+        """Tell the model runner with the next step to drop a request, unless it never heard of it."""
+        if self._unannounced.pop(state.request_id, None) is None:
+            self._released_ids.append(state.request_id)
+
+    def _check_transfer(self, request: Request) -> None:
+        """Refuse a request whose KV can neither come nor stay as it asks."""
+        num_external, num_prompt = request.num_external_tokens, len(request.prompt_token_ids)
+        if not 0 <= num_external < num_prompt:
+            raise InvalidRequest(
+                f"num_external_tokens is {num_external} of {num_prompt} prompt tokens; at least the last one "
+                "is computed here",
+                param="num_external_tokens",
+            )
+        if request.keeps_kv and self._policy.release.holds_finished:
+            raise InvalidRequest(
+                f"policy {self.config.policy!r} holds whole batches, so none can keep its KV; use another",
+                param="keeps_kv",
+            )
 
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):

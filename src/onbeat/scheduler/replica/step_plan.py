@@ -45,6 +45,8 @@ class StepPlan:
         self.rows: list[tuple[RequestState, int]] = []
         """(running request, new tokens)"""
         self.admissions: list[PlannedAdmission] = []
+        self.pulls: list[PlannedAdmission] = []
+        """Admissions without a row: their KV has to come first."""
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
         self.ran_out_of_blocks = False
@@ -57,6 +59,11 @@ class StepPlan:
     @property
     def is_empty(self) -> bool:
         return not self.rows and not self.admissions
+
+    @property
+    def _num_admitted(self) -> int:
+        """Requests that leave the waiting queue, from its head."""
+        return len(self.admissions) + len(self.pulls)
 
     @property
     def preempted(self) -> list[RequestState]:
@@ -103,22 +110,33 @@ class StepPlan:
         if self.ran_out_of_blocks:
             return
         while self._has_room():
-            state = self._waiting.peek(len(self.admissions))
+            state = self._waiting.peek(self._num_admitted)
             # A preempted request may still be in a step in flight; its turn comes when that is back.
             if state is None or state.num_in_flight_tokens or state.is_in_flight:
                 break
             if self._is_behind_preempted(state):
                 break
-            cached_block_ids = self._kv.match(state)
+            if not self._admit(state, chunking, reservation):
+                break
+
+    def _admit(self, state: RequestState, chunking: Chunking, reservation: Reservation) -> bool:
+        """Plan to take a waiting request into the batch; False where it does not fit."""
+        cached_block_ids = self._kv.match(state)
+        num_new = 0
+        if not state.num_external_tokens:
             num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
             num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
-            num_reserved = reservation.num_tokens(state)
-            num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
-            if num_new == 0 or num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
-                break
-            self.admissions.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
-            self.num_blocks_left -= num_needed
-            self.num_tokens_left -= num_new
+            if num_new == 0:
+                return False
+        num_reserved = reservation.num_tokens(state)
+        num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
+        if num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
+            return False
+        planned = self.pulls if state.num_external_tokens else self.admissions
+        planned.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
+        self.num_blocks_left -= num_needed
+        self.num_tokens_left -= num_new
+        return True
 
     def make_room_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
         """Preempt running requests of strictly lower rank for the head of the queue, if that makes it fit.
@@ -144,10 +162,9 @@ class StepPlan:
 
     def _has_room(self) -> bool:
         """Whether one more request may join this step, blocks aside."""
-        num_admitted = len(self.admissions)
         return (
-            self.num_kept + num_admitted < self._config.max_num_seqs
-            and len(self.rows) + num_admitted < self._max_rows
+            self.num_kept + self._num_admitted < self._config.max_num_seqs
+            and len(self.rows) + len(self.admissions) < self._max_rows
             and self.num_tokens_left > 0
         )
 
@@ -184,6 +201,6 @@ class StepPlan:
 
     def _num_spare_blocks(self, reservation: Reservation) -> int:
         """Return the watermark; an empty batch waives it, or a large request could never start."""
-        if self.num_kept == 0 and not self.admissions:
+        if self.num_kept == 0 and not self._num_admitted:
             return 0
         return reservation.num_spare_blocks(self._config.num_blocks)
