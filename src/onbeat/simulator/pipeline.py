@@ -67,6 +67,9 @@ class PipelineReplica:
         self.scheduler.add(offered.request)
         self._deliveries.open(offered)
 
+    def interrupt(self, now: float) -> None:
+        """Do nothing: each micro-batch is planned anew."""
+
     def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:  # noqa: ARG002 (nothing is ahead)
         """Take the results of the micro-batches that leave the last stage now."""
         finished: list[OfferedRequest] = []

@@ -25,6 +25,7 @@ _STEPS_AT_ONCE = 8
 class VirtualReplica(Protocol):
     """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`."""
 
+    scheduler: Scheduler
     next_time: float
     """When it wants to be called next; infinite while nothing runs."""
     started: list[OfferedRequest]
@@ -32,6 +33,10 @@ class VirtualReplica(Protocol):
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
+        ...
+
+    def interrupt(self, now: float) -> None:
+        """Plan anew after the step under way: the scheduler has been told of something."""
         ...
 
     def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:
@@ -94,9 +99,13 @@ class SerialReplica:
         """Before and after the step under way was planned."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
-        """Take a request; a run under way stops at the end of its current step."""
+        """Take a request."""
         self.scheduler.add(offered.request)
         self._deliveries.open(offered)
+        self.interrupt(now)
+
+    def interrupt(self, now: float) -> None:
+        """Stop a run under way at the end of its current step."""
         if self._scheduled is not None and (self._num_left or len(self._ends) > 1):
             del self._ends[bisect_left(self._ends, now) + 1 :]
             self._num_left = 0
