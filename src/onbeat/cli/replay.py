@@ -24,9 +24,6 @@ HELP = "repeat a recorded run's decisions, and compare its latencies with a simu
 
 EXIT_DIFFERS = 1
 
-DTYPES = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
-"""An engine's name of a dtype, and a device's."""
-
 milliseconds = checked(lambda text: float(text) / 1e3, "milliseconds")
 
 
@@ -74,47 +71,37 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
     from onbeat.simulator.replay_history import read_history
     from onbeat.simulator.replay_report import ReplayReport
 
-    identity = Replay(recording).run()
-    history = read_history(recording)
-    report = ReplayReport(recording, history, identity)
-    if not recording.is_complete:
-        report.notes.append(f"the record is cut short: what follows is its first {recording.num_calls} calls")
     config = scheduler_config(recording.header)
-    report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
-    overhead = history.host_overhead if args.host_overhead_ms is None else args.host_overhead_ms
-    try:
-        name, model = _step_time_model(args, recording.header)
+    notes = []
+    if not recording.is_complete:
+        notes.append(f"the record is cut short: this is of its first {recording.num_calls:,} calls")
+    predicted = None
+    try:  # before the long work: a flag may be wrong
+        predicted = _step_time_model(args, recording.header)
     except ConfigError as error:
         if args.step_time or args.profile or args.model or args.device:
             raise
-        report.notes.append(f"no predicted step times: {error}")
-        return report
-    report.forecasts[name] = forecast_with_model(recording, history, config, model, host_overhead=overhead)
+        notes.append(f"not simulated with predicted step times: {error}")
+    history = read_history(recording)
+    report = ReplayReport(recording, history, Replay(recording).run(), notes=notes)
+    report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
+    if predicted is not None:
+        name, model = predicted
+        overhead = history.host_overhead if args.host_overhead_ms is None else args.host_overhead_ms
+        report.forecasts[name] = forecast_with_model(
+            recording, history, config, model, host_overhead=overhead
+        )
     return report
 
 
 def _step_time_model(args: argparse.Namespace, header: RecordHeader) -> tuple[str, StepTimeModel]:
     """Return the model that the flags ask for, and what to call it."""
-    from onbeat.perfmodel.device_spec import find_device
-    from onbeat.perfmodel.model_files import find_model_spec
-    from onbeat.perfmodel.models import make_step_time_model
-    from onbeat.perfmodel.parallelism import Parallelism
-    from onbeat.perfmodel.precision import Precision
+    from onbeat.simulator.replay_model import recorded_step_time_model
 
-    kind = args.step_time or ("fitted" if args.profile else "roofline")
-    dtype = DTYPES.get(header.engine.get("dtype", ""))
-    if dtype is None:
-        raise ConfigError(
-            f"the recorded engine computes in {header.engine.get('dtype')!r}, which no device does"
-        )
-    model = make_step_time_model(
-        kind,
-        model=find_model_spec(args.model or header.engine.get("model_name", "")),
-        device=find_device(args.device or header.engine.get("device", "")),
-        parallelism=Parallelism(),
-        precision=Precision(weights=dtype, kv=dtype, compute=dtype),
-        profile=args.profile,
+    model = recorded_step_time_model(
+        header, kind=args.step_time, profile=args.profile, model=args.model, device=args.device
     )
+    kind = args.step_time or ("fitted" if args.profile else "roofline")
     return f"{kind} ({args.profile})" if args.profile else kind, model
 
 
