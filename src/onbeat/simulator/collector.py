@@ -14,6 +14,10 @@ _REQUESTS_BETWEEN_LOOKS = 16
 """Finished requests between two looks at the clock."""
 
 
+Keep = Callable[[int, RequestRecord], None]
+"""Takes (row of the load, record of a request that ended)."""
+
+
 class ProgressMeter:
     """Calls back at most ten times a second, and once at the end."""
 
@@ -42,28 +46,26 @@ class ProgressMeter:
 
 
 class Collector:
-    """Keeps the records of requests that ended.
+    """Passes on the records of requests that ended.
 
     Parameters
     ----------
-    num_requests : rows of the load.
+    keep : takes (row of the load, record).
     on_progress : told how many more requests have ended, and when the last did (virtual seconds).
     """
 
     def __init__(
         self,
-        num_requests: int,
+        keep: Keep,
         *,
-        on_progress: Callable[[int, float], None] | None = None,
+        on_progress: Callable[[int, float], None],
         observer: SimulationObserver | None = None,
     ) -> None:
-        self.records: list[RequestRecord | None] = [None] * num_requests
-        """By row of the load; None has not ended."""
-        self.num_finished = 0
-        self.last_end = 0.0
-        self._num_reported = 0
+        self._keep = keep
         self._on_progress = on_progress
         self._observer = observer
+        self._num_unreported = 0
+        self._last_end = 0.0
 
     def on_request(self, offered: OfferedRequest) -> None:
         """Hear of a request that a replica took."""
@@ -72,16 +74,15 @@ class Collector:
 
     def on_finish(self, offered: OfferedRequest, now: float) -> None:
         """Keep the record of a request that ended."""
-        self.records[offered.index] = offered.record
-        self.num_finished += 1
-        self.last_end = now
+        self._keep(offered.index, offered.record)
+        self._last_end = now
         if self._observer is not None:
             self._observer.on_finish(offered.record)
-        if self.num_finished - self._num_reported >= _REQUESTS_BETWEEN_LOOKS:
+        self._num_unreported += 1
+        if self._num_unreported >= _REQUESTS_BETWEEN_LOOKS:
             self.report()
 
     def report(self) -> None:
         """Say how many requests have ended since the last time."""
-        if self._on_progress is not None:
-            self._on_progress(self.num_finished - self._num_reported, self.last_end)
-        self._num_reported = self.num_finished
+        num_finished, self._num_unreported = self._num_unreported, 0
+        self._on_progress(num_finished, self._last_end)

@@ -6,16 +6,14 @@ import time
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import Router, make_router
-from onbeat.simulator.client import Clients
 from onbeat.simulator.collector import Collector, ProgressMeter
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.dispatch import Dispatcher, WorkEstimate
-from onbeat.simulator.loop import EventLoop
+from onbeat.simulator.fleet import run_together
 from onbeat.simulator.observer import Progress, SimulationObserver
-from onbeat.simulator.pipeline import PipelineReplica
-from onbeat.simulator.replica import SerialReplica, VirtualReplica
 from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.shards import IndependentReplicas, run_in_processes
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -56,40 +54,31 @@ def simulate(
     load.check_lengths(config.scheduler.max_model_len, overlong="error")
     started = time.perf_counter()
     meter = ProgressMeter(on_progress, len(load))
-    collector = Collector(len(load), on_progress=meter.advance, observer=observer)
-    replicas = [_make_replica(index, config, step_time, observer) for index in range(config.num_replicas)]
-    router = None
-    if config.num_replicas > 1:
-        router = make_router(config.router, config.num_replicas, seed=config.seed)
-    clients = Clients(load, block_size=config.scheduler.block_size, max_concurrency=config.max_concurrency)
-    is_complete = True
-    try:
-        dispatcher = Dispatcher(router, _work(router, load, step_time))
-        EventLoop(clients, replicas, dispatcher, collector).run()
-    except KeyboardInterrupt:
-        is_complete = False
-    collector.report()
+    kept: list[RequestRecord | None] = [None] * len(load)
+    keep = kept.__setitem__
+    router = make_router(config.router, config.num_replicas, seed=config.seed)
+    if observer is None and _is_separable(load, config, router):
+        replicas = IndependentReplicas(load, config, step_time, router)
+        if jobs > 1:
+            counters, is_complete = run_in_processes(replicas, jobs, keep, meter.advance)
+        else:
+            counters, is_complete = replicas.run_all(keep, meter.advance)
+    else:
+        collector = Collector(keep, on_progress=meter.advance, observer=observer)
+        counters, is_complete = run_together(load, config, step_time, router, collector, observer)
     meter.finish()
+    records = [record for record in kept if record is not None]
     return SimulationResult(
-        records=[record for record in collector.records if record is not None],
+        records=records,
         num_requests=len(load),
-        duration=collector.last_end,
+        duration=max((record.end for record in records), default=0.0),
         wall_seconds=time.perf_counter() - started,
         is_complete=is_complete,
-        replicas=[replica.counters() for replica in replicas],
+        replicas=counters,
     )
 
 
-def _make_replica(
-    index: int, config: SimulationConfig, step_time: StepTimeModel, observer: SimulationObserver | None
-) -> VirtualReplica:
-    if config.pipeline > 1:
-        return PipelineReplica(str(index), config, step_time, observer=observer)
-    is_alone = config.num_replicas == 1
-    return SerialReplica(str(index), config, step_time, observer=observer, is_alone=is_alone)
-
-
-def _work(router: Router | None, load: OfferedLoad, step_time: StepTimeModel) -> WorkEstimate | None:
-    if router is None or router.ignores_state:
-        return None
-    return WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))
+def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
+    """Whether what happens on one replica has no effect on another."""
+    is_open = load.arrivals is not None and config.max_concurrency is None
+    return is_open and router.ignores_state and config.num_replicas > 1

@@ -1,0 +1,73 @@
+"""Records of one replica as a few arrays, to pass them between processes."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from onbeat.metrics.record import RequestRecord
+from onbeat.workload.offered import OfferedLoad
+
+
+@dataclass(slots=True)
+class RecordColumns:
+    """Records of requests that ended; what the load says of a request is left out.
+
+    Pickling it costs a copy of its bytes; pickling the records would take longer than simulating them.
+    """
+
+    replica: str
+    rows: array[int] = field(default_factory=lambda: array("q"))
+    """Row of the load."""
+    arrivals: array[float] = field(default_factory=lambda: array("d"))
+    scheduled: array[float] = field(default_factory=lambda: array("d"))
+    ends: array[float] = field(default_factory=lambda: array("d"))
+    num_cached_tokens: array[int] = field(default_factory=lambda: array("q"))
+    num_preemptions: array[int] = field(default_factory=lambda: array("q"))
+    num_deliveries: array[int] = field(default_factory=lambda: array("q"))
+    delivery_times: array[float] = field(default_factory=lambda: array("d"))
+    """Of all requests, one after the other."""
+    finish_reasons: list[str] = field(default_factory=list)
+
+    def append(self, row: int, record: RequestRecord) -> None:
+        """Add the record of a request that ended; each delivery is of one token."""
+        assert record.scheduled is not None
+        assert record.finish_reason is not None
+        assert record.num_output_tokens == len(record.delivery_times)
+        self.rows.append(row)
+        self.arrivals.append(record.arrival)
+        self.scheduled.append(record.scheduled)
+        self.ends.append(record.end)
+        self.num_cached_tokens.append(record.num_cached_tokens)
+        self.num_preemptions.append(record.num_preemptions)
+        self.num_deliveries.append(len(record.delivery_times))
+        self.delivery_times.extend(record.delivery_times)
+        self.finish_reasons.append(record.finish_reason)
+
+    def records(self, load: OfferedLoad) -> Iterable[tuple[int, RequestRecord]]:
+        """Return (row of the load, record) as they were added."""
+        stop = 0
+        for place, row in enumerate(self.rows):
+            start, stop = stop, stop + self.num_deliveries[place]
+            request_class = load.request_class(row)
+            yield (
+                row,
+                RequestRecord(
+                    request_id=str(row),
+                    arrival=self.arrivals[place],
+                    num_prompt_tokens=int(load.num_prompt_tokens[row]),
+                    request_class=None if request_class is None else request_class.name,
+                    slo=None if request_class is None else request_class.slo,
+                    offered_output_tokens=int(load.num_output_tokens[row]),
+                    replica=self.replica,
+                    scheduled=self.scheduled[place],
+                    delivery_times=self.delivery_times[start:stop],
+                    delivery_sizes=array("B", b"\x01" * (stop - start)),
+                    end=self.ends[place],
+                    finish_reason=self.finish_reasons[place],
+                    num_output_tokens=stop - start,
+                    num_cached_tokens=self.num_cached_tokens[place],
+                    num_preemptions=self.num_preemptions[place],
+                ),
+            )

@@ -1,0 +1,214 @@
+"""Replicas that do not affect each other: one after the other, or spread over processes."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Event
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError, OnbeatError
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.cluster.routers import Router
+from onbeat.simulator.client import Clients
+from onbeat.simulator.collector import Collector, Keep
+from onbeat.simulator.columns import RecordColumns
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.dispatch import Dispatcher, assign
+from onbeat.simulator.fleet import make_replica
+from onbeat.simulator.loop import EventLoop
+from onbeat.simulator.result import ReplicaCounters
+from onbeat.workload.offered import OfferedLoad
+
+_POLL_SECONDS = 0.02
+
+OnProgress = Callable[[int, float], None]
+"""Told how many more requests have ended, and the latest end so far (virtual seconds)."""
+
+
+class IndependentReplicas:
+    """A load whose requests are split among replicas before anything runs.
+
+    Parameters
+    ----------
+    router : one that ignores the replicas' state.
+    """
+
+    def __init__(
+        self, load: OfferedLoad, config: SimulationConfig, step_time: StepTimeModel, router: Router
+    ) -> None:
+        self.load = load
+        self._config = config
+        self._step_time = step_time
+        replica_of_row = assign(router, load)
+        rows = np.argsort(replica_of_row, kind="stable")
+        bounds = np.searchsorted(replica_of_row[rows], np.arange(1, config.num_replicas))
+        self._rows: list[NDArray[np.int64]] = np.split(rows, bounds)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def run(self, index: int, keep: Keep, on_progress: OnProgress) -> tuple[ReplicaCounters, bool]:
+        """Run one replica; return what it did, and whether it came to the end.
+
+        Parameters
+        ----------
+        keep : takes each record.
+        """
+        config, rows = self._config, self._rows[index]
+        replica = make_replica(index, config, self._step_time, is_alone=True)
+        is_complete = True
+        if rows.size:
+            clients = Clients(self.load, block_size=config.scheduler.block_size, rows=rows)
+            collector = Collector(keep, on_progress=on_progress)
+            try:
+                EventLoop(clients, [replica], Dispatcher(None), collector).run()
+                collector.report()
+            except KeyboardInterrupt:
+                is_complete = False
+        return replica.counters(), is_complete
+
+    def run_all(self, keep: Keep, on_progress: OnProgress) -> tuple[list[ReplicaCounters], bool]:
+        """Run the replicas one after the other; return what they did, and whether all came to the end."""
+        counters = [ReplicaCounters() for _ in self._rows]
+        for index in range(len(self)):
+            counters[index], is_complete = self.run(index, keep, on_progress)
+            if not is_complete:
+                return counters, False
+        return counters, True
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """What comes back from a worker process."""
+
+    index: int
+    columns: RecordColumns
+    counters: ReplicaCounters
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What parent and workers share; it gets into a worker by the fork, since closures cannot be pickled."""
+
+    replicas: IndependentReplicas
+    num_finished: Synchronized[int]
+    virtual_time: Synchronized[float]
+    stop: Event
+
+
+def run_in_processes(
+    replicas: IndependentReplicas, jobs: int, keep: Keep, on_progress: OnProgress
+) -> tuple[list[ReplicaCounters], bool]:
+    """Run replicas in `jobs` processes; return what they did, and whether all came to the end.
+
+    Raises
+    ------
+    ConfigError : this platform cannot fork.
+    OnbeatError : a worker process died.
+    """
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise ConfigError(f"jobs is {jobs}, but this platform cannot fork processes; use jobs=1")
+    context = multiprocessing.get_context("fork")
+    num_finished, virtual_time = context.Value("q", 0), context.Value("d", 0.0)
+    shared = _Shared(replicas, num_finished, virtual_time, context.Event())
+    collection = _Collection(shared, ProcessPoolExecutor(jobs, context, _begin_worker, (shared,)), keep)
+    collection.start()
+    num_reported = 0
+    while not collection.is_over:
+        # Futures, locks and `join` do not survive Ctrl-C in the thread that waits for them; `sleep` does.
+        try:
+            time.sleep(_POLL_SECONDS)
+            now_finished = num_finished.get_obj().value
+            on_progress(now_finished - num_reported, virtual_time.get_obj().value)
+            num_reported = now_finished
+        except KeyboardInterrupt:
+            shared.stop.set()
+    collection.join()
+    if collection.error is not None:
+        raise collection.error
+    return collection.counters, collection.is_complete
+
+
+class _Collection(threading.Thread):
+    """Sends replicas to worker processes and takes in what comes back."""
+
+    def __init__(self, shared: _Shared, executor: ProcessPoolExecutor, keep: Keep) -> None:
+        super().__init__(name="onbeat-simulation")
+        self.counters = [ReplicaCounters() for _ in range(len(shared.replicas))]
+        self.is_complete = True
+        self.is_over = False
+        self.error: Exception | None = None
+        self._shared = shared
+        self._executor = executor
+        self._keep = keep
+
+    def run(self) -> None:
+        """Run until every replica has come back, or one has failed."""
+        try:
+            self._collect()
+        except BrokenProcessPool:
+            self.error = OnbeatError(
+                "a worker process of the simulation died, perhaps for want of memory; try fewer jobs"
+            )
+        except Exception as error:  # raised again by the thread that waits for this one
+            self.error = error
+        finally:
+            self.is_over = True
+
+    def _collect(self) -> None:
+        with self._executor as executor:
+            pending = {executor.submit(_run_in_worker, index) for index in range(len(self.counters))}
+            try:
+                while pending:
+                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        self._take(future.result())
+            finally:
+                self._shared.stop.set()  # after an error the others need not go on
+
+    def _take(self, shard: _Shard) -> None:
+        for row, record in shard.columns.records(self._shared.replicas.load):
+            self._keep(row, record)
+        self.counters[shard.index] = shard.counters
+        self.is_complete &= shard.is_complete
+
+
+_shared_in_worker: _Shared | None = None
+"""Set in worker processes alone, when they begin."""
+
+
+def _begin_worker(shared: _Shared) -> None:
+    global _shared_in_worker
+    _shared_in_worker = shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    gc.freeze()  # the load stays shared with the parent as long as nobody writes to it
+
+
+def _run_in_worker(index: int) -> _Shard:
+    shared = _shared_in_worker
+    assert shared is not None
+    columns = RecordColumns(str(index))
+    if shared.stop.is_set():
+        return _Shard(index, columns, ReplicaCounters(), is_complete=False)
+
+    def report(num_finished: int, last_end: float) -> None:
+        with shared.num_finished.get_lock():
+            shared.num_finished.value += num_finished
+            shared.virtual_time.value = max(shared.virtual_time.value, last_end)
+        if shared.stop.is_set():
+            raise KeyboardInterrupt
+
+    counters, is_complete = shared.replicas.run(index, columns.append, report)
+    return _Shard(index, columns, counters, is_complete)
