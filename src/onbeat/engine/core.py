@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from onbeat.core.protocols import Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
+from onbeat.engine.step_watch import StepWatch
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 
@@ -23,6 +24,7 @@ class _StepInFlight:
     scheduled: SchedulerOutput
     future: Future[ModelRunnerOutput]
     start: float
+    predicted_seconds: float | None
     schedule_seconds: float
     num_preemptions: int
     num_prefix_queries: int
@@ -39,6 +41,7 @@ class EngineCore:
         host's work behind the device. The loop is the same.
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
+    watch : judges what each step reached of the device; None where the device's limits are not known.
     """
 
     def __init__(
@@ -49,12 +52,14 @@ class EngineCore:
         max_in_flight_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
         recorder: RecordWriter | None = None,
+        watch: StepWatch | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
         self._max_in_flight_steps = max_in_flight_steps
         self._clock = clock
         self._recorder = recorder
+        self._watch = watch
         self._in_flight: deque[_StepInFlight] = deque()
         self._last_end = 0.0
 
@@ -97,11 +102,13 @@ class EngineCore:
         num_preemptions = scheduler.num_preemptions - before[0]
         if scheduled is not None:
             end = self._clock()
+            model = scheduler.step_time_model
             self._in_flight.append(
                 _StepInFlight(
                     scheduled,
                     self._executor.submit(scheduled),
                     end,
+                    None if model is None else model.step_time(scheduled.shape),
                     end - start,
                     num_preemptions,
                     scheduler.num_prefix_queries - before[1],
@@ -123,6 +130,8 @@ class EngineCore:
         now = self._clock()
         outputs = self.scheduler.update(step.scheduled, result, now)
         stats = self._stats(step, now, self._clock() - now)
+        if self._watch is not None:
+            self._watch.judge(stats)
         self._last_end = now
         if self._recorder is not None:
             seconds = stats.end - stats.start
@@ -150,6 +159,7 @@ class EngineCore:
                 if scheduled.shape.num_chunks
                 else []
             ),
+            predicted_seconds=step.predicted_seconds,
         )
 
 

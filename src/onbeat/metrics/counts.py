@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 from onbeat.core.step import StepStats
@@ -18,6 +19,10 @@ GAP_SECONDS = (
 )
 HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
 TOKENS = tuple(float(2**power) for power in range(18))
+ERROR_RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+BIAS_MEMORY = 64
+"""Steps over which the bias of predictions forgets."""
 ROWS = tuple(float(2**power) for power in range(11))
 
 
@@ -54,8 +59,22 @@ class RunCounts:
         self.step_decodes = Histogram(ROWS)
         self.step_chunk_tokens = Histogram(TOKENS)
         self.step_rows = Histogram(ROWS)
+        self.predicted_step = Histogram(GAP_SECONDS)
+        self.prediction_error = Histogram(ERROR_RATIOS)
+        """|predicted - actual| / actual."""
+        self.mbu = Histogram(SHARES)
+        self.mfu = Histogram(SHARES)
+        self.last_mbu: float | None = None
+        self.last_mfu: float | None = None
+        self._log_bias = 0.0
+        self._num_predicted = 0
         self.schedule = Histogram(HOST_SECONDS)
         self.update = Histogram(HOST_SECONDS)
+
+    @property
+    def prediction_bias(self) -> float | None:
+        """Typical actual / predicted time of recent steps; None where no step was predicted."""
+        return math.exp(self._log_bias) if self._num_predicted else None
 
     @property
     def num_running(self) -> int:
@@ -119,10 +138,25 @@ class RunCounts:
         self.num_preemptions += stats.num_preemptions
         self.num_prefix_queries += stats.num_prefix_queries
         self.num_prefix_hits += stats.num_prefix_hits
-        self.step.observe(stats.end - stats.start)
+        seconds = stats.end - stats.start
+        self.step.observe(seconds)
+        if stats.predicted_seconds is not None and seconds > 0:
+            self._count_prediction(stats.predicted_seconds, seconds)
+        if stats.mbu is not None and stats.mfu is not None:
+            self.last_mbu, self.last_mfu = stats.mbu, stats.mfu
+            self.mbu.observe(stats.mbu)
+            self.mfu.observe(stats.mfu)
         self.step_tokens.observe(shape.num_new_tokens)
         self.step_decodes.observe(shape.num_decodes)
         self.step_chunk_tokens.observe(shape.num_new_tokens - shape.num_decodes)
         self.step_rows.observe(shape.num_sequences)
         self.schedule.observe(stats.schedule_seconds)
         self.update.observe(stats.update_seconds)
+
+    def _count_prediction(self, predicted: float, actual: float) -> None:
+        self._num_predicted += 1
+        self.predicted_step.observe(predicted)
+        self.prediction_error.observe(abs(predicted - actual) / actual)
+        # The plain mean until there are enough steps to forget the first.
+        memory = min(self._num_predicted, BIAS_MEMORY)
+        self._log_bias += (math.log(actual / predicted) - self._log_bias) / memory

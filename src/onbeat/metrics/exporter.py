@@ -65,6 +65,17 @@ class MetricsExporter(Collector):
         yield _gauge("onbeat_requests_waiting", "Requests in the queue", counts.num_waiting)
         yield _gauge("onbeat_kv_blocks_used", "KV cache blocks held by requests", counts.num_used_blocks)
         yield _gauge("onbeat_kv_blocks", "KV cache blocks in all", counts.num_blocks)
+        for name, text, value in (
+            ("step_mbu_ratio", "Of the memory bandwidth, what the last step used", counts.last_mbu),
+            ("step_mfu_ratio", "Of the peak arithmetic rate, what the last step used", counts.last_mfu),
+            (
+                "step_prediction_bias_ratio",
+                "Typical actual / predicted time of recent steps",
+                counts.prediction_bias,
+            ),
+        ):
+            if value is not None:
+                yield _gauge(f"onbeat_{name}", text, value)
 
     def _counters(self) -> Iterator[Metric]:
         counts = self._counts
@@ -109,6 +120,14 @@ class MetricsExporter(Collector):
             ("request_prompt_tokens", "Prompt length of whole answers", counts.prompt_lengths),
             ("request_output_tokens", "Output length of whole answers", counts.output_lengths),
             ("step_seconds", "Length of a step", counts.step),
+            ("step_predicted_seconds", "What the step-time model expected of a step", counts.predicted_step),
+            (
+                "step_prediction_error_ratio",
+                "Distance of predicted from actual step time, as a share of the actual",
+                counts.prediction_error,
+            ),
+            ("step_mbu", "Share of the memory bandwidth that a step used", counts.mbu),
+            ("step_mfu", "Share of the peak arithmetic rate that a step used", counts.mfu),
             ("step_decodes", "Decode rows of a step", counts.step_decodes),
             ("step_chunk_tokens", "Prompt tokens of a step", counts.step_chunk_tokens),
             ("step_rows", "Requests in a step", counts.step_rows),

@@ -84,9 +84,24 @@ class Timeline:
                     "preemptions": stats.num_preemptions,
                     "schedule_us": round(stats.schedule_seconds * 1e6, 1),
                     "update_us": round(stats.update_seconds * 1e6, 1),
+                    **_judgement(stats),
                 },
             }
         )
+        if stats.predicted_seconds is not None:
+            # At the start of the step, so that the counter's level lies over the step that it is of.
+            self._write(
+                _counter(
+                    "step time (ms)",
+                    stats.start,
+                    actual=_milliseconds(stats.end - stats.start),
+                    predicted=_milliseconds(stats.predicted_seconds),
+                )
+            )
+        if stats.mbu is not None and stats.mfu is not None:
+            self._write(
+                _counter("utilisation", stats.start, mbu=round(stats.mbu, 4), mfu=round(stats.mfu, 4))
+            )
         self._write(_counter("requests", stats.end, running=stats.num_running, waiting=stats.num_waiting))
         self._write(_counter("kv blocks", stats.end, used=stats.num_used_blocks))
         for request_id in stats.chunk_request_ids:
@@ -190,7 +205,19 @@ def _span(name: str, pid: int, tid: int, start: float, end: float) -> dict[str, 
     return {**_event(name, "X", pid, tid, start), "dur": round(duration, 3)}
 
 
-def _counter(name: str, time: float, **values: int) -> dict[str, Any]:
+def _judgement(stats: StepStats) -> dict[str, float]:
+    """Return what was expected of a step and what it reached, as far as that is known."""
+    values: dict[str, float] = {"actual_ms": _milliseconds(stats.end - stats.start)}
+    if stats.predicted_seconds is not None:
+        values["predicted_ms"] = _milliseconds(stats.predicted_seconds)
+    if stats.mbu is not None:
+        values["mbu"] = round(stats.mbu, 4)
+    if stats.mfu is not None:
+        values["mfu"] = round(stats.mfu, 4)
+    return values
+
+
+def _counter(name: str, time: float, **values: float) -> dict[str, Any]:
     return {**_event(name, "C", _ENGINE, 0, time), "args": values}
 
 
@@ -200,3 +227,7 @@ def _name_event(kind: str, name: str, *, pid: int, tid: int = 0) -> dict[str, An
 
 def _microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 3)
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(seconds * 1e3, 4)

@@ -108,6 +108,38 @@ def test_gauges_follow_requests_between_steps(counts: RunCounts) -> None:
     assert gauges() == (0, 0, 0)
 
 
+def test_predictions_and_utilisation_are_absent_where_nobody_predicts(counts: RunCounts) -> None:
+    run_one(RequestTracker([counts]))
+    got = samples(MetricsExporter(counts, model_name="m"))
+    assert got["onbeat_step_predicted_seconds_count"] == got["onbeat_step_mbu_count"] == 0
+    gauges = {f"onbeat_step_{name}_ratio" for name in ("mbu", "mfu", "prediction_bias")}
+    assert not gauges & got.keys()
+
+
+def test_predictions_are_compared_with_the_clock(counts: RunCounts) -> None:
+    for _ in range(3):
+        counts.on_step(stats(10.0, 10.5, predicted_seconds=0.4, mbu=0.25, mfu=0.05))
+    counts.on_step(stats(11.0, 11.0, predicted_seconds=0.4))  # a clock that stood still says nothing
+    got = samples(MetricsExporter(counts, model_name="m"))
+    expected = {
+        "onbeat_step_predicted_seconds_count": 3,
+        "onbeat_step_predicted_seconds_sum": 1.2,
+        "onbeat_step_prediction_error_ratio_sum": 0.6,
+        "onbeat_step_prediction_error_ratio_bucket{le=0.15}": 0,
+        "onbeat_step_prediction_bias_ratio": 1.25,
+        "onbeat_step_mbu_ratio": 0.25,
+        "onbeat_step_mfu_sum": 0.15,
+        "onbeat_step_mbu_bucket{le=0.3}": 3,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected)
+
+
+def test_the_bias_forgets_old_steps(counts: RunCounts) -> None:
+    for actual in [1.0] * 200 + [2.0] * 400:
+        counts.on_step(stats(10.0, 10.0 + actual, predicted_seconds=1.0))
+    assert counts.prediction_bias == pytest.approx(2.0, rel=0.01)
+
+
 def test_http_requests_are_counted_by_endpoint_and_status(counts: RunCounts) -> None:
     exporter = MetricsExporter(counts, model_name="m")
     exporter.count_http("/v1/completions", 200)

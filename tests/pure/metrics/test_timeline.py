@@ -58,6 +58,24 @@ def test_counters_show_queues_and_kv_use(events: list[dict[str, Any]]) -> None:
     assert find(events, "kv blocks")[0]["args"] == {"used": 2}
 
 
+def test_steps_carry_what_was_expected_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        timeline.on_step(stats(4.0, 4.02, predicted_seconds=0.019, mbu=0.5, mfu=0.125))
+    events = events_of(path.read_bytes())
+    args = find(events, "step")[0]["args"]
+    names = ("actual_ms", "predicted_ms", "mbu", "mfu")
+    assert [args[name] for name in names] == [20.0, 19.0, 0.5, 0.125]
+    (times,), (utilisation,) = find(events, "step time (ms)"), find(events, "utilisation")
+    assert (times["ph"], times["ts"], times["args"]) == ("C", 4e6, {"actual": 20.0, "predicted": 19.0})
+    assert utilisation["args"] == {"mbu": 0.5, "mfu": 0.125}
+
+
+def test_nothing_is_made_up_where_nobody_predicts(events: list[dict[str, Any]]) -> None:
+    assert not find(events, "step time (ms)")
+    assert not {"predicted_ms", "mbu", "mfu"} & find(events, "step")[0]["args"].keys()
+
+
 def test_tracks_are_used_again() -> None:
     file = io.BytesIO()
     timeline = Timeline(file)

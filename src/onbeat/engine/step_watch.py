@@ -1,0 +1,68 @@
+"""Judges every step that ran: what it reached of the device, and whether its time still follows the model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from onbeat.core.step import BatchShape, StepStats
+from onbeat.perfmodel.correction import Drift
+
+logger = logging.getLogger("onbeat.engine")
+
+
+class BatchWork(Protocol):
+    """What a batch takes of a device at least; `perfmodel.utilisation.StepWork` is one."""
+
+    def flops(self, shape: BatchShape) -> float: ...
+
+    def bytes_read(self, shape: BatchShape) -> float: ...
+
+
+class StepWatch:
+    """Fills in what a step reached, and says in the log when step times leave their model and come back.
+
+    Parameters
+    ----------
+    work : operations and bytes of a batch.
+    memory_bandwidth : the device's peak, bytes per second.
+    peak_flops : the device's peak in the engine's number format, operations per second.
+    drift : asks the step-time model whether it still describes the machine; None where nobody predicts.
+    """
+
+    def __init__(
+        self,
+        work: BatchWork,
+        *,
+        memory_bandwidth: float,
+        peak_flops: float,
+        drift: Callable[[], Drift | None] | None = None,
+    ) -> None:
+        self._work = work
+        self._seconds_per_byte = 1.0 / memory_bandwidth
+        self._seconds_per_flop = 1.0 / peak_flops
+        self._drift = drift
+        self._is_drifting = False
+
+    def judge(self, stats: StepStats) -> None:
+        """Set `mbu` and `mfu` of a step; both stay None for a step that took no time."""
+        seconds = stats.end - stats.start
+        if seconds > 0:
+            stats.mbu = self._work.bytes_read(stats.shape) * self._seconds_per_byte / seconds
+            stats.mfu = self._work.flops(stats.shape) * self._seconds_per_flop / seconds
+        if self._drift is not None and (drift := self._drift()) is not None:
+            self._follow(drift)
+
+    def _follow(self, drift: Drift) -> None:
+        if drift.is_alarming == self._is_drifting:
+            return
+        self._is_drifting = drift.is_alarming
+        if drift.is_alarming:
+            logger.warning(
+                "steps take %.2f times what the step-time model expects (before it corrects itself): the "
+                "machine is loaded otherwise or has changed; `onbeat profile` measures it again",
+                drift.ratio,
+            )
+        else:
+            logger.warning("steps take what the step-time model expects again (%.2f times)", drift.ratio)
