@@ -1,0 +1,144 @@
+"""A step-time model fitted to measured steps, with its error on steps that the fit has not seen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fit_roofline import RooflineForm
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.nnls import NNLSForm
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.shapes import shape_matrix
+
+FIT_METHODS = ("roofline", "nnls")
+MIN_DISTINCT_SHAPES = 8
+"""Fewer cannot both determine the parameters and test them."""
+
+_NUM_FOLDS = 5
+
+
+class Form(Protocol):
+    """A formula with free parameters."""
+
+    def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
+        """Return the parameters that describe measured steps best."""
+        ...
+
+    def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
+        """Return seconds for the rows of a shape matrix."""
+        ...
+
+    def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
+        """Return the same for one batch, fast."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedModel:
+    """What a fit found; enough to predict again without the measurements."""
+
+    method: str
+    """One of `FIT_METHODS`."""
+    parameters: Mapping[str, float]
+    errors: FitErrors
+    """On held-back points: each distinct shape is predicted once by a fit that has not seen it."""
+    ratios: tuple[float, ...]
+    """Measured / predicted of the held-back points, ascending: what quantiles are made of."""
+    shape_range: ShapeRange
+
+
+def fit(  # noqa: PLR0913 - measurements, and what they were measured on
+    shapes: Iterable[BatchShape],
+    seconds: Sequence[float],
+    *,
+    model: ModelSpec,
+    device: DeviceSpec,
+    parallelism: Parallelism,
+    precision: Precision,
+    method: str = "roofline",
+) -> FittedModel:
+    """Fit a step-time model to measured steps.
+
+    Parameters
+    ----------
+    shapes : the batches, at least `MIN_DISTINCT_SHAPES` distinct ones; repeats of one are welcome.
+    seconds : their measured times.
+    method : `roofline` calibrates the few parameters of the roofline; `nnls` needs neither model nor device.
+
+    Raises
+    ------
+    ConfigError : a time that is not positive and finite, too few shapes, or an unknown method.
+    """
+    form = make_form(method, model=model, device=device, parallelism=parallelism, precision=precision)
+    shapes = list(shapes)
+    times = _checked_seconds(shapes, seconds)
+    matrix = shape_matrix(shapes)
+    predicted = _held_back_predictions(form, matrix, times)
+    return FittedModel(
+        method=method,
+        parameters=form.fit(matrix, times),
+        errors=FitErrors.of(predicted, times),
+        ratios=tuple(sorted(float(ratio) for ratio in times / predicted)),
+        shape_range=ShapeRange.of(shapes),
+    )
+
+
+def make_form(
+    method: str, *, model: ModelSpec, device: DeviceSpec, parallelism: Parallelism, precision: Precision
+) -> Form:
+    """Return the formula of a fit method.
+
+    Raises
+    ------
+    ConfigError : an unknown method.
+    """
+    if method == "roofline":
+        return RooflineForm(model, device, parallelism, precision)
+    if method == "nnls":
+        return NNLSForm()
+    raise ConfigError(f"unknown fit method {method!r}; choose one of {', '.join(FIT_METHODS)}")
+
+
+def _checked_seconds(shapes: Sequence[BatchShape], seconds: Sequence[float]) -> NDArray[np.float64]:
+    if len(shapes) != len(seconds):
+        raise ConfigError(f"{len(shapes)} measured batches but {len(seconds)} times; give one time a batch")
+    for index, (shape, value) in enumerate(zip(shapes, seconds, strict=True)):
+        if not 0 < value < math.inf:
+            raise ConfigError(
+                f"measured step {index} ({shape}) took {value} s; a step time must be positive and finite"
+            )
+        if shape.num_new_tokens < 1:
+            raise ConfigError(f"measured step {index} ({shape}) has no tokens; leave empty steps out")
+    return np.asarray(seconds, dtype=np.float64)
+
+
+def _held_back_predictions(
+    form: Form, matrix: NDArray[np.float64], times: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Predict every step by a fit to the other folds; repeats of one shape stay in one fold."""
+    distinct, shape_ids = np.unique(matrix, axis=0, return_inverse=True)
+    if len(distinct) < MIN_DISTINCT_SHAPES:
+        raise ConfigError(
+            f"{len(distinct)} distinct batches are too few for a fit; measure at least {MIN_DISTINCT_SHAPES}"
+        )
+    # A fixed draw: folds must not follow the order of measurement, which often sweeps one size after another.
+    fold_of_shape = np.random.default_rng(0).permutation(len(distinct)) % _NUM_FOLDS
+    folds = fold_of_shape[shape_ids.ravel()]
+    predicted = np.empty_like(times)
+    for fold in range(_NUM_FOLDS):
+        held_back = folds == fold
+        parameters = form.fit(matrix[~held_back], times[~held_back])
+        predicted[held_back] = form.predict(matrix[held_back], parameters)
+    return predicted

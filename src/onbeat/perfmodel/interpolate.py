@@ -1,0 +1,157 @@
+"""Tables of measured values, read between their points and beyond them."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from math import log2
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.interpolate import LinearNDInterpolator, NearestNDInterpolator
+from scipy.optimize import nnls
+
+_MOST_KNOTS = 96
+_LEAST_CONSTANT = 1e-3
+
+
+class PiecewiseLinear:
+    """A function of one size, linear between measured sizes.
+
+    Below the smallest size it is constant. Beyond the largest it goes on with the mean slope of the upper
+    half of the sizes (one step between two noisy points is no slope), and never falls.
+
+    Parameters
+    ----------
+    sizes : in any order; values of equal sizes are replaced by their median. At least one.
+    values : one a size.
+    """
+
+    __slots__ = ("_last", "_slopes", "_tail", "_values", "sizes")
+
+    def __init__(self, sizes: Sequence[float], values: Sequence[float]) -> None:
+        places, y = _median_by(np.asarray(sizes, dtype=float)[:, None], np.asarray(values, dtype=float))
+        x = places[:, 0]
+        middle = min(int(np.searchsorted(x, x[-1] / 2)), max(len(x) - 2, 0))
+        tail = (y[-1] - y[middle]) / (x[-1] - x[middle]) if len(x) > 1 else 0.0
+        self.sizes: list[float] = x.tolist()
+        self._values: list[float] = y.tolist()
+        self._slopes: list[float] = (np.diff(y) / np.diff(x)).tolist()
+        self._tail = max(0.0, float(tail))
+        self._last = len(x) - 1
+
+    def __call__(self, size: float) -> float:
+        index = bisect_right(self.sizes, size) - 1
+        if index < 0:
+            return self._values[0]
+        slope = self._slopes[index] if index < self._last else self._tail
+        return self._values[index] + slope * (size - self.sizes[index])
+
+
+Product = Callable[[Any, Any], Any]
+"""The joint term of two sizes, for floats and arrays alike; it falls with neither."""
+
+
+class Surface:
+    """A function of two sizes: a sum of physical terms, times a correction that is read from a table.
+
+    The terms are 1, x, y and `product(x, y)`. Their coefficients are not negative and the correction stays
+    constant outside the measured rectangle, so that there the function grows as the terms do: it never falls
+    and never ends. Inside, the correction is interpolated in the logarithms of the sizes: kernels change
+    their ways at powers of two.
+
+    Parameters
+    ----------
+    x, y : sizes of the measurements, at least 0; values of equal places are replaced by their median. [N]
+    values : positive. [N]
+    product : the joint term.
+    """
+
+    __slots__ = ("_constant", "_joint", "_log_x", "_log_y", "_per_x", "_per_y", "_product", "_ratios")
+
+    def __init__(
+        self, x: Sequence[float], y: Sequence[float], values: Sequence[float], product: Product
+    ) -> None:
+        places, medians = _median_by(
+            np.column_stack([np.asarray(x, dtype=float), np.asarray(y, dtype=float)]),
+            np.asarray(values, dtype=float),
+        )
+        terms = np.column_stack([np.ones(len(places)), places, product(places[:, 0], places[:, 1])])
+        coefficients = _fit_terms(terms, medians)
+        log_places = np.log2(places + 1)
+        knots_x, knots_y = _knots(log_places[:, 0]), _knots(log_places[:, 1])
+        log_ratios = _on_grid(log_places, np.log(medians / (terms @ coefficients)), knots_x, knots_y)
+        self._constant, self._per_x, self._per_y, self._joint = coefficients.tolist()
+        self._product = product
+        self._log_x: list[float] = knots_x.tolist()
+        self._log_y: list[float] = knots_y.tolist()
+        self._ratios: list[list[float]] = np.exp(log_ratios).tolist()
+
+    def __call__(self, x: float, y: float) -> float:
+        base = self._constant + self._per_x * x + self._per_y * y + self._joint * self._product(x, y)
+        return float(base * self._ratio(log2(x + 1), log2(y + 1)))
+
+    def _ratio(self, log_x: float, log_y: float) -> float:
+        """Return the correction, interpolated in both directions."""
+        i, u = _cell(self._log_x, log_x)
+        j, v = _cell(self._log_y, log_y)
+        low, high = self._ratios[i], self._ratios[i + 1]
+        left = low[j] + (low[j + 1] - low[j]) * v
+        right = high[j] + (high[j + 1] - high[j]) * v
+        return left + (right - left) * u
+
+
+def _cell(knots: list[float], value: float) -> tuple[int, float]:
+    """Return the cell and the place in it, both kept inside the knots."""
+    if value <= knots[0]:
+        return 0, 0.0
+    if value >= knots[-1]:
+        return len(knots) - 2, 1.0
+    index = bisect_right(knots, value) - 1
+    low = knots[index]
+    return index, (value - low) / (knots[index + 1] - low)
+
+
+def _median_by(
+    places: NDArray[np.float64], values: NDArray[np.float64]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the distinct places in ascending order and the median of the values at each."""
+    distinct, ids = np.unique(places, axis=0, return_inverse=True)
+    order = np.argsort(ids.ravel(), kind="stable")
+    starts = np.searchsorted(ids.ravel()[order], np.arange(1, len(distinct)))
+    return distinct, np.array([np.median(group) for group in np.split(values[order], starts)])
+
+
+def _fit_terms(terms: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    scale = terms.max(axis=0)
+    scale[scale == 0] = 1.0
+    coefficients, _ = nnls(terms / scale / values[:, None], np.ones(len(values)))
+    found = np.asarray(coefficients / scale, dtype=np.float64)
+    # A base of zero somewhere would leave nothing to correct there.
+    found[0] = max(found[0], _LEAST_CONSTANT * values.min())
+    return found
+
+
+def _knots(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return up to `_MOST_KNOTS` of the distinct values, evenly in rank; at least two, which make a cell."""
+    distinct = np.unique(values)
+    if len(distinct) == 1:
+        return np.array([distinct[0], distinct[0] + 1])
+    ranks = np.unique(np.linspace(0, len(distinct) - 1, _MOST_KNOTS).round().astype(int))
+    return np.asarray(distinct[ranks], dtype=np.float64)
+
+
+def _on_grid(
+    places: NDArray[np.float64],
+    values: NDArray[np.float64],
+    knots_x: NDArray[np.float64],
+    knots_y: NDArray[np.float64],
+) -> NDArray[np.float64]:
+    """Interpolate scattered values to a grid, [x, y]; outside their hull the nearest one counts."""
+    grid = np.stack(np.meshgrid(knots_x, knots_y, indexing="ij"), axis=-1)
+    nearest = np.asarray(NearestNDInterpolator(places, values)(grid), dtype=np.float64)
+    if np.linalg.matrix_rank(places - places[0]) < 2:
+        return nearest
+    linear = LinearNDInterpolator(places, values)(grid)
+    return np.where(np.isnan(linear), nearest, linear)

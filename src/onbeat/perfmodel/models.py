@@ -1,0 +1,170 @@
+"""Step-time models by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.fitted import FittedModel, make_form
+from onbeat.perfmodel.linear import linear_closure
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.operator_table import operator_table_closure
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.profile import check_profile, limited_device
+from onbeat.perfmodel.profile_file import read_profile
+from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.roofline import make_roofline
+
+ROOFLINE_SIGMA = 0.17
+"""Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
+OPERATOR_TABLE_SIGMA = 0.05
+"""The same of operator tables: Vidur (Agrawal et al., MLSys 2024) states errors below 5 % nearly always."""
+LINEAR_SIGMA = 0.10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """What step times are asked of."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    parallelism: Parallelism
+    precision: Precision
+    profile: Path | None
+    """Where the measurements are; what is in it depends on the model's kind."""
+
+
+def make_step_time_model(
+    kind: str,
+    *,
+    model: ModelSpec,
+    device: DeviceSpec,
+    parallelism: Parallelism | None = None,
+    precision: Precision | None = None,
+    profile: Path | None = None,
+) -> Predictor:
+    """Return a step-time model of a replica by the name of its kind.
+
+    Parameters
+    ----------
+    kind : one of `STEP_TIME_MODELS`.
+    profile : `fitted`: a file that `onbeat profile` wrote; `operator-table`: a directory of CSV files in
+        Vidur's format, or a YAML file that names them; `linear`: a file of coefficients; `roofline`: none.
+
+    Returns
+    -------
+    A predictor without online correction; `with_learning` adds that.
+
+    Raises
+    ------
+    ConfigError : an unknown kind; a profile that is missing, superfluous, unreadable or of something else.
+    """
+    try:
+        make = STEP_TIME_MODELS[kind]
+    except KeyError:
+        near = get_close_matches(kind, STEP_TIME_MODELS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"unknown step-time model {kind!r}: {hint}choose one of {', '.join(STEP_TIME_MODELS)}"
+        ) from None
+    return make(
+        Deployment(
+            model=model,
+            device=device,
+            parallelism=parallelism or Parallelism(),
+            precision=precision or Precision(),
+            profile=profile,
+        )
+    )
+
+
+def fitted_predictor(
+    fitted: FittedModel,
+    *,
+    model: ModelSpec,
+    device: DeviceSpec,
+    parallelism: Parallelism,
+    precision: Precision,
+) -> Predictor:
+    """Return the predictor of a fit: with the quantiles of its held-back errors, and its range.
+
+    Parameters
+    ----------
+    device : the device that was fitted for; see `limited_device` where its limits were measured.
+    """
+    form = make_form(fitted.method, model=model, device=device, parallelism=parallelism, precision=precision)
+    return Predictor(form.closure(fitted.parameters), ResidualModel(fitted.ratios), fitted.shape_range)
+
+
+def _roofline(deployment: Deployment) -> Predictor:
+    if deployment.profile is not None:
+        raise ConfigError(
+            f"the roofline takes no profile (got {deployment.profile}): leave it out, or choose "
+            "--step-time fitted, which calibrates the roofline by it"
+        )
+    closure = make_roofline(
+        deployment.model,
+        deployment.device,
+        parallelism=deployment.parallelism,
+        precision=deployment.precision,
+    )
+    return Predictor(closure, ResidualModel.log_normal(ROOFLINE_SIGMA))
+
+
+def _fitted(deployment: Deployment) -> Predictor:
+    path = _needed(deployment, "fitted", "a file written by `onbeat profile MODEL`")
+    profile = read_profile(path)
+    check_profile(
+        profile,
+        path,
+        model=deployment.model.name,
+        device=deployment.device.id,
+        precision=deployment.precision,
+        parallelism=deployment.parallelism,
+    )
+    return fitted_predictor(
+        profile.fitted,
+        model=deployment.model,
+        device=limited_device(deployment.device, profile.limits),
+        parallelism=deployment.parallelism,
+        precision=deployment.precision,
+    )
+
+
+def _operator_table(deployment: Deployment) -> Predictor:
+    path = _needed(
+        deployment, "operator-table", "a directory of operator profiles, or a YAML file naming them"
+    )
+    closure = operator_table_closure(path, model=deployment.model, parallelism=deployment.parallelism)
+    return Predictor(closure, ResidualModel.log_normal(OPERATOR_TABLE_SIGMA))
+
+
+def _linear(deployment: Deployment) -> Predictor:
+    path = _needed(deployment, "linear", "a file of coefficients")
+    closure = linear_closure(
+        path,
+        model=deployment.model.name,
+        tensor=deployment.parallelism.tensor,
+        pipeline=deployment.parallelism.pipeline,
+    )
+    return Predictor(closure, ResidualModel.log_normal(LINEAR_SIGMA))
+
+
+def _needed(deployment: Deployment, kind: str, what: str) -> Path:
+    if deployment.profile is None:
+        raise ConfigError(f"the step-time model {kind} needs a profile: --profile FILE, {what}")
+    return deployment.profile
+
+
+STEP_TIME_MODELS: dict[str, Callable[[Deployment], Predictor]] = {
+    "roofline": _roofline,
+    "fitted": _fitted,
+    "operator-table": _operator_table,
+    "linear": _linear,
+}

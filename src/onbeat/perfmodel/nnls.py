@@ -1,0 +1,96 @@
+"""Step time as a non-negative combination of a batch's sums: needs no specification of model or device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import nnls
+
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.shapes import FIELDS
+
+FEATURES = (
+    "num_new_tokens",
+    "num_sequences",
+    "num_chunks",
+    "query_key_pairs",
+    "chunk_cached_tokens",
+    "decode_context_tokens",
+    "num_lm_head_rows",
+    "num_verify_rows",
+)
+"""The sums that count, beside a fixed time."""
+
+_COLUMNS = [FIELDS.index(name) for name in FEATURES]
+_FIXED, _LOWEST = "fixed", "lowest"
+_LOWEST_SHARE = 0.5
+
+
+class NNLSForm:
+    """The formula as `fitted.Form`."""
+
+    def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
+        """Return `fit_nnls`."""
+        return fit_nnls(matrix, seconds)
+
+    def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
+        """Return `nnls_seconds`."""
+        return nnls_seconds(matrix, parameters)
+
+    def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
+        """Return `nnls_closure`."""
+        return nnls_closure(parameters)
+
+
+def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
+    """Return the coefficients, seconds a unit, that minimise the squared relative error.
+
+    Parameters
+    ----------
+    matrix : rows of `shape_matrix`. [N, 10]
+    seconds : measured, positive. [N]
+
+    Returns
+    -------
+    By feature, and `fixed`; `lowest` bounds the prediction from below where all of a batch's terms are 0.
+    """
+    features = np.column_stack([np.ones(len(matrix)), matrix[:, _COLUMNS]])
+    # Columns of like size: the solver's tolerance is absolute, and pairs are a million times the sequences.
+    scale = features.max(axis=0)
+    scale[scale == 0] = 1.0
+    relative = features / scale / seconds[:, None]
+    coefficients, _ = nnls(relative, np.ones(len(matrix)))
+    values = coefficients / scale
+    fitted = dict(zip((_FIXED, *FEATURES), (float(value) for value in values), strict=True))
+    return {**fitted, _LOWEST: _LOWEST_SHARE * float(seconds.min())}
+
+
+def nnls_seconds(matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
+    """Return seconds for the rows of a shape matrix, [N]."""
+    coefficients = np.array([parameters[name] for name in FEATURES])
+    total: NDArray[np.float64] = parameters[_FIXED] + matrix[:, _COLUMNS] @ coefficients
+    return np.maximum(total, parameters[_LOWEST])
+
+
+def nnls_closure(parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
+    """Return the prediction for one batch, in plain floats."""
+    fixed, lowest = parameters[_FIXED], parameters[_LOWEST]
+    new, sequences, chunks, pairs, cached, context, lm_head, verify = (parameters[name] for name in FEATURES)
+
+    def seconds(shape: BatchShape) -> float:
+        total = (
+            fixed
+            + new * shape.num_new_tokens
+            + sequences * shape.num_sequences
+            + chunks * shape.num_chunks
+            + pairs * shape.query_key_pairs
+            + cached * shape.chunk_cached_tokens
+            + context * shape.decode_context_tokens
+            + lm_head * shape.num_lm_head_rows
+            + verify * shape.num_verify_rows
+        )
+        return total if total > lowest else lowest
+
+    return seconds

@@ -1,0 +1,104 @@
+"""The profile of a machine: measured steps of one model, what was fitted to them, and how good that is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+
+REMEDY = "Run `onbeat profile MODEL` on this machine again"
+
+EngineValue = str | int | float | bool | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKey:
+    """What a profile holds for."""
+
+    model: str
+    device: str
+    """A device id."""
+    device_name: str
+    """The device as it names itself: `cpu` alone says nothing."""
+    precision: Precision = field(default_factory=Precision)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    threads: int = 1
+    """Threads that a CPU engine computes with; 1 on other devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineLimits:
+    """Measured limits of the machine, all threads together."""
+
+    memory_bandwidth: float
+    """Bytes per second."""
+    peak_flops: Mapping[str, float]
+    """Number format -> operations per second."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """One step that ran."""
+
+    shape: BatchShape
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Everything that `onbeat profile` found out."""
+
+    key: ProfileKey
+    onbeat_version: str
+    created: str
+    """Time of day, ISO 8601 with a zone."""
+    steps: Sequence[MeasuredStep]
+    fitted: FittedModel
+    limits: MachineLimits | None = None
+    """Limits that the fit took for the device's; None where it took the data sheet's."""
+    engine: Mapping[str, EngineValue] = field(default_factory=dict)
+    """Settings of the engine that ran the steps, for the reader of the file."""
+
+
+def check_profile(profile: Profile, path: Path, **expected: object) -> None:
+    """Refuse a profile of something else.
+
+    Parameters
+    ----------
+    path : the profile's file, for the message.
+    expected : fields of `ProfileKey` and the values that they must have. Of a model's name, what precedes
+        the last slash and the case do not count.
+
+    Raises
+    ------
+    ConfigError : names the file, the field and both values.
+    """
+    for name, wanted in expected.items():
+        found = getattr(profile.key, name)
+        if found != wanted and not (name == "model" and _short(found) == _short(str(wanted))):
+            raise ConfigError(
+                f"the profile {path} is of {name.replace('_', ' ')} {str(found)!r}, not {str(wanted)!r}. "
+                f"{REMEDY}, or name a profile that matches"
+            )
+
+
+def limited_device(device: DeviceSpec, limits: MachineLimits | None) -> DeviceSpec:
+    """Return a device with measured limits in place of its own."""
+    if limits is None:
+        return device
+    return replace(
+        device,
+        memory_bandwidth=limits.memory_bandwidth,
+        peak_flops={**device.peak_flops, **limits.peak_flops},
+    )
+
+
+def _short(model: str) -> str:
+    return model.rpartition("/")[2].lower()

@@ -1,0 +1,101 @@
+"""Profiles as files: one JSON object each, named after what it holds for."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.profile import (
+    REMEDY,
+    EngineValue,
+    MachineLimits,
+    MeasuredStep,
+    Profile,
+    ProfileKey,
+    check_profile,
+    limited_device,
+)
+from onbeat.perfmodel.profile_parser import SCHEMA_VERSION, parse_profile
+from onbeat.perfmodel.shapes import FIELDS
+
+__all__ = [
+    "REMEDY",
+    "SCHEMA_VERSION",
+    "EngineValue",
+    "MachineLimits",
+    "MeasuredStep",
+    "Profile",
+    "ProfileKey",
+    "check_profile",
+    "find_profile",
+    "limited_device",
+    "profile_path",
+    "read_profile",
+    "write_profile",
+]
+
+
+def profile_path(directory: Path, key: ProfileKey) -> Path:
+    """Return the file of a profile in a directory: legible, and apart for machines that share a home."""
+    text = json.dumps(asdict(key), sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    name = re.sub(r"[^a-z0-9.]+", "-", key.model.lower()).strip("-.")
+    return directory / f"{name}_{key.device}_{key.precision.weights}_t{key.threads}_{digest}.json"
+
+
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile; whoever reads meanwhile sees the old file or the new one, never half of it."""
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "onbeat_version": profile.onbeat_version,
+        "created": profile.created,
+        "key": asdict(profile.key),
+        "engine": dict(profile.engine),
+        "limits": None if profile.limits is None else asdict(profile.limits),
+        "fit": asdict(profile.fitted),
+        "columns": [*FIELDS, "seconds"],
+        "steps": [[getattr(step.shape, name) for name in FIELDS] + [step.seconds] for step in profile.steps],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def read_profile(path: Path, expected: ProfileKey | None = None) -> Profile:
+    """Read a profile.
+
+    Parameters
+    ----------
+    path : the file.
+    expected : what it must hold for; None takes any.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, is of another schema version, has a missing or wrong value, or
+        holds for something other than expected.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the profile {path}: {error}. {REMEDY}") from error
+    profile = parse_profile(content, path)
+    if expected is not None:
+        check_profile(profile, path, **{name.name: getattr(expected, name.name) for name in fields(expected)})
+    return profile
+
+
+def find_profile(directory: Path, key: ProfileKey) -> Profile | None:
+    """Return the profile that holds for a key; None where the directory has none.
+
+    Raises
+    ------
+    ConfigError : there is one, but it cannot be used. See `read_profile`.
+    """
+    path = profile_path(directory, key)
+    return read_profile(path, key) if path.is_file() else None

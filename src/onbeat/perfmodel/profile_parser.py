@@ -1,0 +1,162 @@
+"""From the JSON of a profile file to a `Profile`, with an error for everything that is not as it must be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.profile import REMEDY, MachineLimits, MeasuredStep, Profile, ProfileKey
+from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.shapes import FIELDS
+
+_T = TypeVar("_T")
+
+SCHEMA_VERSION = 1
+"""Changes whenever a reader of the old layout would misread the new one. Files of another version are
+refused, not converted: measuring again takes two minutes."""
+
+
+def parse_profile(content: object, path: Path) -> Profile:
+    """Return the profile that a file's JSON describes.
+
+    Raises
+    ------
+    ConfigError : another schema version, or a value that is missing or wrong; names file, place and value.
+    """
+    top = _Object(content, path, "")
+    version = top.value("schema_version", int)
+    if version != SCHEMA_VERSION:
+        raise ConfigError(
+            f"the profile {path} has schema version {version}, but this onbeat reads version "
+            f"{SCHEMA_VERSION}. {REMEDY}"
+        )
+    limits = top.raw("limits")
+    return Profile(
+        key=_key(top.object("key")),
+        onbeat_version=top.value("onbeat_version", str),
+        created=top.value("created", str),
+        steps=_steps(top),
+        fitted=_fitted(top.object("fit")),
+        limits=None if limits is None else _limits(top.object("limits")),
+        engine=dict(top.object("engine").items),
+    )
+
+
+class _Object:
+    """A JSON object that knows where in the file it stands."""
+
+    def __init__(self, items: object, path: Path, place: str) -> None:
+        self._path = path
+        self._place = place
+        if not isinstance(items, dict):
+            raise self.error("", items, "an object")
+        self.items: Mapping[str, Any] = items
+
+    def error(self, name: str, found: object, wanted: str) -> ConfigError:
+        place = ".".join(part for part in (self._place, name) if part) or "the file"
+        shown = repr(found) if len(repr(found)) < 80 else repr(found)[:77] + "..."
+        return ConfigError(f"profile {self._path}: {place} is {shown}; it must be {wanted}. {REMEDY}")
+
+    def raw(self, name: str) -> Any:
+        if name not in self.items:
+            raise self.error(name, None, "there")
+        return self.items[name]
+
+    def object(self, name: str) -> _Object:
+        return _Object(self.raw(name), self._path, f"{self._place}.{name}" if self._place else name)
+
+    def value(self, name: str, kind: type[_T]) -> _T:
+        value = self.raw(name)
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise self.error(name, value, f"of type {kind.__name__}")
+        return value
+
+    def positive(self, name: str) -> float:
+        value = self.raw(name)
+        if not (_is_number(value) and value > 0):
+            raise self.error(name, value, "a number above 0")
+        return float(value)
+
+    def numbers(self) -> dict[str, float]:
+        for name, value in self.items.items():
+            if not _is_number(value):
+                raise self.error(name, value, "a finite number")
+        return {name: float(value) for name, value in self.items.items()}
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _key(key: _Object) -> ProfileKey:
+    precision, parallelism = key.object("precision"), key.object("parallelism")
+    return ProfileKey(
+        model=key.value("model", str),
+        device=key.value("device", str),
+        device_name=key.value("device_name", str),
+        precision=Precision(
+            weights=precision.value("weights", str),
+            kv=precision.value("kv", str),
+            compute=precision.value("compute", str),
+        ),
+        parallelism=Parallelism(
+            tensor=parallelism.value("tensor", int), pipeline=parallelism.value("pipeline", int)
+        ),
+        threads=key.value("threads", int),
+    )
+
+
+def _limits(limits: _Object) -> MachineLimits:
+    rates = limits.object("peak_flops")
+    return MachineLimits(
+        memory_bandwidth=limits.positive("memory_bandwidth"),
+        peak_flops={name: rates.positive(name) for name in rates.items},
+    )
+
+
+def _fitted(fit: _Object) -> FittedModel:
+    method = fit.value("method", str)
+    if method not in FIT_METHODS:
+        raise fit.error("method", method, f"one of {', '.join(FIT_METHODS)}")
+    ratios = fit.raw("ratios")
+    if not (isinstance(ratios, list) and ratios and all(_is_number(ratio) and ratio > 0 for ratio in ratios)):
+        raise fit.error("ratios", ratios, "a list of numbers above 0")
+    errors = fit.object("errors").numbers()
+    shape_range = fit.object("shape_range")
+    try:
+        return FittedModel(
+            method=method,
+            parameters=fit.object("parameters").numbers(),
+            errors=FitErrors(**{**errors, "num_points": int(errors["num_points"])}),  # type: ignore[arg-type]
+            ratios=tuple(ratios),
+            shape_range=ShapeRange(**{name: shape_range.value(name, int) for name in shape_range.items}),
+        )
+    except (KeyError, TypeError) as error:
+        raise fit.error("", dict(fit.items), f"whole ({error})") from error
+
+
+def _steps(top: _Object) -> tuple[MeasuredStep, ...]:
+    columns = [*FIELDS, "seconds"]
+    if top.raw("columns") != columns:
+        raise top.error("columns", top.raw("columns"), f"{columns}")
+    rows = top.raw("steps")
+    if not (isinstance(rows, list) and rows):
+        raise top.error("steps", rows, "a list of at least one measured step")
+    return tuple(_step(top, index, row) for index, row in enumerate(rows))
+
+
+def _step(top: _Object, index: int, row: object) -> MeasuredStep:
+    if not (isinstance(row, list) and len(row) == len(FIELDS) + 1 and all(map(_is_number, row))):
+        raise top.error(f"steps[{index}]", row, f"{len(FIELDS) + 1} finite numbers")
+    *sums, seconds = row
+    if min(sums) < 0 or seconds <= 0:
+        raise top.error(f"steps[{index}]", row, "counts of at least 0 and a time above 0")
+    return MeasuredStep(BatchShape(*(int(value) for value in sums)), float(seconds))
