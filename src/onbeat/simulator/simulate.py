@@ -10,6 +10,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import Router, make_router
 from onbeat.simulator.collector import Collector, ProgressMeter
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.disaggregation import run_disaggregated
 from onbeat.simulator.fleet import run_together
 from onbeat.simulator.observer import Progress, SimulationObserver
 from onbeat.simulator.result import SimulationResult
@@ -35,7 +36,7 @@ def simulate(
     ----------
     load : who asks for what, and when; every request generates exactly the output tokens that it asks for.
     config : the replicas, and the router in front of them.
-    step_time : predicts each step of a replica.
+    step_time : predicts each step of a replica; pools for prompts and decodes bring their own.
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
     observer : hears of each step and request.
     jobs : most processes to use; only replicas whose router ignores their state can be told apart.
@@ -57,7 +58,10 @@ def simulate(
     kept: list[RequestRecord | None] = [None] * len(load)
     keep = kept.__setitem__
     router = make_router(config.router, config.num_replicas, seed=config.seed)
-    if observer is None and _is_separable(load, config, router):
+    if config.disaggregation is not None:
+        collector = Collector(keep, on_progress=meter.advance, observer=observer)
+        counters, is_complete = run_disaggregated(load, config, collector, observer=observer)
+    elif observer is None and _is_separable(load, config, router):
         replicas = IndependentReplicas(load, config, step_time, router)
         if jobs > 1:
             counters, is_complete = run_in_processes(replicas, jobs, keep, meter.advance)
