@@ -64,7 +64,9 @@ class RecordedRun:
             self.collect(self.in_flight.popleft())
 
     def collect(self, scheduled: SchedulerOutput) -> None:
-        now = self.tick()
+        self.update(scheduled, self.tick(), seconds=0.05)
+
+    def update(self, scheduled: SchedulerOutput, now: float, *, seconds: float) -> None:
         sampling = [row for row in scheduled.rows if row.samples]
         failed = {row.request_id: "bad" for row in scheduled.rows if row.request_id in self.failing}
         tokens = [
@@ -74,7 +76,7 @@ class RecordedRun:
         result = ModelRunnerOutput(tokens, failed=failed or None)
         outputs = self.scheduler.update(scheduled, result, now)
         self.note(outputs)
-        self.writer.update(scheduled, result, outputs, now=now, seconds=0.05)
+        self.writer.update(scheduled, result, outputs, now=now, seconds=seconds)
 
     def note(self, outputs) -> None:
         for output in outputs:

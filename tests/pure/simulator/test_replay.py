@@ -1,0 +1,242 @@
+"""A replay finds what differs; a simulation of a record is compared with what was recorded."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.step import BatchShape
+from onbeat.recording.reader import Recording
+from onbeat.simulator.replay import Replay, scheduler_config
+from onbeat.simulator.replay_forecast import forecast_with_model, forecast_with_recorded_times
+from onbeat.simulator.replay_history import RecordedStep, RunHistory, read_history
+from onbeat.simulator.replay_times import RecordedStepTimes, StepCycle, step_cycles
+from tests.pure.recording.recorded import RecordedRun, make_header, start_run
+from tests.pure.scheduler.driver import make_config, make_request
+from tests.pure.simulator.loads import ShapeTime
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.gz"
+
+
+def run_some(path: Path, *, num_requests: int = 8) -> RecordedRun:
+    run = start_run(path, make_config(num_blocks=24))
+    for index in range(num_requests):
+        run.add(make_request(f"r{index}", 30 + 7 * index, 40, arrival=run.now))
+        for _ in range(3):
+            run.step()
+    run.finish()
+    return run
+
+
+def tamper(path: Path, call: str, change) -> None:
+    """Change one line of a kind in the middle of a record."""
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    chosen = [line for line in lines if line.get("call") == call and len(line.get("rows", "wide")) > 3]
+    change(chosen[len(chosen) // 2])
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+
+def test_the_same_decisions_are_counted(path: Path) -> None:
+    run = run_some(path)
+    result = Replay(Recording(path)).run()
+    assert result.is_identical
+    assert result.num_steps == len(run.steps)
+    assert result.num_preemptions == run.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("call", "change", "what"),
+    [
+        ("schedule", lambda line: line["rows"].__setitem__(1, line["rows"][1] + 1), "row 0 of"),
+        ("schedule", lambda line: line.__setitem__("rows", line["rows"][:-4]), "number of rows"),
+        ("schedule", lambda line: line.__setitem__("released", ["r7"]), "released requests"),
+        ("schedule", lambda line: line.__setitem__("new_block_ids", {"0": [99]}), "new blocks by row"),
+        ("schedule", lambda line: line.__setitem__("admitted", [[0, 1, [3]]]), "admitted requests"),
+        ("schedule", lambda line: line.__setitem__("step_id", 999), "step"),
+        ("update", lambda line: line.__setitem__("finished", {"1": "length"}), "requests that ended"),
+    ],
+)
+def test_the_first_difference_is_shown(path: Path, call: str, change, what: str) -> None:
+    run_some(path)
+    tamper(path, call, change)
+    recording = Recording(path)
+    result = Replay(recording).run()
+    assert not result.is_identical
+    assert result.difference is not None
+    assert result.difference.what.startswith(what)
+    assert result.difference.recorded != result.difference.replayed
+    assert result.num_calls == result.difference.call_index < recording.num_calls
+
+
+def test_a_changed_configuration_is_noticed(path: Path) -> None:
+    run_some(path)
+    recording = Recording(path)
+    config = replace(make_config(num_blocks=24), max_num_batched_tokens=40)
+    recording.header = make_header(config)
+    difference = Replay(recording).run().difference
+    assert difference is not None
+    assert difference.step_id is not None
+
+
+def test_an_unknown_scheduler_field_names_the_version(path: Path) -> None:
+    header = make_header(make_config())
+    header = replace(header, scheduler={**header.scheduler, "lookahead": 3})
+    with pytest.raises(ConfigError, match=r"lookahead; replay it with onbeat 0.0.test"):
+        scheduler_config(header)
+
+
+def test_the_step_time_model_is_told_of_every_step(path: Path) -> None:
+    class Listener(ShapeTime):
+        def __init__(self) -> None:
+            super().__init__(lambda shape: 1.0)
+            self.observed: list[tuple[BatchShape, float]] = []
+
+        def observe(self, shape: BatchShape, seconds: float) -> None:
+            self.observed.append((shape, seconds))
+
+    run_some(path)
+    recording, listener = Recording(path), Listener()
+    assert Replay(recording, listener).run().is_identical
+    steps = read_history(recording).steps
+    assert [shape for shape, _ in listener.observed] == [step.shape for step in steps]
+    assert [seconds for _, seconds in listener.observed] == pytest.approx(
+        [
+            step.end - (step.planned if index == 0 else max(step.planned, steps[index - 1].end))
+            for index, step in enumerate(steps)
+        ]
+    )
+
+
+def a_step(number: int, *, planned: float, end: float, seconds: float, idle: bool = False) -> RecordedStep:
+    shape = BatchShape()
+    shape.add(number, 1, samples=True)
+    return RecordedStep(number, shape, planned, end, seconds, idle)
+
+
+STEPS = [
+    a_step(0, planned=10.0, end=11.0, seconds=0.9, idle=True),
+    a_step(1, planned=11.1, end=12.0, seconds=0.8),
+    a_step(2, planned=20.0, end=21.0, seconds=0.9, idle=True),
+]
+
+
+def test_host_overhead_is_the_mean_gap_where_there_was_work() -> None:
+    assert RunHistory([], STEPS).host_overhead == pytest.approx(0.2)
+    assert RunHistory([], STEPS[:1]).host_overhead == 0.0
+
+
+def test_cycles_go_from_end_to_end_or_from_an_idle_plan() -> None:
+    assert [cycle.seconds for cycle in step_cycles(STEPS)] == pytest.approx([1.0, 1.0, 1.0])
+
+
+def test_recorded_times_are_played_in_order() -> None:
+    times = RecordedStepTimes([StepCycle(step.shape, step.end) for step in STEPS])
+    assert [times.step_time(step.shape) for step in STEPS] == [11.0, 12.0, 21.0]
+    assert times.num_matched == times.num_asked == 3
+    assert times.step_time(BatchShape()) == 21.0, "beyond the record the last one stays"
+    assert times.num_matched == 3
+
+
+def test_another_batch_takes_the_next_time_and_the_very_batch_its_own() -> None:
+    times = RecordedStepTimes([StepCycle(step.shape, step.end) for step in STEPS])
+    assert times.step_time(BatchShape()) == 11.0
+    assert times.step_time(STEPS[2].shape) == 21.0
+
+
+def test_recorded_times_answer_nothing_else() -> None:
+    times = RecordedStepTimes([StepCycle(STEPS[0].shape, 1.0)])
+    with pytest.raises(ConfigError, match="no quantiles"):
+        times.step_time(BatchShape(), q=0.9)
+    with pytest.raises(ConfigError, match="--profile"):
+        times.max_chunk_tokens(BatchShape(), 0, 1.0)
+    with pytest.raises(ConfigError, match="the record has no steps"):
+        RecordedStepTimes([])
+
+
+def timed_run(path: Path, seconds, *, num_requests: int = 40) -> Recording:
+    """Record a virtual engine whose steps take what a function of the shape says, and the host 1 ms."""
+    config = make_config()
+    run = start_run(path, config)
+    arrivals = [0.11 * index * (1 + index % 3) for index in range(num_requests)]
+    arrivals.sort()
+    requests = [
+        Request(
+            request_id=f"r{index}",
+            prompt_token_ids=tuple(range(1000 * index, 1000 * index + 20 + 3 * index)),
+            sampling=SamplingParams(max_tokens=5 + index % 20),
+            arrival=arrival,
+        )
+        for index, arrival in enumerate(arrivals)
+    ]
+    now = 0.0
+    while requests or run.scheduler.num_unfinished:
+        if not run.scheduler.num_unfinished:
+            now = max(now, requests[0].arrival)
+        while requests and requests[0].arrival <= now:
+            run.scheduler.add(requests[0])
+            run.open[requests[0].request_id] = None
+            run.writer.add(requests.pop(0), now)
+        planned = now
+        scheduled = run.scheduler.schedule(planned)
+        run.writer.schedule(scheduled, planned, num_preempted=0)
+        assert scheduled is not None
+        duration = seconds(scheduled.shape)
+        now = planned + 1e-3 + duration
+        run.update(scheduled, now, seconds=duration)
+    run.writer.close()
+    return Recording(path)
+
+
+def linear(shape: BatchShape) -> float:
+    return 0.02 + 1e-3 * shape.num_new_tokens + 1e-5 * shape.decode_context_tokens
+
+
+def test_with_its_own_times_a_simulation_repeats_the_record(path: Path) -> None:
+    recording = timed_run(path, linear)
+    history = read_history(recording)
+    forecast = forecast_with_recorded_times(recording, history, make_config())
+    assert forecast.num_matched_steps == forecast.num_steps == len(history.steps)
+    assert {error.metric for error in forecast.errors} == {"ttft", "itl", "e2el"}
+    for error in forecast.errors:
+        assert error.relative_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_the_true_model_foretells_the_record(path: Path) -> None:
+    recording = timed_run(path, linear)
+    history = read_history(recording)
+    assert history.host_overhead == pytest.approx(1e-3)
+    forecast = forecast_with_model(
+        recording, history, make_config(), ShapeTime(linear), host_overhead=history.host_overhead
+    )
+    assert forecast.num_matched_steps is None
+    for error in forecast.errors:
+        assert error.relative_error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_slow_model_is_seen(path: Path) -> None:
+    recording = timed_run(path, linear)
+    history = read_history(recording)
+    forecast = forecast_with_model(
+        recording, history, make_config(), ShapeTime(lambda shape: 1.2 * linear(shape)), host_overhead=1e-3
+    )
+    assert all(error.relative_error > 0.1 for error in forecast.errors)
+
+
+def test_a_record_without_a_finished_request_is_refused(path: Path) -> None:
+    run = start_run(path, make_config())
+    run.add(make_request("r0", 20, 50))
+    run.step()
+    run.abort("r0")
+    run.finish()
+    recording = Recording(path)
+    with pytest.raises(ConfigError, match="no recorded request ran to its end"):
+        forecast_with_recorded_times(recording, read_history(recording), make_config())
