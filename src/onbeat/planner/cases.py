@@ -15,6 +15,7 @@ _SHORT_NAMES = {
     "pipeline_parallel": "pp",
     "max_num_batched_tokens": "budget",
     "max_num_seqs": "seqs",
+    "slo_tbt_ms": "TBT objective (ms)",
 }
 
 
@@ -42,6 +43,11 @@ class Case(Protocol):
         ...
 
 
+def short_name(setting: str) -> str:
+    """Return what tables and charts call a setting."""
+    return _SHORT_NAMES.get(setting, setting)
+
+
 def case_name(labels: Labels, default: str = "as given") -> str:
     """Return what sets a case apart, in one line."""
-    return ", ".join(f"{_SHORT_NAMES.get(name, name)} {value}" for name, value in labels) or default
+    return ", ".join(f"{short_name(name)} {value}" for name, value in labels) or default

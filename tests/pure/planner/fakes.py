@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -90,20 +90,21 @@ def make_load(
 
 
 def make_record(
-    times: Sequence[float], *, arrival: float = 0.0, scheduled: float | None = 0.0, slo: SLO | None = None
+    times: Iterable[float], *, arrival: float = 0.0, scheduled: float | None = 0.0, slo: SLO | None = None
 ) -> RequestRecord:
     """Return a completed request with one token at each time."""
+    deliveries = array("d", times)
     return RequestRecord(
         request_id="r",
         arrival=arrival,
         num_prompt_tokens=10,
         slo=slo,
         scheduled=scheduled,
-        delivery_times=array("d", times),
-        delivery_sizes=array("I", [1] * len(times)),
-        end=times[-1],
+        delivery_times=deliveries,
+        delivery_sizes=array("I", [1] * len(deliveries)),
+        end=deliveries[-1],
         finish_reason="length",
-        num_output_tokens=len(times),
+        num_output_tokens=len(deliveries),
     )
 
 

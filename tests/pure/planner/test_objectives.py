@@ -131,7 +131,7 @@ def test_a_run_that_is_given_up_would_have_missed_its_objective(objective: Objec
         for _ in range(50):
             delay = rng.exponential(scale * 20)
             times = delay + np.cumsum(rng.exponential(scale, size=20))
-            records.append(make_record(times.tolist(), scheduled=delay, slo=slo))
+            records.append(make_record(times, scheduled=delay, slo=slo))
         watch = HopelessWatch(objective.allowances(make_load(50, output=20, slo=slo)), 50, batch=5)
         try:
             for record in records:

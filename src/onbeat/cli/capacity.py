@@ -1,0 +1,199 @@
+"""`onbeat capacity`: the highest rate that a configuration serves within an objective."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from onbeat.cli.args import add_config_flag
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from onbeat.cli.capacity_output import CapacityReport
+    from onbeat.cli.capacity_plan import PlannedCase
+    from onbeat.planner.capacity import Capacity
+    from onbeat.planner.frontier import FrontierPoint, Level
+
+NAME = "capacity"
+HELP = "find the highest request rate that keeps an objective, without the hardware"
+INFEASIBLE = 3
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    from onbeat.cli import simulate_options as options
+    from onbeat.cli.capacity_options import add_capacity_arguments
+    from onbeat.cli.workload_options import add_workload_arguments
+
+    add_config_flag(parser)
+    options.add_hardware_arguments(parser)
+    options.add_fleet_arguments(parser)
+    options.add_policy_arguments(parser)
+    options.add_step_time_arguments(parser)
+    add_workload_arguments(parser)
+    add_capacity_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Search; returns the exit code."""
+    from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
+    from onbeat.cli.capacity_plan import plan_cases
+    from onbeat.report.result import write_document
+
+    console = Console(stderr=True, highlight=False)
+    levels = _levels(args)
+    planned = plan_cases(args)
+    lead = _lead(args, planned)
+    console.print(lead, markup=False, soft_wrap=True)
+    capacities, is_stopped = _search(args, planned, console)
+    points: list[FrontierPoint] = []
+    if levels and not is_stopped:
+        points, is_stopped = _sweep(args, planned, levels, console)
+    report = CapacityReport(
+        title=f"Capacity of {args.model} on {args.device}",
+        lead=lead,
+        settings=_settings(args, planned),
+        capacities=capacities,
+        points=points,
+        is_interrupted=is_stopped,
+    )
+    _show(report)
+    if args.json is not None:
+        write_document(args.json, to_document(report))
+    if args.report is not None:
+        write_page(args.report, report)
+    if is_stopped:
+        return INTERRUPTED
+    return INFEASIBLE if report.is_infeasible else 0
+
+
+def _levels(args: argparse.Namespace) -> list[Level]:
+    from onbeat.cli.args import count
+    from onbeat.cli.capacity_options import numbers
+    from onbeat.planner.frontier import Level
+
+    closed = numbers("--sweep-concurrency", args.sweep_concurrency, count)
+    open_ = numbers("--sweep-rate", args.sweep_rate, float)
+    return [Level(concurrency=each) for each in closed] + [Level(request_rate=each) for each in open_]
+
+
+def _search(
+    args: argparse.Namespace, planned: Sequence[PlannedCase], console: Console
+) -> tuple[list[Capacity], bool]:
+    """Search the capacity of every case; also return whether Ctrl-C ended it."""
+    from onbeat.cli.capacity_progress import CapacityProgress
+    from onbeat.planner.capacity import CapacityTask, Outcome, Repeat, combine_repeats, find_capacity
+    from onbeat.planner.parallel import run_tasks
+    from onbeat.planner.search import SearchOptions
+
+    options = SearchOptions(tolerance=args.tolerance)
+    tasks = [
+        CapacityTask(case=each.case, load=load, objective=each.objective, options=options)
+        for each in planned
+        for load in each.loads
+        if each.objective is not None and not each.error
+    ]
+    labels = [task.case.labels for task in tasks]
+    with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:
+        repeats = iter(
+            run_tasks(
+                find_capacity, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
+            )
+        )
+    capacities = []
+    for each in planned:
+        if each.objective is None:
+            continue
+        if each.error:
+            found: list[Repeat | None] = [Repeat(bracket=None, reason=each.error)]
+        else:
+            found = [next(repeats) for _ in each.loads]
+        capacities.append(combine_repeats(each.case.labels, found))
+    return capacities, any(each.outcome is Outcome.INTERRUPTED for each in capacities)
+
+
+def _sweep(
+    args: argparse.Namespace, planned: Sequence[PlannedCase], levels: Sequence[Level], console: Console
+) -> tuple[list[FrontierPoint], bool]:
+    """Run every case at every level; also return whether Ctrl-C ended it."""
+    from onbeat.cli.capacity_progress import CapacityProgress
+    from onbeat.planner.frontier import LevelTask, run_level
+    from onbeat.planner.parallel import run_tasks
+
+    tasks = [
+        LevelTask(case=each.case, load=each.loads[0], level=level) for each in planned for level in levels
+    ]
+    labels = [task.case.labels for task in tasks]
+    with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:
+        results = run_tasks(
+            run_level, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
+        )
+    points = [point for point in results if point is not None]
+    return points, len(points) < len(tasks)
+
+
+def _show(report: CapacityReport) -> None:
+    from onbeat.cli.capacity_output import INTERRUPTED_NOTE, rich_tables
+    from onbeat.planner.capacity import Outcome
+    from onbeat.planner.cases import case_name
+
+    console = Console()
+    for table in rich_tables(report):
+        console.print(table)
+    for each in report.capacities:
+        if each.outcome is Outcome.UNBOUNDED:
+            console.print(
+                f"note: {case_name(each.labels)}: no rate missed the objective, so the load is too short to "
+                "saturate it; raise --num-prompts",
+                markup=False,
+            )
+    if report.is_infeasible:
+        reasons = [each.reason for each in report.capacities] or [point.error for point in report.points]
+        console.print(f"INFEASIBLE: {reasons[0]}", markup=False, soft_wrap=True)
+    best = report.best
+    if best is not None:
+        low, high = best.interval
+        console.print(
+            f"capacity: {best.rate:.4g} requests/s ({low:.4g} to {high:.4g}) on {best.num_devices} GPU(s), "
+            f"{best.rate_per_device:.4g} per GPU, {case_name(best.labels)}",
+            markup=False,
+            soft_wrap=True,
+        )
+    if report.is_interrupted:
+        console.print(INTERRUPTED_NOTE, style="bold yellow")
+
+
+def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
+    first = planned[0]
+    load = first.loads[0]
+    names = {each.objective.name for each in planned if each.objective is not None}
+    what = f"objective {', '.join(sorted(names))}" if names else "no objective"
+    return (
+        f"{args.model} on {args.device}: {what}; {load.name} load, {len(load)} requests a run, mean "
+        f"{load.num_prompt_tokens.mean():.0f} tokens in and {load.num_output_tokens.mean():.0f} out; "
+        f"{len(planned)} case(s), {len(first.loads)} repeat(s)"
+    )
+
+
+def _settings(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> dict[str, Any]:
+    """Return the flags that were given, and what became of the load."""
+    load = planned[0].loads[0]
+    flags = {
+        name: str(value) if not isinstance(value, (int, float, str, list, type(None))) else value
+        for name, value in vars(args).items()
+        if name not in ("run", "command", "json", "report", "config")
+    }
+    return {
+        "flags": flags,
+        "load": {
+            "name": load.name,
+            "num_requests": len(load),
+            "mean_input_tokens": float(load.num_prompt_tokens.mean()),
+            "mean_output_tokens": float(load.num_output_tokens.mean()),
+        },
+        "num_repeats": len(planned[0].loads),
+    }

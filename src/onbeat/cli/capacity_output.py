@@ -1,0 +1,182 @@
+"""The result of a capacity search as tables, a file and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from onbeat import __version__
+from onbeat.planner.capacity import LEVEL, Capacity, Outcome
+from onbeat.planner.cases import case_name
+from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
+from onbeat.planner.frontier import FrontierPoint
+from onbeat.report.page import Page, heading, notes, table
+
+SCHEMA_VERSION = 1
+INTERRUPTED_NOTE = "interrupted: this is a partial result"
+
+CAPACITY_HEADER = ("case", "requests/s", f"{LEVEL * 100:g} % interval", "GPUs", "per GPU", "what binds")
+FRONTIER_HEADER = (
+    "case",
+    "level",
+    "tokens/s per GPU",
+    "requests/s",
+    "TPOT P50 (ms)",
+    "TBT P99 (ms)",
+    "TTFT P50 (ms)",
+    "TTFT P99 (ms)",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapacityReport:
+    """Everything that a run of the command found."""
+
+    title: str
+    lead: str
+    """What was asked, in a sentence."""
+    settings: dict[str, Any]
+    """What was asked, for the saved file."""
+    capacities: Sequence[Capacity] = ()
+    points: Sequence[FrontierPoint] = ()
+    is_interrupted: bool = False
+
+    @property
+    def best(self) -> Capacity | None:
+        """The case with the highest rate per device; None where none has a capacity."""
+        found = [each for each in self.capacities if each.outcome is Outcome.FOUND]
+        return max(found, key=lambda each: each.rate_per_device, default=None)
+
+    @property
+    def is_infeasible(self) -> bool:
+        """Whether nothing that was asked for can run or keep the objective."""
+        if self.is_interrupted or not (self.capacities or self.points):
+            return False
+        no_capacity = all(each.outcome is Outcome.INFEASIBLE for each in self.capacities)
+        return no_capacity and not any(point.summary for point in self.points)
+
+
+def capacity_rows(capacities: Sequence[Capacity]) -> list[tuple[str, ...]]:
+    """Return the cells of the table of capacities, as `CAPACITY_HEADER` names them."""
+    return [
+        (
+            case_name(each.labels),
+            _rate_text(each),
+            _interval_text(each),
+            str(each.num_devices or "-"),
+            f"{each.rate_per_device:.3f}" if each.rate else "-",
+            each.reason,
+        )
+        for each in capacities
+    ]
+
+
+def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
+    """Return the cells of the table of runs, as `FRONTIER_HEADER` names them."""
+    rows = []
+    for point in points:
+        summary = point.summary
+        if not summary:
+            rows.append((point.series, point.level.name, point.error, *[""] * (len(FRONTIER_HEADER) - 3)))
+            continue
+        keys = ("median_tpot_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms")
+        latencies = ["-" if summary[key] is None else f"{summary[key]:,.1f}" for key in keys]
+        rows.append(
+            (
+                point.series,
+                point.level.name,
+                f"{summary['output_throughput_per_gpu']:,.0f}",
+                f"{summary['request_throughput']:.3f}",
+                *latencies,
+            )
+        )
+    return rows
+
+
+def rich_tables(report: CapacityReport) -> list[Table]:
+    """Return what the terminal shows."""
+    tables = []
+    for title, header, rows, last_left in (
+        ("Capacity", CAPACITY_HEADER, capacity_rows(report.capacities), len(CAPACITY_HEADER) - 1),
+        ("Latency and throughput", FRONTIER_HEADER, frontier_rows(report.points), 0),
+    ):
+        if not rows:
+            continue
+        shown = Table(title=title, title_justify="left")
+        for position, name in enumerate(header):
+            is_text = position in (0, last_left)
+            shown.add_column(name, justify="left" if is_text else "right", overflow="fold")
+        for row in rows:
+            shown.add_row(*row)
+        tables.append(shown)
+    return tables
+
+
+def to_document(report: CapacityReport) -> dict[str, Any]:
+    """Return what is saved."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "capacity",
+        "onbeat_version": __version__,
+        "interrupted": report.is_interrupted,
+        "settings": report.settings,
+        "cases": [each.as_dict() for each in report.capacities],
+        "frontier": [
+            {"case": dict(point.labels), "error": point.error or None, **point.summary}
+            for point in report.points
+        ],
+    }
+
+
+def write_page(path: Path, report: CapacityReport) -> None:
+    """Write one self-contained page.
+
+    Raises
+    ------
+    ConfigError : the file cannot be written.
+    """
+    page = Page()
+    body = heading(report.title, report.lead, _tiles(report))
+    body += notes([INTERRUPTED_NOTE] if report.is_interrupted else [])
+    if report.capacities:
+        body += "<h2>Capacity</h2>\n" + table(CAPACITY_HEADER, capacity_rows(report.capacities))
+        body += page.grid(_capacity_figures(report.capacities))
+    if report.points:
+        body += "<h2>Latency and throughput</h2>\n" + page.grid(frontier_figures(report.points))
+        body += table(FRONTIER_HEADER, frontier_rows(report.points))
+    page.write(path, report.title, body)
+
+
+def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:
+    axes = axes_of([each.labels for each in capacities])
+    return [capacity_figure(capacities), *(capacity_over_figure(capacities, axis) for axis in axes)]
+
+
+def _tiles(report: CapacityReport) -> list[tuple[str, str]]:
+    best = report.best
+    if best is None:
+        return []
+    return [
+        ("requests/s per GPU, the best case", f"{best.rate_per_device:.3f}"),
+        ("requests/s", _rate_text(best)),
+        ("the best case", case_name(best.labels)),
+    ]
+
+
+def _rate_text(each: Capacity) -> str:
+    if each.outcome is Outcome.INFEASIBLE:
+        return "INFEASIBLE"
+    prefix = {Outcome.FOUND: "", Outcome.UNBOUNDED: "above ", Outcome.INTERRUPTED: "at least "}[each.outcome]
+    return f"{prefix}{each.rate:.4g}"
+
+
+def _interval_text(each: Capacity) -> str:
+    low, high = each.interval
+    if each.outcome is Outcome.INFEASIBLE:
+        return "-"
+    return f"{low:.4g} to {high:.4g}" if isfinite(high) else f"{low:.4g} or more"

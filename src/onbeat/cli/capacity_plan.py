@@ -1,0 +1,139 @@
+"""From the flags of `onbeat capacity` to the cases and loads that it compares."""
+
+from __future__ import annotations
+
+import argparse
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from onbeat.cli.capacity_options import TBT, parse_vary
+from onbeat.cli.simulate_options import replica_settings
+from onbeat.cli.workload_settings import offered_load, slo_options
+from onbeat.core.errors import ConfigError
+from onbeat.planner.cases import Labels
+from onbeat.planner.grid import ReplicaCase, settings_grid
+from onbeat.planner.objective import Objective
+from onbeat.planner.objectives import parse_objective
+from onbeat.scheduler.replica.token_budget import mean_decode_context
+from onbeat.simulator.setup import AUTO, ReplicaSettings, Simulation, build_simulation
+from onbeat.workload.offered import OfferedLoad
+
+_PLENTY_OF_BLOCKS = 1 << 24
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedCase:
+    """A configuration, what it is judged by, and the load of each repeat."""
+
+    case: ReplicaCase
+    objective: Objective | None
+    loads: tuple[OfferedLoad, ...]
+    error: str = ""
+    """Why the configuration cannot run at all: its memory, as a rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    labels: Labels
+    settings: ReplicaSettings
+    simulation: Simulation | None
+    error: str = ""
+
+
+def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
+    """Return every configuration that the flags name.
+
+    Raises
+    ------
+    ConfigError : bad input. A model that does not fit its devices is not: that is a case which cannot run.
+    """
+    axes = parse_vary(args.vary)
+    objectives_ms = axes.pop(TBT, [])
+    drafts = _draft_cases(replica_settings(args), axes)
+    planned: list[PlannedCase] = []
+    for tbt_ms in objectives_ms or [None]:
+        own_args = args if tbt_ms is None else _with_tbt(args, tbt_ms)
+        objective = _objective(own_args)
+        loads = _loads(own_args, drafts)
+        if objective is not None:
+            objective.allowances(loads[0])  # refuses a load that it cannot judge
+        for draft in drafts:
+            labels = draft.labels if tbt_ms is None else (*draft.labels, (TBT, f"{tbt_ms:g}"))
+            case = ReplicaCase(
+                settings=draft.settings,
+                labels=labels,
+                tbt=slo_options(own_args).tbt,
+                context_tokens=_context_tokens(draft, loads[0]),
+            )
+            planned.append(PlannedCase(case=case, objective=objective, loads=loads, error=draft.error))
+    return planned
+
+
+def _with_tbt(args: argparse.Namespace, tbt_ms: float) -> argparse.Namespace:
+    changed = copy(args)
+    changed.slo_tbt_ms = tbt_ms
+    return changed
+
+
+def _objective(args: argparse.Namespace) -> Objective | None:
+    is_sweep = args.sweep_concurrency is not None or args.sweep_rate is not None
+    if args.objective is None and is_sweep:
+        return None
+    slo = slo_options(args)
+    return parse_objective(args.objective or "sarathi", tbt=slo.tbt, mode=slo.mode)
+
+
+def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Draft]:
+    """Build each configuration once: bad input comes to light before anything runs."""
+    drafts, refusals = [], []
+    for labels, settings in settings_grid(base, axes):
+        # What an automatic budget needs to know of the load is not known yet.
+        is_auto = settings.max_num_batched_tokens == AUTO
+        trial = replace(settings, max_num_batched_tokens=None) if is_auto else settings
+        try:
+            drafts.append(_Draft(labels=labels, settings=settings, simulation=build_simulation(trial)))
+        except ConfigError as error:
+            drafts.append(_Draft(labels=labels, settings=settings, simulation=None, error=str(error)))
+            if not _fits_with_plenty_of_memory(trial):
+                refusals.append(error)
+    if len(refusals) == len(drafts):
+        raise refusals[0]
+    return drafts
+
+
+def _fits_with_plenty_of_memory(settings: ReplicaSettings) -> bool:
+    try:
+        build_simulation(replace(settings, num_blocks=_PLENTY_OF_BLOCKS))
+    except ConfigError:
+        return False
+    return True
+
+
+def _loads(args: argparse.Namespace, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
+    """Return the load of each repeat; one for all where the seed changes nothing."""
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats is {args.repeats}; it must be at least 1")
+    longest = [draft.simulation.config.scheduler.max_model_len for draft in drafts if draft.simulation]
+    max_model_len = max(longest) if longest else _PLENTY_OF_BLOCKS
+    loads = [
+        offered_load(args, max_model_len=max_model_len, seed=args.seed + repeat)
+        for repeat in range(args.repeats)
+    ]
+    return (loads[0],) if all(_are_equal(loads[0], load) for load in loads[1:]) else tuple(loads)
+
+
+def _are_equal(a: OfferedLoad, b: OfferedLoad) -> bool:
+    columns = ("arrivals", "num_prompt_tokens", "num_output_tokens", "class_ids")
+    return all(np.array_equal(getattr(a, name), getattr(b, name)) for name in columns)
+
+
+def _context_tokens(draft: _Draft, load: OfferedLoad) -> int:
+    """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
+    context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
+    if draft.simulation is None:
+        return context
+    limits = draft.simulation.config.scheduler
+    return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))

@@ -1,0 +1,165 @@
+"""Figures of capacities and of throughput against latency, as plain Plotly descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+from onbeat.planner.capacity import Capacity, Outcome
+from onbeat.planner.cases import Labels, case_name, short_name
+from onbeat.planner.frontier import FrontierPoint, group_points
+from onbeat.report.charts import COLOURS, tradeoff_figure
+from onbeat.report.page import Figure
+from onbeat.report.result import AnyResult, RunResult
+
+TITLES = {
+    "median_tpot_ms": "Median TPOT against throughput",
+    "median_ttft_ms": "Median TTFT against throughput",
+    "p99_itl_ms": "P99 TBT against throughput",
+}
+RATE_TITLES = {
+    "median_ttft_ms": "Median TTFT against request rate",
+    "p99_itl_ms": "P99 TBT against request rate",
+}
+
+
+def capacity_figure(capacities: Sequence[Capacity]) -> Figure | None:
+    """Return the capacity of each case per device, with its interval; None where no case has one."""
+    found = [each for each in capacities if each.rate > 0 and each.num_devices]
+    if not found:
+        return None
+    bars = {
+        "type": "bar",
+        "x": [case_name(each.labels) for each in found],
+        "y": [each.rate_per_device for each in found],
+        "error_y": _error_bars(found),
+        "customdata": [each.reason for each in found],
+        "marker": {"color": COLOURS[0]},
+        "hovertemplate": "%{y:.3f} requests/s per GPU<br>%{customdata}<extra>%{x}</extra>",
+    }
+    layout = {
+        "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
+        "xaxis": {"automargin": True, "type": "category"},
+        "height": 360,
+    }
+    return {"title": "Capacity", "data": [bars], "layout": layout}
+
+
+def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | None:
+    """Return the capacity per device over one numeric setting, a line for each combination of the others.
+
+    Over the TBT objective this is the plot of Sarathi-Serve (OSDI 2024, figure 12).
+
+    Returns
+    -------
+    None unless the setting has two values or more, all of them numbers.
+    """
+    series: dict[str, list[tuple[float, Capacity]]] = {}
+    for each in capacities:
+        labels = dict(each.labels)
+        value = _number(labels.pop(axis, ""))
+        if value is not None and each.outcome is not Outcome.INTERRUPTED:
+            series.setdefault(case_name(tuple(labels.items())), []).append((value, each))
+    if len({value for points in series.values() for value, _ in points}) < 2:
+        return None
+    lines = []
+    for position, (name, points) in enumerate(series.items()):
+        points.sort(key=lambda point: point[0])
+        members = [each for _, each in points]
+        line = _line(
+            name,
+            position,
+            hover="%{y:.3f} requests/s per GPU at %{x}<br>%{customdata}",
+            x=[value for value, _ in points],
+            y=[each.rate_per_device for each in members],
+        )
+        lines.append(
+            line | {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
+        )
+    layout = {
+        "xaxis": {"title": {"text": short_name(axis)}},
+        "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
+        "showlegend": len(lines) > 1,
+        "height": 340,
+    }
+    return {"title": f"Capacity over {short_name(axis)}", "data": lines, "layout": layout}
+
+
+def axes_of(cases: Sequence[Labels]) -> list[str]:
+    """Return the settings in which cases differ, in their order."""
+    return list(dict.fromkeys(name for labels in cases for name, _ in labels))
+
+
+def frontier_figures(points: Sequence[FrontierPoint]) -> list[Figure]:
+    """Return latency against output tokens/s per GPU, one line a case, as MLC's engine study plots it.
+
+    Points of an open loop are also shown over the request rate, as Sarathi-Serve plots them.
+    """
+    results: list[AnyResult] = [
+        RunResult(title=f"{point.series} {point.level.name}", series=point.series, summary=point.summary)
+        for point in points
+        if point.summary
+    ]
+    figures = [tradeoff_figure(results, key, title) for key, title in TITLES.items()]
+    open_loop = [point for point in points if point.level.request_rate is not None]
+    figures += [_over_rate_figure(open_loop, key, title) for key, title in RATE_TITLES.items()]
+    return [figure for figure in figures if figure is not None]
+
+
+def _over_rate_figure(points: Sequence[FrontierPoint], key: str, title: str) -> Figure | None:
+    lines = []
+    for position, (series, members) in enumerate(group_points(points).items()):
+        drawn = [point for point in members if point.summary.get(key) is not None]
+        lines.append(
+            _line(
+                series,
+                position,
+                hover="%{y:.1f} ms at %{x:g} requests/s",
+                x=[point.level.request_rate or 0.0 for point in drawn],
+                y=[point.summary[key] for point in drawn],
+            )
+        )
+    if not lines:
+        return None
+    layout = {
+        "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "showlegend": len(lines) > 1,
+        "height": 340,
+    }
+    return {"title": title, "data": lines, "layout": layout}
+
+
+def _line(name: str, position: int, *, hover: str, x: list[float], y: list[float]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": name,
+        "x": x,
+        "y": y,
+        "line": {"color": COLOURS[position % len(COLOURS)], "width": 2},
+        "marker": {"size": 7},
+        "hovertemplate": hover + "<extra>%{fullData.name}</extra>",
+    }
+
+
+def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
+    """Return the interval of each capacity; an end that is not known is drawn as none."""
+
+    def length(each: Capacity, end: float) -> float:
+        return abs(end - each.rate) / each.num_devices if isfinite(end) and each.num_devices else 0.0
+
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [length(each, each.interval[1]) for each in capacities],
+        "arrayminus": [length(each, each.interval[0]) for each in capacities],
+    }
+
+
+def _number(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
