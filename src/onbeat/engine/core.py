@@ -100,15 +100,18 @@ class EngineCore:
         start = self._clock()
         scheduled = scheduler.schedule(start)
         num_preemptions = scheduler.num_preemptions - before[0]
+        predicted_seconds = None
         if scheduled is not None:
             end = self._clock()
-            model = scheduler.step_time_model
+            future = self._executor.submit(scheduled)
+            if scheduler.step_time_model is not None:
+                predicted_seconds = scheduler.step_time_model.step_time(scheduled.shape)
             self._in_flight.append(
                 _StepInFlight(
                     scheduled,
-                    self._executor.submit(scheduled),
+                    future,
                     end,
-                    None if model is None else model.step_time(scheduled.shape),
+                    predicted_seconds,
                     end - start,
                     num_preemptions,
                     scheduler.num_prefix_queries - before[1],
@@ -116,7 +119,9 @@ class EngineCore:
                 )
             )
         if self._recorder is not None:  # the step runs meanwhile
-            self._recorder.schedule(scheduled, start, num_preempted=num_preemptions)
+            self._recorder.schedule(
+                scheduled, start, num_preempted=num_preemptions, predicted_seconds=predicted_seconds
+            )
         return scheduled is not None
 
     def _collect(self, step: _StepInFlight) -> StepOutputs:

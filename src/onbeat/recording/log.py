@@ -95,6 +95,8 @@ class ScheduleCall:
     admitted: tuple[RecordedAdmission, ...] = ()
     released: tuple[int | str, ...] = ()
     """Numbers; an id where the writer no longer knew the number."""
+    predicted_seconds: float | None = None
+    """What the scheduler's step-time model expected of the step, right after it was planned."""
 
 
 @dataclass(frozen=True, slots=True)

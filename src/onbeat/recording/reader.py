@@ -191,6 +191,7 @@ def _schedule_call(values: Mapping[str, Any]) -> ScheduleCall:
             for request, num_output, ids in values.get("admitted", ())
         ),
         released=tuple(values.get("released", ())),
+        predicted_seconds=values.get("predicted_seconds"),
     )
 
 

@@ -128,7 +128,14 @@ class RecordWriter:
             self._write({"call": "abort", "now": now, "requests": numbers})
 
     @_guarded
-    def schedule(self, scheduled: SchedulerOutput | None, now: float, *, num_preempted: int) -> None:
+    def schedule(
+        self,
+        scheduled: SchedulerOutput | None,
+        now: float,
+        *,
+        num_preempted: int,
+        predicted_seconds: float | None = None,
+    ) -> None:
         """Log a plan.
 
         Of calls in a row that neither plan nor preempt anything only the first is logged: they change
@@ -139,6 +146,7 @@ class RecordWriter:
         scheduled : what `Scheduler.schedule` returned.
         now : the time that it was given; seconds.
         num_preempted : requests that it took out of the batch.
+        predicted_seconds : what the scheduler's step-time model then expected of the step.
         """
         if scheduled is None:
             if num_preempted or not self._is_idle:
@@ -146,6 +154,8 @@ class RecordWriter:
                 self._is_idle = True
             return
         call: dict[str, Any] = {"call": "schedule", "now": now, "step_id": scheduled.step_id}
+        if predicted_seconds is not None:
+            call["predicted_seconds"] = predicted_seconds
         if scheduled.released_ids:
             call["released"] = [self._release(request_id) for request_id in scheduled.released_ids]
         if scheduled.admitted:

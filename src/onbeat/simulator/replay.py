@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from math import isclose
 from typing import Any
 
 from onbeat.core.errors import ConfigError
@@ -63,6 +64,8 @@ class ReplayResult:
     num_preemptions: int = 0
     num_prefix_hits: int = 0
     """Prompt tokens found in the prefix cache."""
+    num_predictions: int = 0
+    """Recorded step-time predictions that were compared with those of the model, which learns as it goes."""
     difference: Difference | None = None
 
     @property
@@ -168,6 +171,13 @@ class Replay:
         self.result.num_rows += len(call.rows)
         for what, recorded, replayed in self._sides(call, scheduled):
             self._compare(call.step_id, what, recorded, replayed)
+        model = self.scheduler.step_time_model
+        if model is not None and call.predicted_seconds is not None:
+            self.result.num_predictions += 1
+            seconds = model.step_time(scheduled.shape)
+            # Logarithms may differ in the last digit from machine to machine.
+            if not isclose(seconds, call.predicted_seconds, rel_tol=1e-9):
+                self._compare(call.step_id, "predicted seconds", call.predicted_seconds, seconds)
 
     def _sides(self, call: ScheduleCall, scheduled: SchedulerOutput) -> Iterator[tuple[str, Any, Any]]:
         """Yield each part of a step as it was recorded and as it is now."""

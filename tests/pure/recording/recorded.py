@@ -8,6 +8,7 @@ from pathlib import Path
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import RecordWriter, create_record
 from onbeat.scheduler.config import SchedulerConfig
@@ -27,8 +28,15 @@ def make_header(config: SchedulerConfig, **changes) -> RecordHeader:
 class RecordedRun:
     """Steps a scheduler; a token is its position, so that requests of equal start share prefixes."""
 
-    def __init__(self, config: SchedulerConfig, writer: RecordWriter, *, depth: int = 1) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        writer: RecordWriter,
+        *,
+        depth: int = 1,
+        model: StepTimeModel | None = None,
+    ) -> None:
+        self.scheduler = Scheduler(config, model)
         self.writer = writer
         self.depth = depth
         self.now = 100.0
@@ -54,7 +62,13 @@ class RecordedRun:
     def step(self) -> None:
         now, before = self.tick(), self.scheduler.num_preemptions
         scheduled = self.scheduler.schedule(now)
-        self.writer.schedule(scheduled, now, num_preempted=self.scheduler.num_preemptions - before)
+        model = self.scheduler.step_time_model
+        self.writer.schedule(
+            scheduled,
+            now,
+            num_preempted=self.scheduler.num_preemptions - before,
+            predicted_seconds=model.step_time(scheduled.shape) if model and scheduled else None,
+        )
         if scheduled is not None:
             self.steps.append(scheduled)
             self.in_flight.append(scheduled)
@@ -94,6 +108,8 @@ class RecordedRun:
         self.writer.close()
 
 
-def start_run(path: Path, config: SchedulerConfig, *, depth: int = 1) -> RecordedRun:
+def start_run(
+    path: Path, config: SchedulerConfig, *, depth: int = 1, model: StepTimeModel | None = None
+) -> RecordedRun:
     writer = create_record(path)(make_header(config, max_in_flight_steps=depth))
-    return RecordedRun(config, writer, depth=depth)
+    return RecordedRun(config, writer, depth=depth, model=model)

@@ -12,6 +12,9 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.correction import OnlineCorrection
+from onbeat.perfmodel.predictor import Predictor
 from onbeat.recording.reader import Recording
 from onbeat.simulator.replay import Replay, scheduler_config
 from onbeat.simulator.replay_forecast import forecast_with_model, forecast_with_recorded_times
@@ -27,9 +30,9 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "run.gz"
 
 
-def run_some(path: Path, *, num_requests: int = 8) -> RecordedRun:
-    run = start_run(path, make_config(num_blocks=24))
-    for index in range(num_requests):
+def run_some(path: Path, *, model: StepTimeModel | None = None) -> RecordedRun:
+    run = start_run(path, make_config(num_blocks=24), model=model)
+    for index in range(8):
         run.add(make_request(f"r{index}", 30 + 7 * index, 40, arrival=run.now))
         for _ in range(3):
             run.step()
@@ -114,6 +117,30 @@ def test_the_step_time_model_is_told_of_every_step(path: Path) -> None:
             for index, step in enumerate(steps)
         ]
     )
+
+
+def learning_model() -> Predictor:
+    return Predictor(lambda shape: 0.01 + 1e-3 * shape.num_new_tokens, correction=OnlineCorrection())
+
+
+def test_a_model_that_learns_predicts_the_same_again(path: Path) -> None:
+    model = learning_model()
+    run = run_some(path, model=model)
+    replayed = learning_model()
+    result = Replay(Recording(path), replayed).run()
+    assert result.difference is None
+    assert result.num_predictions == len(run.steps)
+    shapes = [step.shape for step in run.steps]
+    learned = [replayed.step_time(shape) for shape in shapes]
+    assert learned == [model.step_time(shape) for shape in shapes]
+    assert learned != [learning_model().step_time(shape) for shape in shapes], "it learned something"
+
+
+def test_a_model_that_learns_otherwise_is_noticed(path: Path) -> None:
+    run_some(path, model=learning_model())
+    difference = Replay(Recording(path), Predictor(lambda shape: 0.02)).run().difference
+    assert difference is not None
+    assert difference.what == "predicted seconds"
 
 
 def a_step(number: int, *, planned: float, end: float, seconds: float, idle: bool = False) -> RecordedStep:
