@@ -1,0 +1,140 @@
+"""What a device can do: memory, bandwidth, arithmetic and links, from data sheets or from a measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+import yaml
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.measure_cpu import CPULimits, measure_cpu, memory_bytes_of_machine
+from onbeat.perfmodel.precision import BYTES
+
+CPU = "cpu"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Limits of one device. Rates are peaks; what of them can be reached is the roofline's matter."""
+
+    id: str
+    name: str
+    architecture: str
+    memory_bytes: float
+    memory_bandwidth: float
+    """Bytes per second."""
+    peak_flops: Mapping[str, float]
+    """Number format -> dense floating-point operations per second."""
+    nvlink_bandwidth: float | None = None
+    """Bytes per second of one device, both directions together; None without such links."""
+    pcie_bandwidth: float | None = None
+    """Bytes per second, both directions together."""
+    tdp_watts: float | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def peak(self, dtype: str) -> float:
+        """Return the peak arithmetic rate in a number format, operations per second.
+
+        Raises
+        ------
+        ConfigError : the device has no arithmetic of this format.
+        """
+        try:
+            return self.peak_flops[dtype]
+        except KeyError:
+            known = ", ".join(self.peak_flops)
+            raise ConfigError(f"{self.name} does not compute in {dtype}; it has {known}") from None
+
+    @property
+    def link_bandwidth(self) -> float | None:
+        """Bytes per second to another device of the same replica, in one direction; None with no link."""
+        both = self.nvlink_bandwidth or self.pcie_bandwidth
+        return None if both is None else both / 2
+
+
+def device_ids() -> tuple[str, ...]:
+    """Return the ids that `find_device` takes."""
+    return (*_table(), CPU)
+
+
+def find_device(device_id: str) -> DeviceSpec:
+    """Return a device by its id; `cpu` is this machine, measured once a process (under 2 s).
+
+    Raises
+    ------
+    ConfigError : an unknown id; near matches are named.
+    """
+    if device_id == CPU:
+        return _measured_cpu()
+    try:
+        return _table()[device_id]
+    except KeyError:
+        near = get_close_matches(device_id.lower(), device_ids(), n=2, cutoff=0.4)
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        known = ", ".join(device_ids())
+        raise ConfigError(f"unknown device {device_id!r}: {hint}known are {known}") from None
+
+
+def cpu_device(
+    *, memory_bandwidth: float, peak_flops: float | Mapping[str, float], memory_bytes: float | None = None
+) -> DeviceSpec:
+    """Return this machine as a device with measured limits.
+
+    Parameters
+    ----------
+    memory_bandwidth : bytes per second that all used threads together read.
+    peak_flops : operations per second of a matrix product, of every number format or by format.
+    memory_bytes : of the machine if not given.
+
+    Raises
+    ------
+    ConfigError : a limit that is not above 0.
+    """
+    rates = peak_flops if isinstance(peak_flops, Mapping) else dict.fromkeys(BYTES, peak_flops)
+    if not (memory_bandwidth > 0 and all(rate > 0 for rate in rates.values())):
+        raise ConfigError(
+            f"CPU limits must be above 0; got {memory_bandwidth:g} bytes/s and {dict(rates)} operations/s"
+        )
+    return DeviceSpec(
+        id=CPU,
+        name="this CPU",
+        architecture=CPU,
+        memory_bytes=memory_bytes if memory_bytes is not None else memory_bytes_of_machine(),
+        memory_bandwidth=memory_bandwidth,
+        peak_flops=MappingProxyType(dict(rates)),
+        sources={"all": "measured on this machine"},
+    )
+
+
+@cache
+def _measured_cpu() -> DeviceSpec:
+    limits: CPULimits = measure_cpu()
+    return cpu_device(memory_bandwidth=limits.memory_bandwidth, peak_flops=limits.peak_flops)
+
+
+@cache
+def _table() -> Mapping[str, DeviceSpec]:
+    text = files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text("utf-8")
+    return MappingProxyType({id_: _from_yaml(id_, entry) for id_, entry in yaml.safe_load(text).items()})
+
+
+def _from_yaml(device_id: str, entry: Mapping[str, Any]) -> DeviceSpec:
+    nvlink = entry["nvlink_gb_s"]
+    return DeviceSpec(
+        id=device_id,
+        name=entry["name"],
+        architecture=entry["architecture"],
+        memory_bytes=entry["memory_gib"] * 2**30,
+        memory_bandwidth=entry["memory_bandwidth_gb_s"] * 1e9,
+        peak_flops=MappingProxyType({dtype: tera * 1e12 for dtype, tera in entry["peak_tflops"].items()}),
+        nvlink_bandwidth=None if nvlink is None else nvlink * 1e9,
+        pcie_bandwidth=entry["pcie_gb_s"] * 1e9,
+        tdp_watts=float(entry["tdp_watts"]),
+        sources=MappingProxyType(entry["sources"]),
+    )

@@ -1,0 +1,84 @@
+"""Where a model's configuration comes from: the package, a file, a directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+
+CONFIG_NAME = "config.json"
+
+
+@cache
+def packaged_configs() -> Mapping[str, Mapping[str, Any]]:
+    """Return the configurations in the package, by file name without its ending."""
+    found: dict[str, Mapping[str, Any]] = {}
+    for entry in sorted(files("onbeat.perfmodel").joinpath("data", "models").iterdir(), key=lambda e: e.name):
+        if entry.name.endswith(".json"):
+            found[entry.name.removesuffix(".json")] = json.loads(entry.read_text("utf-8"))
+    return found
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """Every name a packaged configuration goes by (lower case) -> its file name."""
+    names: dict[str, str] = {}
+    for stem, config in packaged_configs().items():
+        for hub_id in config["hub_ids"]:
+            names[hub_id.lower()] = stem
+            names.setdefault(hub_id.rpartition("/")[2].lower(), stem)
+        names[stem.lower()] = stem
+    return names
+
+
+def read_model_config(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
+    """Return a model's name and its configuration as Hugging Face writes it.
+
+    Parameters
+    ----------
+    name_or_path : the name of a packaged configuration, a hub id (letters of either case), a `config.json`,
+        or a directory that holds one.
+
+    Raises
+    ------
+    ConfigError : an unknown name (near matches are named), or a file that is not a JSON object.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_dir():
+        path = path / CONFIG_NAME
+        if not path.is_file():
+            raise ConfigError(
+                f"{name_or_path} holds no {CONFIG_NAME}; give a model's directory or its {CONFIG_NAME}"
+            )
+    if path.is_file():
+        name = path.parent.resolve().name if path.name == CONFIG_NAME else path.stem
+        return name, _read_json(path)
+    stem = _names().get(name_or_path.lower())
+    if stem is None:
+        raise ConfigError(_unknown(name_or_path))
+    return stem, packaged_configs()[stem]
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} holds a {type(config).__name__}; a model's configuration is a JSON object")
+    return config
+
+
+def _unknown(name: str) -> str:
+    near = get_close_matches(name.lower().rpartition("/")[2], list(_names()), n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(near)}? " if near else ""
+    return (
+        f"unknown model {name!r}: {hint}"
+        f"Known: {', '.join(packaged_configs())}; or give the path of a config.json or of its directory"
+    )

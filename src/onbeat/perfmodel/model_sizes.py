@@ -1,0 +1,140 @@
+"""Sizes of a decoder-only transformer, and the sums that follow from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """Sizes of one model, dense or mixture of experts.
+
+    Counts leave biases and learned positions out (together under 0.5 % of any model here).
+
+    Raises
+    ------
+    ConfigError : a size below 1, query heads that KV heads do not divide, more experts a token than exist.
+    """
+
+    name: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    """Width of the dense MLP; of layers with experts see `moe_intermediate_size`."""
+    vocab_size: int
+    max_position_embeddings: int
+    is_gated_mlp: bool = True
+    """Whether the MLP has three matrices (gate, up, down) or two."""
+    ties_embeddings: bool = False
+    num_experts: int = 0
+    num_experts_per_token: int = 0
+    moe_intermediate_size: int = 0
+    shared_intermediate_size: int = 0
+    """Width of the experts that every token passes, together; 0 for none."""
+    num_moe_layers: int = 0
+    sliding_window: int | None = None
+    """Most tokens that a windowed layer attends to."""
+    num_sliding_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ConfigError(
+                    f"model {self.name}: {name} is {getattr(self, name)}; it must be at least 1"
+                )
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"model {self.name}: {self.num_heads} query heads cannot share "
+                f"{self.num_kv_heads} KV heads evenly"
+            )
+        if self.num_moe_layers and not 1 <= self.num_experts_per_token <= self.num_experts:
+            raise ConfigError(
+                f"model {self.name}: {self.num_experts_per_token} experts a token of {self.num_experts}"
+            )
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether any layer has experts."""
+        return self.num_moe_layers > 0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Weights of one layer's attention: Q, K, V and output projections."""
+        return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Weights of one dense layer's MLP."""
+        return self._mlp(self.intermediate_size)
+
+    @property
+    def expert_parameters(self) -> int:
+        """Weights of one expert of one layer."""
+        return self._mlp(self.moe_intermediate_size)
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Weights of the input embedding; the LM head has as many, or shares them."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def dense_parameters(self) -> int:
+        """Weights in the layers that every token passes, experts apart."""
+        per_moe_layer = self.hidden_size * self.num_experts + self._mlp(self.shared_intermediate_size)
+        return (
+            self.num_layers * (self.attention_parameters + 2 * self.hidden_size)
+            + (self.num_layers - self.num_moe_layers) * self.mlp_parameters
+            + self.num_moe_layers * per_moe_layer
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights of all layers, all experts."""
+        return self.dense_parameters + self.num_moe_layers * self.num_experts * self.expert_parameters
+
+    @property
+    def active_layer_parameters(self) -> int:
+        """Weights of the layers that one token is multiplied with."""
+        return (
+            self.dense_parameters + self.num_moe_layers * self.num_experts_per_token * self.expert_parameters
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights, tied ones counted once."""
+        return self.layer_parameters + self.embedding_parameters * (1 if self.ties_embeddings else 2)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Weights that one token uses, both embeddings included."""
+        inactive = self.layer_parameters - self.active_layer_parameters
+        return self.num_parameters - inactive
+
+    def weight_bytes(self, precision: Precision) -> float:
+        """Return the bytes of all weights."""
+        embeddings = self.embedding_parameters * (1 if self.ties_embeddings else 2)
+        return self.layer_parameters * precision.weight_bytes + embeddings * precision.embedding_bytes
+
+    def kv_bytes_per_token(self, precision: Precision) -> float:
+        """Return the KV-cache bytes of one token in all layers, kept also beyond a sliding window."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * precision.kv_bytes
+
+    def _mlp(self, width: int) -> int:
+        return (3 if self.is_gated_mlp else 2) * self.hidden_size * width
+
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+)
