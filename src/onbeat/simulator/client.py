@@ -63,7 +63,8 @@ class Clients:
         self._rows = rows
         self.num_requests = len(load) if rows is None else len(rows)
         self._num_sent = 0
-        self._num_under_way = 0
+        self.num_under_way = 0
+        """Requests sent that have not ended."""
         self._first_buffered = 0
         self._buffer: list[tuple[int, float, int, int]] = []
         """(row, arrival, prompt tokens, output tokens) of requests about to be sent"""
@@ -75,7 +76,7 @@ class Clients:
         """Make the next request; it arrives now."""
         index, _, num_prompt_tokens, num_output_tokens = self._buffer[self._num_sent - self._first_buffered]
         self._num_sent += 1
-        self._num_under_way += 1
+        self.num_under_way += 1
         self._find_next(now)
         request_id = str(index)
         load = self._load
@@ -99,12 +100,12 @@ class Clients:
 
     def on_finish(self, now: float) -> None:
         """Let the next request be sent, if it was waiting for one to end."""
-        self._num_under_way -= 1
+        self.num_under_way -= 1
         if self.next_time == inf:
             self._find_next(now)
 
     def _find_next(self, now: float) -> None:
-        if self._num_sent == self.num_requests or self._num_under_way >= self._max_concurrency:
+        if self._num_sent == self.num_requests or self.num_under_way >= self._max_concurrency:
             self.next_time = inf
             return
         offset = self._num_sent - self._first_buffered
@@ -148,9 +149,7 @@ class _BlockHashes:
         self._block_size = block_size
         self._num_parts = load.block_size // block_size
         self._num_joined = block_size // load.block_size
-        if max(load.block_size % block_size, block_size % load.block_size) and (
-            load.block_size % block_size and block_size % load.block_size
-        ):
+        if load.block_size % block_size and block_size % load.block_size:
             raise ConfigError(
                 f"the {load.name} load has ids for blocks of {load.block_size} tokens, which KV blocks of "
                 f"{block_size} tokens neither divide nor are a multiple of; choose a block_size that does"

@@ -48,6 +48,7 @@ class EventLoop:
             if heap and heap[0][0] < now:
                 now = heap[0][0]
             if now == inf:
+                assert not clients.num_under_way, "nothing runs, but a request has not ended"
                 return
             called = self._end_steps(now)
             while clients.next_time <= now:

@@ -21,6 +21,8 @@ from onbeat.simulator.step_times import refuse
 _STEPS_AT_ONCE = 8
 """Steps predicted at a time where an arrival may, but need not, come to this replica."""
 
+_MOST_EMPTY_PLANS = 2
+
 
 class VirtualReplica(Protocol):
     """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`."""
@@ -92,6 +94,8 @@ class SerialReplica:
         """Ends of the steps of the run, as far as they are predicted."""
         self._num_left = 0
         """Steps that the run may still have beyond those predicted."""
+        self._first_context = 0
+        """`decode_context_tokens` of the first step; the shape itself moves on with each prediction."""
         self._num_steps = 0
         self._busy_since = inf
         self._busy_seconds = 0.0
@@ -131,8 +135,7 @@ class SerialReplica:
             self.started = self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, ends)
         if self._observer is not None:
-            num_ahead = num_steps * scheduled.shape.num_lm_head_rows
-            scheduled.shape.decode_context_tokens -= num_ahead  # back to what the first step read
+            scheduled.shape.decode_context_tokens = self._first_context
             stats = step_stats(self.scheduler, scheduled, self._counts, self._start, now)
             self._observer.on_step(self._index, stats)
         return finished
@@ -151,6 +154,7 @@ class SerialReplica:
             self._busy_since = inf
             return
         self._scheduled, self._start = scheduled, now
+        self._first_context = scheduled.shape.decode_context_tokens
         self._num_left = scheduled.max_repeats
         self._ends = array("d")
         self._look_ahead(scheduled, now, next_arrival)
@@ -183,9 +187,16 @@ class SerialReplica:
 
 
 def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
-    """Plan a step; a plan that only preempts makes room for another at the same time."""
-    while True:
+    """Plan a step; None where nothing can run before something else happens.
+
+    A scheduler may also plan nothing because it only preempted, or because a policy that takes turns found
+    nobody for this one: the next plan, at the same time, is another.
+    """
+    num_empty = 0
+    while scheduler.num_unfinished and num_empty < _MOST_EMPTY_PLANS:
         num_preemptions = scheduler.num_preemptions
         scheduled = scheduler.schedule(now, repeats=repeats)
-        if scheduled is not None or scheduler.num_preemptions == num_preemptions:
+        if scheduled is not None:
             return scheduled
+        num_empty += scheduler.num_preemptions == num_preemptions
+    return None

@@ -1,0 +1,120 @@
+"""Simulated waiting times against queueing theory: one server, one prompt a step, one output token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.simulate import simulate
+from tests.pure.simulator.loads import ShapeTime, make_config, make_load
+
+SEEDS = range(5)
+
+
+def poisson(num_requests: int, rate: float, seed: int) -> np.ndarray:
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, num_requests))
+
+
+def server(longest_prompt: int, *, pipeline: int = 1) -> SimulationConfig:
+    """One prompt in a step, or in each of its stages."""
+    limits = {
+        "max_num_seqs": pipeline,
+        "max_num_batched_tokens": longest_prompt,
+        "max_model_len": longest_prompt + 16,
+        "num_blocks": pipeline * (longest_prompt // 16 + 2),
+    }
+    return make_config(scheduler=limits, pipeline=pipeline)
+
+
+def mean_ttft(result: SimulationResult) -> float:
+    return float(np.mean([record.ttft for record in result.records]))
+
+
+def equal_prompts(rate: float, *, service: float, num_requests: int, pipeline: int = 1) -> float:
+    """Return the mean TTFT of equal prompts that take `service` seconds each, over five seeds."""
+    config = server(2, pipeline=pipeline)
+    model = ShapeTime(lambda shape: service)
+    ones = np.ones(num_requests, dtype=np.int64)
+    runs = [
+        simulate(make_load(2 * ones, ones, poisson(num_requests, rate, seed)), config, model)
+        for seed in SEEDS
+    ]
+    return float(np.mean([mean_ttft(run) for run in runs]))
+
+
+def single_device(rate: float, service: float) -> float:
+    """M/D/1: mean time from arrival to the end of service."""
+    return service + rate * service**2 / (2 * (1 - rate * service))
+
+
+def inter_op(rate: float, service: float) -> float:
+    """Two pipeline stages of half the service time (Zhong et al., DistServe, OSDI 2024, section 3.1)."""
+    return service + rate * service**2 / (4 * (2 - rate * service))
+
+
+def test_mm1_waiting_time():
+    """Exponential service times, by way of the prompt's length: its quantile of the distribution."""
+    num_requests, rate, num_lengths = 6_000, 0.6, 400
+    config = server(num_lengths)
+    model = ShapeTime(lambda shape: -np.log(1 - (shape.num_new_tokens - 0.5) / num_lengths).item())
+    waits = []
+    for seed in SEEDS:
+        prompts = np.random.default_rng([seed, 1]).integers(1, num_lengths + 1, num_requests)
+        load = make_load(prompts, np.ones(num_requests), poisson(num_requests, rate, seed))
+        result = simulate(load, config, model)
+        waits.append(np.mean([record.scheduled - record.arrival for record in result.records]))
+    assert np.mean(waits) == pytest.approx(rate / (1 - rate), rel=0.08)
+
+
+def test_md1_waiting_time():
+    mean = equal_prompts(0.6, service=1.0, num_requests=6_000)
+    assert mean == pytest.approx(single_device(0.6, 1.0), rel=0.03)
+
+
+@pytest.mark.slow  # with its like
+@pytest.mark.parametrize(
+    ("rate", "expected", "tolerance"), [(0.3, 1.2143, 0.03), (0.6, 1.75, 0.03), (0.8, 3.0, 0.05)]
+)
+def test_equal_prompts_on_one_device(rate, expected, tolerance):
+    assert single_device(rate, 1.0) == pytest.approx(expected, abs=1e-4)
+    assert equal_prompts(rate, service=1.0, num_requests=20_000) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.slow  # with its like
+@pytest.mark.parametrize(
+    ("rate", "expected", "tolerance"), [(0.3, 1.0441, 0.03), (0.6, 1.1071, 0.03), (0.8, 1.1667, 0.05)]
+)
+def test_equal_prompts_through_two_pipeline_stages(rate, expected, tolerance):
+    assert inter_op(rate, 1.0) == pytest.approx(expected, abs=1e-4)
+    mean = equal_prompts(rate, service=1.0, num_requests=20_000, pipeline=2)
+    assert mean == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.slow  # with its like
+@pytest.mark.parametrize(
+    ("rate", "expected", "tolerance"), [(0.3, 0.75, 0.03), (0.6, 0.8889, 0.03), (0.8, 1.0476, 0.05)]
+)
+def test_equal_prompts_on_devices_that_share_each_step(rate, expected, tolerance):
+    """Two devices with tensor parallelism are 1.5 times as fast as one."""
+    assert single_device(rate, 1 / 1.5) == pytest.approx(expected, abs=1e-4)
+    assert equal_prompts(rate, service=1 / 1.5, num_requests=20_000) == pytest.approx(expected, rel=tolerance)
+
+
+def test_littles_law():
+    """Requests in the system, seen at any time, are on average rate x mean time in it."""
+    rng = np.random.default_rng(5)
+    num_requests = 2_000
+    load = make_load(
+        rng.integers(1, 200, num_requests), rng.integers(1, 50, num_requests), poisson(num_requests, 20, 5)
+    )
+    result = simulate(load, make_config(), ShapeTime(lambda shape: 2e-3 + 1e-5 * shape.num_new_tokens))
+    arrivals = np.array([record.arrival for record in result.records])
+    ends = np.array([record.end for record in result.records])
+    instants = np.linspace(0, result.duration, 20_001)
+    num_inside = np.searchsorted(arrivals, instants, "right") - np.searchsorted(
+        np.sort(ends), instants, "right"
+    )
+    rate = num_requests / result.duration
+    assert np.mean(num_inside) == pytest.approx(rate * np.mean(ends - arrivals), rel=0.01)

@@ -1,0 +1,204 @@
+"""What a simulation keeps and tells: tokens, blocks, order, progress, errors."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.simulate import simulate
+from tests.pure.simulator.loads import (
+    ShapeTime,
+    StepByStep,
+    Watching,
+    linear_time,
+    make_config,
+    make_load,
+    random_load,
+)
+
+
+def test_one_request_by_hand():
+    """A prompt of 70 tokens in chunks of 32 takes three steps, then two decodes."""
+    model = ShapeTime(lambda shape: 0.1 if shape.num_chunks else 0.01)
+    [record] = simulate(make_load([70], [3], [2.0]), make_config(), model).records
+    assert record.arrival == record.scheduled == 2.0
+    assert list(record.delivery_times) == pytest.approx([2.3, 2.31, 2.32])
+    assert list(record.delivery_sizes) == [1, 1, 1]
+    assert record.num_output_tokens == record.offered_output_tokens == 3
+    assert record.end == record.delivery_times[-1]
+    assert (record.finish_reason, record.replica, record.request_id) == ("length", "0", "0")
+
+
+def test_host_overhead_is_added_to_each_step():
+    load = make_load([70], [3], [2.0])
+    model = ShapeTime(lambda shape: 0.01)
+    [record] = simulate(load, make_config(host_overhead=0.5), model).records
+    assert list(record.delivery_times) == pytest.approx([3.53, 4.04, 4.55])
+
+
+def test_requests_that_arrive_together_share_a_step():
+    model = ShapeTime(lambda shape: 1.0)
+    records = simulate(make_load([8, 8, 8], [1, 1, 1], [0.0, 0.0, 0.0]), make_config(), model).records
+    assert [record.end for record in records] == [1.0, 1.0, 1.0]
+
+
+def test_a_closed_loop_sends_the_next_request_when_one_ends():
+    load = random_load(40, rate=1, seed=4).with_arrivals(None)
+    records = simulate(load, make_config(max_concurrency=3), linear_time()).records
+    ends = sorted(record.end for record in records)
+    arrivals = [record.arrival for record in records]
+    assert arrivals[:3] == [0.0] * 3
+    assert arrivals[3:] == ends[: len(arrivals) - 3]
+
+
+def test_a_limit_on_concurrency_holds_arrivals_back():
+    model = ShapeTime(lambda shape: 1.0)
+    load = make_load([8] * 3, [1] * 3, [0.0, 0.5, 7.0])
+    records = simulate(load, make_config(max_concurrency=1), model).records
+    assert [record.arrival for record in records] == [0.0, 1.0, 7.0]
+
+
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    router=st.sampled_from(sorted(ROUTERS)),
+    num_replicas=st.integers(1, 4),
+    pipeline=st.integers(1, 3),
+    seed=st.integers(0, 1000),
+    rate=st.sampled_from([1.0, 20.0, 400.0]),
+)
+@settings(deadline=None, max_examples=60)
+def test_tokens_and_blocks_are_conserved(policy, router, num_replicas, pipeline, seed, rate):
+    load = random_load(40, rate=rate, seed=seed, prompt=150, output=90)
+    config = make_config(
+        policy,
+        scheduler={"num_blocks": 24},
+        router=router,
+        num_replicas=num_replicas,
+        pipeline=pipeline,
+    )
+    observer = StepByStep()
+    result = simulate(load, config, linear_time(), observer=observer)
+    assert result.is_complete
+    assert [int(record.request_id) for record in result.records] == list(range(40))
+    for record, wanted in zip(result.records, load.num_output_tokens.tolist(), strict=True):
+        assert record.num_output_tokens == len(record.delivery_times) == sum(record.delivery_sizes) == wanted
+        assert all(earlier < later for earlier, later in pairwise(record.delivery_times))
+        assert record.arrival <= record.scheduled < record.delivery_times[0]
+    assert sum(each.num_leaked_blocks for each in result.replicas) == 0
+    assert all(each.peak_used_blocks <= 24 for each in result.replicas)
+    assert result.num_preemptions == sum(record.num_preemptions for record in result.records)
+    assert result.num_steps == len(observer.steps)
+    if not result.num_preemptions and policy != "static":  # whose padding rows compute in vain
+        num_computed = sum(stats.shape.num_new_tokens for _, stats in observer.steps)
+        assert num_computed == int((load.num_prompt_tokens + load.num_output_tokens - 1).sum())
+
+
+@pytest.mark.parametrize("router", sorted(ROUTERS))
+def test_equal_arguments_give_equal_results(router):
+    load = random_load(120, rate=80, seed=9)
+    config = make_config(num_replicas=3, router=router, seed=1)
+    first, second = (simulate(load, config, linear_time()) for _ in range(2))
+    assert first.records == second.records
+    assert first.replicas == second.replicas
+
+
+def test_the_seed_matters_to_the_random_router():
+    load = random_load(60, rate=80, seed=9)
+    replicas = [
+        [
+            record.replica
+            for record in simulate(
+                load, make_config(num_replicas=3, router="random", seed=seed), linear_time()
+            ).records
+        ]
+        for seed in (0, 1)
+    ]
+    assert replicas[0] != replicas[1]
+
+
+@pytest.mark.parametrize("router", ["least-outstanding", "least-work"])
+def test_routers_that_look_at_load_beat_random_choice(router):
+    load = random_load(1000, rate=150, seed=2, prompt=100, output=60)
+
+    def p99_ttft(name):
+        records = simulate(load, make_config(num_replicas=4, router=name), linear_time()).records
+        return np.quantile([record.ttft for record in records], 0.99)
+
+    assert p99_ttft(router) < 0.8 * p99_ttft("random")
+
+
+def test_observers_hear_of_everything_in_order():
+    load = random_load(30, rate=40, seed=6)
+    watching, every = Watching(), StepByStep()
+    result = simulate(load, make_config(num_replicas=2), linear_time(), observer=every)
+    assert (
+        simulate(load, make_config(num_replicas=2), linear_time(), observer=watching).records
+        == result.records
+    )
+    assert [record.request_id for record in every.requests] == [str(index) for index in range(30)]
+    assert [record.end for record in every.finished] == sorted(record.end for record in result.records)
+    ends = [stats.end for _, stats in every.steps]
+    assert ends == sorted(ends)
+    assert sum(stats.num_prefix_queries for _, stats in every.steps) == result.num_prefix_queries
+    # A run that is told as one step has the shape of its first, and lasts until its last.
+    of_first = {(replica, stats.start): stats for replica, stats in every.steps}
+    for replica, stats in watching.steps:
+        assert stats.shape == of_first[replica, stats.start].shape
+        assert stats.end >= of_first[replica, stats.start].end
+
+
+def test_progress_is_rare_and_ends_with_all():
+    seen = []
+    simulate(
+        random_load(300, rate=50, seed=1),
+        make_config(),
+        linear_time(),
+        on_progress=lambda *progress: seen.append(progress),
+    )
+    assert seen[-1][:2] == (300, 300)
+    assert len(seen) < 20
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_impossible_step_times_are_refused(seconds, pipeline):
+    with pytest.raises(ConfigError, match="must take a finite time above 0"):
+        simulate(make_load([8], [2], [0.0]), make_config(pipeline=pipeline), ShapeTime(lambda shape: seconds))
+
+
+def test_requests_beyond_the_context_are_refused():
+    with pytest.raises(ConfigError, match="do not fit a context of 256 tokens"):
+        simulate(make_load([200], [57], [0.0]), make_config(), linear_time())
+
+
+def test_a_load_without_arrivals_needs_a_limit():
+    with pytest.raises(ConfigError, match="closed loop"):
+        simulate(make_load([8], [2]), make_config(), linear_time())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"router": "fastest"}, "unknown router 'fastest'; choose one of round-robin"),
+        ({"num_replicas": 0}, "num_replicas is 0"),
+        ({"pipeline": 0}, "pipeline is 0"),
+        ({"max_concurrency": 0}, "max_concurrency is 0"),
+        ({"host_overhead": -1.0}, "host_overhead is -1 s"),
+        ({"scheduler": {"num_micro_batches": 2}, "pipeline": 3}, "num_micro_batches 2, but there are 3"),
+    ],
+)
+def test_wrong_settings_are_named(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        make_config(**changes)
+
+
+def test_no_jobs_are_refused():
+    with pytest.raises(ConfigError, match="jobs is 0"):
+        simulate(make_load([8], [2], [0.0]), make_config(), linear_time(), jobs=0)
