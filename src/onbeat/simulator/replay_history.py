@@ -45,8 +45,8 @@ class RecordedRequest:
     sent: float
     """When it must come to a simulator for that to plan with it as the engine did.
 
-    The engine looks for new requests between two steps, so this is just before the end of the last step
-    before the first plan that knew it; after idleness it is the plan.
+    A simulator plans a step when the one before ends, so this is just before that end; after idleness it is
+    the engine's plan.
     """
 
 
@@ -88,19 +88,28 @@ def read_history(recording: Recording) -> RunHistory:
 class _HistoryReader:
     def __init__(self) -> None:
         self._records: list[RequestRecord] = []
-        self._sent: list[float] = []
+        self._first_steps: list[int] = []
+        """For each request, the first step that was planned with it in the queue, counted from 0."""
         self._steps: list[RecordedStep] = []
         self._open: set[int] = set()
         self._in_flight: deque[tuple[ScheduleCall, bool]] = deque()
         self._was_idle = True
-        self._last_end = 0.0
 
     def history(self) -> RunHistory:
-        # Requests that came after the last plan have no step either.
-        sent = [*self._sent]
-        sent += [record.arrival for record in self._records[len(sent) :]]
-        requests = [RecordedRequest(record, time) for record, time in zip(self._records, sent, strict=True)]
+        # A request that came after the last plan has no step.
+        first_steps = self._first_steps + [len(self._steps)] * (len(self._records) - len(self._first_steps))
+        requests = [
+            RecordedRequest(record, self._sent(record, index))
+            for record, index in zip(self._records, first_steps, strict=True)
+        ]
         return RunHistory(requests, self._steps)
+
+    def _sent(self, record: RequestRecord, index: int) -> float:
+        """Return when a request must be sent to be in the queue when step `index` is planned."""
+        if index >= len(self._steps):
+            return record.arrival
+        step = self._steps[index]
+        return step.planned if step.follows_idleness else self._steps[index - 1].end - _AHEAD
 
     def add(self, call: AddCall) -> None:
         self._open.add(call.request)
@@ -118,10 +127,10 @@ class _HistoryReader:
             self._end(request, call.now, FinishReason.ABORT)
 
     def schedule(self, call: ScheduleCall) -> None:
-        sent = call.now if self._was_idle else self._last_end - _AHEAD
-        self._sent += [sent] * (len(self._records) - len(self._sent))
         if call.step_id is None:
             return
+        index = len(self._steps) + len(self._in_flight)
+        self._first_steps += [index] * (len(self._records) - len(self._first_steps))
         computed = {row.request: row.num_computed_tokens for row in call.rows}
         for admission in call.admitted:
             record = self._records[admission.request]
@@ -135,7 +144,6 @@ class _HistoryReader:
 
     def update(self, call: UpdateCall) -> None:
         planned, follows_idleness = self._in_flight.popleft()
-        self._last_end = call.now
         shape = BatchShape()
         for row in planned.rows:
             shape.add(row.num_computed_tokens, row.num_new_tokens, samples=row.samples)

@@ -130,6 +130,20 @@ def test_the_history_tells_what_the_replay_delivers(tmp_path: Path) -> None:
     assert sum(request.record.num_preemptions for request in history.requests) > 0
 
 
+def run_paced(core: EngineCore) -> int:
+    """Serve 60 requests that come one by one, at times to an idle engine; return how many."""
+    chance = random.Random(3)
+    requests = (request for request in mixed_requests(core, 3) if not request.request_id.startswith("bad"))
+    num_added = 0
+    while num_added < 60 or core.has_work:
+        if num_added < 60 and (not core.has_work or chance.random() < 0.05):
+            core.add(next(requests))
+            num_added += 1
+        core.step()
+    core.shutdown()
+    return num_added
+
+
 @pytest.mark.parametrize(("num_blocks", "prefix"), [(64, False), (512, True)])
 def test_with_recorded_times_the_simulator_repeats_the_run(
     tmp_path: Path, num_blocks: int, prefix: bool
@@ -143,17 +157,7 @@ def test_with_recorded_times_the_simulator_repeats_the_run(
     )
     path = tmp_path / "run.gz"
     core = recorded_core(path, config, step_seconds=0.0005)
-    chance = random.Random(3)
-    requests = mixed_requests(core, 3)
-    num_added = 0
-    while num_added < 60 or core.has_work:
-        if num_added < 60 and (not core.has_work or chance.random() < 0.05):
-            request = next(requests)
-            if not request.request_id.startswith("bad"):
-                core.add(request)
-                num_added += 1
-        core.step()
-    core.shutdown()
+    num_added = run_paced(core)
     recording = Recording(path)
     history = read_history(recording)
     forecast = forecast_with_recorded_times(recording, history, config)
@@ -164,3 +168,16 @@ def test_with_recorded_times_the_simulator_repeats_the_run(
     assert (core.scheduler.num_preemptions > 0) != prefix
     for error in forecast.errors:
         assert error.simulated == pytest.approx(error.measured, rel=1e-6), error
+
+
+def test_a_run_planned_ahead_is_simulated_closely(tmp_path: Path) -> None:
+    """The simulator plans each step when the one before ends; the engine planned while that ran."""
+    config = SchedulerConfig(num_blocks=512, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
+    path = tmp_path / "run.gz"
+    run_paced(recorded_core(path, config, depth=2, step_seconds=0.0005))
+    recording = Recording(path)
+    forecast = forecast_with_recorded_times(recording, read_history(recording), config)
+    assert forecast.num_matched_steps is not None
+    assert forecast.num_matched_steps > 0.95 * forecast.num_steps
+    for error in forecast.errors:
+        assert error.simulated == pytest.approx(error.measured, rel=0.05), error
