@@ -69,12 +69,12 @@ def read_network_curve(path: Path | None, operator: str, workers: int, hidden_si
     """
     if path is None:
         raise ConfigError(
-            f"this parallelism needs a profile of {operator} with {workers} devices, and the operator profile "
-            f"has none; add its CSV file"
+            f"this parallelism needs a profile of {operator} with {workers} devices, but there is none; "
+            "add its CSV file"
         )
     rows = read_rows(path, [time_column(operator), "num_workers", "size", "devices_per_node"])
     rows = select(rows, num_workers=workers)
-    # Of several layouts the one with most devices in a node: a replica is not spread over nodes without need.
+    # Of several layouts the one with most devices in a node: a replica is not spread without need.
     rows = select(rows, devices_per_node=int(max(row.number("devices_per_node") for row in rows)))
     bytes_per_token = _BYTES_PER_NUMBER * hidden_size
     return PiecewiseLinear(

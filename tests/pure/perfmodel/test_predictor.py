@@ -1,0 +1,224 @@
+"""Predictions from any closure: quantiles, inflation, the inverse, learning, and their price."""
+
+from __future__ import annotations
+
+import math
+import timeit
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
+from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.shape_range import ShapeRange
+from tests.pure.perfmodel.shapes import batch, decodes, linear_seconds, mixed_batches, rows, with_chunk
+
+RATIOS = [0.9 + 0.01 * index for index in range(30)]
+SMALL_RANGE = ShapeRange(num_new_tokens=512, num_sequences=32, query_key_pairs=200_000, context_tokens=50_000)
+
+
+def full_predictor() -> Predictor:
+    """Everything on, with factors that are not 1."""
+    predictor = Predictor(
+        linear_seconds, ResidualModel(RATIOS), SMALL_RANGE, OnlineCorrection(), DriftAlarm()
+    )
+    for index, shape in enumerate(mixed_batches(400, seed=1)):
+        predictor.observe(shape, linear_seconds(shape) * (1.1 if index % 3 else 0.95))
+    return predictor
+
+
+def test_it_is_a_step_time_model_and_costs_nothing_for_an_empty_batch() -> None:
+    model: StepTimeModel = Predictor(linear_seconds)
+    assert model.step_time(BatchShape()) == 0.0
+    assert model.step_time(decodes(4, 100)) == linear_seconds(decodes(4, 100))
+
+
+def test_a_quantile_scales_the_mean_by_that_of_the_residuals() -> None:
+    predictor = Predictor(linear_seconds, ResidualModel(RATIOS))
+    shape = decodes(8, 500)
+    mean = predictor.step_time(shape)
+    assert predictor.step_time(shape, 0.5) == pytest.approx(mean * 1.045)
+    assert predictor.step_time(shape, 0.9) > predictor.step_time(shape, 0.5)
+    assert predictor.step_time(shape, 0.9999) == pytest.approx(mean * RATIOS[-1])
+
+
+@pytest.mark.parametrize("q", [0.0, 1.0, -0.1, 1.5, math.nan])
+def test_a_quantile_must_lie_between_0_and_1(q: float) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        Predictor(linear_seconds, ResidualModel(RATIOS)).step_time(decodes(1, 1), q)
+
+
+def test_a_quantile_needs_a_measured_error() -> None:
+    with pytest.raises(ConfigError, match="never measured"):
+        Predictor(linear_seconds).step_time(decodes(1, 1), 0.9)
+
+
+def test_quantiles_of_an_unmeasured_model_are_log_normal() -> None:
+    residual = ResidualModel.log_normal(0.2)
+    assert residual.factor(0.5) == pytest.approx(1)
+    assert residual.factor(0.975) == pytest.approx(math.exp(0.2 * 1.96), rel=1e-4)
+    assert residual.factor(0.025) == pytest.approx(1 / residual.factor(0.975))
+
+
+def test_quantiles_cover_new_steps_as_often_as_they_say() -> None:
+    """Of 19 ratios the 95 % quantile is the largest: a 20th exceeds it once in 20 times."""
+    residual = ResidualModel([1 + index / 100 for index in range(19)])
+    assert residual.factor(0.95) == pytest.approx(1.18)
+    assert residual.factor(0.05) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("ratios", [[], [1.0, 0.0], [1.0, math.nan], [math.inf]])
+def test_residuals_must_be_positive(ratios: list[float]) -> None:
+    with pytest.raises(ConfigError):
+        ResidualModel(ratios)
+
+
+def test_inside_the_range_nothing_is_added_and_each_doubling_outside_adds_a_tenth() -> None:
+    predictor = Predictor(linear_seconds, shape_range=SMALL_RANGE)
+    inside = batch([(0, 512)])
+    assert predictor.step_time(inside) == linear_seconds(inside)
+    twice, fourfold = decodes(64, 10), decodes(128, 10)
+    assert predictor.step_time(twice) == pytest.approx(1.1 * linear_seconds(twice))
+    assert predictor.step_time(fourfold) == pytest.approx(1.21 * linear_seconds(fourfold))
+
+
+def test_work_that_was_never_measured_is_outside() -> None:
+    only_decodes = ShapeRange.of([decodes(8, 1000)])
+    assert only_decodes.inflation(decodes(8, 1000)) == 1
+    assert only_decodes.inflation(batch([(0, 8)])) > 1.1
+    only_chunks = ShapeRange.of([batch([(0, 64)])])
+    assert only_chunks.inflation(decodes(1, 1)) >= 1.1
+
+
+def test_a_range_needs_a_measurement() -> None:
+    with pytest.raises(ConfigError, match="range"):
+        ShapeRange.of([])
+
+
+@given(rows=rows, cached=st.integers(0, 20_000), budget=st.floats(1e-3, 2.0), q=st.sampled_from((None, 0.9)))
+def test_the_inverse_is_exact(
+    rows: list[tuple[int, int]], cached: int, budget: float, q: float | None
+) -> None:
+    predictor = full_predictor_once()
+    shape = batch(rows)
+    before = replace(shape)
+    longest = predictor.max_chunk_tokens(shape, cached, budget, q)
+    assert shape == before
+    if longest:
+        assert predictor.step_time(with_chunk(shape, cached, longest), q) <= budget
+    assert longest == MAX_CHUNK_TOKENS or (
+        predictor.step_time(with_chunk(shape, cached, longest + 1), q) > budget
+    )
+
+
+@given(rows=rows, length=st.integers(2, 20_000), cached=st.integers(0, 20_000))
+def test_the_inverse_of_a_step_time_is_the_chunk_itself(
+    rows: list[tuple[int, int]], length: int, cached: int
+) -> None:
+    """Where each token costs something, whatever the kinks."""
+    predictor = Predictor(lambda shape: linear_seconds(shape) + 1e-7 * shape.num_new_tokens)
+    shape = batch(rows)
+    assert (
+        predictor.max_chunk_tokens(shape, cached, predictor.step_time(with_chunk(shape, cached, length)))
+        == length
+    )
+
+
+def test_the_inverse_at_its_ends() -> None:
+    predictor = Predictor(linear_seconds)
+    assert predictor.max_chunk_tokens(decodes(1, 1), 0, 0.0) == 0
+    assert predictor.max_chunk_tokens(decodes(1, 1), 0, math.nan) == 0
+    assert predictor.max_chunk_tokens(decodes(1, 1), 0, math.inf) == MAX_CHUNK_TOKENS
+    assert Predictor(lambda shape: 1.0).max_chunk_tokens(BatchShape(), 0, 1.0) == MAX_CHUNK_TOKENS
+
+
+def test_the_inverse_needs_few_trials() -> None:
+    """Forty microseconds at two a prediction."""
+    calls = 0
+
+    def counted(shape: BatchShape) -> float:
+        nonlocal calls
+        calls += 1
+        return linear_seconds(shape)
+
+    predictor = Predictor(counted, shape_range=SMALL_RANGE)
+    trials = []
+    for budget in (0.006, 0.008, 0.012, 0.02, 0.03, 0.05, 0.1, 0.2):
+        calls = 0
+        predictor.max_chunk_tokens(decodes(32, 1000), 700, budget)
+        trials.append(calls)
+    assert max(trials) <= 20
+    assert sum(trials) / len(trials) <= 13
+
+
+def test_it_learns_what_the_machine_does_and_says_when_that_is_far_off() -> None:
+    predictor = Predictor(linear_seconds, correction=OnlineCorrection(), alarm=DriftAlarm())
+    shape = decodes(16, 800)
+    for _ in range(100):
+        predictor.observe(shape, 1.5 * linear_seconds(shape))
+    assert predictor.step_time(shape) == pytest.approx(1.5 * linear_seconds(shape))
+    assert predictor.drift is not None
+    assert predictor.drift.is_alarming
+    assert predictor.drift.ratio == pytest.approx(1.5)
+
+
+def test_what_was_inflated_is_learned_too() -> None:
+    predictor = Predictor(linear_seconds, shape_range=SMALL_RANGE, correction=OnlineCorrection())
+    shape = decodes(128, 10)
+    for _ in range(20):
+        predictor.observe(shape, linear_seconds(shape))
+    assert predictor.step_time(shape) == pytest.approx(linear_seconds(shape))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_cannot_be_teaches_nothing(seconds: float) -> None:
+    predictor = Predictor(linear_seconds, correction=OnlineCorrection(), alarm=DriftAlarm())
+    for _ in range(20):
+        predictor.observe(decodes(4, 4), seconds)
+    predictor.observe(BatchShape(), 1.0)
+    assert predictor.step_time(decodes(4, 4)) == linear_seconds(decodes(4, 4))
+    assert predictor.drift is not None
+    assert predictor.drift.num_steps == 0
+
+
+def test_equal_calls_give_equal_answers() -> None:
+    first, second = full_predictor(), full_predictor()
+    for shape in mixed_batches(50, seed=2):
+        assert first.step_time(shape, 0.9) == second.step_time(shape, 0.9)
+        assert first.max_chunk_tokens(shape, 100, 0.02, 0.9) == second.max_chunk_tokens(shape, 100, 0.02, 0.9)
+
+
+def test_without_an_alarm_there_is_no_drift() -> None:
+    assert Predictor(linear_seconds).drift is None
+
+
+def test_everything_on_costs_little_more_than_plain_arithmetic() -> None:
+    """Counted in multiples of 30 multiplications and additions on this machine: about a microsecond."""
+    predictor, shape = full_predictor(), decodes(16, 800)
+
+    def arithmetic() -> float:
+        total = 1.0
+        for factor in (1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0) * 3:
+            total = total * factor + 0.5
+        return total
+
+    def best(function: object) -> float:
+        return min(timeit.repeat(function, number=2000, repeat=7))  # type: ignore[arg-type]
+
+    assert best(lambda: predictor.step_time(shape, 0.9)) < 3 * best(arithmetic)
+
+
+_FULL: list[Predictor] = []
+
+
+def full_predictor_once() -> Predictor:
+    """One for all examples: building it takes longer than what is tested."""
+    if not _FULL:
+        _FULL.append(full_predictor())
+    return _FULL[0]
