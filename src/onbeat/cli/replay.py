@@ -69,12 +69,18 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
     from onbeat.simulator.replay import Replay, scheduler_config
     from onbeat.simulator.replay_forecast import forecast_with_model, forecast_with_recorded_times
     from onbeat.simulator.replay_history import read_history
+    from onbeat.simulator.replay_model import learning_model
     from onbeat.simulator.replay_report import ReplayReport
 
     config = scheduler_config(recording.header)
     notes = []
     if not recording.is_complete:
         notes.append(f"the record is cut short: this is of its first {recording.num_calls:,} calls")
+    own_model = None
+    try:
+        own_model = learning_model(recording.header)
+    except ConfigError as error:
+        notes.append(f"replayed without the step-time model that the scheduler told its steps to: {error}")
     predicted = None
     try:  # before the long work: a flag may be wrong
         predicted = _step_time_model(args, recording.header)
@@ -83,7 +89,7 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
             raise
         notes.append(f"not simulated with predicted step times: {error}")
     history = read_history(recording)
-    report = ReplayReport(recording, history, Replay(recording).run(), notes=notes)
+    report = ReplayReport(recording, history, Replay(recording, own_model).run(), notes=notes)
     report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
     if predicted is not None:
         name, model = predicted
@@ -101,8 +107,15 @@ def _step_time_model(args: argparse.Namespace, header: RecordHeader) -> tuple[st
     model = recorded_step_time_model(
         header, kind=args.step_time, profile=args.profile, model=args.model, device=args.device
     )
-    kind = args.step_time or ("fitted" if args.profile else "roofline")
-    return f"{kind} ({args.profile})" if args.profile else kind, model
+    return _step_time_name(args, header), model
+
+
+def _step_time_name(args: argparse.Namespace, header: RecordHeader) -> str:
+    if args.profile:
+        return f"{args.step_time or 'fitted'} ({args.profile})"
+    if args.step_time or args.model or args.device or header.step_time is None:
+        return str(args.step_time or "roofline")
+    return f"{'roofline' if header.step_time['fitted'] is None else 'fitted'} (the engine's own)"
 
 
 def _show(console: Console, report: ReplayReport) -> None:
@@ -130,6 +143,8 @@ def _show_identity(console: Console, identity: ReplayResult) -> None:
             f"{identity.num_prefix_hits:,} prompt tokens from the prefix cache, "
             f"{identity.num_aborted:,} aborted, {identity.num_failed:,} failed)"
         )
+        if identity.num_predictions:
+            console.print(f"predicted step times: identical in {identity.num_predictions:,} steps")
         return
     where = "" if found.step_id is None else f", step {found.step_id}"
     console.print(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.description import description_from_json
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
@@ -16,6 +17,16 @@ from onbeat.recording.log import RecordHeader
 
 PRECISIONS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 """How an engine and how a device name the same format."""
+
+
+def learning_model(header: RecordHeader) -> StepTimeModel | None:
+    """Return the model that the recorded scheduler had, as it was before the first step; None without one.
+
+    Raises
+    ------
+    ConfigError : this version cannot build it.
+    """
+    return None if header.step_time is None else description_from_json(header.step_time).predictor()
 
 
 def recorded_step_time_model(
@@ -32,12 +43,16 @@ def recorded_step_time_model(
     ----------
     kind : see `make_step_time_model`; None is `fitted` with a profile and `roofline` without.
     profile : what it is made from.
-    model, device : in place of the recorded ones.
+    model, device : in place of the recorded ones. With none of the four it is the model that the engine had.
 
     Raises
     ------
     ConfigError : an unknown model or device, or a profile of something else.
     """
+    if kind is None and profile is None and model is None and device is None:
+        own = learning_model(header)
+        if own is not None:
+            return own
     kind = kind or ("roofline" if profile is None else "fitted")
     if kind == "fitted" and profile is not None and model is None:
         model = read_profile(profile).key.model

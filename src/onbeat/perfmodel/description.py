@@ -1,0 +1,126 @@
+"""A step-time model that learns, as plain values: whoever reads them builds the very same one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fitted import FittedModel, make_form
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.models import ROOFLINE_SIGMA
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.roofline import make_roofline
+from onbeat.perfmodel.shape_range import ShapeRange
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeDescription:
+    """What a live engine predicts its steps with."""
+
+    model: ModelSpec
+    device: DeviceSpec
+    """With the measured limits where the engine measured them."""
+    parallelism: Parallelism
+    precision: Precision
+    fitted: FittedModel | None = None
+    """None is the roofline alone."""
+
+    def predictor(self) -> Predictor:
+        """Return the model as it is before its first step: it learns from each one that it is told of."""
+        return Predictor(
+            self._closure(),
+            self._residual(),
+            None if self.fitted is None else self.fitted.shape_range,
+            OnlineCorrection(),
+            DriftAlarm(),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, numbers in full."""
+        fitted = self.fitted
+        return {
+            "model": _values(self.model),
+            "device": _values(self.device),
+            "parallelism": _values(self.parallelism),
+            "precision": _values(self.precision),
+            "fitted": None
+            if fitted is None
+            else _values(fitted)
+            | {
+                "errors": _values(fitted.errors),
+                "ratios": list(fitted.ratios),
+                "shape_range": _values(fitted.shape_range),
+            },
+        }
+
+    def _closure(self) -> Callable[[BatchShape], float]:
+        if self.fitted is None:
+            return make_roofline(
+                self.model, self.device, parallelism=self.parallelism, precision=self.precision
+            )
+        form = make_form(
+            self.fitted.method,
+            model=self.model,
+            device=self.device,
+            parallelism=self.parallelism,
+            precision=self.precision,
+        )
+        return form.closure(self.fitted.parameters)
+
+    def _residual(self) -> ResidualModel:
+        if self.fitted is None:
+            return ResidualModel.log_normal(ROOFLINE_SIGMA)
+        return ResidualModel(self.fitted.ratios)
+
+
+def description_from_json(values: Mapping[str, Any]) -> StepTimeDescription:
+    """Return what `StepTimeDescription.as_json` described.
+
+    Raises
+    ------
+    ConfigError : a value is missing, or this version knows none of the kind.
+    """
+    try:
+        fitted = values["fitted"]
+        return StepTimeDescription(
+            model=_build(ModelSpec, values["model"]),
+            device=_build(DeviceSpec, values["device"]),
+            parallelism=_build(Parallelism, values["parallelism"]),
+            precision=_build(Precision, values["precision"]),
+            fitted=None if fitted is None else _fitted(fitted),
+        )
+    except (KeyError, TypeError) as error:
+        raise ConfigError(
+            f"the step-time model was described by another version of onbeat ({error}); use that version"
+        ) from error
+
+
+def _fitted(values: Mapping[str, Any]) -> FittedModel:
+    return FittedModel(
+        method=values["method"],
+        parameters=values["parameters"],
+        errors=_build(FitErrors, values["errors"]),
+        ratios=tuple(values["ratios"]),
+        shape_range=_build(ShapeRange, values["shape_range"]),
+    )
+
+
+def _values(item: Any) -> dict[str, Any]:
+    """Return a dataclass's fields; mappings become dicts (read-only ones cannot be written as JSON)."""
+    found = {field.name: getattr(item, field.name) for field in fields(item)}
+    return {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
+
+
+def _build(kind: type[T], values: Mapping[str, Any]) -> T:
+    return kind(**values)
