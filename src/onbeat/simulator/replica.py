@@ -146,9 +146,12 @@ class SerialReplica:
             return
         if self._busy_since == inf:
             self._busy_since = now
-        before = planning_counts(self.scheduler)
-        scheduled = plan_step(self.scheduler, now, repeats=self._repeats)
-        self._counts = (before, planning_counts(self.scheduler))
+        if self._observer is None:
+            scheduled = plan_step(self.scheduler, now, repeats=self._repeats)
+        else:
+            before = planning_counts(self.scheduler)
+            scheduled = plan_step(self.scheduler, now, repeats=self._repeats)
+            self._counts = (before, planning_counts(self.scheduler))
         if scheduled is None:
             self._busy_seconds += now - self._busy_since
             self._busy_since = inf

@@ -9,23 +9,25 @@ from onbeat.core.hashing import BlockHash
 
 
 class BlockPool:
-    """Ids, reference counts and the least-recently-used order of idle cached blocks.
+    """Ids, shared references and the least-recently-used order of idle cached blocks.
 
-    A block is in one of three states: *in use* (reference count > 0), *idle* (count 0, its content still
-    findable by hash) or *free* (count 0, no content worth keeping). Idle blocks count as free space: the
+    A block is in one of three states: *in use* (by one request or more), *idle* (by none, its content still
+    findable by hash) or *free* (by none, no content worth keeping). Idle blocks count as free space: the
     least recently used one is evicted when the free list is empty.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
+        self.num_used_blocks = 0
+        """Blocks in use."""
         self.peak_used_blocks = 0
         """Most blocks in use at once so far."""
-        self.num_used_blocks = 0
-        """Blocks with a reference."""
         self._free_ids: list[int] = []
-        """Free blocks that were in use before; those from `len(_ref_counts)` on have never been."""
+        """Free blocks that were in use before; those from `_num_touched` on have never been."""
+        self._num_touched = 0
         self._idle_ids: OrderedDict[int, None] = OrderedDict()
-        self._ref_counts: list[int] = []
+        self._num_sharers: dict[int, int] = {}
+        """References to a block beyond the first; most blocks are not shared and have no entry."""
         self._id_of_hash: dict[BlockHash, int] = {}
         self._hash_of_id: dict[int, BlockHash] = {}
 
@@ -40,40 +42,40 @@ class BlockPool:
 
     def num_idle(self, block_ids: Iterable[int]) -> int:
         """Count the blocks that `hold` would take out of the free space."""
-        ref_counts = self._ref_counts
-        return sum(ref_counts[block_id] == 0 for block_id in block_ids)
+        idle_ids = self._idle_ids
+        return sum(block_id in idle_ids for block_id in block_ids)
 
     def exclusive_ids(self, block_ids: Iterable[int]) -> list[int]:
         """Return the blocks that `release` would return to the free space."""
-        ref_counts = self._ref_counts
-        return [block_id for block_id in block_ids if ref_counts[block_id] == 1]
+        num_sharers = self._num_sharers
+        return [block_id for block_id in block_ids if block_id not in num_sharers]
 
     def hold(self, block_ids: Iterable[int]) -> None:
         """Take one more reference to blocks that carry content."""
         for block_id in block_ids:
-            if self._ref_counts[block_id] == 0:
+            if block_id in self._idle_ids:
                 del self._idle_ids[block_id]
                 self.num_used_blocks += 1
-            self._ref_counts[block_id] += 1
+            else:
+                self._num_sharers[block_id] = self._num_sharers.get(block_id, 0) + 1
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Take blocks with one reference each; the caller has checked `num_free_blocks`."""
+        """Take blocks with one reference each; the caller has checked `num_free_blocks`.
+
+        Blocks that were in use last come first, then those that never were, then the longest idle.
+        """
         assert num_blocks <= self.num_free_blocks, "allocation was not planned for"
         self.num_used_blocks += num_blocks
         self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
-        ref_counts, free_ids = self._ref_counts, self._free_ids
-        block_ids = []
-        for _ in range(num_blocks):
-            if free_ids:
-                block_id = free_ids.pop()
-                ref_counts[block_id] = 1
-            elif len(ref_counts) < self.num_blocks:
-                block_id = len(ref_counts)
-                ref_counts.append(1)
-            else:
-                block_id, _ = self._idle_ids.popitem(last=False)
-                del self._id_of_hash[self._hash_of_id.pop(block_id)]
-                ref_counts[block_id] = 1
+        block_ids = self._free_ids[: -num_blocks - 1 : -1]
+        del self._free_ids[len(self._free_ids) - len(block_ids) :]
+        if len(block_ids) < num_blocks:
+            start = self._num_touched
+            self._num_touched = min(start + num_blocks - len(block_ids), self.num_blocks)
+            block_ids += range(start, self._num_touched)
+        while len(block_ids) < num_blocks:
+            block_id, _ = self._idle_ids.popitem(last=False)
+            del self._id_of_hash[self._hash_of_id.pop(block_id)]
             block_ids.append(block_id)
         return block_ids
 
@@ -82,15 +84,26 @@ class BlockPool:
 
         The tail of a request becomes idle first and is evicted first, because a prefix is worth more.
         """
-        ref_counts, hash_of_id, free_ids = self._ref_counts, self._hash_of_id, self._free_ids
+        if not self._hash_of_id and not self._num_sharers:  # the usual case without a prefix cache
+            self._free_ids += reversed(block_ids)
+            self.num_used_blocks -= len(block_ids)
+            return
+        num_sharers, hash_of_id, free_ids = self._num_sharers, self._hash_of_id, self._free_ids
         for block_id in reversed(block_ids):
-            count = ref_counts[block_id] = ref_counts[block_id] - 1
-            if count == 0:
-                self.num_used_blocks -= 1
-                if block_id in hash_of_id:
-                    self._idle_ids[block_id] = None
-                else:
-                    free_ids.append(block_id)
+            if block_id in num_sharers:
+                self._drop_sharer(block_id)
+                continue
+            self.num_used_blocks -= 1
+            if block_id in hash_of_id:
+                self._idle_ids[block_id] = None
+            else:
+                free_ids.append(block_id)
+
+    def _drop_sharer(self, block_id: int) -> None:
+        if self._num_sharers[block_id] == 1:
+            del self._num_sharers[block_id]
+        else:
+            self._num_sharers[block_id] -= 1
 
     def register(self, block_id: int, block_hash: BlockHash) -> None:
         """Make the content of a full block findable; the first block with a content keeps the name."""
@@ -107,14 +120,13 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""
-        untouched = range(len(self._ref_counts), self.num_blocks)
-        free, idle = {*self._free_ids, *untouched}, set(self._idle_ids)
-        in_use = {block_id for block_id, count in enumerate(self._ref_counts) if count > 0}
-        assert min(self._ref_counts, default=0) >= 0
-        assert self.num_used_blocks == len(in_use), "a block is counted wrongly"
-        assert len(free) == len(self._free_ids) + len(untouched), "a block is free twice"
-        assert len(free | idle | in_use) == len(free) + len(idle) + len(in_use), "a block is in two states"
-        assert len(free) + len(idle) + len(in_use) == self.num_blocks, "a block is lost"
+        free, idle = {*self._free_ids, *range(self._num_touched, self.num_blocks)}, set(self._idle_ids)
+        num_free = len(self._free_ids) + self.num_blocks - self._num_touched
+        assert len(free) == num_free, "a block is free twice"
+        assert not free & idle, "a block is in two states"
+        assert len(free) + len(idle) + self.num_used_blocks == self.num_blocks, "a block is lost"
+        assert not (free | idle) & self._num_sharers.keys(), "a block that nobody uses is shared"
+        assert min(self._num_sharers.values(), default=1) >= 1
         assert idle <= self._hash_of_id.keys(), "an idle block has no content"
         assert not free & self._hash_of_id.keys(), "a free block is still findable"
         assert {self._id_of_hash[h] for h in self._id_of_hash} == self._hash_of_id.keys()

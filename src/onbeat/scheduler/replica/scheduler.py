@@ -24,6 +24,9 @@ from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 
+_new_row = tuple.__new__
+"""Makes a named tuple without the call of its own constructor, of which a step would make hundreds."""
+
 
 class Scheduler:
     """Plans steps and takes their results; pure, so that a live engine and a simulator run the same object.
@@ -103,7 +106,7 @@ class Scheduler:
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is not None:
-                outputs.append(self._output(state, [], FinishReason.ABORT))
+                outputs.append(self._last_output(state, FinishReason.ABORT))
                 self._drop(state)
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
@@ -151,7 +154,9 @@ class Scheduler:
         sampled = iter(result.sampled_token_ids)
         logprobs = iter(result.logprobs) if result.logprobs is not None else repeat(None)
         for state, row in zip(states, scheduled.rows, strict=True):
-            row_token_ids, row_logprobs = (next(sampled), next(logprobs)) if row.samples else ([], None)
+            samples = row.samples
+            if samples:
+                row_token_ids, row_logprobs = next(sampled), next(logprobs)
             status = state.status
             if status is RequestStatus.FINISHED or status is RequestStatus.PADDING:
                 continue
@@ -159,7 +164,7 @@ class Scheduler:
                 outputs.append(self._fail(state, failed[state.request_id]))
                 continue
             finished = False
-            if row.samples:
+            if samples:
                 output = self._deliver(state, row_token_ids, row_logprobs)
                 outputs.append(output)
                 finished = output.finish_reason is not None
@@ -290,7 +295,7 @@ class Scheduler:
             num_decodes += 1
             context += num_computed + 1
             num_sampling += samples
-            rows.append(ScheduledRequest(state.request_id, num_computed, 1, block_ids, samples))
+            rows.append(_new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples)))
         shape.num_new_tokens += num_decodes
         shape.num_sequences += num_decodes
         shape.num_decodes += num_decodes
@@ -311,14 +316,17 @@ class Scheduler:
 
         Whoever waits could not be admitted, and while only token counts grow that stays so.
         """
-        running = [state for state, _ in plan.rows if state.status is RequestStatus.RUNNING]
-        has_prompts = shape.num_chunks or shape.num_lm_head_rows != len(running)
-        if has_prompts or not running or len(self._in_flight) > 1:
+        num_left = [
+            state.max_total_tokens - state.num_tokens
+            for state, _ in plan.rows
+            if state.status is RequestStatus.RUNNING
+        ]
+        has_prompts = shape.num_chunks or shape.num_lm_head_rows != len(num_left)
+        if has_prompts or not num_left or len(self._in_flight) > 1:
             return 1
-        num_left = min([state.max_total_tokens - state.num_tokens for state in running])
         # Every row may be about to need a block, and then one more each block_size tokens.
-        num_blocks_each = self.kv.pool.num_free_blocks // len(running)
-        return max(1, min(num_left, (num_blocks_each - 1) * self.config.block_size + 1))
+        num_blocks_each = self.kv.pool.num_free_blocks // len(num_left)
+        return max(1, min(*num_left, (num_blocks_each - 1) * self.config.block_size + 1))
 
     def _take_back(
         self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
@@ -377,10 +385,16 @@ class Scheduler:
             finish_reason = FinishReason.LENGTH
         state.num_tokens = num_tokens
         state.output_token_ids += sampled_ids
-        output = self._output(state, sampled_ids, finish_reason)
-        output.stop_token_id = stop_token_id
-        output.logprobs = logprobs
-        return output
+        return RequestOutput(
+            state.request_id,
+            sampled_ids,
+            finish_reason,
+            stop_token_id,
+            state.num_cached_tokens,
+            state.num_preemptions,
+            state.scheduled_time,
+            logprobs,
+        )
 
     def _cut_at_end(self, state: RequestState, sampled_ids: list[int]) -> tuple[list[int], int | None]:
         """Return the tokens up to the one that ends the request, and that one if it is a stop token."""
@@ -394,17 +408,16 @@ class Scheduler:
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
         self.kv.pool.unregister(state.block_ids)
-        output = self._output(state, [], FinishReason.ERROR)
+        output = self._last_output(state, FinishReason.ERROR)
         output.error = message
         self._drop(state)
         return output
 
-    def _output(
-        self, state: RequestState, token_ids: list[int], finish_reason: FinishReason | None
-    ) -> RequestOutput:
+    def _last_output(self, state: RequestState, finish_reason: FinishReason) -> RequestOutput:
+        """Return the output that ends a request without another token."""
         return RequestOutput(
             state.request_id,
-            token_ids,
+            [],
             finish_reason,
             None,
             state.num_cached_tokens,

@@ -93,8 +93,10 @@ class StepPlan:
 
     def continue_prefills(self, chunking: Chunking) -> None:
         """Give running requests that want more than one token a chunk each, first come first."""
+        if len(self.rows) == self.num_kept:
+            return  # all decode
         for state in self.running[: self.num_kept]:
-            num_wanted = state.num_wanted_tokens
+            num_wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
             if num_wanted <= 1 or state.is_in_flight:
                 continue
             if len(self.rows) == self._max_rows:
