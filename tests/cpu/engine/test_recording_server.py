@@ -99,6 +99,7 @@ def test_a_recorded_server_replays_identically(model: Path, tmp_path: Path, mode
     assert {error["metric"] for error in forecast["errors"]} == {"ttft", "itl", "e2el"}
 
 
+@pytest.mark.slow
 def test_a_killed_engine_leaves_a_file_that_says_so(model: Path, tmp_path: Path) -> None:
     record = tmp_path / "run.gz"
     with serving(model, *TINY, "--record", record) as server:
