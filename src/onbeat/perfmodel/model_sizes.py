@@ -84,6 +84,15 @@ class ModelSpec:
         return self.vocab_size * self.hidden_size
 
     @property
+    def inner_width(self) -> int:
+        """Numbers a token has inside one layer: queries, keys, values, the MLP before its activation."""
+        dense = self.num_layers - self.num_moe_layers
+        experts = self.num_experts_per_token * self.moe_intermediate_size + self.shared_intermediate_size
+        mlp = (dense * self.intermediate_size + self.num_moe_layers * experts) // self.num_layers
+        heads = self.num_heads + 2 * self.num_kv_heads
+        return heads * self.head_dim + (2 if self.is_gated_mlp else 1) * mlp
+
+    @property
     def dense_parameters(self) -> int:
         """Weights in the layers that every token passes, experts apart."""
         per_moe_layer = self.hidden_size * self.num_experts + self._mlp(self.shared_intermediate_size)

@@ -1,0 +1,244 @@
+"""Step time from data sheets: whichever of arithmetic and memory takes longer, plus launches and links.
+
+Williams, Waterman and Patterson, "Roofline", CACM 2009, per part of a step: matrices, LM head, attention of
+chunks, attention of decodes, element-wise operations, all-reduces, transfers between stages. The parts of a
+step depend on each other, so their times add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel import shapes as column
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.roofline_terms import RooflineTerms, roofline_terms
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineParameters:
+    """How much of the peaks is reached, and what a step costs beside them. All are above 0."""
+
+    gemm_efficiency: float = 0.75
+    """Of peak arithmetic, in large matrix products."""
+    attention_efficiency: float = 0.5
+    """Of peak arithmetic, in the attention of chunks."""
+    weight_bandwidth_efficiency: float = 0.8
+    """Of peak memory bandwidth, reading weights."""
+    kv_bandwidth_efficiency: float = 0.7
+    """Of peak memory bandwidth, reading KV."""
+    elementwise_passes: float = 4.0
+    """How often activations are read or written between matrices."""
+    layer_seconds: float = 8e-6
+    """Launches and gaps of one layer."""
+    step_seconds: float = 2e-4
+    """What a step costs once."""
+    link_latency: float = 1e-5
+    """Of one all-reduce or transfer between devices."""
+    link_efficiency: float = 0.6
+    """Of the links' peak bandwidth in one direction."""
+    smoothness: float = 3.0
+    """Exponent p of the soft maximum (a^p + b^p)^(1/p) of arithmetic and memory; the maximum at infinity."""
+
+    DEFAULTS: ClassVar[RooflineParameters]
+
+
+RooflineParameters.DEFAULTS = RooflineParameters()
+
+
+def default_parameters(device: DeviceSpec) -> RooflineParameters:
+    """Return what a device of this architecture reaches without a measurement."""
+    return _BY_ARCHITECTURE.get(device.architecture, RooflineParameters.DEFAULTS)
+
+
+_BY_ARCHITECTURE = {
+    # Limits of a CPU are measured, not read off a data sheet, so nearly all of them is reached; a layer costs
+    # the calls of an eager framework.
+    "cpu": replace(
+        RooflineParameters.DEFAULTS,
+        gemm_efficiency=0.8,
+        attention_efficiency=0.3,
+        weight_bandwidth_efficiency=0.9,
+        kv_bandwidth_efficiency=0.5,
+        layer_seconds=2e-4,
+        step_seconds=1e-3,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coefficients:
+    """Terms over efficiencies: what one unit of each sum costs, seconds."""
+
+    fixed: float
+    token: float
+    gemm_token: float
+    dense_weights: float
+    expert_weights: float
+    expert_miss: float
+    head_row: float
+    head_weights: float
+    pair: float
+    chunk_kv: float
+    decode_kv: float
+    window: float
+    windowed_share: float
+    smoothness: float
+
+
+def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coefficients:
+    by_weight, by_kv = 1 / parameters.weight_bandwidth_efficiency, 1 / parameters.kv_bandwidth_efficiency
+    num_messages = terms.num_all_reduces + terms.num_sends
+    kv, pair = terms.kv_token * by_kv, terms.pair / parameters.attention_efficiency
+    return _Coefficients(
+        fixed=parameters.step_seconds
+        + terms.num_layers * parameters.layer_seconds
+        + num_messages * parameters.link_latency,
+        token=terms.elementwise_token * parameters.elementwise_passes * by_weight
+        + (terms.all_reduce_token + terms.send_token) / parameters.link_efficiency,
+        gemm_token=terms.gemm_token / parameters.gemm_efficiency,
+        dense_weights=terms.dense_weights * by_weight,
+        expert_weights=terms.expert_weights * by_weight,
+        expert_miss=terms.expert_miss,
+        head_row=terms.head_row / parameters.gemm_efficiency,
+        head_weights=terms.head_weights * by_weight,
+        pair=pair,
+        chunk_kv=kv,
+        decode_kv=max(kv, pair),  # a decode is one query: a pair for each token that is read
+        window=terms.window,
+        windowed_share=terms.windowed_share,
+        smoothness=parameters.smoothness,
+    )
+
+
+def make_roofline(
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    parallelism: Parallelism | None = None,
+    precision: Precision | None = None,
+    parameters: RooflineParameters | None = None,
+) -> Callable[[BatchShape], float]:
+    """Return a function from a batch's sums to seconds through all stages; an empty batch takes none.
+
+    Parameters
+    ----------
+    parallelism : one device if not given.
+    precision : bf16 throughout if not given.
+    parameters : `default_parameters(device)` if not given.
+
+    Raises
+    ------
+    ConfigError : see `roofline_terms`.
+    """
+    terms = roofline_terms(
+        model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
+    )
+    return _closure(_coefficients(terms, parameters or default_parameters(device)))
+
+
+def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
+    """Written flat, on local floats: a simulator asks it a million times, a scheduler in every step."""
+    fixed, token, gemm_token, dense_weights = at.fixed, at.token, at.gemm_token, at.dense_weights
+    expert_weights, expert_miss = at.expert_weights, at.expert_miss
+    head_row, head_weights = at.head_row, at.head_weights
+    pair, chunk_kv, decode_kv = at.pair, at.chunk_kv, at.decode_kv
+    window, share = at.window, at.windowed_share
+    p, inverse_p = at.smoothness, 1 / at.smoothness
+
+    def seconds(shape: BatchShape) -> float:
+        context: float
+        pairs: float
+        cached: float
+        total: float
+        tokens = shape.num_new_tokens
+        if tokens == 0:
+            return 0.0
+        a, b = tokens * gemm_token, dense_weights
+        if expert_weights:
+            b += expert_weights * (1 - expert_miss**tokens)
+        total = fixed + tokens * token
+        total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
+        if rows := shape.num_lm_head_rows:
+            a, b = rows * head_row, head_weights
+            total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
+        decodes, context = shape.num_decodes, shape.decode_context_tokens
+        if share and context > decodes * window:
+            context -= share * (context - decodes * window)
+        total += context * decode_kv
+        if num_chunks := shape.num_chunks:
+            in_chunks, pairs, cached = tokens - decodes, shape.query_key_pairs, shape.chunk_cached_tokens
+            if share:
+                pairs -= share * max(0.0, pairs - in_chunks * window)
+                cached -= share * max(0.0, cached - num_chunks * window)
+            a, b = pairs * pair, (cached + in_chunks) * chunk_kv
+            total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
+        return total
+
+    return seconds
+
+
+def roofline_seconds(
+    matrix: Vector,
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    parallelism: Parallelism | None = None,
+    precision: Precision | None = None,
+    parameters: RooflineParameters | None = None,
+) -> Vector:
+    """Return the same as `make_roofline`'s function for many batches at once.
+
+    Parameters
+    ----------
+    matrix : rows of `shapes.shape_matrix`: [N, 10].
+
+    Returns
+    -------
+    Seconds: [N].
+
+    Raises
+    ------
+    ConfigError : see `roofline_terms`.
+    """
+    terms = roofline_terms(
+        model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
+    )
+    at = _coefficients(terms, parameters or default_parameters(device))
+    tokens, rows = matrix[:, column.NEW_TOKENS], matrix[:, column.LM_HEAD_ROWS]
+    weights = at.dense_weights + at.expert_weights * (1 - at.expert_miss**tokens)
+    total = at.fixed + tokens * at.token + _soft_max(tokens * at.gemm_token, weights, at.smoothness)
+    total += np.where(
+        rows > 0, _soft_max(rows * at.head_row, np.full_like(rows, at.head_weights), at.smoothness), 0
+    )
+    total += _attention(matrix, at)
+    return np.where(tokens > 0, total, 0.0)
+
+
+def _attention(matrix: Vector, at: _Coefficients) -> Vector:
+    decodes, context = matrix[:, column.DECODES], matrix[:, column.DECODE_CONTEXT_TOKENS]
+    in_chunks = matrix[:, column.NEW_TOKENS] - decodes
+    pairs, cached = matrix[:, column.QUERY_KEY_PAIRS], matrix[:, column.CHUNK_CACHED_TOKENS]
+    if at.windowed_share:
+        context = context - at.windowed_share * np.maximum(0, context - decodes * at.window)
+        pairs = pairs - at.windowed_share * np.maximum(0, pairs - in_chunks * at.window)
+        num_chunks = matrix[:, column.CHUNKS]
+        cached = cached - at.windowed_share * np.maximum(0, cached - num_chunks * at.window)
+    chunks = _soft_max(pairs * at.pair, (cached + in_chunks) * at.chunk_kv, at.smoothness)
+    return context * at.decode_kv + np.where(matrix[:, column.CHUNKS] > 0, chunks, 0)
+
+
+def _soft_max(a: Vector, b: Vector, p: float) -> Vector:
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    ratio = np.divide(low, high, out=np.zeros_like(high), where=high > 0)
+    return np.asarray(high * (1 + ratio**p) ** (1 / p))

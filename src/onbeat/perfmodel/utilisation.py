@@ -1,0 +1,72 @@
+"""How much of a device a step used: MBU and MFU.
+
+MBU = (weight and KV bytes that a step must read) / step time / peak memory bandwidth; MFU = (operations that
+a step must do) / step time / peak arithmetic (Chowdhery et al., "PaLM", 2022, appendix B).
+"""
+
+from __future__ import annotations
+
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+
+
+class StepWork:
+    """What a batch takes of one device at least: operations, and bytes of weights and KV.
+
+    With several devices the work is an equal share of the whole, so that MBU and MFU are means over them.
+    Sliding windows are counted as if their layers attended to everything.
+    """
+
+    def __init__(
+        self, model: ModelSpec, precision: Precision | None = None, parallelism: Parallelism | None = None
+    ) -> None:
+        precision, parallelism = precision or Precision(), parallelism or Parallelism()
+        share = 1 / parallelism.num_devices
+        experts = model.num_moe_layers * model.num_experts * model.expert_parameters
+        head = model.embedding_parameters
+        self._token_flops = 2.0 * model.active_layer_parameters * share
+        self._head_flops = 2.0 * head * share
+        self._pair_flops = 4.0 * model.num_heads * model.head_dim * model.num_layers * share
+        self._weight_bytes = (
+            model.dense_parameters * precision.weight_bytes + head * precision.embedding_bytes
+        ) * share
+        self._expert_bytes = experts * precision.weight_bytes * share
+        self._expert_miss = 1 - model.num_experts_per_token / model.num_experts if experts else 0.0
+        self._kv_bytes = model.kv_bytes_per_token(precision) * share
+
+    def flops(self, shape: BatchShape) -> float:
+        """Return the operations of a batch (a multiplication and an addition are two)."""
+        return (
+            shape.num_new_tokens * self._token_flops
+            + shape.num_lm_head_rows * self._head_flops
+            + (shape.query_key_pairs + shape.decode_context_tokens) * self._pair_flops
+        )
+
+    def bytes_read(self, shape: BatchShape) -> float:
+        """Return the bytes of weights and KV that a batch reads; of experts the expected number."""
+        tokens = shape.num_new_tokens
+        if tokens == 0:
+            return 0.0
+        total = self._weight_bytes + self._kv_bytes * (
+            shape.decode_context_tokens + shape.chunk_cached_tokens
+        )
+        if self._expert_bytes:
+            total += self._expert_bytes * (1 - self._expert_miss**tokens)
+        return total
+
+
+def memory_bandwidth_utilisation(
+    work: StepWork, shape: BatchShape, seconds: float, device: DeviceSpec
+) -> float:
+    """Return the MBU of a step that took `seconds`."""
+    return work.bytes_read(shape) / seconds / device.memory_bandwidth
+
+
+def flops_utilisation(
+    work: StepWork, shape: BatchShape, seconds: float, device: DeviceSpec, dtype: str = "bf16"
+) -> float:
+    """Return the MFU of a step that took `seconds`, against the peak in a number format."""
+    return work.flops(shape) / seconds / device.peak(dtype)
