@@ -5,6 +5,9 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import ClassVar
+
+from onbeat.core.slo import SLO
 
 
 class Status(StrEnum):
@@ -57,6 +60,13 @@ class RequestRecord:
     detail: str | None = None
     """What exactly happened, for a person."""
     text: str | None = None
+    slo: SLO | None = None
+    """What the run holds it to; None is nothing."""
+    request_class: str | None = None
+
+    # A client sees chunks of text, not how many tokens each has; it never waits for a whole answer.
+    delivery_sizes: ClassVar[tuple[int, ...]] = ()
+    is_streamed: ClassVar[bool] = True
 
     @property
     def arrival(self) -> float:

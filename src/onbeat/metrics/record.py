@@ -52,6 +52,16 @@ class RequestRecord:
         return self.arrival
 
     @property
+    def client_queue_time(self) -> float:
+        """0: no client holds requests back."""
+        return 0.0
+
+    @property
+    def scheduling_delay(self) -> float | None:
+        """Seconds from arrival to the first step it was part of; None if there was none."""
+        return None if self.scheduled is None else self.scheduled - self.arrival
+
+    @property
     def first_token(self) -> float | None:
         """When its first delivery came; None before that."""
         return self.delivery_times[0] if self.delivery_times else None

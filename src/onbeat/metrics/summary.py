@@ -20,58 +20,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from onbeat.core.errors import ConfigError
+from onbeat.metrics.attainment import SLOMode, has_objectives, measure_attainment
+from onbeat.metrics.measured import MeasuredRequest as MeasuredRequest
+from onbeat.metrics.measured import delivery_chunks
+from onbeat.metrics.samples import grouped_samples
+
+SCHEMA_VERSION = 1
+"""Of the keys of `summarise`."""
 
 Array = NDArray[np.float64]
 
 METRICS = ("ttft", "tpot", "itl", "e2el")
 OBJECTIVES = ("ttft", "tpot", "tbt", "e2el")
-
-
-class MeasuredRequest(Protocol):
-    """One offered request as `summarise` sees it, live or simulated."""
-
-    @property
-    def arrival(self) -> float:
-        """Where TTFT and E2E start, seconds."""
-        ...
-
-    @property
-    def sent(self) -> float:
-        """When it left the client, seconds; `arrival` where nothing holds it back."""
-        ...
-
-    @property
-    def delivery_times(self) -> Sequence[float]:
-        """When each delivery arrived, seconds, on the clock of `arrival`, ascending."""
-        ...
-
-    @property
-    def end(self) -> float:
-        """When the request ended, however it did, seconds."""
-        ...
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def num_output_tokens(self) -> int: ...
-
-    @property
-    def is_completed(self) -> bool:
-        """Whether the whole answer came. Only completed requests have latencies."""
-        ...
-
-    @property
-    def is_rejected(self) -> bool:
-        """Whether the server refused the request for want of capacity."""
-        ...
+CHUNK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +49,9 @@ class SummaryOptions:
     """Those that get percentiles; mean, median, deviation and maximum are there for all."""
     percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
     objectives: Mapping[str, float] | None = None
-    """Seconds for any of `OBJECTIVES`; a request is good if it meets all of them."""
+    """Seconds for any of `OBJECTIVES`, the same for all requests; a good request meets all of them."""
+    slo_mode: SLOMode = "stream"
+    """How requests are held to the objectives that they carry themselves (see `attainment`)."""
 
     def __post_init__(self) -> None:
         for p in self.percentiles:
@@ -103,13 +72,25 @@ def percentile(values: ArrayLike, p: float) -> float:
     values : one-dimensional, at least one value, in any order.
     p : in [0, 100].
     """
-    ordered = np.sort(np.asarray(values, dtype=np.float64))
-    if not ordered.size:
+    return quantiles(np.array(values, dtype=np.float64), [p], overwrite=True)[0]
+
+
+def quantiles(values: Array, percentiles: Sequence[float], *, overwrite: bool = False) -> list[float]:
+    """Return several percentiles as `percentile` defines them.
+
+    Parameters
+    ----------
+    overwrite : reorder `values` in place: no copy, whatever their size.
+    """
+    if not values.size:
         raise ValueError("the percentile of no values is not defined")
-    position = (ordered.size - 1) * p / 100
-    low = math.floor(position)
-    high = min(low + 1, ordered.size - 1)
-    return float(ordered[low] + (ordered[high] - ordered[low]) * (position - low))
+    ordered = values if overwrite else values.copy()
+    positions = np.asarray(percentiles, dtype=np.float64) * (ordered.size - 1) / 100
+    low = np.floor(positions).astype(np.int64)
+    high = np.minimum(low + 1, ordered.size - 1)
+    ordered.partition(np.unique(np.concatenate([low, high])))
+    found = ordered[low] + (ordered[high] - ordered[low]) * (positions - low)
+    return [float(value) for value in found]
 
 
 def ttft(request: MeasuredRequest) -> float:
@@ -137,14 +118,7 @@ def tpot(request: MeasuredRequest) -> float | None:
 
 def collect_samples(requests: Sequence[MeasuredRequest]) -> dict[str, Array]:
     """Return every value of each metric over the completed requests, seconds; `itl` pools all gaps."""
-    done = [request for request in requests if request.is_completed]
-    tpots = [value for value in map(tpot, done) if value is not None]
-    return {
-        "ttft": np.array([ttft(request) for request in done]),
-        "tpot": np.array(tpots),
-        "itl": np.concatenate([gaps(request) for request in done]) if done else np.empty(0),
-        "e2el": np.array([e2e(request) for request in done]),
-    }
+    return grouped_samples([[request for request in requests if request.is_completed]])[0]
 
 
 def percentile_name(p: float) -> str:
@@ -152,25 +126,39 @@ def percentile_name(p: float) -> str:
     return f"p{p:g}"
 
 
-def describe(values: Array, name: str, percentiles: Sequence[float]) -> dict[str, float | None]:
+def describe(
+    values: Array, name: str, percentiles: Sequence[float], *, overwrite: bool = False
+) -> dict[str, float | None]:
     """Return mean, median, standard deviation, maximum and percentiles under result keys, in milliseconds.
 
     Parameters
     ----------
     values : seconds; with no values every entry is None.
     name : the metric, as result keys spell it.
+    overwrite : reorder `values` in place instead of copying them.
     """
-    statistics: dict[str, Callable[[Array], float]] = {
-        "mean": lambda v: float(v.mean()),
-        "median": partial(percentile, p=50),
-        "std": lambda v: float(v.std()),
-        "max": lambda v: float(v.max()),
+    spelled = [percentile_name(p) for p in percentiles]
+    if not values.size:
+        return {f"{statistic}_{name}_ms": None for statistic in ("mean", "median", "std", "max", *spelled)}
+    median, *others = quantiles(values, [50, *percentiles], overwrite=overwrite)
+    statistics = {
+        "mean": float(values.mean()),
+        "median": median,
+        "std": _standard_deviation(values),
+        "max": float(values.max()),
+        **dict(zip(spelled, others, strict=True)),
     }
-    statistics |= {percentile_name(p): partial(percentile, p=p) for p in percentiles}
-    return {
-        f"{statistic}_{name}_ms": compute(values) * 1e3 if values.size else None
-        for statistic, compute in statistics.items()
-    }
+    return {f"{statistic}_{name}_ms": value * 1e3 for statistic, value in statistics.items()}
+
+
+def _standard_deviation(values: Array) -> float:
+    """Return the standard deviation without an array of deviations as large as the values."""
+    mean = values.mean()
+    squares = sum(
+        float(np.square(values[start : start + CHUNK_VALUES] - mean).sum())
+        for start in range(0, values.size, CHUNK_VALUES)
+    )
+    return math.sqrt(squares / values.size)
 
 
 def is_good(request: MeasuredRequest, objectives: Mapping[str, float]) -> bool:
@@ -197,13 +185,10 @@ def is_good(request: MeasuredRequest, objectives: Mapping[str, float]) -> bool:
 
 def peak_concurrency(requests: Sequence[MeasuredRequest]) -> int:
     """Return the most requests that were open (sent, not ended) at one time."""
+    times = np.array([r.sent for r in requests] + [r.end for r in requests])
+    changes = np.repeat(np.array([1, -1]), len(requests))
     # A request that ends at the instant another is sent has made room for it: ends sort first.
-    events = [(r.sent, 1) for r in requests] + [(r.end, -1) for r in requests]
-    peak = running = 0
-    for _, change in sorted(events):
-        running += change
-        peak = max(peak, running)
-    return peak
+    return int(changes[np.lexsort((changes, times))].cumsum().max(initial=0))
 
 
 def peak_output_rate(requests: Sequence[MeasuredRequest]) -> float:
@@ -211,15 +196,17 @@ def peak_output_rate(requests: Sequence[MeasuredRequest]) -> float:
 
     A request's tokens are spread evenly over its deliveries.
     """
-    done = [request for request in requests if request.is_completed]
+    done = [r for r in requests if r.is_completed and len(r.delivery_times)]
     if not done:
         return 0.0
-    times = np.concatenate([np.asarray(r.delivery_times, dtype=np.float64) for r in done])
-    weights = np.concatenate(
-        [np.full(len(r.delivery_times), r.num_output_tokens / len(r.delivery_times)) for r in done]
-    )
-    bins = (times - times.min()).astype(np.int64)
-    return float(np.bincount(bins, weights=weights).max())
+    start = min(request.delivery_times[0] for request in done)
+    end = max(request.delivery_times[-1] for request in done)
+    tokens = np.zeros(int(end - start) + 1)
+    for chunk in delivery_chunks(done):
+        shares = np.array([r.num_output_tokens for r in chunk.requests]) / chunk.counts
+        seconds = (chunk.times - start).astype(np.int64)
+        tokens += np.bincount(seconds, weights=np.repeat(shares, chunk.counts), minlength=tokens.size)
+    return float(tokens.max())
 
 
 def summarise(
@@ -239,31 +226,82 @@ def summarise(
     Keys as `vllm bench serve` writes them, where it has them.
     """
     options = options or SummaryOptions()
+    groups = _by_class(requests)
+    total, by_class = grouped_samples([[r for r in group if r.is_completed] for group in groups.values()])
+    result = {"schema_version": SCHEMA_VERSION, "duration": duration} | _counts(requests, duration)
+    result |= {
+        "request_goodput": None,
+        "max_output_tokens_per_s": peak_output_rate(requests),
+        "max_concurrent_requests": peak_concurrency(requests),
+    }
+    result |= _attainment(requests, duration, options)
+    result["classes"] = {
+        name: _counts(group, duration)
+        | _attainment(group, duration, options)
+        | _objectives_ms(group[0])
+        | _latencies(samples, options)
+        for (name, group), samples in zip(groups.items(), by_class, strict=True)
+        if name is not None
+    }
+    return result | _latencies(total, options)
+
+
+def _by_class(requests: Sequence[MeasuredRequest]) -> dict[str | None, list[MeasuredRequest]]:
+    groups: dict[str | None, list[MeasuredRequest]] = {}
+    for request in requests:
+        groups.setdefault(request.request_class, []).append(request)
+    return dict(sorted(groups.items(), key=lambda item: item[0] or ""))
+
+
+def _counts(requests: Sequence[MeasuredRequest], duration: float) -> dict[str, Any]:
     done = [request for request in requests if request.is_completed]
     num_rejected = sum(request.is_rejected for request in requests)
     num_prompt_tokens = sum(request.num_prompt_tokens for request in done)
     num_output_tokens = sum(request.num_output_tokens for request in done)
-    result: dict[str, Any] = {
-        "duration": duration,
+    return {
+        "offered": len(requests),
         "completed": len(done),
         "failed": len(requests) - len(done) - num_rejected,
         "rejected": num_rejected,
         "total_input_tokens": num_prompt_tokens,
         "total_output_tokens": num_output_tokens,
         "request_throughput": len(done) / duration,
-        "request_goodput": None,
         "output_throughput": num_output_tokens / duration,
         "total_token_throughput": (num_prompt_tokens + num_output_tokens) / duration,
-        "max_output_tokens_per_s": peak_output_rate(requests),
-        "max_concurrent_requests": peak_concurrency(requests),
     }
+
+
+def _attainment(
+    requests: Sequence[MeasuredRequest], duration: float, options: SummaryOptions
+) -> dict[str, Any]:
+    """Return attainment and goodput: by the requests' own objectives, or by those of the options."""
+    own = measure_attainment(requests, duration=duration, mode=options.slo_mode)
+    result: dict[str, Any] = {"attainment": own.attainment, "goodput": own.goodput}
+    if own.num_offered:
+        result |= own.as_dict() | {"slo_mode": options.slo_mode, "request_goodput": own.goodput}
     if options.objectives:
         num_good = sum(is_good(request, options.objectives) for request in requests)
         result["request_goodput"] = num_good / duration
-        result["attainment"] = num_good / len(requests) if requests else None
-    samples = collect_samples(requests)
+        if not own.num_offered:
+            result["goodput"] = num_good / duration
+            result["attainment"] = num_good / len(requests) if requests else None
+    return result
+
+
+def _objectives_ms(request: MeasuredRequest) -> dict[str, Any]:
+    if not has_objectives(request):
+        return {}
+    return {
+        f"slo_{name}_ms": None if (limit := getattr(request.slo, name)) is None else limit * 1e3
+        for name in ("ttft", "tbt", "e2e")
+    }
+
+
+def _latencies(samples: Mapping[str, Array], options: SummaryOptions) -> dict[str, Any]:
+    result: dict[str, Any] = {}
     for name, values in samples.items():
-        result |= describe(values, name, options.percentiles if name in options.metrics else ())
+        percentiles = options.percentiles if name in options.metrics else ()
+        result |= describe(values, name, percentiles, overwrite=True)
     return result
 
 

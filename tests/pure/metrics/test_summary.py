@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
 from onbeat.metrics.summary import (
     SummaryOptions,
     bootstrap_interval,
@@ -37,6 +38,10 @@ class Measured:
     is_completed: bool = True
     is_rejected: bool = False
     end: float = field(default=0.0)
+    delivery_sizes: Sequence[int] = ()
+    slo: SLO | None = None
+    request_class: str | None = None
+    is_streamed: bool = True
 
     @property
     def sent(self) -> float:

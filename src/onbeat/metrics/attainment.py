@@ -1,0 +1,194 @@
+r"""Whether requests got what they were promised.
+
+A request with arrival $a$, objectives ttft, tbt and e2e, and deliveries at $t_1 \le \dots \le t_m$ is
+*good* if it completed, $t_1 - a \le$ ttft, $t_m - a \le$ e2e, and its tokens came in time, in one of two
+senses:
+
+``stream``
+    At least 99 % of its tokens met their deadlines $D_k = \max(a + \mathrm{ttft}, t_1) + k\,\mathrm{tbt}$
+    (k = 0 is the first): a stream that is ahead may use its slack, a stall cannot hide.
+``gap``
+    The 99th percentile (linear interpolation) of its own gaps between deliveries is at most tbt.
+
+All tokens of one delivery arrive at its time. An objective that was not given is met. A request whose
+answer is not streamed is held to ttft and e2e alone. Rejected, failed and expired requests are not good.
+*Attainment* is the share of the offered requests with objectives that are good; *goodput* is good requests
+per second.
+
+References
+----------
+Zhong et al., "DistServe", OSDI 2024 (attainment and goodput); Liu et al., "Andes", 2024 (deadlines of the
+tokens of a stream).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.metrics.measured import DeliveryChunk, MeasuredRequest, delivery_chunks
+
+SLOMode = Literal["stream", "gap"]
+SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)
+
+TOLERANCE = 1e-9
+"""Seconds. Far below what clocks resolve: it keeps rounding from failing a token that is just in time."""
+LATE_TOKENS_IN = 100
+"""One token in so many may be late in `stream` mode."""
+GAP_PERCENTILE = 99
+
+Flags = NDArray[np.bool_]
+IsHopeless = Callable[[MeasuredRequest], bool]
+"""Whether even an idle machine could not have met a request's objectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attainment:
+    """How many requests with objectives were good."""
+
+    num_offered: int
+    num_good: int
+    duration: float
+    """Length of the measured interval, seconds."""
+    num_hopeless: int | None = None
+    """Those that an idle machine could not have served in time, good or not; None if nobody asked."""
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the offered requests that are good, hopeless ones included; None of none."""
+        return self.num_good / self.num_offered if self.num_offered else None
+
+    @property
+    def goodput(self) -> float | None:
+        """Good requests per second; None without requests that have objectives."""
+        return self.num_good / self.duration if self.num_offered else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of a saved result."""
+        keys: dict[str, Any] = {
+            "attainment": self.attainment,
+            "goodput": self.goodput,
+            "good": self.num_good,
+            "offered_with_slo": self.num_offered,
+        }
+        return keys if self.num_hopeless is None else keys | {"hopeless": self.num_hopeless}
+
+
+def measure_attainment(
+    requests: Sequence[MeasuredRequest],
+    *,
+    duration: float,
+    mode: SLOMode = "stream",
+    is_hopeless: IsHopeless | None = None,
+) -> Attainment:
+    """Return the attainment over all offered requests that have objectives."""
+    promised = [request for request in requests if has_objectives(request)]
+    return Attainment(
+        num_offered=len(promised),
+        num_good=int(good_requests(promised, mode=mode).sum()),
+        duration=duration,
+        num_hopeless=None if is_hopeless is None else sum(map(is_hopeless, promised)),
+    )
+
+
+def has_objectives(request: MeasuredRequest) -> bool:
+    """Return whether anything was promised."""
+    return request.slo is not None and not request.slo.is_empty
+
+
+def good_requests(requests: Sequence[MeasuredRequest], *, mode: SLOMode = "stream") -> Flags:
+    """Return for each request whether it is good; without objectives, whether it completed.
+
+    A completed request that never delivered a token counts its end as its only delivery.
+
+    Raises
+    ------
+    ConfigError : an unknown mode.
+    """
+    if mode not in SLO_MODES:
+        raise ConfigError(f"unknown --slo-mode {mode!r}; known are {', '.join(SLO_MODES)}")
+    completed = np.fromiter((r.is_completed for r in requests), dtype=np.bool_, count=len(requests))
+    good: Flags = np.zeros(len(requests), dtype=np.bool_)
+    for row in np.flatnonzero(completed).tolist():
+        if not len(requests[row].delivery_times):
+            good[row] = _is_end_in_time(requests[row])
+    for chunk in delivery_chunks(requests):
+        good[chunk.rows] = _score(chunk, mode)
+    return good & completed
+
+
+def _is_end_in_time(request: MeasuredRequest) -> bool:
+    slo = request.slo or SLO()
+    elapsed = request.end - request.arrival
+    return all(elapsed <= limit + TOLERANCE for limit in (slo.ttft, slo.e2e) if limit is not None)
+
+
+def _score(chunk: DeliveryChunk, mode: SLOMode) -> Flags:
+    num_requests = len(chunk.requests)
+    arrivals = np.fromiter((r.arrival for r in chunk.requests), dtype=np.float64, count=num_requests)
+    limits = np.fromiter(_limits(chunk.requests), dtype=np.dtype((np.float64, 3)), count=num_requests)
+    ttft, tbt, e2e = limits.T
+    good: Flags = chunk.first - arrivals <= ttft + TOLERANCE
+    good &= chunk.last - arrivals <= e2e + TOLERANCE
+    if np.isfinite(tbt).any():
+        if mode == "stream":
+            first_deadline = np.where(
+                np.isfinite(ttft), np.maximum(arrivals + ttft, chunk.first), chunk.first
+            )
+            good &= _keeps_deadlines(chunk, first_deadline, tbt)
+        else:
+            good &= _keeps_gaps(chunk, tbt)
+    return good
+
+
+def _limits(requests: Sequence[MeasuredRequest]) -> Iterator[tuple[float, float, float]]:
+    """Yield ttft, tbt and e2e of each request; infinity where nothing is promised."""
+    nothing = SLO()
+    for request in requests:
+        slo = request.slo or nothing
+        yield (
+            math.inf if slo.ttft is None else slo.ttft,
+            math.inf if slo.tbt is None or not request.is_streamed else slo.tbt,
+            math.inf if slo.e2e is None else slo.e2e,
+        )
+
+
+def _keeps_deadlines(
+    chunk: DeliveryChunk, first_deadline: NDArray[np.float64], tbt: NDArray[np.float64]
+) -> Flags:
+    sizes, starts = chunk.sizes(), chunk.starts
+    ends = np.cumsum(sizes)
+    num_before = ends[starts] - sizes[starts]  # tokens in the chunk before each request's own
+    first_token = ends - sizes - np.repeat(num_before, chunk.counts)
+    behind = chunk.times - np.repeat(first_deadline, chunk.counts) - TOLERANCE
+    # Tokens of a delivery up to this index have deadlines before it.
+    num_overdue = np.ceil(behind / np.repeat(tbt, chunk.counts))
+    num_late = np.add.reduceat(np.clip(num_overdue - first_token, 0, sizes), starts)
+    return np.asarray(num_late * LATE_TOKENS_IN <= np.add.reduceat(sizes, starts))
+
+
+def _keeps_gaps(chunk: DeliveryChunk, tbt: NDArray[np.float64]) -> Flags:
+    """Compare each request's P99 gap with its tbt, looking at order statistics only where it is close."""
+    num_gaps = chunk.counts - 1
+    is_long = chunk.gaps() > np.repeat(tbt + TOLERANCE, num_gaps)
+    num_long = np.zeros(len(num_gaps), dtype=np.int64)
+    has_gaps = num_gaps > 0
+    gap_starts = np.cumsum(num_gaps) - num_gaps
+    if has_gaps.any():
+        num_long[has_gaps] = np.add.reduceat(is_long.astype(np.int64), gap_starts[has_gaps])
+    # The percentile lies between the order statistics `low` and `high`.
+    position = np.maximum(num_gaps - 1, 0) * GAP_PERCENTILE / 100
+    low, high = np.floor(position).astype(np.int64), np.ceil(position).astype(np.int64)
+    good: Flags = num_long <= np.maximum(num_gaps - 1 - high, 0)
+    is_close = ~good & (num_long < num_gaps - low)
+    for row in np.flatnonzero(is_close).tolist():
+        own = np.diff(np.asarray(chunk.requests[row].delivery_times, dtype=np.float64))
+        good[row] = float(np.percentile(own, GAP_PERCENTILE)) <= tbt[row] + TOLERANCE
+    return good
