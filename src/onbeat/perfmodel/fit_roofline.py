@@ -19,12 +19,15 @@ from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import RooflineParameters, make_roofline, roofline_seconds
+from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
 
-PRIOR_WEIGHT = 0.02
+PRIOR_WEIGHT = 0.05
 """Cost of a parameter at e times its default, as a relative error of one measured step."""
 
-_LOG_LIMIT = np.log(30.0)
+OUTLIER = 0.1
+"""Relative error from which on a step is rather an exception than evidence."""
+
+_LOG_LIMIT = float(np.log(30.0))
 
 
 class RooflineForm:
@@ -40,7 +43,7 @@ class RooflineForm:
 
     def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
         """Return the calibrated fields of `RooflineParameters`."""
-        defaults = asdict(RooflineParameters())
+        defaults = asdict(default_parameters(self._device))
         names = list(defaults)
         start = np.array([defaults[name] for name in names])
         target = np.log(seconds)
@@ -50,7 +53,14 @@ class RooflineForm:
             error = np.log(self.predict(matrix, parameters)) - target
             return np.concatenate([error, PRIOR_WEIGHT * log_factors])
 
-        found = least_squares(residuals, np.zeros(len(names)), bounds=(-_LOG_LIMIT, _LOG_LIMIT))
+        # Errors beyond OUTLIER count linearly: a machine that does other work now and then stalls a step.
+        found = least_squares(
+            residuals,
+            np.zeros(len(names)),
+            bounds=(-_LOG_LIMIT, _LOG_LIMIT),
+            loss="soft_l1",
+            f_scale=OUTLIER,
+        )
         return {name: float(value) for name, value in zip(names, start * np.exp(found.x), strict=True)}
 
     def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:

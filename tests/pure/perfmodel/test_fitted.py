@@ -1,0 +1,149 @@
+"""Fits to steps whose true times are known."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.fit_errors import FitErrors
+from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel, fit, make_form
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import fitted_predictor
+from onbeat.perfmodel.nnls import FEATURES, fit_nnls, nnls_closure, nnls_seconds
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.roofline import RooflineParameters, make_roofline
+from onbeat.perfmodel.shapes import shape_matrix
+from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches
+
+MODEL = find_model_spec("meta-llama/Llama-3.1-8B")
+DEVICE = find_device("h100-sxm")
+SINGLE, BF16 = Parallelism(), Precision()
+
+
+def fit_here(shapes: list[BatchShape], seconds: list[float], method: str = "roofline") -> FittedModel:
+    return fit(shapes, seconds, model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16, method=method)
+
+
+def linear(shape: BatchShape) -> float:
+    return 4e-3 + 2e-5 * shape.num_new_tokens + 1e-8 * shape.decode_context_tokens + 1e-4 * shape.num_chunks
+
+
+def test_nnls_finds_a_linear_truth_and_both_evaluations_agree() -> None:
+    shapes = mixed_batches(60, seed=3)
+    matrix = shape_matrix(shapes)
+    parameters = fit_nnls(matrix, np.array([linear(shape) for shape in shapes]))
+    closure = nnls_closure(parameters)
+    unseen = mixed_batches(40, seed=4)
+    assert [closure(shape) for shape in unseen] == pytest.approx(
+        [linear(shape) for shape in unseen], rel=1e-4
+    )
+    assert nnls_seconds(shape_matrix(unseen), parameters) == pytest.approx(
+        [closure(shape) for shape in unseen]
+    )
+    assert all(parameters[name] >= 0 for name in FEATURES)
+
+
+def test_nnls_never_predicts_nothing() -> None:
+    """Chunks alone were measured, and their time is proportional to their tokens."""
+    shapes = [batch([(0, size)]) for size in (16, 32, 64, 128, 256, 300, 400, 512)]
+    parameters = fit_nnls(shape_matrix(shapes), np.array([1e-3 * shape.query_key_pairs for shape in shapes]))
+    assert nnls_closure(parameters)(decodes(1, 1)) > 0
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_the_roofline_finds_its_own_parameters_again(tensor: int) -> None:
+    parallelism = Parallelism(tensor=tensor)
+    defaults = asdict(RooflineParameters())
+    moved = {
+        name: value * (1.3 if index % 2 else 0.8) for index, (name, value) in enumerate(defaults.items())
+    }
+    truth = make_roofline(
+        MODEL, DEVICE, parallelism=parallelism, precision=BF16, parameters=RooflineParameters(**moved)
+    )
+    shapes = mixed_batches(60, seed=5)
+    fitted = fit(
+        shapes,
+        [truth(shape) for shape in shapes],
+        model=MODEL,
+        device=DEVICE,
+        parallelism=parallelism,
+        precision=BF16,
+    )
+    assert fitted.errors.p50 < 0.01
+    assert fitted.errors.p90 < 0.03
+    form = make_form("roofline", model=MODEL, device=DEVICE, parallelism=parallelism, precision=BF16)
+    closure = form.closure(fitted.parameters)
+    unseen = mixed_batches(40, seed=6)
+    assert FitErrors.of([closure(s) for s in unseen], [truth(s) for s in unseen]).p90 < 0.03
+    assert form.predict(shape_matrix(unseen), fitted.parameters) == pytest.approx(
+        [closure(shape) for shape in unseen], rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("method", FIT_METHODS)
+def test_the_stated_error_is_that_of_steps_the_fit_has_not_seen(method: str) -> None:
+    truth = make_roofline(MODEL, DEVICE, parallelism=SINGLE, precision=BF16)
+    rng = random.Random(7)
+    shapes = mixed_batches(80, seed=8)
+    fitted = fit_here(shapes, [truth(shape) * math.exp(rng.gauss(0, 0.1)) for shape in shapes], method)
+    unseen = mixed_batches(200, seed=9)
+    noisy = [truth(shape) * math.exp(rng.gauss(0, 0.1)) for shape in unseen]
+    predictor = fitted_predictor(fitted, model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    found = FitErrors.of([predictor.step_time(shape) for shape in unseen], noisy)
+    assert fitted.errors.num_points == 80
+    assert found.p50 == pytest.approx(fitted.errors.p50, rel=0.5)
+    # The 90 % quantile holds for about 90 % of new steps.
+    covered = sum(
+        seconds <= predictor.step_time(shape, 0.9) for shape, seconds in zip(unseen, noisy, strict=True)
+    )
+    assert 0.8 <= covered / len(unseen) <= 0.98
+
+
+def test_repeats_of_a_batch_are_held_back_together() -> None:
+    """Else a fit would be tested on what it has seen: here every distinct batch has a time of its own."""
+    rng = random.Random(10)
+    distinct = mixed_batches(10, seed=11)
+    own = [rng.uniform(0.01, 1.0) for _ in distinct]
+    fitted = fit_here(distinct * 5, own * 5, "nnls")
+    assert fitted.errors.p50 > 0.2
+
+
+def test_a_fit_is_deterministic() -> None:
+    shapes = mixed_batches(20, seed=12)
+    seconds = [linear(shape) for shape in shapes]
+    assert fit_here(shapes, seconds) == fit_here(shapes, seconds)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, math.nan, math.inf])
+def test_a_time_that_cannot_be_is_named(wrong: float) -> None:
+    shapes = mixed_batches(20, seed=13)
+    seconds = [linear(shape) for shape in shapes]
+    seconds[4] = wrong
+    with pytest.raises(ConfigError, match=rf"step 4 .* took {wrong} s"):
+        fit_here(shapes, seconds)
+
+
+def test_measurements_that_cannot_be_fitted() -> None:
+    shapes = mixed_batches(20, seed=14)
+    with pytest.raises(ConfigError, match="20 measured batches but 19 times"):
+        fit_here(shapes, [1.0] * 19)
+    with pytest.raises(ConfigError, match="2 distinct batches are too few"):
+        fit_here(shapes[:2] * 10, [1.0] * 20)
+    with pytest.raises(ConfigError, match="no tokens"):
+        fit_here([*shapes, BatchShape()], [1.0] * 21)
+    with pytest.raises(ConfigError, match="unknown fit method 'forest'"):
+        fit_here(shapes, [1.0] * 20, "forest")
+
+
+def test_parameters_of_another_form_are_refused() -> None:
+    form = make_form("roofline", model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    with pytest.raises(ConfigError, match=r"differ in .*speed"):
+        form.closure({**asdict(RooflineParameters()), "speed": 1.0})
