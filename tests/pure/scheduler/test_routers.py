@@ -1,0 +1,133 @@
+"""Routers: which replica, and at what cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.scheduler.cluster.routers import (
+    ROUTERS,
+    LeastOutstanding,
+    LeastWork,
+    PrefixAffinity,
+    RandomChoice,
+    RoundRobin,
+    RoutingRequest,
+    make_router,
+)
+
+
+def request(request_id="r", blocks=(), prefill=0.0, decode=0.0) -> RoutingRequest:
+    return RoutingRequest(request_id, blocks, prefill, decode)
+
+
+def test_round_robin_takes_turns():
+    router = RoundRobin(3)
+    assert [router.route(request()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_random_choice_depends_on_seed_and_id_alone():
+    ids = [f"r{index}" for index in range(3000)]
+    first = [RandomChoice(4, seed=1).route(request(each)) for each in ids]
+    backwards = [RandomChoice(4, seed=1).route(request(each)) for each in reversed(ids)]
+    assert first == backwards[::-1]
+    assert first != [RandomChoice(4, seed=2).route(request(each)) for each in ids]
+    assert all(650 < count < 850 for count in Counter(first).values())
+
+
+def test_least_outstanding_prefers_the_least_recently_chosen_of_equals():
+    router = LeastOutstanding(3)
+    assert [router.route(request()) for _ in range(4)] == [0, 1, 2, 0]
+    router.on_finish(2, request())
+    assert router.route(request()) == 2
+    for replica in (1, 0, 0):
+        router.on_finish(replica, request())
+    assert router.route(request()) == 1  # empty as 0, but chosen longer ago
+
+
+@given(
+    num_replicas=st.integers(1, 6),
+    actions=st.lists(st.tuples(st.booleans(), st.integers(0, 100)), max_size=300),
+)
+@settings(deadline=None)
+def test_least_outstanding_always_takes_a_minimum(num_replicas, actions):
+    router, outstanding = LeastOutstanding(num_replicas), [0] * num_replicas
+    for is_arrival, choice in actions:
+        busy = [replica for replica, count in enumerate(outstanding) if count]
+        if is_arrival or not busy:
+            replica = router.route(request())
+            assert outstanding[replica] == min(outstanding)
+            outstanding[replica] += 1
+        else:
+            replica = busy[choice % len(busy)]
+            router.on_finish(replica, request())
+            outstanding[replica] -= 1
+
+
+def test_least_work_weighs_prompts_until_their_first_token():
+    router = LeastWork(2)
+    long, short = request("long", prefill=5.0, decode=1.0), request("short", prefill=1.0, decode=2.0)
+    assert router.route(long) == 0
+    assert [router.route(short) for _ in range(2)] == [1, 1]  # 3 s is less than 6
+    router.on_first_token(0, long)
+    assert router.route(short) == 0  # 1 s is left there, 6 on the other
+
+
+def test_least_work_forgets_rounding_errors_when_a_replica_is_idle():
+    router = LeastWork(2)
+    for _ in range(1000):
+        replicas = [router.route(request(prefill=0.1, decode=0.2)) for _ in range(2)]
+        assert sorted(replicas) == [0, 1]
+        for replica in replicas:
+            router.on_first_token(replica, request(prefill=0.1, decode=0.2))
+            router.on_finish(replica, request(prefill=0.1, decode=0.2))
+
+
+def test_prefix_affinity_follows_the_longest_known_prefix():
+    router = PrefixAffinity(3)
+    assert router.route(request(blocks=(1, 2, 3))) == 0
+    assert router.route(request(blocks=(7, 8))) == 1
+    assert router.route(request(blocks=(1, 2, 4))) == 0
+    assert router.route(request(blocks=(7, 8, 9))) == 1
+    assert router.route(request(blocks=(1, 9, 9, 9, 9))) == 2  # one block of five is too little
+    assert router.route(request()) == 2  # nothing is known: the least outstanding
+
+
+def test_prefix_affinity_leaves_an_overloaded_replica():
+    router = PrefixAffinity(2, min_excess=3, max_imbalance=1.5)
+    choices = [router.route(request(blocks=(1, 2))) for _ in range(6)]
+    assert choices == [0, 0, 0, 0, 1, 1]  # with 4 against 0 it moves, and so does the prefix
+
+
+def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
+    router = PrefixAffinity(2, max_known_blocks=4)
+    assert router.route(request(blocks=(1, 2))) == 0
+    router.route(request(blocks=(3, 4, 5)))
+    assert router.route(request(blocks=(1, 2))) == 0  # by load: its prefix is forgotten
+    assert len(router._replica_of_block) == 4
+
+
+@pytest.mark.parametrize("name", ["least-outstanding", "least-work", "prefix-affinity"])
+def test_a_router_does_not_grow_with_the_requests(name):
+    router = make_router(name, 8)
+    for index in range(5000):
+        replica = router.route(request(str(index), prefill=0.1, decode=0.1))
+        router.on_first_token(replica, request(prefill=0.1, decode=0.1))
+        router.on_finish(replica, request(prefill=0.1, decode=0.1))
+    assert len(router._replicas._heap) <= 4 * 8
+
+
+@pytest.mark.parametrize("name", sorted(ROUTERS))
+def test_every_router_stays_within_the_replicas(name):
+    router = make_router(name, 5, seed=3)
+    chosen = {router.route(request(str(index), blocks=(index % 7, index))) for index in range(200)}
+    assert chosen == set(range(5))
+
+
+def test_unknown_routers_are_named():
+    with pytest.raises(ConfigError, match="unknown router 'sticky'; choose one of round-robin, random"):
+        make_router("sticky", 2)
