@@ -57,8 +57,9 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.recording.reader import Recording
 
     console = Console(highlight=False, soft_wrap=True)
-    recording = Recording(args.file, allow_partial=args.allow_partial)
-    report = _replay(args, recording)
+    with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
+        recording = Recording(args.file, allow_partial=args.allow_partial)
+        report = _replay(args, recording)
     _show(console, report)
     if args.json is not None:
         _write_json(args.json, report)
