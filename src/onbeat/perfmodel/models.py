@@ -59,7 +59,7 @@ def make_step_time_model(
 
     Returns
     -------
-    A predictor without online correction; `with_learning` adds that.
+    A predictor that does not learn; `Predictor.with_learning` returns one that does.
 
     Raises
     ------

@@ -33,7 +33,7 @@ class Predictor:
     alarm : looks at every observed step; None for none.
     """
 
-    __slots__ = ("_alarm", "_correction", "_inflation", "_residual", "_seconds")
+    __slots__ = ("_alarm", "_correction", "_inflation", "_residual", "_seconds", "_shape_range")
 
     def __init__(
         self,
@@ -45,9 +45,14 @@ class Predictor:
     ) -> None:
         self._seconds = seconds
         self._residual = residual
+        self._shape_range = shape_range
         self._inflation = None if shape_range is None else shape_range.inflation
         self._correction = correction
         self._alarm = alarm
+
+    def with_learning(self) -> Predictor:
+        """Return the same model with online correction and a drift alarm, for an engine that runs its steps."""
+        return Predictor(self._seconds, self._residual, self._shape_range, OnlineCorrection(), DriftAlarm())
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:
         """Return the expected time, or its q-quantile. See `core.StepTimeModel`."""
@@ -77,6 +82,8 @@ class Predictor:
 
         A time that is not positive (a clock that stood still) teaches nothing and is passed over.
         """
+        if self._correction is None and self._alarm is None:
+            return
         if not (shape.num_new_tokens and 0 < seconds < math.inf):
             return
         expected = self._seconds(shape)

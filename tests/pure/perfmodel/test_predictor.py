@@ -158,14 +158,17 @@ def test_the_inverse_needs_few_trials() -> None:
 
 
 def test_it_learns_what_the_machine_does_and_says_when_that_is_far_off() -> None:
-    predictor = Predictor(linear_seconds, correction=OnlineCorrection(), alarm=DriftAlarm())
+    fixed = Predictor(linear_seconds)
+    predictor = fixed.with_learning()
     shape = decodes(16, 800)
     for _ in range(100):
+        fixed.observe(shape, 1.5 * linear_seconds(shape))
         predictor.observe(shape, 1.5 * linear_seconds(shape))
     assert predictor.step_time(shape) == pytest.approx(1.5 * linear_seconds(shape))
     assert predictor.drift is not None
     assert predictor.drift.is_alarming
     assert predictor.drift.ratio == pytest.approx(1.5)
+    assert fixed.step_time(shape) == linear_seconds(shape)
 
 
 def test_what_was_inflated_is_learned_too() -> None:

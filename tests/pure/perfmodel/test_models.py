@@ -1,0 +1,131 @@
+"""Step-time models by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.fitted import fit
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.profile_file import (
+    MachineLimits,
+    MeasuredStep,
+    Profile,
+    ProfileKey,
+    limited_device,
+    write_profile,
+)
+from onbeat.perfmodel.roofline import make_roofline
+from tests.pure.perfmodel.operator_profiles import MODEL as TINY
+from tests.pure.perfmodel.operator_profiles import write_profile_directory
+from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches
+
+MODEL = find_model_spec("meta-llama/Llama-3.1-8B")
+DEVICE = find_device("h100-sxm")
+LIMITS = MachineLimits(memory_bandwidth=1e12, peak_flops={"bf16": 3e14})
+
+
+def slow_machine(shape: BatchShape) -> float:
+    """A machine with a third of the data sheet's rates."""
+    return make_roofline(MODEL, limited_device(DEVICE, LIMITS))(shape)
+
+
+def write_fitted(path: Path) -> None:
+    shapes = mixed_batches(40, seed=21)
+    seconds = [slow_machine(shape) for shape in shapes]
+    fitted = fit(
+        shapes,
+        seconds,
+        model=MODEL,
+        device=limited_device(DEVICE, LIMITS),
+        parallelism=Parallelism(),
+        precision=Precision(),
+    )
+    profile = Profile(
+        key=ProfileKey(model=MODEL.name, device=DEVICE.id, device_name=DEVICE.name),
+        onbeat_version="0.1.0",
+        created="2026-01-02T03:04:05+00:00",
+        steps=[MeasuredStep(shape, time) for shape, time in zip(shapes, seconds, strict=True)],
+        fitted=fitted,
+        limits=LIMITS,
+    )
+    write_profile(path, profile)
+
+
+def test_the_table_has_the_four_kinds() -> None:
+    assert list(STEP_TIME_MODELS) == ["roofline", "fitted", "operator-table", "linear"]
+
+
+def test_the_roofline_needs_nothing_and_is_unsure() -> None:
+    model = make_step_time_model("roofline", model=MODEL, device=DEVICE)
+    shape = decodes(32, 1000)
+    assert model.step_time(shape) == make_roofline(MODEL, DEVICE)(shape)
+    assert 1.1 < model.step_time(shape, 0.9) / model.step_time(shape) < 1.5
+
+
+def test_a_fitted_model_predicts_the_machine_of_its_profile(tmp_path: Path) -> None:
+    write_fitted(tmp_path / "profile.json")
+    model = make_step_time_model("fitted", model=MODEL, device=DEVICE, profile=tmp_path / "profile.json")
+    for shape in mixed_batches(20, seed=22):
+        inside = model.step_time(shape)
+        assert slow_machine(shape) * 0.97 <= inside <= slow_machine(shape) * 1.15
+    far = batch([(0, 32_768)])
+    assert model.step_time(far) > 1.2 * slow_machine(far)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"model": find_model_spec("Llama-3.1-70B")}, "of model"),
+        ({"device": find_device("h200")}, "of device 'h100-sxm', not 'h200'"),
+        ({"precision": Precision(weights="fp8")}, "of precision"),
+        ({"parallelism": Parallelism(tensor=2)}, "of parallelism"),
+    ],
+)
+def test_a_profile_of_something_else_is_refused(
+    tmp_path: Path, other: dict[str, object], message: str
+) -> None:
+    write_fitted(tmp_path / "profile.json")
+    wanted = {"model": MODEL, "device": DEVICE, "profile": tmp_path / "profile.json", **other}
+    with pytest.raises(ConfigError, match=message):
+        make_step_time_model("fitted", **wanted)  # type: ignore[arg-type]
+
+
+def test_an_operator_table_by_name(tmp_path: Path) -> None:
+    model = make_step_time_model(
+        "operator-table", model=TINY, device=DEVICE, profile=write_profile_directory(tmp_path)
+    )
+    assert 0 < model.step_time(decodes(4, 100)) < model.step_time(decodes(4, 100), 0.9)
+
+
+def test_linear_coefficients_by_name(tmp_path: Path) -> None:
+    coefficients = {
+        "decoding_large_small_bs_threshold": 95,
+        "prefill": [10.0, 0.1, 1e-5],
+        "decoding_smallbs": [8.0, 1e-3, 0.05],
+        "decoding_largebs": [9.0, 1e-3, 0.06],
+    }
+    (tmp_path / "profiler.json").write_text(json.dumps({MODEL.name: {"1": coefficients}}))
+    model = make_step_time_model("linear", model=MODEL, device=DEVICE, profile=tmp_path / "profiler.json")
+    assert model.step_time(decodes(4, 100)) == pytest.approx(8.6e-3 + 2e-3 + 4e-5)
+
+
+@pytest.mark.parametrize("kind", ["fitted", "operator-table", "linear"])
+def test_measured_models_need_a_profile(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"{kind} needs a profile: --profile FILE"):
+        make_step_time_model(kind, model=MODEL, device=DEVICE)
+
+
+def test_what_cannot_be_made() -> None:
+    with pytest.raises(ConfigError, match=r"unknown step-time model 'rofline': did you mean roofline\?"):
+        make_step_time_model("rofline", model=MODEL, device=DEVICE)
+    with pytest.raises(ConfigError, match="takes no profile"):
+        make_step_time_model("roofline", model=MODEL, device=DEVICE, profile=Path("some.json"))
