@@ -71,7 +71,7 @@ def test_colocated(colocated, run_name):
 
 
 def test_colocated_attainment_falls_with_the_rate(colocated):
-    """Among runs of like requests: that of 1.0 req/s has the first 100 only, whose prompts are longer."""
+    """Among runs of like requests: that of 1.0 req/s has the first 100, whose prompts are longer."""
     attained = {name: simulated.attainment() for name, (_, simulated) in colocated.items()}
     assert attained["100-1"] > attained["100-2"]
     assert attained["150-1.5"] > attained["200-2"] > attained["350-3.5"] > attained["400-4"]
@@ -79,7 +79,7 @@ def test_colocated_attainment_falls_with_the_rate(colocated):
 
 @pytest.mark.slow
 def test_paper_placement_of_66b(published):
-    """Rates per instance: 2.5 requests a second on each of its 8 GPUs would be 3 times what prefill can do."""
+    """Rates are per instance: 2.5 req/s on each of its 8 GPUs would be twice what its prefill can do."""
     rates = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
     case = benchmark.DISTSERVE_66B
     found = benchmark.simulate_66b(published, case, rates, num_requests=500, seeds=2)
