@@ -7,7 +7,7 @@ from pathlib import Path
 
 from onbeat.cli.args import count
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import DTYPES, LOAD_FORMATS, EngineConfig
+from onbeat.engine.config import DEFAULT_STEP_TIME, DTYPES, LOAD_FORMATS, EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -15,7 +15,14 @@ from onbeat.scheduler.replica.policies import POLICIES
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, and how it is loaded."""
+    """Which model, and how its text is made."""
+    group = add_weights_arguments(parser)
+    group.add_argument("--tokenizer", type=Path, help="directory or .gguf to take the tokenizer from")
+    group.add_argument("--chat-template", type=Path, help="file with a Jinja chat template")
+
+
+def add_weights_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Which model, and how it is loaded; return the group for more."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "model_positional",
@@ -24,16 +31,33 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Hugging Face directory, .gguf file, hub id or known model (default: {DEFAULT_MODEL})",
     )
     group.add_argument("--model", help="the same as MODEL")
-    group.add_argument("--tokenizer", type=Path, help="directory or .gguf to take the tokenizer from")
     group.add_argument("--revision", help="branch, tag or commit of a hub model")
-    group.add_argument("--chat-template", type=Path, help="file with a Jinja chat template")
     group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="type of weights and activations")
     group.add_argument("--seed", type=int, default=0, help="seed of dummy weights")
+    return group
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """How the engine runs."""
+    group = add_device_arguments(parser)
+    group.add_argument(
+        "--step-time-profile",
+        default=DEFAULT_STEP_TIME,
+        metavar="FILE",
+        help="what predicts step times: a file of `onbeat profile`; auto: that of this model and machine in the "
+        "cache, else the roofline alone; calibrate: some seconds of measuring now; roofline; none",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reuse the KV of shared prompt prefixes",
+    )
+
+
+def add_device_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Where the engine runs and what memory it takes; return the group for more."""
     group = parser.add_argument_group("engine")
     group.add_argument("--device", default="auto", help="where to run: auto, cpu, cuda or cuda:N")
     group.add_argument("--threads", type=int, help="CPU threads of a forward pass (default: all cores)")
@@ -50,12 +74,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TOKENS",
         help="longest request, prompt and output (default: the model's, or what the KV cache holds)",
     )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="reuse the KV of shared prompt prefixes",
-    )
+    return group
 
 
 def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,18 +87,23 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
         default="fcfs",
         help="order of requests; priority: lower `priority` first, strictly",
     )
+    add_batch_arguments(group)
+    group.add_argument(
+        "--async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="plan the next step while the current one runs",
+    )
+
+
+def add_batch_arguments(group: argparse._ArgumentGroup) -> None:
+    """How large a step may be."""
     group.add_argument("--max-num-seqs", type=count, default=64, metavar="N", help="most requests at once")
     group.add_argument(
         "--max-num-batched-tokens",
         type=count,
         metavar="N",
         help="token budget of a step (default: 512 with chunked prefill, else the longest request)",
-    )
-    group.add_argument(
-        "--async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        default=False,
-        help="plan the next step while the current one runs",
     )
 
 
@@ -109,6 +133,7 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         threads=args.threads,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         block_size=args.block_size,
+        step_time_profile=args.step_time_profile,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,

@@ -10,6 +10,10 @@ from onbeat.hub.files import ModelFiles
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
+DEFAULT_STEP_TIME = "auto"
+STEP_TIME_CHOICES = ("auto", "calibrate", "roofline", "none")
+"""`auto`: the profile of this model and machine in the cache, else the roofline. `calibrate`: some seconds of
+measuring at start. `roofline`: the sizes of the model and the limits of the device alone. `none`: nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +41,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
     """Plan the next step while the current one runs."""
+    step_time_profile: str = DEFAULT_STEP_TIME
+    """What predicts step times: a file of `onbeat profile`, or one of `STEP_TIME_CHOICES`."""
     record: Path | None = None
     """File that takes every call of the scheduler, for a replay."""
 

@@ -1,0 +1,207 @@
+"""Which batches to measure: corners of what the engine may run, and mixes that fill the space between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import qmc
+
+from onbeat.core.step import BatchShape
+from onbeat.scheduler.config import SchedulerConfig
+
+MAX_CHUNKS = 4
+"""Most chunks in one measured step."""
+MAX_CACHE_SHARE = 0.9
+"""Share of the KV cache that one batch may take."""
+SHORTEST_CONTEXT = 16
+
+
+class BatchRow(NamedTuple):
+    """One request's share of a measured step."""
+
+    num_cached_tokens: int
+    num_new_tokens: int
+    samples: bool = True
+    """False for a chunk that is not the last of its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredBatch:
+    """Rows of one step."""
+
+    rows: tuple[BatchRow, ...]
+
+    @property
+    def shape(self) -> BatchShape:
+        """The sums that step-time models see."""
+        shape = BatchShape()
+        for row in self.rows:
+            shape.add(row.num_cached_tokens, row.num_new_tokens, samples=row.samples)
+        return shape
+
+    def num_blocks(self, block_size: int) -> int:
+        """Return how many KV blocks the rows take."""
+        return sum(-(-(row.num_cached_tokens + row.num_new_tokens) // block_size) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """The space that batches are drawn from."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_context_tokens: int
+    """Most tokens of all rows of a batch together, new ones included."""
+
+    @classmethod
+    def of_scheduler(cls, config: SchedulerConfig, *, max_context_tokens: int) -> BatchLimits:
+        """Return the limits of an engine; contexts in sum at most `max_context_tokens`, and what fits."""
+        # Every row may leave most of its last block empty.
+        in_cache = int(config.num_blocks * MAX_CACHE_SHARE) * config.block_size
+        in_cache -= config.max_num_seqs * config.block_size
+        longest = config.max_model_len - 1  # the sampled token needs a position too
+        return cls(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=longest,
+            max_context_tokens=max(min(max_context_tokens, in_cache), min(longest, 2 * SHORTEST_CONTEXT)),
+        )
+
+
+def corner_batches(limits: BatchLimits, num_levels: int) -> list[MeasuredBatch]:
+    """Return decodes alone and chunks alone, on grids that double or more from level to level.
+
+    Parameters
+    ----------
+    num_levels : levels of batch size and of chunk length; contexts have half as many.
+    """
+    maker = _BatchMaker(limits, np.random.default_rng(0))
+    contexts = _levels(SHORTEST_CONTEXT, limits.max_model_len, max(num_levels // 2, 2))
+    batches = [
+        maker.make(num_decodes=num_decodes, decode_context=context, context_spread=0.0)
+        for num_decodes in _levels(1, limits.max_num_seqs, num_levels)
+        for context in contexts
+    ]
+    batches += [
+        maker.make(chunk_tokens=length, num_chunks=1, chunk_cached=cached)
+        for length in _levels(2, limits.max_num_batched_tokens, num_levels)
+        for cached in (0, *contexts[1:])
+    ]
+    return _distinct(batches)
+
+
+def mixed_batches(limits: BatchLimits, number: int) -> list[MeasuredBatch]:
+    """Return mixes of decodes and chunks that fill the space: a Sobol sequence, logarithmic in sizes."""
+    sequence = qmc.Sobol(d=_NUM_DIMENSIONS, rng=np.random.default_rng(1))
+    points = sequence.random_base2(max(int(np.ceil(np.log2(max(number, 1)))), 1))[:number]
+    return _distinct(_batches_at(points, limits, np.random.default_rng(2)))
+
+
+def random_batches(limits: BatchLimits, number: int, seed: int) -> list[MeasuredBatch]:
+    """Return mixes at random from the same space, to test a fit with what it has not seen."""
+    rng = np.random.default_rng(seed)
+    return _distinct(_batches_at(rng.random((number, _NUM_DIMENSIONS)), limits, rng))
+
+
+_NUM_DIMENSIONS = 6
+
+
+def _batches_at(
+    points: NDArray[np.float64], limits: BatchLimits, rng: np.random.Generator
+) -> Iterator[MeasuredBatch]:
+    maker = _BatchMaker(limits, rng)
+    longest = limits.max_model_len
+    for decodes, context, spread, chunk, chunks, cached in points.tolist():
+        chunk_tokens = _between(2, limits.max_num_batched_tokens, chunk)
+        yield maker.make(
+            num_decodes=_between(1, limits.max_num_seqs, decodes),
+            decode_context=_between(SHORTEST_CONTEXT, longest, context),
+            context_spread=spread,
+            chunk_tokens=chunk_tokens,
+            num_chunks=1 + int(chunks * MAX_CHUNKS),
+            # A third of prompts have nothing cached, as first chunks of new requests do not.
+            chunk_cached=0 if cached < 1 / 3 else _between(SHORTEST_CONTEXT, longest, 1.5 * cached - 0.5),
+        )
+
+
+class _BatchMaker:
+    """Turns wishes into batches that keep the limits: chunks first, then the decodes that still fit."""
+
+    def __init__(self, limits: BatchLimits, rng: np.random.Generator) -> None:
+        self._limits = limits
+        self._rng = rng
+
+    def make(
+        self,
+        *,
+        num_decodes: int = 0,
+        decode_context: int = SHORTEST_CONTEXT,
+        context_spread: float = 0.0,
+        chunk_tokens: int = 0,
+        num_chunks: int = 0,
+        chunk_cached: int = 0,
+    ) -> MeasuredBatch:
+        """Return a batch.
+
+        Parameters
+        ----------
+        num_decodes, decode_context : decode rows and the middle of their contexts, tokens.
+        context_spread : contexts are log-normal with this deviation; 0 makes them equal.
+        chunk_tokens, num_chunks : prompt tokens of the step, and how many prompts share them.
+        chunk_cached : tokens before each chunk.
+        """
+        limits = self._limits
+        num_chunks = min(num_chunks, limits.max_num_seqs, chunk_tokens // 2)
+        chunks = self._chunks(chunk_tokens, num_chunks, chunk_cached) if num_chunks else []
+        num_decodes = min(
+            num_decodes,
+            limits.max_num_seqs - num_chunks,
+            limits.max_num_batched_tokens - sum(chunk.num_new_tokens for chunk in chunks),
+        )
+        left = limits.max_context_tokens - sum(row.num_cached_tokens + row.num_new_tokens for row in chunks)
+        decodes = self._decodes(min(num_decodes, left // 2), decode_context, context_spread, left)
+        return MeasuredBatch((*decodes, *chunks))
+
+    def _chunks(self, tokens: int, number: int, cached: int) -> list[BatchRow]:
+        limits = self._limits
+        weights = self._rng.random(number) + 0.2
+        lengths = np.maximum((weights / weights.sum() * tokens).astype(int), 2).tolist()
+        longest = min(limits.max_model_len, limits.max_context_tokens // (2 * number))
+        rows = []
+        for length in lengths:
+            new = min(length, longest)
+            samples = bool(self._rng.random() < 0.5)
+            rows.append(BatchRow(max(min(cached, longest - new), 0), new, samples))
+        return rows
+
+    def _decodes(self, number: int, context: int, spread: float, left: int) -> list[BatchRow]:
+        if number <= 0:
+            return []
+        contexts = context * np.exp(spread * self._rng.standard_normal(number))
+        contexts = np.clip(contexts, 2, self._limits.max_model_len)
+        if contexts.sum() > left:
+            contexts = np.maximum(contexts * (left / contexts.sum()), 2)
+        return [BatchRow(int(length) - 1, 1) for length in contexts.tolist()]
+
+
+def _levels(lowest: int, highest: int, number: int) -> list[int]:
+    """Return up to `number` whole numbers, evenly spaced by ratio, both ends among them."""
+    if highest <= lowest:
+        return [highest]
+    return sorted({round(value) for value in np.geomspace(lowest, highest, number).tolist()})
+
+
+def _between(lowest: int, highest: int, position: float) -> int:
+    """Return the whole number at a position in [0, 1] of a logarithmic scale."""
+    if highest <= lowest:
+        return highest
+    return round(float(lowest * (highest / lowest) ** position))
+
+
+def _distinct(batches: Sequence[MeasuredBatch] | Iterator[MeasuredBatch]) -> list[MeasuredBatch]:
+    return [batch for batch in dict.fromkeys(batches) if batch.rows]

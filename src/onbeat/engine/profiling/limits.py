@@ -1,0 +1,57 @@
+"""What this device reaches at best, measured: the denominators of MBU and MFU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from onbeat.perfmodel.profile import MachineLimits
+
+_READ_BYTES = {"cpu": 2**27, "cuda": 2**31}
+"""Several times the largest cache, so that every pass reads memory."""
+_MATRIX_SIZES = {"cpu": 1024, "cuda": 8192}
+_SECONDS_EACH = 0.1
+_MIN_RUNS = 5
+
+
+def measure_limits(device: torch.device, dtype: torch.dtype, dtype_name: str) -> MachineLimits:
+    """Measure read bandwidth and the rate of a square matrix product, with the threads that torch has now.
+
+    Takes a fraction of a second. The best of several runs counts and not their mean: another program can
+    only take time away.
+
+    Parameters
+    ----------
+    dtype, dtype_name : of the product; the name is the key in the result.
+    """
+    values = torch.ones(_READ_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    size = _MATRIX_SIZES[device.type]
+    left = torch.ones(size, size, dtype=dtype, device=device)
+    with torch.inference_mode():
+        read = _shortest(lambda: torch.amax(values), device)
+        product = _shortest(lambda: torch.mm(left, left), device)
+    return MachineLimits(
+        memory_bandwidth=values.nbytes / read, peak_flops={dtype_name: 2 * size**3 / product}
+    )
+
+
+def _shortest(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of the quickest of several runs; the first, which warms up, does not count."""
+    work()
+    best, num_runs = float("inf"), 0
+    deadline = time.perf_counter() + _SECONDS_EACH
+    while num_runs < _MIN_RUNS or time.perf_counter() < deadline:
+        _wait_for(device)
+        start = time.perf_counter()
+        work()
+        _wait_for(device)
+        best = min(best, time.perf_counter() - start)
+        num_runs += 1
+    return best
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,104 @@
+"""Times made-up steps on a model runner, as the engine's own loop runs them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.profiling.batches import MeasuredBatch
+
+_BLOCKS_AT_ONCE = 64
+
+
+class StepTimer:
+    """Runs batches of requests that exist for one step each.
+
+    It writes to the KV cache and takes all slots, so nothing else may run on the runner meanwhile; afterwards
+    `close` leaves it as empty as it was.
+
+    Parameters
+    ----------
+    runner : what runs the steps.
+    num_blocks : KV blocks to use, from the first on. They are written once, for memory that never was is
+        one page of zeros to the system, which is read faster than a KV cache in use.
+    sampling : how the rows' tokens are chosen.
+    seed : of the prompt tokens and of the order of blocks.
+    """
+
+    def __init__(
+        self, runner: ModelRunner, *, num_blocks: int, sampling: SamplingParams | None = None, seed: int = 0
+    ) -> None:
+        self._runner = runner
+        self._executor = ThreadExecutor(runner)  # the hop to its thread is part of a live step
+        self._block_size = runner.batch.block_size
+        self._rng = np.random.default_rng(seed)
+        self._blocks = np.arange(min(num_blocks, runner.num_blocks))
+        self._sampling = sampling or SamplingParams()
+        vocab_size = runner.model.config.vocab_size
+        self._token_ids: list[int] = self._rng.integers(0, vocab_size, runner.max_model_len + 1).tolist()
+        self._released: tuple[str, ...] = ()
+        self._is_on_cuda = runner.model.device.type == "cuda"
+        _touch_cache(runner, len(self._blocks))
+
+    def time(self, batch: MeasuredBatch) -> float:
+        """Run a batch once and return its seconds; blocks lie scattered, as in a cache that has been used."""
+        rows, admitted = self._plan(batch)
+        # A step without rows only takes requests in, which is no part of the measured time.
+        self._run(SchedulerOutput(0, (), admitted, self._released, BatchShape()))
+        self._released = tuple(row.request_id for row in rows)
+        scheduled = SchedulerOutput(0, rows, (), (), batch.shape)
+        start = time.perf_counter()
+        self._run(scheduled)
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        """Release the last batch and the thread."""
+        self._run(SchedulerOutput(0, (), (), self._released, BatchShape()))
+        self._executor.shutdown()
+
+    def _run(self, scheduled: SchedulerOutput) -> None:
+        self._executor.submit(scheduled).result()
+        if self._is_on_cuda:
+            torch.cuda.synchronize()  # a step that samples nothing returns before the device is done
+
+    def _plan(self, batch: MeasuredBatch) -> tuple[tuple[ScheduledRequest, ...], tuple[AdmittedRequest, ...]]:
+        self._rng.shuffle(self._blocks)
+        first_block = 0
+        rows, admitted = [], []
+        for index, row in enumerate(batch.rows):
+            num_tokens = row.num_cached_tokens + row.num_new_tokens
+            num_blocks = -(-num_tokens // self._block_size)
+            block_ids = tuple(self._blocks[first_block : first_block + num_blocks].tolist())
+            first_block += num_blocks
+            request = Request(
+                request_id=f"measured-{index}",
+                prompt_token_ids=tuple(self._token_ids[:num_tokens]),
+                sampling=self._sampling,
+            )
+            admitted.append(AdmittedRequest(request, (), block_ids))
+            rows.append(
+                ScheduledRequest(
+                    request.request_id, row.num_cached_tokens, row.num_new_tokens, (), row.samples
+                )
+            )
+        return tuple(rows), tuple(admitted)
+
+
+def num_blocks_for(batches: Sequence[MeasuredBatch], block_size: int) -> int:
+    """Return how many KV blocks the largest batch takes."""
+    return max(batch.num_blocks(block_size) for batch in batches)
+
+
+def _touch_cache(runner: ModelRunner, num_blocks: int) -> None:
+    """Write the first blocks of every layer, with what is in them."""
+    for start in range(0, num_blocks, _BLOCKS_AT_ONCE):
+        blocks = np.arange(start, min(start + _BLOCKS_AT_ONCE, num_blocks))
+        with torch.inference_mode():
+            runner.attention.scrub(blocks)

@@ -1,0 +1,151 @@
+"""The whole of a profile: measure limits and batches on a loaded model, fit, test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from onbeat import __version__
+from onbeat.core.errors import ConfigError
+from onbeat.engine.load import LoadedModel
+from onbeat.engine.profiling.batches import (
+    BatchLimits,
+    MeasuredBatch,
+    corner_batches,
+    mixed_batches,
+    random_batches,
+)
+from onbeat.engine.profiling.campaign import Campaign, OnRun
+from onbeat.engine.profiling.fit import FitTarget, fit_best
+from onbeat.engine.profiling.limits import measure_limits
+from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
+from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
+from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES
+from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfilePlan:
+    """How much to measure.
+
+    Parameters
+    ----------
+    seconds : for running batches; loading and fitting come on top.
+    num_levels : of the grids of plain batches, see `corner_batches`.
+    num_mixed, num_held_back : mixed batches to fit, and others to test the fit.
+    max_context_tokens : of a batch's rows together.
+    seed : of the held-back batches.
+    """
+
+    seconds: float
+    num_levels: int
+    num_mixed: int
+    num_held_back: int
+    max_context_tokens: int
+    seed: int = 0
+
+
+FULL = ProfilePlan(seconds=60.0, num_levels=6, num_mixed=32, num_held_back=24, max_context_tokens=2**15)
+"""What `onbeat profile` does."""
+QUICK = ProfilePlan(seconds=4.0, num_levels=3, num_mixed=10, num_held_back=0, max_context_tokens=2**12)
+"""What a server does at start when it is told to calibrate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileResult:
+    """A profile, and what its report shows beside it."""
+
+    profile: Profile
+    target: FitTarget
+    fitted_steps: Sequence[MeasuredStep]
+    held_back: Sequence[MeasuredStep]
+
+
+def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda _: None) -> ProfileResult:
+    """Measure and fit. The runner must be idle, and has the state it had before when this returns.
+
+    Raises
+    ------
+    ConfigError : the number format has no step-time model, or the time did not suffice for a fit.
+    """
+    device = loaded.device
+    precision = precision_of(device.dtype)
+    if precision is None:
+        raise ConfigError(
+            f"step times of {device.dtype_name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
+        )
+    key = profile_key_of(loaded, precision)
+    limits = measure_limits(device.device, device.dtype, precision.compute)
+    fitted_steps, held_back = _measure(loaded, plan, on_run)
+    if len(fitted_steps) < MIN_DISTINCT_SHAPES:
+        raise ConfigError(
+            f"only {len(fitted_steps)} batches could be measured in {plan.seconds:g} s, too few for a fit; "
+            "give it more time"
+        )
+    used_limits = limits if needs_measured_limits(key.device) else None
+    target = FitTarget(
+        model=model_spec_of(loaded.config, loaded.name),
+        device=device_spec_of(key.device, used_limits),
+        precision=precision,
+    )
+    profile = Profile(
+        key=key,
+        onbeat_version=__version__,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        steps=(*fitted_steps, *held_back),
+        fitted=fit_best(target, fitted_steps, held_back),
+        limits=used_limits,
+        engine=_engine_settings(loaded, len(held_back)),
+    )
+    return ProfileResult(profile=profile, target=target, fitted_steps=fitted_steps, held_back=held_back)
+
+
+def needs_measured_limits(device_id: str) -> bool:
+    """Return whether a device has no data sheet, so that its limits must be measured."""
+    return device_id in ("cpu", "cuda")
+
+
+def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> MachineLimits | None:
+    """Return measured limits where the device has no data sheet."""
+    if not needs_measured_limits(device_id):
+        return None
+    return measure_limits(loaded.device.device, loaded.device.dtype, number_format)
+
+
+_NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
+
+
+def _measure(
+    loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun
+) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
+    limits = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=plan.max_context_tokens)
+    to_fit = list(
+        dict.fromkeys(corner_batches(limits, plan.num_levels) + mixed_batches(limits, plan.num_mixed))
+    )
+    held_back = [
+        batch for batch in random_batches(limits, plan.num_held_back, plan.seed) if batch not in to_fit
+    ]
+    batches: list[MeasuredBatch] = [*to_fit, *held_back]
+    timer = StepTimer(loaded.runner, num_blocks=num_blocks_for(batches, loaded.limits.block_size))
+    try:
+        steps = Campaign(plan.seconds).measure(timer.time, batches, on_run)
+    finally:
+        timer.close()
+    return (
+        [step for step in steps[: len(to_fit)] if step is not None],
+        [step for step in steps[len(to_fit) :] if step is not None],
+    )
+
+
+def _engine_settings(loaded: LoadedModel, num_held_back: int) -> dict[str, str | int | float | bool | None]:
+    limits = loaded.limits
+    return {
+        "attention": loaded.runner.attention.name,
+        "linear_kernel": loaded.runner.model.linear_kernel,
+        "block_size": limits.block_size,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_model_len": limits.max_model_len,
+        "num_held_back": num_held_back,
+    }

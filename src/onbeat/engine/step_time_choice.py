@@ -1,0 +1,131 @@
+"""What predicts step times in this run: decided once at start, and said."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.load import LoadedModel, OnProgress
+from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
+from onbeat.engine.profiling.store import profiles_dir
+from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
+from onbeat.engine.step_watch import StepWatch
+from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.models import fitted_predictor, make_step_time_model
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.profile import MachineLimits, Profile
+from onbeat.perfmodel.profile_file import find_profile, profile_path, read_profile
+from onbeat.perfmodel.utilisation import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Who predicts steps and who judges them; None where that is off."""
+
+    model: Predictor | None
+    watch: StepWatch | None
+
+
+def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
+    """Find or make the step-time model.
+
+    Parameters
+    ----------
+    choice : one of `engine.config.STEP_TIME_CHOICES`, or a profile's file.
+    loaded : the model, not yet in use.
+    on_progress : told what was chosen, and why.
+
+    Raises
+    ------
+    ConfigError : the profile that was asked for cannot be used, or the number format has no step-time model.
+    """
+    if choice == "none":
+        on_progress("step times: not predicted")
+        return StepTime(None, None)
+    precision = precision_of(loaded.device.dtype)
+    if precision is None:
+        reason = f"no step-time model knows {loaded.device.dtype_name}"
+        if choice != "auto":
+            raise ConfigError(f"{reason}; choose --step-time-profile none, or another dtype")
+        on_progress(f"step times: not predicted, {reason}")
+        return StepTime(None, None)
+    return _Chooser(loaded, precision, on_progress).choose(choice)
+
+
+class _Chooser:
+    def __init__(self, loaded: LoadedModel, precision: Precision, on_progress: OnProgress) -> None:
+        self._loaded = loaded
+        self._precision = precision
+        self._say = on_progress
+        self._key = profile_key_of(loaded, precision)
+        self._spec = model_spec_of(loaded.config, loaded.name)
+
+    def choose(self, choice: str) -> StepTime:
+        match choice:
+            case "auto":
+                return self._from_cache()
+            case "calibrate":
+                return self._calibrated()
+            case "roofline":
+                return self._roofline("as asked for")
+            case file:
+                return self._profiled(read_profile(Path(file), self._key), Path(file))
+
+    def _from_cache(self) -> StepTime:
+        directory = profiles_dir()
+        try:
+            profile = find_profile(directory, self._key)
+        except ConfigError as error:  # a file of an older onbeat must not keep the server from starting
+            return self._roofline(str(error))
+        if profile is not None:
+            return self._profiled(profile, profile_path(directory, self._key))
+        return self._roofline(
+            "this model has no profile on this machine; `onbeat profile` makes one in two minutes, "
+            "--step-time-profile calibrate a coarse one now"
+        )
+
+    def _profiled(self, profile: Profile, path: Path) -> StepTime:
+        self._say(f"step times: from the profile {path} of {profile.created} ({_describe(profile.fitted)})")
+        return self._fitted(profile.fitted, profile.limits)
+
+    def _calibrated(self) -> StepTime:
+        self._say(f"step times: calibrating for {QUICK.seconds:g} s")
+        start = time.monotonic()
+        profile = profile_model(self._loaded, QUICK).profile
+        seconds = time.monotonic() - start
+        self._say(f"step times: calibrated in {seconds:.1f} s ({_describe(profile.fitted)})")
+        return self._fitted(profile.fitted, profile.limits)
+
+    def _fitted(self, fitted: FittedModel, limits: MachineLimits | None) -> StepTime:
+        device = device_spec_of(self._key.device, limits)
+        model = fitted_predictor(
+            fitted, model=self._spec, device=device, parallelism=Parallelism(), precision=self._precision
+        )
+        return self._learning(model, device)
+
+    def _roofline(self, reason: str) -> StepTime:
+        limits = limits_of(self._loaded, self._key.device, self._precision.compute)
+        self._say(f"step times: predicted by the roofline alone, corrected as steps run ({reason})")
+        device = device_spec_of(self._key.device, limits)
+        model = make_step_time_model("roofline", model=self._spec, device=device, precision=self._precision)
+        return self._learning(model, device)
+
+    def _learning(self, model: Predictor, device: DeviceSpec) -> StepTime:
+        model = model.with_learning()
+        watch = StepWatch(
+            StepWork(self._spec, self._precision),
+            memory_bandwidth=device.memory_bandwidth,
+            peak_flops=device.peak(self._precision.compute),
+            drift=lambda: model.drift,
+        )
+        return StepTime(model, watch)
+
+
+def _describe(fitted: FittedModel) -> str:
+    errors = fitted.errors
+    return f"{fitted.method} fit, error {errors.p50:.1%} at P50, {errors.p90:.1%} at P90"

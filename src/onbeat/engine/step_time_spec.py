@@ -1,0 +1,101 @@
+"""An engine in the terms of step-time models: sizes, number formats, device, and the key of its profile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from onbeat.engine.device import DeviceConfig
+from onbeat.engine.load import LoadedModel
+from onbeat.engine.model_config import ModelConfig
+from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device
+from onbeat.perfmodel.model_spec import ModelSpec
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.profile import MachineLimits, ProfileKey
+
+FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+"""Step-time models know no float64, which is for tests of exactness."""
+GPU_IDS = {
+    "A100-SXM4-40GB": "a100-40-sxm",
+    "A100-SXM4-80GB": "a100-80-sxm",
+    "H100 80GB HBM3": "h100-sxm",
+    "H100 PCIe": "h100-pcie",
+    "H200": "h200",
+    "B200": "b200",
+    "L4": "l4",
+    "A10G": "a10g",
+    "L40S": "l40s",
+    "A40": "a40",
+    "V100-SXM2-32GB": "v100",
+}
+"""Names of the driver and the data sheets of `perfmodel`."""
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
+    """Return the sizes that determine step times."""
+    num_sliding = sum(config.sliding_layers)
+    return ModelSpec(
+        name=name,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        ties_embeddings=config.tie_word_embeddings,
+        sliding_window=config.sliding_window if num_sliding else None,
+        num_sliding_layers=num_sliding,
+    )
+
+
+def precision_of(dtype: torch.dtype) -> Precision | None:
+    """Return the formats of weights, KV cache and arithmetic; None where step-time models lack them."""
+    name = FORMATS.get(dtype)
+    return None if name is None else Precision(weights=name, kv=name, compute=name)
+
+
+def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
+    """Return what a profile of this engine holds for."""
+    device = loaded.device
+    is_cpu = device.device.type == "cpu"
+    name = device_name(device)
+    return ProfileKey(
+        model=loaded.name,
+        device="cpu" if is_cpu else known_device(name) or "cuda",
+        device_name=name,
+        precision=precision,
+        threads=device.num_threads if is_cpu else 1,
+    )
+
+
+def device_name(device: DeviceConfig) -> str:
+    """Return what the device calls itself."""
+    if device.device.type == "cuda":
+        return torch.cuda.get_device_name(device.device)
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown CPU"
+
+
+def known_device(name: str) -> str | None:
+    """Return the id of the data sheet of a GPU by the driver's name for it; None where there is none."""
+    return GPU_IDS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
+
+
+def device_spec_of(device_id: str, limits: MachineLimits | None) -> DeviceSpec:
+    """Return the specification: the data sheet's, or that of the measured limits where there is none.
+
+    Parameters
+    ----------
+    limits : needed for `cpu` and devices without a data sheet.
+    """
+    if limits is None:
+        return find_device(device_id)
+    return cpu_device(memory_bandwidth=limits.memory_bandwidth, peak_flops=limits.peak_flops)
