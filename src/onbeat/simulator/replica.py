@@ -31,7 +31,7 @@ class VirtualReplica(Protocol):
     next_time: float
     """When it wants to be called next; infinite while nothing runs."""
     started: list[OfferedRequest]
-    """Requests that got their first token in the last `end`."""
+    """Requests that got their first token in the last `end`, if there is a router to be told."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
@@ -65,7 +65,7 @@ class SerialReplica:
     ----------
     name : as records carry it.
     observer : hears of steps.
-    is_alone : whether every arrival comes to this replica.
+    is_alone : whether every arrival comes to this replica, so that no router asks about it.
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class SerialReplica:
         self._overhead = config.host_overhead
         self._observer = observer
         self._repeats = observer is None or not observer.wants_every_step
+        self._tells_first_tokens = not is_alone
         self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
         self._deliveries = Deliveries(name)
         self._scheduled: SchedulerOutput | None = None
@@ -131,7 +132,7 @@ class SerialReplica:
         token_ids = [0] * num_steps
         result = ModelRunnerOutput([token_ids] * scheduled.shape.num_lm_head_rows)
         outputs = self.scheduler.update(scheduled, result, now)
-        if scheduled.admitted or scheduled.shape.num_chunks:
+        if self._tells_first_tokens and (scheduled.admitted or scheduled.shape.num_chunks):
             self.started = self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, ends)
         if self._observer is not None:

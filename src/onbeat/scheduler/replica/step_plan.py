@@ -75,20 +75,21 @@ class StepPlan:
         Where no block is left for a token, the last request of the batch is preempted, so the first always
         goes on.
         """
-        running, rows, index, max_rows = self.running, self.rows, 0, self._max_rows
-        while index < self.num_kept and len(rows) < max_rows:
-            state = running[index]
-            num_computed = state.num_computed_tokens
-            num_wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
+        rows, max_rows, num_kept = self.rows, self._max_rows, self.num_kept
+        for index, state in enumerate(self.running):
+            if index >= num_kept or len(rows) >= max_rows:
+                break
+            num_computed, num_in_flight = state.num_computed_tokens, state.num_in_flight_tokens
             if (
-                num_wanted == 1
+                state.num_tokens + num_in_flight - num_computed == 1
                 and not state.is_in_flight
-                and not (state.num_in_flight_tokens and state.will_be_full)
+                and not (num_in_flight and state.will_be_full)
             ):
-                if num_computed >= state.num_allocated_tokens and not self._take_block(index):
-                    break
+                if num_computed >= state.num_allocated_tokens:
+                    if not self._take_block(index):
+                        break
+                    num_kept = self.num_kept
                 rows.append((state, 1))
-            index += 1
         self.num_tokens_left -= len(rows)
 
     def continue_prefills(self, chunking: Chunking) -> None:
