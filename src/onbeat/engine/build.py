@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from onbeat import __version__
@@ -35,6 +35,8 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     recorder = None
     if start_record is not None:
         header = _record_header(loaded.limits, info, loaded.device, max_in_flight_steps=max_in_flight_steps)
+        if step_time.description is not None:
+            header = replace(header, step_time=step_time.description.as_json())
         recorder = start_record(header)
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),

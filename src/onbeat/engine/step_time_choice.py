@@ -12,9 +12,9 @@ from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.profiling.store import profiles_dir
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
+from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel
-from onbeat.perfmodel.models import fitted_predictor, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
@@ -29,6 +29,8 @@ class StepTime:
 
     model: Predictor | None
     watch: StepWatch | None
+    description: StepTimeDescription | None = None
+    """What the model was made from, for the record of a run."""
 
 
 def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
@@ -102,28 +104,29 @@ class _Chooser:
         return self._fitted(profile.fitted, profile.limits)
 
     def _fitted(self, fitted: FittedModel, limits: MachineLimits | None) -> StepTime:
-        device = device_spec_of(self._key.device, limits)
-        model = fitted_predictor(
-            fitted, model=self._spec, device=device, parallelism=Parallelism(), precision=self._precision
-        )
-        return self._learning(model, device)
+        return self._learning(device_spec_of(self._key.device, limits), fitted)
 
     def _roofline(self, reason: str) -> StepTime:
         limits = limits_of(self._loaded, self._key.device, self._precision.compute)
         self._say(f"step times: predicted by the roofline alone, corrected as steps run ({reason})")
-        device = device_spec_of(self._key.device, limits)
-        model = make_step_time_model("roofline", model=self._spec, device=device, precision=self._precision)
-        return self._learning(model, device)
+        return self._learning(device_spec_of(self._key.device, limits), None)
 
-    def _learning(self, model: Predictor, device: DeviceSpec) -> StepTime:
-        model = model.with_learning()
+    def _learning(self, device: DeviceSpec, fitted: FittedModel | None) -> StepTime:
+        description = StepTimeDescription(
+            model=self._spec,
+            device=device,
+            parallelism=Parallelism(),
+            precision=self._precision,
+            fitted=fitted,
+        )
+        model = description.predictor()
         watch = StepWatch(
             StepWork(self._spec, self._precision),
             memory_bandwidth=device.memory_bandwidth,
             peak_flops=device.peak(self._precision.compute),
             drift=lambda: model.drift,
         )
-        return StepTime(model, watch)
+        return StepTime(model, watch, description)
 
 
 def _describe(fitted: FittedModel) -> str:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.step import BatchShape
-from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.fitted import FittedModel, make_form
+from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.models import ROOFLINE_SIGMA
+from onbeat.perfmodel.models import fitted_predictor, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.shape_range import ShapeRange
 
 T = TypeVar("T")
@@ -38,13 +34,23 @@ class StepTimeDescription:
 
     def predictor(self) -> Predictor:
         """Return the model as it is before its first step: it learns from each one that it is told of."""
-        return Predictor(
-            self._closure(),
-            self._residual(),
-            None if self.fitted is None else self.fitted.shape_range,
-            OnlineCorrection(),
-            DriftAlarm(),
-        )
+        if self.fitted is None:
+            plain = make_step_time_model(
+                "roofline",
+                model=self.model,
+                device=self.device,
+                parallelism=self.parallelism,
+                precision=self.precision,
+            )
+        else:
+            plain = fitted_predictor(
+                self.fitted,
+                model=self.model,
+                device=self.device,
+                parallelism=self.parallelism,
+                precision=self.precision,
+            )
+        return plain.with_learning()
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, numbers in full."""
@@ -63,25 +69,6 @@ class StepTimeDescription:
                 "shape_range": _values(fitted.shape_range),
             },
         }
-
-    def _closure(self) -> Callable[[BatchShape], float]:
-        if self.fitted is None:
-            return make_roofline(
-                self.model, self.device, parallelism=self.parallelism, precision=self.precision
-            )
-        form = make_form(
-            self.fitted.method,
-            model=self.model,
-            device=self.device,
-            parallelism=self.parallelism,
-            precision=self.precision,
-        )
-        return form.closure(self.fitted.parameters)
-
-    def _residual(self) -> ResidualModel:
-        if self.fitted is None:
-            return ResidualModel.log_normal(ROOFLINE_SIGMA)
-        return ResidualModel(self.fitted.ratios)
 
 
 def description_from_json(values: Mapping[str, Any]) -> StepTimeDescription:
