@@ -155,7 +155,7 @@ def _splitwise_sizes(row: dict[str, str]) -> tuple[float, float]:
 
 def _splitwise_surface(rows: Sequence[dict[str, str]], kind: str) -> Surface:
     batches, prompts = zip(*(_splitwise_sizes(row) for row in rows), strict=True)
-    return Surface(batches, prompts, [float(row[kind]) for row in rows], lambda batch, prompt: batch * prompt)
+    return Surface(batches, prompts, [float(row[kind]) for row in rows])
 
 
 # The roofline against a grid of 19 deployments

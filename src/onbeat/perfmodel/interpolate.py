@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import log2
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,68 +48,58 @@ class PiecewiseLinear:
         return self._values[index] + slope * (size - self.sizes[index])
 
 
-Product = Callable[[Any, Any], Any]
-"""The joint term of two sizes, for floats and arrays alike; it falls with neither."""
-
-
 class Surface:
     """A function of two sizes: a sum of physical terms, times a correction that is read from a table.
 
-    The terms are 1, x, y and `product(x, y)`. Their coefficients are not negative and the correction stays
-    constant outside the measured rectangle, so that there the function grows as the terms do: it never falls
-    and never ends. Inside, the correction is interpolated in the logarithms of the sizes: kernels change
-    their ways at powers of two.
+    The terms are 1, x, y and the joint term x (y + share x). Their coefficients are not negative and the
+    correction stays constant outside the measured rectangle, so that there the function grows as the terms
+    do: it never falls and never ends. Inside, the correction is interpolated in the logarithms of the sizes:
+    kernels change their ways at powers of two.
 
     Parameters
     ----------
     x, y : sizes of the measurements, at least 0; values of equal places are replaced by their median. [N]
     values : positive. [N]
-    product : the joint term.
+    share : of x in the joint term: 0 where every x meets every y, 0.5 where an x meets half of the x too.
     """
 
-    __slots__ = ("_constant", "_joint", "_log_x", "_log_y", "_per_x", "_per_y", "_product", "_ratios")
+    __slots__ = ("_coefficients", "_ratios", "_x_knots", "_y_knots")
 
     def __init__(
-        self, x: Sequence[float], y: Sequence[float], values: Sequence[float], product: Product
+        self, x: Sequence[float], y: Sequence[float], values: Sequence[float], share: float = 0.0
     ) -> None:
         places, medians = _median_by(
             np.column_stack([np.asarray(x, dtype=float), np.asarray(y, dtype=float)]),
             np.asarray(values, dtype=float),
         )
-        terms = np.column_stack([np.ones(len(places)), places, product(places[:, 0], places[:, 1])])
+        joint = places[:, 0] * (places[:, 1] + share * places[:, 0])
+        terms = np.column_stack([np.ones(len(places)), places, joint])
         coefficients = _fit_terms(terms, medians)
         log_places = np.log2(places + 1)
         knots_x, knots_y = _knots(log_places[:, 0]), _knots(log_places[:, 1])
         log_ratios = _on_grid(log_places, np.log(medians / (terms @ coefficients)), knots_x, knots_y)
-        self._constant, self._per_x, self._per_y, self._joint = coefficients.tolist()
-        self._product = product
-        self._log_x: list[float] = knots_x.tolist()
-        self._log_y: list[float] = knots_y.tolist()
+        constant, per_x, per_y, per_joint = coefficients.tolist()
+        self._coefficients: tuple[float, ...] = constant, per_x, per_y, per_joint, share
+        self._x_knots: list[float] = knots_x.tolist()
+        self._y_knots: list[float] = knots_y.tolist()
         self._ratios: list[list[float]] = np.exp(log_ratios).tolist()
 
     def __call__(self, x: float, y: float) -> float:
-        base = self._constant + self._per_x * x + self._per_y * y + self._joint * self._product(x, y)
-        return float(base * self._ratio(log2(x + 1), log2(y + 1)))
-
-    def _ratio(self, log_x: float, log_y: float) -> float:
-        """Return the correction, interpolated in both directions."""
-        i, u = _cell(self._log_x, log_x)
-        j, v = _cell(self._log_y, log_y)
-        low, high = self._ratios[i], self._ratios[i + 1]
-        left = low[j] + (low[j + 1] - low[j]) * v
-        right = high[j] + (high[j + 1] - high[j]) * v
-        return left + (right - left) * u
-
-
-def _cell(knots: list[float], value: float) -> tuple[int, float]:
-    """Return the cell and the place in it, both kept inside the knots."""
-    if value <= knots[0]:
-        return 0, 0.0
-    if value >= knots[-1]:
-        return len(knots) - 2, 1.0
-    index = bisect_right(knots, value) - 1
-    low = knots[index]
-    return index, (value - low) / (knots[index + 1] - low)
+        # Written flat: a simulator comes here in every step.
+        constant, per_x, per_y, per_joint, share = self._coefficients
+        base = constant + per_x * x + per_y * y + per_joint * x * (y + share * x)
+        knots, place = self._x_knots, log2(x + 1)
+        i = bisect_right(knots, place, 1, len(knots) - 1) - 1
+        u = (place - knots[i]) / (knots[i + 1] - knots[i])
+        u = 0.0 if u < 0 else 1.0 if u > 1 else u
+        knots, place = self._y_knots, log2(y + 1)
+        j = bisect_right(knots, place, 1, len(knots) - 1) - 1
+        v = (place - knots[j]) / (knots[j + 1] - knots[j])
+        v = 0.0 if v < 0 else 1.0 if v > 1 else v
+        row, next_row = self._ratios[i], self._ratios[i + 1]
+        low = row[j] + (row[j + 1] - row[j]) * v
+        high = next_row[j] + (next_row[j + 1] - next_row[j]) * v
+        return base * (low + (high - low) * u)
 
 
 def _median_by(

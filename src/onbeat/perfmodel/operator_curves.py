@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.interpolate import PiecewiseLinear, Product, Surface
+from onbeat.perfmodel.interpolate import PiecewiseLinear, Surface
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.operator_csv import Row, read_rows, select, time_column
 
@@ -108,7 +107,7 @@ def decode_surface(rows: Sequence[Row]) -> Surface:
     ------
     ConfigError : no rows, or a time that is not positive.
     """
-    return _surface(rows, "batch_size", "attn_decode", _cache_reads)
+    return _surface(rows, "batch_size", "attn_decode", share=0.0)
 
 
 def chunk_surface(rows: Sequence[Row]) -> Surface:
@@ -118,23 +117,17 @@ def chunk_surface(rows: Sequence[Row]) -> Surface:
     ------
     ConfigError : no rows, or a time that is not positive.
     """
-    return _surface(rows, "prefill_chunk_size", "attn_prefill", _query_key_pairs)
+    return _surface(
+        rows, "prefill_chunk_size", "attn_prefill", share=0.5
+    )  # of its own keys, a token sees half
 
 
-def _surface(rows: Sequence[Row], size: str, operator: str, product: Product) -> Surface:
+def _surface(rows: Sequence[Row], size: str, operator: str, share: float) -> Surface:
     if not rows:
         raise ConfigError(f"the attention profile has no rows of {operator}; it needs decodes and chunks")
     return Surface(
         [row.number(size) for row in rows],
         [row.number("kv_cache_size") for row in rows],
         [row.seconds(operator) for row in rows],
-        product,
+        share,
     )
-
-
-def _cache_reads(batch: Any, cached: Any) -> Any:
-    return batch * cached
-
-
-def _query_key_pairs(length: Any, cached: Any) -> Any:
-    return length * (cached + length / 2)

@@ -51,7 +51,7 @@ class Predictor:
         self._alarm = alarm
 
     def with_learning(self) -> Predictor:
-        """Return the same model with online correction and a drift alarm, for an engine that runs its steps."""
+        """Return the same model with online correction and a drift alarm, for an engine that runs steps."""
         return Predictor(self._seconds, self._residual, self._shape_range, OnlineCorrection(), DriftAlarm())
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:

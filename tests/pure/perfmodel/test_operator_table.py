@@ -134,7 +134,7 @@ def test_a_curve_never_falls_beyond_its_points(values: list[float], beyond: list
 )
 def test_a_surface_never_falls_beyond_its_points(values: list[float], beyond: list[float]) -> None:
     places = [(x, y) for x in (1, 2, 8) for y in (0, 1, 4, 8)]
-    surface = Surface([x for x, _ in places], [y for _, y in places], values, lambda x, y: x * y)
+    surface = Surface([x for x, _ in places], [y for _, y in places], values)
     low, high = beyond
     assert 0 < surface(low, 3) <= surface(high, 3) * (1 + 1e-9) < math.inf
     assert 0 < surface(2, low) <= surface(2, high) * (1 + 1e-9) < math.inf
@@ -142,7 +142,7 @@ def test_a_surface_never_falls_beyond_its_points(values: list[float], beyond: li
 
 
 def test_a_surface_of_one_line_of_points_is_a_curve() -> None:
-    surface = Surface([1, 2, 4], [0, 0, 0], [1.0, 2.0, 4.0], lambda x, y: x * y)
+    surface = Surface([1, 2, 4], [0, 0, 0], [1.0, 2.0, 4.0])
     assert surface(2, 0) == pytest.approx(2.0)
     assert surface(2, 100) == pytest.approx(2.0)
 
