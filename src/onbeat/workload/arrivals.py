@@ -6,6 +6,8 @@ wherever offsets are asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -44,6 +46,59 @@ def constant_arrivals(num_requests: int, *, rate: float) -> Offsets:
     """Return evenly spaced arrivals, the last at num_requests / rate."""
     _require_positive("request rate", rate)
     return np.arange(1, num_requests + 1) / rate
+
+
+def burst_arrivals(
+    num_requests: int, *, rate: float, on_seconds: float, off_seconds: float, rng: np.random.Generator
+) -> Offsets:
+    """Return arrivals that come in bursts: Poisson for `on_seconds`, then nothing for `off_seconds`.
+
+    The busy phases are as much faster as makes the mean `rate`. Time without arrivals is cut out first:
+    what is left is a Poisson process, rescaled as `gamma_arrivals`.
+    """
+    _require_positive("length of a burst", on_seconds)
+    _require_positive("time between bursts", off_seconds)
+    _require_positive("request rate", rate)
+    period = on_seconds + off_seconds
+    busy = poisson_arrivals(num_requests, rate=rate * period / on_seconds, rng=rng)
+    return np.asarray(busy + np.floor(busy / on_seconds) * off_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class RateStep:
+    """A request rate that holds for some time.
+
+    Raises
+    ------
+    ConfigError : a negative rate, or no time.
+    """
+
+    rate: float
+    """Requests per second; 0 is a pause."""
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if not (np.isfinite(self.rate) and self.rate >= 0):
+            raise ConfigError(f"the rate of a step must be a finite number of at least 0, got {self.rate:g}")
+        _require_positive("length of a step", self.seconds)
+
+
+def step_arrivals(
+    num_requests: int, *, steps: Sequence[RateStep], burstiness: float, rng: np.random.Generator
+) -> Offsets:
+    """Return arrivals whose rate changes in steps; after the last step the first one follows.
+
+    Arrivals of rate 1 are stretched in time until the expected count of the steps up to each is its own.
+    """
+    _require_positive("burstiness", burstiness)
+    counts = np.array([step.rate * step.seconds for step in steps])
+    per_cycle = float(counts.sum())
+    _require_positive("expected number of requests in all rate steps", per_cycle)
+    ends = np.cumsum([step.seconds for step in steps])
+    expected = np.cumsum(rng.gamma(shape=burstiness, scale=1 / burstiness, size=num_requests))
+    cycles, within = np.divmod(expected, per_cycle)
+    inside = np.interp(within, np.cumsum(np.append(0.0, counts)), np.append(0.0, ends))
+    return np.asarray(cycles * ends[-1] + inside)
 
 
 def ramp_arrivals(

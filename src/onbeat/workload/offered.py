@@ -42,6 +42,8 @@ class OfferedLoad:
     class_ids: ClassIds | None = None
     """Row of `classes` for each request; None where there are no objectives."""
     classes: tuple[SLOClass, ...] = ()
+    lines: NDArray[np.int64] | None = None
+    """Where in a file each request was read, counted from 1; None where there is no file."""
 
     def __post_init__(self) -> None:
         if not len(self.num_prompt_tokens):
@@ -83,6 +85,7 @@ class OfferedLoad:
             arrivals=None if self.arrivals is None else self.arrivals[chosen],
             block_ids=None if blocks is None else tuple(blocks[row] for row in chosen.tolist()),
             class_ids=None if self.class_ids is None else self.class_ids[chosen],
+            lines=None if self.lines is None else self.lines[chosen],
         )
 
     def check_lengths(self, max_model_len: int, *, overlong: Overlong) -> OfferedLoad:
@@ -104,9 +107,10 @@ class OfferedLoad:
         num_overlong = len(self) - int(fitting.sum())
         first = int(np.argmin(fitting))
         if overlong == "error" or num_overlong == len(self):
+            where = f"request {first}" if self.lines is None else f"on line {int(self.lines[first])}"
             raise ConfigError(
                 f"{num_overlong} of {len(self)} requests of the {self.name} load do not fit a context of "
-                f"{max_model_len} tokens; the first is request {first}: prompt "
+                f"{max_model_len} tokens; the first is {where}: prompt "
                 f"{int(self.num_prompt_tokens[first])} + output {int(self.num_output_tokens[first])} tokens. "
                 f"--overlong skip leaves such requests out, a larger --max-model-len takes them in"
             )
@@ -144,6 +148,7 @@ class OfferedLoad:
             "arrivals": self.arrivals,
             "block_ids": self.block_ids,
             "class_ids": self.class_ids,
+            "lines": self.lines,
         }
         for column, values in columns.items():
             if values is not None and len(values) != len(self):

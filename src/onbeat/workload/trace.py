@@ -21,6 +21,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +36,8 @@ from onbeat.core.errors import ConfigError
 
 TraceKind = Literal["azure", "mooncake", "burstgpt", "lengths"]
 
+TIMED_KINDS = frozenset({"azure", "mooncake", "burstgpt"})
+"""Those whose files have arrival times."""
 MOONCAKE_BLOCK_SIZE = 512
 """Prompt tokens of one hashed block in Mooncake's traces."""
 
@@ -51,6 +54,8 @@ class Trace:
     block_ids: tuple[tuple[int, ...], ...] | None = None
     """Ids of each prompt's blocks; equal ids mean an equal prefix up to the block's end."""
     block_size: int = MOONCAKE_BLOCK_SIZE
+    lines: NDArray[np.int64] | None = None
+    """Where in its file each request stands, counted from 1."""
 
     def __len__(self) -> int:
         return len(self.num_prompt_tokens)
@@ -64,6 +69,7 @@ class Trace:
             times=None if self.times is None else self.times[rows],
             block_ids=None if self.block_ids is None else tuple(self.block_ids[i] for i in rows.tolist()),
             block_size=self.block_size,
+            lines=None if self.lines is None else self.lines[rows],
         )
 
 
@@ -77,34 +83,57 @@ class _Format:
     parse: Callable[[Mapping[str, Any]], Row]
 
 
-def read_trace(path: Path, *, kind: TraceKind | None = None) -> Trace:
+def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str, str] | None = None) -> Trace:
     """Read a trace file of any known kind.
 
     Parameters
     ----------
     path : CSV or JSON lines, plain or gzip.
     kind : what it must be; None takes what the header says.
+    columns : names of the columns of prompt and output tokens of a `lengths` file; None takes the usual ones.
 
     Raises
     ------
-    ConfigError : the file cannot be read, has an unknown header, or a bad value; the message names the line.
+    ConfigError : the file cannot be read, has an unknown header, a bad value, or times that are negative or
+        not ascending; the message names the line.
     """
     text = read_text(path)
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty")
     records = _json_records(path, text) if text.lstrip().startswith("{") else _csv_records(path, text)
     line, first = next(records)
-    found = _find_format(path, first, kind)
-    rows = [_parse_row(path, line, first, found)]
-    rows.extend(_parse_row(path, line, record, found) for line, record in records)
+    found = _find_format(path, first, kind) if columns is None else _own_columns(path, first, columns)
+    lines, rows = [line], [_parse_row(path, line, first, found)]
+    for line, record in records:
+        lines.append(line)
+        rows.append(_parse_row(path, line, record, found))
     times, prompts, outputs, blocks = zip(*rows, strict=True)
     return Trace(
         kind=found.kind,
         num_prompt_tokens=np.array(prompts, dtype=np.int64),
         num_output_tokens=np.array(outputs, dtype=np.int64),
-        times=None if times[0] is None else np.array(times, dtype=np.float64),
+        times=None if times[0] is None else _checked_times(path, lines, times),
         block_ids=None if blocks[0] is None else tuple(blocks),
+        lines=np.array(lines, dtype=np.int64),
     )
+
+
+def _checked_times(path: Path, lines: list[int], values: tuple[float | None, ...]) -> NDArray[np.float64]:
+    times = np.array(values, dtype=np.float64)
+    bad = np.flatnonzero(~(np.isfinite(times) & (times >= 0)))
+    if bad.size:
+        row = int(bad[0])
+        raise ConfigError(
+            f"{path}, line {lines[row]}: the time is {times[row]:g} s; times must be finite and not negative"
+        )
+    falling = np.flatnonzero(np.diff(times) < 0)
+    if falling.size:
+        row = int(falling[0]) + 1
+        raise ConfigError(
+            f"{path}, line {lines[row]}: the time is {times[row - 1] - times[row]:g} s before that of line "
+            f"{lines[row - 1]}; sort the file by time"
+        )
+    return times
 
 
 def read_text(path: Path) -> str:
@@ -121,7 +150,7 @@ def read_text(path: Path) -> str:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is it the right file?") from error
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ConfigError(f"{path}: the gzip file is damaged ({error}); fetch it again") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
@@ -165,6 +194,20 @@ def _find_format(path: Path, first: Mapping[str, Any], kind: TraceKind | None) -
     if kind is not None and found.kind != kind:
         raise ConfigError(f"{path}: the header is that of a {found.kind} file, but {kind} was asked for")
     return found
+
+
+def _own_columns(path: Path, first: Mapping[str, Any], columns: tuple[str, str]) -> _Format:
+    prompts, outputs = columns
+    for column in columns:
+        if column not in first:
+            raise ConfigError(
+                f"{path}, line 1: there is no column {column!r}; there are {', '.join(map(str, first))}"
+            )
+
+    def parse(record: Mapping[str, Any]) -> Row:
+        return None, int(record[prompts]), int(record[outputs]), None
+
+    return _Format("lengths", frozenset(columns), parse)
 
 
 def _parse_row(path: Path, line: int, record: Mapping[str, Any], found: _Format) -> Row:
