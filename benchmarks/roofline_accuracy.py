@@ -74,7 +74,9 @@ def read_grid(path: Path) -> dict[Configuration, Steps]:
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             if row["fits"] == "1":
-                key = Configuration(row["model"], row["precision"], row["gpu"], int(row["tp"]), row["backend"])
+                key = Configuration(
+                    row["model"], row["precision"], row["gpu"], int(row["tp"]), row["backend"]
+                )
                 shapes[key].append((row["kind"], shape_of(row), float(row["latency_ms"]) / 1e3))
     return {
         key: Steps(
@@ -154,7 +156,9 @@ def main() -> None:
             f"| {key.model} {key.precision} {key.gpu} TP{key.tp} {key.backend} | {len(errors)} "
             f"| {medians[-1]:.1f} | {tails[-1]:.1f} | {np.median(errors):+.1f} | {by_kind} |"
         )
-    print(f"| **median of {len(grid)}** | | **{np.median(medians):.1f}** | **{np.median(tails):.1f}** | | | | |")
+    print(
+        f"| **median of {len(grid)}** | | **{np.median(medians):.1f}** | **{np.median(tails):.1f}** | | | | |"
+    )
     print(f"\none scalar prediction: {seconds_a_prediction() * 1e6:.2f} us")
 
 

@@ -47,6 +47,8 @@ class RooflineParameters:
     """Of one all-reduce or transfer between devices."""
     link_efficiency: float = 0.6
     """Of the links' peak bandwidth in one direction."""
+    tile_tokens: float = 64.0
+    """Rows of a matrix product that are computed in vain: half a tile of 128, on average."""
     smoothness: float = 3.0
     """Exponent p of the soft maximum (a^p + b^p)^(1/p) of arithmetic and memory; the maximum at infinity."""
 
@@ -70,6 +72,7 @@ _BY_ARCHITECTURE = {
         attention_efficiency=0.3,
         weight_bandwidth_efficiency=0.9,
         kv_bandwidth_efficiency=0.5,
+        tile_tokens=8.0,
         layer_seconds=2e-4,
         step_seconds=1e-3,
     ),
@@ -83,6 +86,7 @@ class _Coefficients:
     fixed: float
     token: float
     gemm_token: float
+    tile_tokens: float
     dense_weights: float
     expert_weights: float
     expert_miss: float
@@ -107,6 +111,7 @@ def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coef
         token=terms.elementwise_token * parameters.elementwise_passes * by_weight
         + (terms.all_reduce_token + terms.send_token) / parameters.link_efficiency,
         gemm_token=terms.gemm_token / parameters.gemm_efficiency,
+        tile_tokens=parameters.tile_tokens,
         dense_weights=terms.dense_weights * by_weight,
         expert_weights=terms.expert_weights * by_weight,
         expert_miss=terms.expert_miss,
@@ -149,7 +154,8 @@ def make_roofline(
 
 def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     """Written flat, on local floats: a simulator asks it a million times, a scheduler in every step."""
-    fixed, token, gemm_token, dense_weights = at.fixed, at.token, at.gemm_token, at.dense_weights
+    fixed, token, dense_weights = at.fixed, at.token, at.dense_weights
+    gemm_token, gemm_fixed = at.gemm_token, at.gemm_token * at.tile_tokens
     expert_weights, expert_miss = at.expert_weights, at.expert_miss
     head_row, head_weights = at.head_row, at.head_weights
     pair, chunk_kv, decode_kv = at.pair, at.chunk_kv, at.decode_kv
@@ -164,7 +170,7 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         tokens = shape.num_new_tokens
         if tokens == 0:
             return 0.0
-        a, b = tokens * gemm_token, dense_weights
+        a, b = gemm_fixed + tokens * gemm_token, dense_weights
         if expert_weights:
             b += expert_weights * (1 - expert_miss**tokens)
         total = fixed + tokens * token
@@ -217,7 +223,11 @@ def roofline_seconds(
     at = _coefficients(terms, parameters or default_parameters(device))
     tokens, rows = matrix[:, column.NEW_TOKENS], matrix[:, column.LM_HEAD_ROWS]
     weights = at.dense_weights + at.expert_weights * (1 - at.expert_miss**tokens)
-    total = at.fixed + tokens * at.token + _soft_max(tokens * at.gemm_token, weights, at.smoothness)
+    total = (
+        at.fixed
+        + tokens * at.token
+        + _soft_max((tokens + at.tile_tokens) * at.gemm_token, weights, at.smoothness)
+    )
     total += np.where(
         rows > 0, _soft_max(rows * at.head_row, np.full_like(rows, at.head_weights), at.smoothness), 0
     )
