@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
@@ -121,37 +121,48 @@ def run_in_processes(
     if "fork" not in multiprocessing.get_all_start_methods():
         raise ConfigError(f"jobs is {jobs}, but this platform cannot fork processes; use jobs=1")
     context = multiprocessing.get_context("fork")
-    num_finished, virtual_time = context.Value("q", 0), context.Value("d", 0.0)
-    shared = _Shared(replicas, num_finished, virtual_time, context.Event())
-    collection = _Collection(shared, ProcessPoolExecutor(jobs, context, _begin_worker, (shared,)), keep)
-    collection.start()
-    num_reported = 0
-    while not collection.is_over:
-        # Futures, locks and `join` do not survive Ctrl-C in the thread that waits for them; `sleep` does.
+    shared = _Shared(replicas, context.Value("q", 0), context.Value("d", 0.0), context.Event())
+    with ProcessPoolExecutor(jobs, context, _begin_worker, (shared,)) as executor:
         try:
-            time.sleep(_POLL_SECONDS)
-            now_finished = num_finished.get_obj().value
-            on_progress(now_finished - num_reported, virtual_time.get_obj().value)
-            num_reported = now_finished
+            # The first one forks the workers: here, where no other thread of ours runs yet.
+            pending = {executor.submit(_run_in_worker, index) for index in range(len(replicas))}
+            collection = _Collection(shared, pending, keep)
+            collection.start()
         except KeyboardInterrupt:
             shared.stop.set()
-    collection.join()
+            return [ReplicaCounters() for _ in range(len(replicas))], False
+        _wait(collection, shared, on_progress)
     if collection.error is not None:
         raise collection.error
     return collection.counters, collection.is_complete
 
 
-class _Collection(threading.Thread):
-    """Sends replicas to worker processes and takes in what comes back."""
+def _wait(collection: _Collection, shared: _Shared, on_progress: OnProgress) -> None:
+    """Tell of progress until all has come back; Ctrl-C makes it come back at once."""
+    num_reported = 0
+    while not collection.is_over:
+        # Futures, locks and `join` do not survive Ctrl-C in the thread that waits for them; `sleep` does.
+        try:
+            time.sleep(_POLL_SECONDS)
+            num_finished = shared.num_finished.get_obj().value
+            on_progress(num_finished - num_reported, shared.virtual_time.get_obj().value)
+            num_reported = num_finished
+        except KeyboardInterrupt:
+            shared.stop.set()
+    collection.join()
 
-    def __init__(self, shared: _Shared, executor: ProcessPoolExecutor, keep: Keep) -> None:
+
+class _Collection(threading.Thread):
+    """Takes in what comes back from the worker processes."""
+
+    def __init__(self, shared: _Shared, pending: set[Future[_Shard]], keep: Keep) -> None:
         super().__init__(name="onbeat-simulation")
         self.counters = [ReplicaCounters() for _ in range(len(shared.replicas))]
         self.is_complete = True
         self.is_over = False
         self.error: Exception | None = None
         self._shared = shared
-        self._executor = executor
+        self._pending = pending
         self._keep = keep
 
     def run(self) -> None:
@@ -168,15 +179,13 @@ class _Collection(threading.Thread):
             self.is_over = True
 
     def _collect(self) -> None:
-        with self._executor as executor:
-            pending = {executor.submit(_run_in_worker, index) for index in range(len(self.counters))}
-            try:
-                while pending:
-                    done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        self._take(future.result())
-            finally:
-                self._shared.stop.set()  # after an error the others need not go on
+        try:
+            while self._pending:
+                done, self._pending = wait(self._pending, return_when=FIRST_COMPLETED)
+                for future in done:
+                    self._take(future.result())
+        finally:
+            self._shared.stop.set()  # after an error the others need not go on
 
     def _take(self, shard: _Shard) -> None:
         for row, record in shard.columns.records(self._shared.replicas.load):

@@ -57,9 +57,9 @@ def simulate(
     meter = ProgressMeter(on_progress, len(load))
     kept: list[RequestRecord | None] = [None] * len(load)
     keep = kept.__setitem__
+    collector = Collector(keep, on_progress=meter.advance, observer=observer)
     router = make_router(config.router, config.num_replicas, seed=config.seed)
     if config.disaggregation is not None:
-        collector = Collector(keep, on_progress=meter.advance, observer=observer)
         counters, is_complete = run_disaggregated(load, config, collector, observer=observer)
     elif observer is None and _is_separable(load, config, router):
         replicas = IndependentReplicas(load, config, step_time, router)
@@ -68,7 +68,6 @@ def simulate(
         else:
             counters, is_complete = replicas.run_all(keep, meter.advance)
     else:
-        collector = Collector(keep, on_progress=meter.advance, observer=observer)
         counters, is_complete = run_together(load, config, step_time, router, collector, observer)
     meter.finish()
     records = [record for record in kept if record is not None]

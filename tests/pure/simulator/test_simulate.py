@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.collector import ProgressMeter
 from onbeat.simulator.simulate import simulate
 from tests.pure.simulator.loads import (
     ShapeTime,
@@ -73,7 +74,7 @@ def test_a_limit_on_concurrency_holds_arrivals_back():
     seed=st.integers(0, 1000),
     rate=st.sampled_from([1.0, 20.0, 400.0]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_tokens_and_blocks_are_conserved(policy, router, num_replicas, pipeline, seed, rate):
     load = random_load(40, rate=rate, seed=seed, prompt=150, output=90)
     config = make_config(
@@ -164,6 +165,19 @@ def test_progress_is_rare_and_ends_with_all():
     )
     assert seen[-1][:2] == (300, 300)
     assert len(seen) < 20
+
+
+def test_progress_comes_at_most_ten_times_a_second():
+    now, seen = [0.0], []
+    meter = ProgressMeter(lambda *progress: seen.append((now[0], *progress)), 100, clock=lambda: now[0])
+    for _ in range(100):
+        now[0] += 0.03
+        meter.advance(1, now[0])
+    meter.finish()
+    times = [each[0] for each in seen[:-1]]
+    assert 20 < len(times) <= 30
+    assert all(later - earlier >= 0.1 - 1e-9 for earlier, later in pairwise(times))
+    assert seen[-1][1:] == (100, 100, pytest.approx(3.0))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
