@@ -1,9 +1,9 @@
 """Error of the uncalibrated roofline against a published grid of step times, a configuration a line.
 
-    python benchmarks/roofline_accuracy.py --shared DIR [--markdown]
+    python benchmarks/roofline_accuracy.py --shared DIR
 
-The grid (data/profiles/aic_step_grid.csv) was computed with aiconfigurator-core 0.12 (Apache-2.0) from measured
-operators. Rows whose KV cache would not fit are left out. Also prints what one scalar prediction costs.
+The grid (data/profiles/aic_step_grid.csv) was computed with aiconfigurator-core 0.12 (Apache-2.0) from
+measured operators. Rows whose KV cache would not fit are left out. Also prints what one scalar prediction costs.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def read_grid(path: Path) -> dict[Configuration, Steps]:
 def shape_of(row: dict[str, str]) -> BatchShape:
     """Return the batch of a row.
 
-    In `mixed` rows the chunk belongs to a prompt as long as the decodes' context: where it is shorter than that
-    prompt it stands for the average of the prompt's chunks, where it is longer for several whole prompts.
+    In `mixed` rows the chunk belongs to a prompt as long as the decodes' context: where it is shorter than
+    that prompt it stands for the average of the prompt's chunks, where it is longer for several prompts.
     """
     shape = BatchShape()
     context, chunk = int(row["decode_context"]), int(row["prefill_tokens_per_seq"])

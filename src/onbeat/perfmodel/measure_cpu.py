@@ -13,7 +13,7 @@ from onbeat.core.errors import ConfigError
 
 _READ_BYTES = 128 * 2**20  # well beyond the caches
 _MATRIX_SIZE = 1024
-_BUDGET_SECONDS = 0.7
+_BUDGET_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class CPULimits:
 
 
 def measure_cpu() -> CPULimits:
-    """Measure read bandwidth and the rate of a matrix product: the best of what fits in about 1.5 s.
+    """Measure read bandwidth and the rate of a matrix product: the best of what fits in about 1 s.
 
     The best and not the mean: another program can only take time away.
     """

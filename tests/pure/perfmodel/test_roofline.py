@@ -154,8 +154,10 @@ def test_uncalibrated_error_on_the_published_grid():
 # Measured batches of Sarathi-Serve (Agrawal et al., OSDI 2024), Yi-34B on two A100 80 GB.
 YI = find_model_spec("Yi-34B")
 SARATHI_HOST_SECONDS = 1.94e-3
-"""Scheduling, input preparation, sampling and output of that engine at TP 2, a 34B model and batch 8 on A100,
-as published with Vidur (Agrawal et al., MLSys 2024); messages between its processes lie outside."""
+"""What that engine's host does in the measured span: it schedules, prepares inputs, samples, handles outputs.
+
+For a 34B model, TP 2, batch 8 on A100, as published with Vidur (Agrawal et al., MLSys 2024).
+"""
 
 
 def yi_34b():
