@@ -3,7 +3,7 @@
     python benchmarks/roofline_accuracy.py --shared DIR
 
 The grid (data/profiles/aic_step_grid.csv) was computed with aiconfigurator-core 0.12 (Apache-2.0) from
-measured operators. Rows whose KV cache would not fit are left out. Also prints what one scalar prediction costs.
+measured operators. Rows whose KV cache would not fit are left out. Also prints the cost of one prediction.
 """
 
 from __future__ import annotations
