@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     from onbeat.cli.capacity_output import CapacityReport
     from onbeat.cli.capacity_plan import PlannedCase
-    from onbeat.planner.capacity import Capacity
-    from onbeat.planner.frontier import FrontierPoint, Level
+    from onbeat.planner.frontier import FrontierPoint
 
 NAME = "capacity"
 HELP = "find the highest request rate that keeps an objective, without the hardware"
@@ -42,17 +41,18 @@ def run(args: argparse.Namespace) -> int:
     """Search; returns the exit code."""
     from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
     from onbeat.cli.capacity_plan import plan_cases
+    from onbeat.cli.capacity_run import search, sweep, sweep_levels
     from onbeat.report.result import write_document
 
     console = Console(stderr=True, highlight=False)
-    levels = _levels(args)
+    levels = sweep_levels(args)
     planned = plan_cases(args)
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
-    capacities, is_stopped = _search(args, planned, console)
+    capacities, is_stopped = search(args, planned, console)
     points: list[FrontierPoint] = []
     if levels and not is_stopped:
-        points, is_stopped = _sweep(args, planned, levels, console)
+        points, is_stopped = sweep(args, planned, levels, console)
     report = CapacityReport(
         title=f"Capacity of {args.model} on {args.device}",
         lead=lead,
@@ -69,71 +69,6 @@ def run(args: argparse.Namespace) -> int:
     if is_stopped:
         return INTERRUPTED
     return INFEASIBLE if report.is_infeasible else 0
-
-
-def _levels(args: argparse.Namespace) -> list[Level]:
-    from onbeat.cli.args import count
-    from onbeat.cli.capacity_options import numbers
-    from onbeat.planner.frontier import Level
-
-    closed = numbers("--sweep-concurrency", args.sweep_concurrency, count)
-    open_ = numbers("--sweep-rate", args.sweep_rate, float)
-    return [Level(concurrency=each) for each in closed] + [Level(request_rate=each) for each in open_]
-
-
-def _search(
-    args: argparse.Namespace, planned: Sequence[PlannedCase], console: Console
-) -> tuple[list[Capacity], bool]:
-    """Search the capacity of every case; also return whether Ctrl-C ended it."""
-    from onbeat.cli.capacity_progress import CapacityProgress
-    from onbeat.planner.capacity import CapacityTask, Outcome, Repeat, combine_repeats, find_capacity
-    from onbeat.planner.parallel import run_tasks
-    from onbeat.planner.search import SearchOptions
-
-    options = SearchOptions(tolerance=args.tolerance)
-    tasks = [
-        CapacityTask(case=each.case, load=load, objective=each.objective, options=options)
-        for each in planned
-        for load in each.loads
-        if each.objective is not None and not each.error
-    ]
-    labels = [task.case.labels for task in tasks]
-    with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:
-        repeats = iter(
-            run_tasks(
-                find_capacity, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
-            )
-        )
-    capacities = []
-    for each in planned:
-        if each.objective is None:
-            continue
-        if each.error:
-            found: list[Repeat | None] = [Repeat(bracket=None, reason=each.error)]
-        else:
-            found = [next(repeats) for _ in each.loads]
-        capacities.append(combine_repeats(each.case.labels, found))
-    return capacities, any(each.outcome is Outcome.INTERRUPTED for each in capacities)
-
-
-def _sweep(
-    args: argparse.Namespace, planned: Sequence[PlannedCase], levels: Sequence[Level], console: Console
-) -> tuple[list[FrontierPoint], bool]:
-    """Run every case at every level; also return whether Ctrl-C ended it."""
-    from onbeat.cli.capacity_progress import CapacityProgress
-    from onbeat.planner.frontier import LevelTask, run_level
-    from onbeat.planner.parallel import run_tasks
-
-    tasks = [
-        LevelTask(case=each.case, load=each.loads[0], level=level) for each in planned for level in levels
-    ]
-    labels = [task.case.labels for task in tasks]
-    with CapacityProgress(console, labels, is_quiet=args.disable_tqdm) as progress:
-        results = run_tasks(
-            run_level, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
-        )
-    points = [point for point in results if point is not None]
-    return points, len(points) < len(tasks)
 
 
 def _show(report: CapacityReport) -> None:

@@ -50,6 +50,11 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
     ------
     ConfigError : bad input. A model that does not fit its devices is not: that is a case which cannot run.
     """
+    if args.request_rate is not None:
+        raise ConfigError(
+            "capacity searches for the rate: leave out --request-rate (--arrivals gamma draws Poisson "
+            "arrivals for the requests of a trace, --sweep-rate runs given rates)"
+        )
     axes = parse_vary(args.vary)
     objectives_ms = axes.pop(TBT, [])
     drafts = _draft_cases(replica_settings(args), axes)
@@ -59,6 +64,7 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
         objective = _objective(own_args)
         loads = _loads(own_args, drafts)
         if objective is not None:
+            _require_rate(loads[0])
             objective.allowances(loads[0])  # refuses a load that it cannot judge
         for draft in drafts:
             labels = draft.labels if tbt_ms is None else (*draft.labels, (TBT, f"{tbt_ms:g}"))
@@ -70,6 +76,15 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
             )
             planned.append(PlannedCase(case=case, objective=objective, loads=loads, error=draft.error))
     return planned
+
+
+def _require_rate(load: OfferedLoad) -> None:
+    rate = load.rate
+    if rate is None or not np.isfinite(rate):
+        raise ConfigError(
+            f"the {load.name} load has no rate to search: it is a closed loop, or all its requests arrive at "
+            "once; give --arrivals gamma, or leave out --max-concurrency"
+        )
 
 
 def _with_tbt(args: argparse.Namespace, tbt_ms: float) -> argparse.Namespace:

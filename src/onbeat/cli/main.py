@@ -14,12 +14,15 @@ from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 COMMANDS = {
     "serve": "onbeat.cli.serve",
     "bench": "onbeat.cli.bench",
+    "profile": "onbeat.cli.profile",
+    "capacity": "onbeat.cli.capacity",
     "replay": "onbeat.cli.replay",
     "models": "onbeat.cli.models",
 }
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+EXIT_INFEASIBLE = 3
 EXIT_INTERRUPTED = 130
 
 
@@ -37,7 +40,7 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 0 done, 1 failed, 2 bad input, 130 interrupted."""
+    """Run one command; return 0 done, 1 failed, 2 bad input, 3 infeasible or 130 interrupted."""
     try:
         args = parse(build_parser(), sys.argv[1:] if argv is None else argv)
         return int(args.run(args))

@@ -110,7 +110,10 @@ def run_tasks(
         raise ConfigError(f"jobs is {jobs}; it must be at least 1")
     if jobs == 1 or len(tasks) <= 1:
         return _run_here(worker, tasks, on_event, on_result)
-    return _Pool(worker, tasks, min(jobs, len(tasks)), on_event, on_result).run()
+    try:
+        return _Pool(worker, tasks, min(jobs, len(tasks)), on_event, on_result).run()
+    except KeyboardInterrupt:  # before the first task was under way, or again
+        return [None] * len(tasks)
 
 
 def _run_here(

@@ -1,0 +1,221 @@
+"""`onbeat capacity`: flags, the answer on the terminal and in files, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.cli.capacity_options import TBT, numbers, parse_vary
+from onbeat.cli.capacity_output import CapacityReport, capacity_rows, rich_tables, to_document
+from onbeat.cli.main import COMMANDS, EXIT_INFEASIBLE, main
+from onbeat.core.errors import ConfigError
+from onbeat.planner.capacity import Capacity, Outcome
+
+MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
+LOAD = ["--dataset-name", "random", "--input-len", "512", "--output-len", "32", "--num-prompts", "150"]
+QUICK = ["--max-model-len", "8192", "--repeats", "1", "--tolerance", "0.2", "--max-num-seqs", "4"]
+
+
+def capacity(*flags: str) -> int:
+    return main(["capacity", *MODEL, *LOAD, *QUICK, *flags])
+
+
+def test_reads_lists_of_values() -> None:
+    assert parse_vary(["tp=1,2", "--max-num-batched-tokens=256,auto", "slo_tbt_ms=50,100"]) == {
+        "tensor_parallel": [1, 2],
+        "max_num_batched_tokens": [256, "auto"],
+        TBT: [50.0, 100.0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        (["polcy=sarathi"], "did you mean policy"),
+        (["seed=1,2"], "'seed' cannot vary"),
+        (["tp"], "expected NAME=VALUE,VALUE"),
+        (["tp=1,,2"], "expected NAME=VALUE,VALUE"),
+        (["tp=1,1"], "given twice"),
+        (["tp=1", "tensor-parallel-size=2"], "given twice"),
+        (["tp=two"], "whole number"),
+        (["max-num-batched-tokens=some"], "expected a "),
+    ],
+)
+def test_says_what_is_wrong_with_a_list(texts: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_vary(texts)
+
+
+@pytest.mark.parametrize("text", ["1,x", "0", "-1", "nan", "inf", "1,,2"])
+def test_refuses_levels_that_are_no_load(text: str) -> None:
+    with pytest.raises(ConfigError, match="--sweep-rate"):
+        numbers("--sweep-rate", text, float)
+
+
+def make_capacity(outcome: Outcome, rate: float, **labels: str) -> Capacity:
+    return Capacity(
+        labels=tuple(labels.items()),
+        outcome=outcome,
+        rate=rate,
+        interval=(rate, rate * 1.02 if outcome is Outcome.FOUND else float("inf")),
+        num_devices=2 if rate else 0,
+        reason="at 10.2 requests/s: P99 TBT 110.0 ms > 100.0 ms",
+        repeats=(),
+    )
+
+
+def make_report(*capacities: Capacity, is_interrupted: bool = False) -> CapacityReport:
+    return CapacityReport(
+        title="Capacity", lead="a load", settings={}, capacities=capacities, is_interrupted=is_interrupted
+    )
+
+
+def test_each_outcome_has_its_words() -> None:
+    rows = capacity_rows([make_capacity(outcome, 10.0 * (outcome != "infeasible")) for outcome in Outcome])
+    assert [row[1] for row in rows] == ["10", "INFEASIBLE", "above 10", "at least 10"]
+    assert [row[2] for row in rows] == ["10 to 10.2", "-", "10 or more", "10 or more"]
+
+
+def test_the_best_case_serves_most_per_device() -> None:
+    slow, fast = make_capacity(Outcome.FOUND, 4.0, tp="1"), make_capacity(Outcome.FOUND, 6.0, tp="2")
+    report = make_report(slow, fast, make_capacity(Outcome.UNBOUNDED, 99.0))
+    assert report.best is fast
+    assert not report.is_infeasible
+    assert make_report(make_capacity(Outcome.INFEASIBLE, 0.0)).is_infeasible
+    assert not make_report(make_capacity(Outcome.INFEASIBLE, 0.0), is_interrupted=True).is_infeasible
+
+
+def test_the_document_is_plain_json() -> None:
+    document = to_document(make_report(make_capacity(Outcome.UNBOUNDED, 4.0, tp="1"), is_interrupted=True))
+    saved = json.loads(json.dumps(document, allow_nan=False))
+    assert saved["interrupted"] is True
+    assert saved["cases"][0]["request_rate_interval"] == [4.0, None]
+
+
+def test_a_report_without_cases_has_no_table() -> None:
+    assert rich_tables(make_report()) == []
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    def run(*flags: str) -> tuple[int, dict[str, Any]]:
+        path = tmp_path / "capacity.json"
+        code = capacity(*flags, "--json", str(path))
+        return code, json.loads(path.read_text())
+
+    return run
+
+
+def test_is_a_command() -> None:
+    assert COMMANDS["capacity"] == "onbeat.cli.capacity"
+    assert EXIT_INFEASIBLE == 3
+
+
+def test_finds_the_capacity_of_a_real_model(saved: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    code, document = saved("--objective", "sarathi", "--slo-tbt-ms", "50")
+    assert code == 0
+    (case,) = document["cases"]
+    assert case["outcome"] == "found"
+    assert 1 < case["request_rate"] < 200
+    low, high = case["request_rate_interval"]
+    assert low <= case["request_rate"] <= high
+    assert "capacity:" in capsys.readouterr().out
+
+
+def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    code, document = saved(
+        *("--slo-tbt-ms", "30", "--vary", "policy=sarathi,prefill-first", "--vary", "slo-tbt-ms=20,40"),
+        *("--sweep-concurrency", "1,8", "--objective", "sarathi", "--report", str(page)),
+    )
+    assert code == 0
+    assert [case["case"]["policy"] for case in document["cases"]] == ["sarathi", "prefill-first"] * 2
+    rates = {tuple(case["case"].values()): case["request_rate"] for case in document["cases"]}
+    assert rates["sarathi", "40"] >= rates["sarathi", "20"]
+    assert len(document["frontier"]) == 8
+    assert "Capacity over TBT objective (ms)" in page.read_text()
+
+
+def test_two_processes_give_the_same_answer(saved: Any) -> None:
+    flags = ("--objective", "vidur", "--vary", "max-num-seqs=2,4")
+    _, alone = saved(*flags)
+    _, together = saved(*flags, "--jobs", "2")
+    assert alone["cases"] == together["cases"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (("--slo-tbt-ms", "3"), "P99 TBT"),
+        (
+            ("--slo-tbt-ms", "3", "--max-num-batched-tokens", "auto"),
+            "no token budget keeps the TBT objective",
+        ),
+        (("--objective", "attainment:0.9", "--slo-ttft-ms", "1"), "TTFT met by 0.00 %"),
+        (("--objective", "vidur", "--gpu-memory-utilization", "0.1"), "memory"),
+    ],
+    ids=["step", "budget", "ttft", "memory"],
+)
+def test_says_why_nothing_fits(
+    flags: tuple[str, ...], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert capacity(*flags) == EXIT_INFEASIBLE
+    out = " ".join(capsys.readouterr().out.split())
+    assert "INFEASIBLE" in out
+    assert reason in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--slo-tbt-ms"),
+        (("--objective", "p99"), "unknown objective 'p99'"),
+        (("--objective", "attainment:0.9"), "--slo-ttft-ms"),
+        (("--objective", "vidur", "--device", "h1000"), "h1000"),
+        (("--objective", "vidur", "--model", "no/such-model"), "no/such-model"),
+        (("--objective", "vidur", "--tolerance", "2"), "tolerance"),
+        (("--objective", "vidur", "--repeats", "0"), "--repeats"),
+        (("--objective", "vidur", "--jobs", "0"), "jobs"),
+        (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
+        (("--objective", "vidur", "--vary", "tp=3"), "3"),
+        (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
+        (("--objective", "vidur", "--max-concurrency", "2"), "no rate to search"),
+    ],
+)
+def test_bad_input_is_one_line(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert capacity(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_leaves_a_partial_result(jobs: str, tmp_path: Path) -> None:
+    path = tmp_path / "capacity.json"
+    command = [sys.executable, "-m", "onbeat.cli.main", "capacity", *MODEL, *LOAD, *QUICK]
+    command += ["--objective", "vidur", "--num-prompts", "100k", "--jobs", jobs, "--repeats", "2"]
+    process = subprocess.Popen(
+        [*command, "--json", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    assert "repeat(s)" in process.stderr.readline()
+    time.sleep(1.0)  # the first search is under way then; it takes far longer
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: this is a partial result" in out
+    assert json.loads(path.read_text())["interrupted"] is True
