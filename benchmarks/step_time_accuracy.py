@@ -347,15 +347,27 @@ def parse_args() -> argparse.Namespace:
 def print_lines(lines: Sequence[Line]) -> None:
     print("| | mean % | median % | p90 % | p95 % | points |\n|---|---:|---:|---:|---:|---:|")
     for line in lines:
-        errors = line.errors
-        percents = " | ".join(
-            f"{100 * value:.1f}" for value in (errors.mean, errors.p50, errors.p90, errors.p95)
-        )
-        print(f"| {line.label} | {percents} | {errors.num_points:,} |")
+        print_row(line)
+
+
+def print_row(line: Line) -> None:
+    errors = line.errors
+    percents = " | ".join(f"{100 * value:.1f}" for value in (errors.mean, errors.p50, errors.p90, errors.p95))
+    print(f"| {line.label} | {percents} | {errors.num_points:,} |")
 
 
 def print_mlp(profiles: Path) -> None:
-    print_lines(mlp_lines(profiles))
+    lines = mlp_lines(profiles)
+    print_lines(lines)
+    errors = [line.errors for line in lines]
+    worst = FitErrors(
+        mean=max(error.mean for error in errors),
+        p50=max(error.p50 for error in errors),
+        p90=max(error.p90 for error in errors),
+        p95=max(error.p95 for error in errors),
+        num_points=sum(error.num_points for error in errors),
+    )
+    print_row(Line("**worst of each**", worst))
 
 
 def print_attention(profiles: Path) -> None:

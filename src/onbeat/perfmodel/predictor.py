@@ -167,24 +167,25 @@ def _bisect(
 ) -> int:
     """Return n with seconds(n) <= budget < seconds(n + 1) between two points (n, seconds(n) - budget).
 
-    Step times are nearly linear in pieces, so that the Illinois method (a secant; the staying end is halved)
-    needs few trials; where it does not halve the bracket in three, the middle is tried.
+    Step times are nearly linear in pieces, so that the Illinois method (a secant; an end that stays twice is
+    halved) needs few trials; where it does not halve the bracket in three, the middle is tried.
     """
     (low_n, low_excess), (high_n, high_excess) = low, high
-    limit, trials = high_n - low_n, 0
+    limit, trials, last_side = high_n - low_n, 0, 0
     while (width := high_n - low_n) > 1:
         trials += 1
+        is_slow = False
         if trials % 3 == 0:
             is_slow, limit = 2 * width > limit, width
-        else:
-            is_slow = False
         share = 0.5 if is_slow else low_excess / (low_excess - high_excess)
         guess = min(max(low_n + int(width * share), low_n + 1), high_n - 1)
         excess = seconds(guess) - budget
-        if excess <= 0:
+        side = 1 if excess > 0 else -1
+        if side < 0:
             low_n, low_excess = guess, excess
-            high_excess /= 2
+            high_excess /= 2 if last_side == side else 1
         else:
             high_n, high_excess = guess, excess
-            low_excess /= 2
+            low_excess /= 2 if last_side == side else 1
+        last_side = side
     return low_n
