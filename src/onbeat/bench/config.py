@@ -11,12 +11,16 @@ from typing import Any, Literal, get_args
 from onbeat.bench.payload import DEFAULT_PATHS, Api
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.workload.arrivals import RampShape
+from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
+from onbeat.workload.arrivals import RampShape, RateStep
+from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.trace import TIMED_KINDS
 
 DatasetName = Literal[
     "random",
     "conversation",
     "sharegpt",
+    "zipf",
     "prefix_repetition",
     "custom",
     "azure",
@@ -24,13 +28,12 @@ DatasetName = Literal[
     "burstgpt",
     "lengths",
 ]
-ArrivalKind = Literal["gamma", "constant", "replay"]
 
 DATASET_NAMES: tuple[str, ...] = get_args(DatasetName)
 FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "lengths"})
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
 """Those that bring their own prompts, whose length only a tokenizer can tell."""
-TIMED_DATASETS = frozenset({"azure", "mooncake", "burstgpt"})
+TIMED_DATASETS = TIMED_KINDS
 """Those whose files have arrival times."""
 DEFAULT_NUM_PROMPTS = 1000
 
@@ -75,9 +78,10 @@ class DatasetConfig:
     name: DatasetName = "random"
     path: Path | None = None
     input_len: int = 1024
-    """Mean prompt tokens of `random` and `conversation`."""
+    """Mean prompt tokens of `random` and `conversation`, the most of `zipf`."""
     output_len: int | None = None
-    """Output tokens of `random` (128 if None), mean of `conversation`; replaces a file's where given."""
+    """The same of output tokens (128 if None); replaces a file's where given."""
+    zipf_exponent: float = 1.0
     range_ratio: float = 0.0
     prefix_len: int = 0
     """Tokens that all prompts of `random` share, on top of `input_len`."""
@@ -121,31 +125,44 @@ class LoadConfig:
     burstiness: float = 1.0
     rate_scale: float = 1.0
     """Speed-up of replayed arrivals."""
+    burst_on: float = 5.0
+    """Seconds of each busy phase of `burst`."""
+    burst_off: float = 15.0
+    """Seconds without arrivals between two of them."""
+    steps: tuple[RateStep, ...] = ()
+    """Of `steps`."""
     ramp: RampConfig | None = None
     max_concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.request_rate > 0:
-            raise ConfigError(f"--request-rate must be above 0 (or inf), got {self.request_rate:g}")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency must be at least 1, got {self.max_concurrency}")
         if self.ramp is not None and (math.isfinite(self.request_rate) or self.arrivals != "gamma"):
             raise ConfigError(
                 "--ramp-up-strategy sets the rate itself: leave out --request-rate and --arrivals"
             )
-        if self.burstiness != 1.0 and (self.arrivals != "gamma" or not self.is_scheduled):
+        if self.burstiness != 1.0 and not self.is_scheduled:
             raise ConfigError("--burstiness shapes gamma arrivals, which need a --request-rate or a ramp")
-        if self.arrivals == "constant" and math.isinf(self.request_rate):
-            raise ConfigError("--arrivals constant needs a finite --request-rate")
-        if self.arrivals == "replay" and math.isfinite(self.request_rate):
-            raise ConfigError(
-                "--arrivals replay keeps the recorded times; scale them with --rate-scale instead"
-            )
+        self.arrival_plan()  # refuses parameters that do not go together
+
+    def arrival_plan(self) -> ArrivalPlan:
+        """Return how arrivals spread, ramps and closed loops aside."""
+        return ArrivalPlan(
+            kind=self.arrivals,
+            rate=self.request_rate,
+            burstiness=self.burstiness,
+            rate_scale=self.rate_scale,
+            burst_on=self.burst_on,
+            burst_off=self.burst_off,
+            steps=self.steps,
+        )
 
     @property
     def is_scheduled(self) -> bool:
         """Whether requests have arrival times of their own (an open loop)."""
-        return math.isfinite(self.request_rate) or self.arrivals == "replay" or self.ramp is not None
+        return (
+            math.isfinite(self.request_rate) or self.arrivals in {"replay", "steps"} or self.ramp is not None
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +198,8 @@ class BenchConfig:
     extra_body: Mapping[str, Any] = field(default_factory=dict)
     """Sampling fields and others, added to each request."""
     summary: SummaryOptions = field(default_factory=SummaryOptions)
+    slo_classes: tuple[SLOClass, ...] = ()
+    """Objectives by share of the requests; the server is not told."""
     num_gpus: int = 1
     metadata: Mapping[str, str] = field(default_factory=dict)
     keep_text: bool = False

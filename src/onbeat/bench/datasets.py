@@ -10,18 +10,18 @@ import orjson
 
 from onbeat.bench.config import DEFAULT_NUM_PROMPTS, DatasetConfig
 from onbeat.core.errors import ConfigError
-from onbeat.workload.lengths import LogNormalLength, UniformLength
+from onbeat.workload.lengths import UniformLength, ZipfLength
+from onbeat.workload.load_source import (
+    CONVERSATION_OUTPUT_SIGMA,
+    CONVERSATION_PROMPT_SIGMA,
+    conversation_lengths,
+)
 from onbeat.workload.prompts import GivenPrompts, PromptWriter
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
 from onbeat.workload.trace import Trace, read_text, read_trace
 from onbeat.workload.workload import Workload, shared_prefix_workload, synthetic_workload, trace_workload
 
 DEFAULT_OUTPUT_LEN = 128
-
-# Spread of conversation lengths: the logarithm's standard deviation of ShareGPT-like chats.
-CONVERSATION_PROMPT_SIGMA = 1.0
-CONVERSATION_OUTPUT_SIGMA = 0.7
-CONVERSATION_MIN_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,8 @@ def load_workload(config: DatasetConfig, num_prompts: int | None, tools: PromptT
         return _prefix_repetition(config, num_requests, tools, rng)
     if config.name == "conversation":
         return _conversation(config, num_requests, tools, rng)
+    if config.name == "zipf":
+        return _zipf(config, num_requests, tools, rng)
     return _random(config, num_requests, tools, rng)
 
 
@@ -88,16 +90,24 @@ def _conversation(
     return synthetic_workload(
         "conversation",
         num_requests=num_requests,
-        prompt_lengths=_conversation_lengths(prompt_mean, CONVERSATION_PROMPT_SIGMA),
-        output_lengths=_conversation_lengths(output_mean, CONVERSATION_OUTPUT_SIGMA),
+        prompt_lengths=conversation_lengths(prompt_mean, CONVERSATION_PROMPT_SIGMA),
+        output_lengths=conversation_lengths(output_mean, CONVERSATION_OUTPUT_SIGMA),
         writer=tools.writer,
         rng=rng,
     )
 
 
-def _conversation_lengths(mean: int, sigma: float) -> LogNormalLength:
-    low = min(CONVERSATION_MIN_TOKENS, mean)
-    return LogNormalLength(mean=mean, sigma=sigma, low=low, high=8 * mean)
+def _zipf(config: DatasetConfig, num_requests: int, tools: PromptTools, rng: np.random.Generator) -> Workload:
+    return synthetic_workload(
+        "zipf",
+        num_requests=num_requests,
+        prompt_lengths=ZipfLength(exponent=config.zipf_exponent, high=_scaled(config.input_len, config)),
+        output_lengths=ZipfLength(
+            exponent=config.zipf_exponent, high=_scaled(config.output_len or DEFAULT_OUTPUT_LEN, config)
+        ),
+        writer=tools.writer,
+        rng=rng,
+    )
 
 
 def _prefix_repetition(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -26,8 +25,9 @@ from onbeat.bench.runner import LoadPlan, LoadRunner
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.report.result import RunResult
-from onbeat.workload.arrivals import constant_arrivals, gamma_arrivals, ramp_arrivals, replay_arrivals
+from onbeat.workload.arrivals import ramp_arrivals
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
+from onbeat.workload.slo_classes import assign_classes
 from onbeat.workload.workload import Workload
 
 
@@ -148,6 +148,7 @@ async def _run(
     progress.on_start(run, len(workload))
     with _settled_memory():
         outcome = await runner.run(feed, stop)
+    _promise(outcome.records, bench, len(workload))
     run = replace(run, num_prompts=len(workload))
     is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
@@ -203,14 +204,16 @@ def schedule(load: LoadConfig, workload: Workload, rng: np.random.Generator) -> 
             burstiness=load.burstiness,
             rng=rng,
         )
-    if load.arrivals == "replay":
-        if workload.times is None:
-            raise ConfigError(
-                f"the {workload.name} data set has no arrival times to replay: give --request-rate"
-            )
-        return replay_arrivals(workload.times, rate_scale=load.rate_scale)
-    if math.isinf(load.request_rate):
+    if not load.is_scheduled:
         return None
-    if load.arrivals == "constant":
-        return constant_arrivals(num_requests, rate=load.request_rate)
-    return gamma_arrivals(num_requests, rate=load.request_rate, burstiness=load.burstiness, rng=rng)
+    return load.arrival_plan().offsets(num_requests, rng=rng, times=workload.times)
+
+
+def _promise(records: Sequence[RequestRecord], bench: BenchConfig, num_requests: int) -> None:
+    """Note in each record the objectives that its request is held to: by share, decided by the seed."""
+    if not bench.slo_classes:
+        return
+    class_ids = assign_classes(num_requests, bench.slo_classes, np.random.default_rng([bench.seed, 2]))
+    for record in records:
+        own = bench.slo_classes[int(class_ids[record.index])]
+        record.slo, record.request_class = own.slo, own.name

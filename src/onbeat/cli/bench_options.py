@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onbeat.bench.config import DATASET_NAMES
 from onbeat.bench.payload import Api
+from onbeat.cli.workload_options import add_arrival_arguments, add_slo_arguments
 from onbeat.metrics.summary import METRICS
 
 BACKENDS: dict[str, Api] = {
@@ -110,6 +111,9 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--prefix-repetition-output-len", type=positive, help="output tokens (default: 128)")
     group.add_argument(
+        "--zipf-exponent", type=float, metavar="S", help="of zipf: p(length) falls as length^-S (default: 1)"
+    )
+    group.add_argument(
         "--disable-shuffle", action="store_true", help="take conversations and lengths in file order"
     )
     group.add_argument("--seed", type=int, default=0, help="decides lengths and arrivals")
@@ -119,19 +123,13 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
+    add_slo_arguments(parser)
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=float, default=math.inf, metavar="R", help="requests/s; inf = no schedule"
     )
     group.add_argument("--max-concurrency", type=int, metavar="N", help="most requests open at once")
-    group.add_argument(
-        "--arrivals",
-        choices=["gamma", "constant", "replay"],
-        help="gamma (Poisson at --burstiness 1), constant, or a trace's own times (its default)",
-    )
-    group.add_argument(
-        "--burstiness", type=float, default=1.0, help="shape of the gamma distribution; below 1 is burstier"
-    )
+    add_arrival_arguments(group)
     group.add_argument(
         "--rate-scale", type=float, default=1.0, metavar="X", help="replay at X times the recorded rate"
     )

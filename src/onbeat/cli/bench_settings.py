@@ -21,6 +21,7 @@ from onbeat.bench.config import (
     TargetConfig,
 )
 from onbeat.cli.bench_options import BACKENDS, SAMPLING_FLAGS
+from onbeat.cli.workload_settings import arrival_shape, slo_options
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.workload.trace import read_trace
@@ -59,6 +60,7 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         salt=secrets.token_hex(4) if args.salt is None else args.salt,
         extra_body=_extra_body(args),
         summary=summary_options(args),
+        slo_classes=slo_options(args).classes,
         num_gpus=args.num_gpus,
         metadata=_pairs("--metadata", args.metadata),
         keep_text=args.save_detailed,
@@ -89,6 +91,7 @@ def dataset_config(args: argparse.Namespace) -> DatasetConfig:
         repeated_prefix_len=args.prefix_repetition_prefix_len or 256,
         suffix_len=args.prefix_repetition_suffix_len or 256,
         repetition_output_len=args.prefix_repetition_output_len or 128,
+        zipf_exponent=1.0 if args.zipf_exponent is None else args.zipf_exponent,
         shuffle=not args.disable_shuffle,
     )
 
@@ -101,6 +104,7 @@ def _refuse_foreign(args: argparse.Namespace, name: str) -> None:
         "random_range_ratio": "random",
         "random_prefix_len": "random",
         "sharegpt_output_len": "sharegpt",
+        "zipf_exponent": "zipf",
         "prefix_repetition_prefix_len": "prefix_repetition",
         "prefix_repetition_suffix_len": "prefix_repetition",
         "prefix_repetition_num_prefixes": "prefix_repetition",
@@ -131,6 +135,7 @@ def preset_file(args: argparse.Namespace) -> Path | None:
         "input_len": None,
         "output_len": None,
         "arrivals": None,
+        "rate_steps": None,
         "ramp_up_strategy": None,
     }
     for name, default in own.items():
@@ -154,15 +159,15 @@ def load_config(args: argparse.Namespace, dataset: DatasetConfig) -> LoadConfig:
             args.ramp_up_strategy,
         )
     )
+    if arrivals is None and args.rate_steps is not None:
+        arrivals = "steps"
     if arrivals is None:
         arrivals = "replay" if dataset.name in TIMED_DATASETS and not has_own_load else "gamma"
-    if args.rate_scale != 1.0 and arrivals != "replay":
-        raise ConfigError("--rate-scale is for replayed arrivals: give --trace, or change --request-rate")
     return LoadConfig(
         request_rate=_first_rate(args),
         arrivals=arrivals,
-        burstiness=args.burstiness,
         rate_scale=args.rate_scale,
+        **arrival_shape(args, arrivals),
         ramp=_ramp(args),
         max_concurrency=args.max_concurrency,
     )
@@ -199,6 +204,7 @@ def summary_options(args: argparse.Namespace) -> SummaryOptions:
         metrics=tuple(name for name in table_metrics(args) if name in METRICS),
         percentiles=tuple(numbers("--metric-percentiles", args.metric_percentiles)),
         objectives=_objectives(args.goodput) or None,
+        slo_mode=args.slo_mode,
     )
 
 

@@ -53,13 +53,13 @@ def offered_load(args: argparse.Namespace, *, max_model_len: int, seed: int) -> 
     ------
     ConfigError : flags that do not go together, or a bad file.
     """
+    classes = slo_options(args).classes
     source = load_source(args)
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
     plan = arrival_plan(args, is_timed=source.name in TIMED_KINDS)
     load = make_load(source, plan, num_requests=args.num_prompts, seed=seed)
     load = load.check_lengths(max_model_len, overlong=args.overlong)
-    classes = slo_options(args).classes
     return load.with_classes(classes, seed=seed) if classes else load
 
 

@@ -44,6 +44,8 @@ class OfferedLoad:
     classes: tuple[SLOClass, ...] = ()
     lines: NDArray[np.int64] | None = None
     """Where in a file each request was read, counted from 1; None where there is no file."""
+    num_skipped: int = 0
+    """Requests left out because they did not fit the context."""
 
     def __post_init__(self) -> None:
         if not len(self.num_prompt_tokens):
@@ -105,16 +107,18 @@ class OfferedLoad:
         if fitting.all():
             return self
         num_overlong = len(self) - int(fitting.sum())
+        if overlong == "skip" and num_overlong < len(self):
+            fitted = self.take(np.flatnonzero(fitting))
+            return replace(fitted, num_skipped=self.num_skipped + num_overlong)
         first = int(np.argmin(fitting))
-        if overlong == "error" or num_overlong == len(self):
-            where = f"request {first}" if self.lines is None else f"on line {int(self.lines[first])}"
-            raise ConfigError(
-                f"{num_overlong} of {len(self)} requests of the {self.name} load do not fit a context of "
-                f"{max_model_len} tokens; the first is {where}: prompt "
-                f"{int(self.num_prompt_tokens[first])} + output {int(self.num_output_tokens[first])} tokens. "
-                f"--overlong skip leaves such requests out, a larger --max-model-len takes them in"
-            )
-        return self.take(np.flatnonzero(fitting))
+        where = f"request {first}" if self.lines is None else f"on line {int(self.lines[first])}"
+        leave_out = "" if num_overlong == len(self) else "--overlong skip leaves such requests out, "
+        raise ConfigError(
+            f"{num_overlong} of {len(self)} requests of the {self.name} load do not fit a context of "
+            f"{max_model_len} tokens; the first is {where}: prompt {int(self.num_prompt_tokens[first])} + "
+            f"output {int(self.num_output_tokens[first])} tokens. {leave_out}a larger --max-model-len takes "
+            f"them in"
+        )
 
     def scaled(self, rate_scale: float) -> OfferedLoad:
         """Return the same requests at `rate_scale` times their rate."""

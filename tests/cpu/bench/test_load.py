@@ -78,7 +78,7 @@ async def test_a_trace_is_replayed_in_its_own_time(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2024-01-01 00:00:00.0,7,2\n2024-01-01 00:00:00.8,9,3\n2024-01-01 00:00:00.4,8,4\n"
+        "2024-01-01 00:00:00.0,7,2\n2024-01-01 00:00:00.4,8,4\n2024-01-01 00:00:00.8,9,3\n"
     )
     fake = FakeOpenAI()
 

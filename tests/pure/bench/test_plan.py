@@ -79,7 +79,10 @@ RAMP = RampConfig(shape="linear", start_rate=1.0, end_rate=2.0)
         ({"burstiness": 0.5}, "--burstiness shapes"),
         ({"burstiness": 0.5, "arrivals": "constant", "request_rate": 1.0}, "--burstiness shapes"),
         ({"arrivals": "constant"}, "finite --request-rate"),
-        ({"arrivals": "replay", "request_rate": 2.0}, "rate-scale"),
+        ({"arrivals": "replay", "request_rate": 2.0, "rate_scale": 3.0}, "rate-scale"),
+        ({"arrivals": "burst"}, "finite --request-rate"),
+        ({"arrivals": "poisson", "burstiness": 0.5, "request_rate": 1.0}, "--burstiness shapes"),
+        ({"arrivals": "steps"}, "--rate-steps"),
         ({"ramp": RAMP, "request_rate": 2.0}, "ramp-up"),
     ],
 )
