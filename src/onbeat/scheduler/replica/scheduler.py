@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import repeat
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
-from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import (
     AdmittedRequest,
     BatchShape,
@@ -17,6 +17,7 @@ from onbeat.core.step import (
 )
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.delivery import deliver, last_output
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
@@ -106,7 +107,7 @@ class Scheduler:
         for request_id in request_ids:
             state = self._states.get(request_id)
             if state is not None:
-                outputs.append(self._last_output(state, FinishReason.ABORT))
+                outputs.append(last_output(state, FinishReason.ABORT))
                 self._drop(state)
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
@@ -165,7 +166,7 @@ class Scheduler:
                 continue
             finished = False
             if samples:
-                output = self._deliver(state, row_token_ids, row_logprobs)
+                output = deliver(state, row_token_ids, row_logprobs)
                 outputs.append(output)
                 finished = output.finish_reason is not None
             num_valid = row.num_computed_tokens + row.num_new_tokens + num_more
@@ -369,61 +370,13 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def _deliver(
-        self, state: RequestState, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> RequestOutput:
-        """Append sampled tokens and see whether they end the request."""
-        state.num_in_flight_tokens -= 1
-        num_tokens = state.num_tokens + len(sampled_ids)
-        finish_reason, stop_token_id = None, None
-        if state.stop_token_ids or num_tokens > state.max_total_tokens:
-            sampled_ids, stop_token_id = self._cut_at_end(state, sampled_ids)
-            num_tokens = state.num_tokens + len(sampled_ids)
-        if stop_token_id is not None:
-            finish_reason = FinishReason.STOP
-        elif num_tokens >= state.max_total_tokens:
-            finish_reason = FinishReason.LENGTH
-        state.num_tokens = num_tokens
-        state.output_token_ids += sampled_ids
-        return RequestOutput(
-            state.request_id,
-            sampled_ids,
-            finish_reason,
-            stop_token_id,
-            state.num_cached_tokens,
-            state.num_preemptions,
-            state.scheduled_time,
-            logprobs,
-        )
-
-    def _cut_at_end(self, state: RequestState, sampled_ids: list[int]) -> tuple[list[int], int | None]:
-        """Return the tokens up to the one that ends the request, and that one if it is a stop token."""
-        first_stop = state.request.sampling.min_tokens - state.num_output_tokens
-        sampled_ids = sampled_ids[: state.max_total_tokens - state.num_tokens]
-        for index, token_id in enumerate(sampled_ids):
-            if index >= first_stop and token_id in state.stop_token_ids:
-                return sampled_ids[: index + 1], token_id
-        return sampled_ids, None
-
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
         self.kv.pool.unregister(state.block_ids)
-        output = self._last_output(state, FinishReason.ERROR)
+        output = last_output(state, FinishReason.ERROR)
         output.error = message
         self._drop(state)
         return output
-
-    def _last_output(self, state: RequestState, finish_reason: FinishReason) -> RequestOutput:
-        """Return the output that ends a request without another token."""
-        return RequestOutput(
-            state.request_id,
-            [],
-            finish_reason,
-            None,
-            state.num_cached_tokens,
-            state.num_preemptions,
-            state.scheduled_time,
-        )
 
     def _finish(self, state: RequestState) -> None:
         """End a request that has all its tokens."""

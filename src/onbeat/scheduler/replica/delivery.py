@@ -1,0 +1,57 @@
+"""What a step gives a request, and whether that ends it."""
+
+from __future__ import annotations
+
+from onbeat.core.request import FinishReason, RequestOutput, TokenLogprobs
+from onbeat.scheduler.replica.request_state import RequestState
+
+
+def deliver(
+    state: RequestState, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None
+) -> RequestOutput:
+    """Append sampled tokens to a request and see whether they end it."""
+    state.num_in_flight_tokens -= 1
+    num_tokens = state.num_tokens + len(sampled_ids)
+    finish_reason, stop_token_id = None, None
+    if state.stop_token_ids or num_tokens > state.max_total_tokens:
+        sampled_ids, stop_token_id = _cut_at_end(state, sampled_ids)
+        num_tokens = state.num_tokens + len(sampled_ids)
+    if stop_token_id is not None:
+        finish_reason = FinishReason.STOP
+    elif num_tokens >= state.max_total_tokens:
+        finish_reason = FinishReason.LENGTH
+    state.num_tokens = num_tokens
+    state.output_token_ids += sampled_ids
+    return RequestOutput(
+        state.request_id,
+        sampled_ids,
+        finish_reason,
+        stop_token_id,
+        state.num_cached_tokens,
+        state.num_preemptions,
+        state.scheduled_time,
+        logprobs,
+    )
+
+
+def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:
+    """Return the output that ends a request without another token."""
+    return RequestOutput(
+        state.request_id,
+        [],
+        finish_reason,
+        None,
+        state.num_cached_tokens,
+        state.num_preemptions,
+        state.scheduled_time,
+    )
+
+
+def _cut_at_end(state: RequestState, sampled_ids: list[int]) -> tuple[list[int], int | None]:
+    """Return the tokens up to the one that ends the request, and that one if it is a stop token."""
+    first_stop = state.request.sampling.min_tokens - state.num_output_tokens
+    sampled_ids = sampled_ids[: state.max_total_tokens - state.num_tokens]
+    for index, token_id in enumerate(sampled_ids):
+        if index >= first_stop and token_id in state.stop_token_ids:
+            return sampled_ids[: index + 1], token_id
+    return sampled_ids, None
