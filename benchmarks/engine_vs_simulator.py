@@ -14,7 +14,6 @@ import argparse
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,13 +29,16 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
+from onbeat.engine.load import prepare_model
+from onbeat.engine.profiling.profiler import FULL, profile_model
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
+from onbeat.perfmodel.profile_file import write_profile
 from onbeat.recording.reader import Recording
 from onbeat.simulator.replay import Replay, scheduler_config
 from onbeat.simulator.replay_forecast import Forecast, forecast_with_model, forecast_with_recorded_times
 from onbeat.simulator.replay_history import RunHistory, read_history
-from onbeat.simulator.replay_model import recorded_step_time_model
+from onbeat.simulator.replay_model import learning_model
 
 SHARES = (0.6, 0.85)
 TOLERANCES = {
@@ -138,11 +140,13 @@ def errors_of(forecast: Forecast) -> dict[str, dict[str, float]]:
 
 
 def compare(
-    record: Path, model: StepTimeModel, host_overhead: float
+    record: Path, host_overhead: float
 ) -> tuple[dict[str, dict[str, dict[str, float]]], dict[str, Any]]:
     """Simulate a recorded run; return the errors by source of the step times, and what else is to be told."""
     recording = Recording(record)
-    identity = Replay(recording).run()
+    model = learning_model(recording.header)
+    assert model is not None, "the engine had no profile"
+    identity = Replay(recording, learning_model(recording.header)).run()
     if not identity.is_identical:
         sys.exit(f"the replay of {record} differs: {identity.difference}")
     history = read_history(recording)
@@ -152,6 +156,7 @@ def compare(
     about = {
         "num_requests": recorded.num_requests,
         "num_steps": identity.num_steps,
+        "num_predictions": identity.num_predictions,
         "num_matched_steps": recorded.num_matched_steps,
         "step_time_errors": step_time_errors(history, model),
         "host_overhead_ms": history.host_overhead * 1e3,
@@ -159,25 +164,11 @@ def compare(
     return {"profile": errors_of(profile), "recorded": errors_of(recorded)}, about
 
 
-def find_step_time_model(
-    args: argparse.Namespace, model: str, directory: Path, record: Path
-) -> StepTimeModel:
-    """Return the model of `--profile`, or of a profile made now."""
-    path = args.profile
-    if path is None:
-        path = directory / "profile.json"
-        command = [sys.executable, "-m", "onbeat.cli.main", "profile", model, "--output", str(path)]
-        command += engine_flags(args)
-        print(shlex.join(command), flush=True)
-        subprocess.run(command, check=True)
-    return recorded_step_time_model(Recording(record).header, profile=path)
-
-
-def engine_flags(args: argparse.Namespace) -> list[str]:
-    flags = ["--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", str(args.max_num_seqs)]
-    if args.threads:
-        flags += ["--threads", str(args.threads)]
-    return flags
+def make_profile(config: EngineConfig, path: Path) -> None:
+    """Do what `onbeat profile` does."""
+    profile = profile_model(prepare_model(config).load(lambda _: None), FULL).profile
+    write_profile(path, profile)
+    print(f"profile: {profile.fitted.method} fit, {profile.fitted.errors}", flush=True)
 
 
 def summarise(rounds: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
@@ -244,6 +235,7 @@ def main() -> int:
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=args.max_num_seqs,
         threads=args.threads,
+        step_time_profile="none",
     )
     with tempfile.TemporaryDirectory() as scratch:
         directory = args.records or Path(scratch)
@@ -251,15 +243,18 @@ def main() -> int:
         capacity, history = measure_capacity(config, 24 if args.quick else 60, directory)
         overhead = history.host_overhead
         print(f"capacity {capacity:.3f} requests/s, host overhead {overhead * 1e3:.2f} ms a step", flush=True)
-        model = find_step_time_model(args, args.model, directory, directory / "capacity.gz")
+        profile = args.profile or directory / "profile.json"
+        if args.profile is None:
+            make_profile(config, profile)
+        profiled = replace(config, step_time_profile=str(profile))
         rounds = []
         for index in range(args.rounds):
             for share in SHARES:
                 rate = share * capacity
                 load = make_load(max(round(rate * args.seconds), 8), rate, seed=index)
                 record = directory / f"round-{index}-{share:.0%}.gz"
-                run_live(config, load, record, seed=index)
-                errors, about = compare(record, model, overhead)
+                run_live(profiled, load, record, seed=index)
+                errors, about = compare(record, overhead)
                 rounds.append({"round": index, "share": share, "rate": rate, "errors": errors, **about})
                 print(f"round {index}, {share:.0%} ({rate:.2f}/s): {about}", flush=True)
     rows, is_within = summarise(rounds)

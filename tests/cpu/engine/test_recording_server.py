@@ -91,9 +91,11 @@ def test_a_recorded_server_replays_identically(model: Path, tmp_path: Path, mode
     assert identity["is_identical"]
     assert result["record"]["is_complete"]
     assert identity["num_steps"] == num_steps >= 2000
+    assert identity["num_predictions"] == num_steps, "the step-time model learned the same"
     assert identity["num_preemptions"] > 0
     assert identity["num_prefix_hits"] > 0
     assert identity["num_aborted"] > 0
+    assert set(result["forecasts"]) == {"recorded step times", "roofline (the engine's own)"}
     forecast = result["forecasts"]["recorded step times"]
     assert forecast["num_recorded_steps"] == num_steps
     assert {error["metric"] for error in forecast["errors"]} == {"ttft", "itl", "e2el"}
