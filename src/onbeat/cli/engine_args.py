@@ -45,8 +45,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--step-time-profile",
         default=DEFAULT_STEP_TIME,
         metavar="FILE",
-        help="what predicts step times: a file of `onbeat profile`; auto: that of this model and machine in the "
-        "cache, else the roofline alone; calibrate: some seconds of measuring now; roofline; none",
+        help="what predicts step times: a file of `onbeat profile`; auto: that of this model and machine in "
+        "the cache, else the roofline alone; calibrate: some seconds of measuring now; roofline; none",
     )
     group.add_argument(
         "--enable-prefix-caching",

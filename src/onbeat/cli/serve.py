@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import shlex
 import signal
@@ -26,8 +25,8 @@ from onbeat.cli.engine_args import (
     engine_config,
     model_name,
 )
+from onbeat.cli.extras import check_packages
 from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
-from onbeat.core.errors import MissingExtra
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -58,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until told to stop; return the exit code."""
-    _check_extra()
+    check_packages("serve", SERVE_PACKAGES)
     import uvloop
 
     from onbeat.server.run import bind, check_tls
@@ -73,15 +72,6 @@ def run(args: argparse.Namespace) -> int:
         engine = replace(engine_config(args, files), record=args.record)
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
-
-
-def _check_extra() -> None:
-    """Look for the packages of the serve extra, without the seconds that importing them takes."""
-    for name in SERVE_PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            raise MissingExtra(
-                f"onbeat serve needs {name!r}, which is not installed: pip install 'onbeat[serve]'"
-            )
 
 
 def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:

@@ -18,6 +18,8 @@ MAX_CHUNKS = 4
 MAX_CACHE_SHARE = 0.9
 """Share of the KV cache that one batch may take."""
 SHORTEST_CONTEXT = 16
+_LONGEST_CONTEXTS = 8
+"""So many rows of the longest measured context make up the most context of a batch."""
 
 
 class BatchRow(NamedTuple):
@@ -55,6 +57,7 @@ class BatchLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    """Most tokens of one row."""
     max_context_tokens: int
     """Most tokens of all rows of a batch together, new ones included."""
 
@@ -64,7 +67,8 @@ class BatchLimits:
         # Every row may leave most of its last block empty.
         in_cache = int(config.num_blocks * MAX_CACHE_SHARE) * config.block_size
         in_cache -= config.max_num_seqs * config.block_size
-        longest = config.max_model_len - 1  # the sampled token needs a position too
+        # The sampled token needs a position too; and a few of the longest contexts must fit together.
+        longest = max(min(config.max_model_len - 1, max_context_tokens // _LONGEST_CONTEXTS), 2)
         return cls(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -170,7 +174,8 @@ class _BatchMaker:
     def _chunks(self, tokens: int, number: int, cached: int) -> list[BatchRow]:
         limits = self._limits
         weights = self._rng.random(number) + 0.2
-        lengths = np.maximum((weights / weights.sum() * tokens).astype(int), 2).tolist()
+        # A chunk has two tokens at least: one makes a decode.
+        lengths = (2 + (weights / weights.sum() * (tokens - 2 * number)).astype(int)).tolist()
         longest = min(limits.max_model_len, limits.max_context_tokens // (2 * number))
         rows = []
         for length in lengths:
@@ -185,7 +190,7 @@ class _BatchMaker:
         contexts = context * np.exp(spread * self._rng.standard_normal(number))
         contexts = np.clip(contexts, 2, self._limits.max_model_len)
         if contexts.sum() > left:
-            contexts = np.maximum(contexts * (left / contexts.sum()), 2)
+            contexts = 2 + (contexts - 2) * ((left - 2 * number) / (contexts.sum() - 2 * number))
         return [BatchRow(int(length) - 1, 1) for length in contexts.tolist()]
 
 

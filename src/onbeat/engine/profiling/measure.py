@@ -44,6 +44,7 @@ class StepTimer:
         vocab_size = runner.model.config.vocab_size
         self._token_ids: list[int] = self._rng.integers(0, vocab_size, runner.max_model_len + 1).tolist()
         self._released: tuple[str, ...] = ()
+        self.num_runs = 0
         self._is_on_cuda = runner.model.device.type == "cuda"
         _touch_cache(runner, len(self._blocks))
 
@@ -56,7 +57,9 @@ class StepTimer:
         scheduled = SchedulerOutput(0, rows, (), (), batch.shape)
         start = time.perf_counter()
         self._run(scheduled)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.num_runs += 1
+        return seconds
 
     def close(self) -> None:
         """Release the last batch and the thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import NamedTuple
 
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
@@ -60,6 +61,14 @@ class ProfileResult:
     target: FitTarget
     fitted_steps: Sequence[MeasuredStep]
     held_back: Sequence[MeasuredStep]
+    runs_per_batch: float
+    """Mean; under `campaign.MIN_RUNS` the medians still follow disturbances."""
+
+
+class _Measured(NamedTuple):
+    fitted_steps: list[MeasuredStep]
+    held_back: list[MeasuredStep]
+    runs_per_batch: float
 
 
 def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda _: None) -> ProfileResult:
@@ -77,7 +86,8 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
         )
     key = profile_key_of(loaded, precision)
     limits = measure_limits(device.device, device.dtype, precision.compute)
-    fitted_steps, held_back = _measure(loaded, plan, on_run)
+    measured = _measure(loaded, plan, on_run)
+    fitted_steps, held_back = measured.fitted_steps, measured.held_back
     if len(fitted_steps) < MIN_DISTINCT_SHAPES:
         raise ConfigError(
             f"only {len(fitted_steps)} batches could be measured in {plan.seconds:g} s, too few for a fit; "
@@ -96,9 +106,15 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
         steps=(*fitted_steps, *held_back),
         fitted=fit_best(target, fitted_steps, held_back),
         limits=used_limits,
-        engine=_engine_settings(loaded, len(held_back)),
+        engine=_engine_settings(loaded, measured),
     )
-    return ProfileResult(profile=profile, target=target, fitted_steps=fitted_steps, held_back=held_back)
+    return ProfileResult(
+        profile=profile,
+        target=target,
+        fitted_steps=fitted_steps,
+        held_back=held_back,
+        runs_per_batch=measured.runs_per_batch,
+    )
 
 
 def needs_measured_limits(device_id: str) -> bool:
@@ -116,9 +132,7 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
 _NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
 
 
-def _measure(
-    loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun
-) -> tuple[list[MeasuredStep], list[MeasuredStep]]:
+def _measure(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun) -> _Measured:
     limits = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=plan.max_context_tokens)
     to_fit = list(
         dict.fromkeys(corner_batches(limits, plan.num_levels) + mixed_batches(limits, plan.num_mixed))
@@ -132,13 +146,14 @@ def _measure(
         steps = Campaign(plan.seconds).measure(timer.time, batches, on_run)
     finally:
         timer.close()
-    return (
+    return _Measured(
         [step for step in steps[: len(to_fit)] if step is not None],
         [step for step in steps[len(to_fit) :] if step is not None],
+        timer.num_runs / len(batches),
     )
 
 
-def _engine_settings(loaded: LoadedModel, num_held_back: int) -> dict[str, str | int | float | bool | None]:
+def _engine_settings(loaded: LoadedModel, measured: _Measured) -> dict[str, str | int | float | bool | None]:
     limits = loaded.limits
     return {
         "attention": loaded.runner.attention.name,
@@ -147,5 +162,6 @@ def _engine_settings(loaded: LoadedModel, num_held_back: int) -> dict[str, str |
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
         "max_model_len": limits.max_model_len,
-        "num_held_back": num_held_back,
+        "num_held_back": len(measured.held_back),
+        "runs_per_batch": round(measured.runs_per_batch, 1),
     }

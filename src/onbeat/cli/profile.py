@@ -1,0 +1,174 @@
+"""`onbeat profile`: measure the step times of a model on this machine, fit a model to them, and test it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from onbeat.cli.args import add_config_flag, count
+from onbeat.cli.engine_args import (
+    add_batch_arguments,
+    add_device_arguments,
+    add_weights_arguments,
+    model_name,
+)
+from onbeat.core.errors import ConfigError
+from onbeat.engine.config import EngineConfig
+
+if TYPE_CHECKING:
+    from onbeat.engine.load import LoadedModel
+    from onbeat.engine.profiling.profiler import ProfilePlan, ProfileResult
+
+NAME = "profile"
+HELP = "measure a model's step times on this machine, and fit what predicts them"
+
+EXIT_INTERRUPTED = 130
+_PACKAGES = ("gguf", "safetensors", "torch")
+"""What the command imports of the serve extra."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    add_config_flag(parser)
+    add_weights_arguments(parser)
+    add_batch_arguments(add_device_arguments(parser))
+    group = parser.add_argument_group("profile")
+    group.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="where the profile goes (default: the cache, where `onbeat serve` finds it)",
+    )
+    group.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="where the plot goes (default: beside the profile)"
+    )
+    group.add_argument(
+        "--seconds", type=float, default=60.0, metavar="S", help="for running batches; the rest takes as long"
+    )
+    group.add_argument(
+        "--max-context-tokens",
+        type=count,
+        default=2**15,
+        metavar="N",
+        help="most context of a measured batch, all requests together; beyond it predictions grow cautious",
+    )
+    group.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile; return the exit code."""
+    from onbeat.cli.extras import check_packages
+
+    check_packages("profile", _PACKAGES)
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
+    if not args.seconds > 0:
+        raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
+    for path in (args.output, args.report):
+        if path is not None:
+            _check_writable(path)  # before minutes are spent
+    try:
+        result = _measure(args, console)
+        return _finish(args, result)
+    except KeyboardInterrupt:
+        Console(stderr=True, highlight=False).print("interrupted: no profile was written")
+        return EXIT_INTERRUPTED
+
+
+def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
+    from onbeat.engine.load import prepare_model
+    from onbeat.engine.profiling.profiler import FULL, profile_model
+
+    loaded = prepare_model(_engine_config(args)).load(lambda text: console.print(text, markup=False))
+    plan = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
+    with _progress_bar(console) as bar:
+        task = bar.add_task("measuring steps", total=1.0)
+        result = profile_model(loaded, plan, lambda share: bar.update(task, completed=share))
+        bar.update(task, completed=1.0, description="measured and fitted")
+    _say_what_was_cut(loaded, plan, result, console)
+    return result
+
+
+def _progress_bar(console: Console) -> Progress:
+    # Drawing takes time from the steps that are measured.
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        refresh_per_second=1,
+    )
+
+
+def _say_what_was_cut(
+    loaded: LoadedModel, plan: ProfilePlan, result: ProfileResult, console: Console
+) -> None:
+    from onbeat.engine.profiling.campaign import MIN_RUNS
+
+    in_cache = loaded.limits.num_blocks * loaded.limits.block_size
+    if in_cache > plan.max_context_tokens:
+        console.print(
+            f"batches had up to {plan.max_context_tokens:,} tokens of context; the KV cache holds "
+            f"{in_cache:,} (--max-context-tokens measures further)",
+            markup=False,
+        )
+    if result.runs_per_batch < MIN_RUNS:
+        console.print(
+            f"each batch ran {result.runs_per_batch:.1f} times only, which leaves disturbances in: the "
+            "machine is slow or busy; give --seconds more",
+            markup=False,
+        )
+
+
+def _engine_config(args: argparse.Namespace) -> EngineConfig:
+    from onbeat.cli.models import show_progress
+    from onbeat.hub.resolve import resolve_model
+
+    with show_progress() as progress:
+        files = resolve_model(
+            model_name(args),
+            revision=args.revision,
+            needs_weights=args.load_format != "dummy",
+            progress=progress,
+        )
+    return EngineConfig(
+        model=files,
+        dtype=args.dtype,
+        device=args.device,
+        load_format=args.load_format,
+        seed=args.seed,
+        threads=args.threads,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+
+
+def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
+    from onbeat.cli.profile_output import print_summary, write_report
+    from onbeat.engine.profiling.store import profiles_dir
+    from onbeat.perfmodel.profile_file import profile_path, write_profile
+
+    path = args.output or profile_path(profiles_dir(), result.profile.key)
+    try:
+        write_profile(path, result.profile)
+    except OSError as error:
+        raise ConfigError(f"cannot write the profile {path}: {error.strerror}; give --output FILE") from error
+    report = args.report or path.with_suffix(".html")
+    write_report(report, result)
+    print_summary(Console(highlight=False, soft_wrap=True), result, profile=path, report=report)
+    return 0
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigError(f"cannot write to {path}: the directory must exist and be writable; choose another")

@@ -1,0 +1,233 @@
+"""What `onbeat profile` shows: how well the fit predicts, what typical steps reach, and a plot."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.utilisation import StepWork
+from onbeat.report.page import Figure, Page, heading, notes, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from onbeat.engine.profiling.profiler import ProfileResult
+
+Row = tuple[str, ...]
+
+
+def print_summary(console: Console, result: ProfileResult, *, profile: Path, report: Path) -> None:
+    """Print errors, limits and typical steps."""
+    console.print(_title(result), markup=False)
+    console.print(_rich_table(ERROR_HEADER, error_rows(result)))
+    console.print(_rich_table(STEP_HEADER, typical_rows(result)))
+    console.print(limits_line(result), markup=False)
+    console.print(f"profile: {profile}\nplot: {report}", markup=False)
+
+
+def write_report(path: Path, result: ProfileResult) -> None:
+    """Write the page with the plot.
+
+    Raises
+    ------
+    ConfigError : the file cannot be written.
+    """
+    page = Page()
+    errors = result.profile.fitted.errors
+    tiles = [
+        (f"error at {name}", f"{value:.1%}")
+        for name, value in (("P50", errors.p50), ("P90", errors.p90), ("P95", errors.p95))
+    ]
+    body = heading("Step times", _title(result), tiles)
+    body += page.grid([_scatter(result), _error_figure(result)])
+    body += table(ERROR_HEADER, error_rows(result)) + table(STEP_HEADER, typical_rows(result))
+    body += notes([limits_line(result)])
+    page.write(path, "onbeat profile", body)
+
+
+ERROR_HEADER = ("steps", "number", "P50", "P90", "P95", "mean")
+
+
+def error_rows(result: ProfileResult) -> list[Row]:
+    """Return the errors: of fitted steps, and of held-back ones, also by what they are made of."""
+    kinds = {
+        "held back": list(result.held_back),
+        "held back, to 100 ms": [step for step in result.held_back if step.seconds <= 0.1],
+        "held back, above 100 ms": [step for step in result.held_back if step.seconds > 0.1],
+        "fitted": list(result.fitted_steps),
+    }
+    return [(name, str(len(steps)), *_errors(result, steps)) for name, steps in kinds.items() if steps]
+
+
+STEP_HEADER = ("step", "measured ms", "predicted ms", "MBU", "MFU")
+
+
+def typical_rows(result: ProfileResult) -> list[Row]:
+    """Return what some plain and some mixed steps took and reached."""
+    work = StepWork(result.target.model, result.target.precision)
+    device = result.target.device
+    peak = device.peak(result.target.precision.compute)
+    rows: list[Row] = []
+    for step in _typical(result.fitted_steps):
+        shape, seconds = step.shape, step.seconds
+        predicted = float(result.target.predict(result.profile.fitted, [step])[0])
+        mbu = work.bytes_read(shape) / seconds / device.memory_bandwidth
+        mfu = work.flops(shape) / seconds / peak
+        rows.append(
+            (describe(shape), f"{seconds * 1e3:.1f}", f"{predicted * 1e3:.1f}", f"{mbu:.0%}", f"{mfu:.0%}")
+        )
+    return rows
+
+
+def describe(shape: BatchShape) -> str:
+    """Return a batch in words."""
+    parts = []
+    if shape.num_decodes:
+        context = shape.decode_context_tokens // shape.num_decodes
+        parts.append(f"{_number(shape.num_decodes, 'decode')} at {context:,} tokens")
+    if shape.num_chunks:
+        tokens = shape.num_new_tokens - shape.num_decodes
+        after = f" after {shape.chunk_cached_tokens:,}" if shape.chunk_cached_tokens else ""
+        parts.append(f"{_number(shape.num_chunks, 'chunk')} of {tokens:,} tokens{after}")
+    return ", ".join(parts)
+
+
+def limits_line(result: ProfileResult) -> str:
+    """Return what MBU and MFU are shares of."""
+    device = result.target.device
+    origin = "measured" if result.profile.limits is not None else "data sheet"
+    peak = device.peak(result.target.precision.compute)
+    return (
+        f"MBU and MFU are shares of {device.memory_bandwidth / 1e9:,.1f} GB/s and {peak / 1e9:,.0f} GFLOP/s "
+        f"({origin}, {result.target.precision.compute})"
+    )
+
+
+def _title(result: ProfileResult) -> str:
+    key = result.profile.key
+    return (
+        f"{key.model} on {key.device_name} ({key.threads} threads, {key.precision.compute}): "
+        f"{len(result.profile.steps)} batches, fitted by {result.profile.fitted.method}"
+    )
+
+
+def _errors(result: ProfileResult, steps: Sequence[MeasuredStep]) -> Row:
+    from onbeat.perfmodel.fit_errors import FitErrors
+
+    predicted = result.target.predict(result.profile.fitted, steps)
+    errors = FitErrors.of(predicted, [step.seconds for step in steps])
+    return tuple(f"{value:.1%}" for value in (errors.p50, errors.p90, errors.p95, errors.mean))
+
+
+def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    """Return the smallest and the largest plain steps, and the largest mix."""
+    decodes = [step for step in steps if not step.shape.num_chunks]
+    chunks = [step for step in steps if not step.shape.num_decodes]
+    first_chunks = [step for step in chunks if not step.shape.chunk_cached_tokens]
+    mixes = [step for step in steps if step.shape.num_chunks and step.shape.num_decodes]
+    few = [step for step in decodes if step.shape.num_decodes == 1]
+    most = max((step.shape.num_decodes for step in decodes), default=0)
+    many = [step for step in decodes if step.shape.num_decodes == most]
+    found: list[MeasuredStep] = []
+    for group, key in (
+        (few, _context),
+        (many, _context),
+        (first_chunks, _tokens),
+        (chunks, _pairs),
+        (mixes, _tokens),
+    ):
+        if group:
+            lowest = [min(group, key=key)] if group in (few, many) else []
+            found += [*lowest, max(group, key=key)]
+    return [step for index, step in enumerate(found) if step not in found[:index]]
+
+
+def _context(step: MeasuredStep) -> int:
+    return step.shape.decode_context_tokens
+
+
+def _tokens(step: MeasuredStep) -> int:
+    return step.shape.num_new_tokens
+
+
+def _pairs(step: MeasuredStep) -> int:
+    return step.shape.query_key_pairs
+
+
+def _scatter(result: ProfileResult) -> Figure:
+    traces: list[dict[str, Any]] = [
+        _points(result, result.fitted_steps, "fitted"),
+        _points(result, result.held_back, "held back"),
+    ]
+    times = [step.seconds * 1e3 for step in result.profile.steps]
+    ends = [min(times), max(times)]
+    traces.append({"x": ends, "y": ends, "mode": "lines", "name": "exact", "line": {"dash": "dot"}})
+    axis = {"type": "log"}
+    return {
+        "title": "Predicted against measured",
+        "data": traces,
+        "layout": {
+            "xaxis": {**axis, "title": {"text": "measured (ms)"}},
+            "yaxis": {**axis, "title": {"text": "predicted (ms)"}},
+        },
+    }
+
+
+def _points(result: ProfileResult, steps: Sequence[MeasuredStep], name: str) -> dict[str, Any]:
+    return {
+        "x": [step.seconds * 1e3 for step in steps],
+        "y": [seconds * 1e3 for seconds in _predicted(result, steps)],
+        "text": [describe(step.shape) for step in steps],
+        "mode": "markers",
+        "name": name,
+    }
+
+
+def _error_figure(result: ProfileResult) -> Figure:
+    """Return how far off each step was, over its new tokens: a pattern is what the fit cannot express."""
+    traces = []
+    for name, steps in (("fitted", result.fitted_steps), ("held back", result.held_back)):
+        traces.append(
+            {
+                "x": [step.shape.num_new_tokens for step in steps],
+                "y": [
+                    100 * (seconds / step.seconds - 1)
+                    for seconds, step in zip(_predicted(result, steps), steps, strict=True)
+                ],
+                "text": [describe(step.shape) for step in steps],
+                "mode": "markers",
+                "name": name,
+            }
+        )
+    return {
+        "title": "Error by size",
+        "data": traces,
+        "layout": {
+            "xaxis": {"type": "log", "title": {"text": "new tokens of the step"}},
+            "yaxis": {"title": {"text": "predicted too much (%)"}},
+        },
+    }
+
+
+def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep]) -> list[float]:
+    if not steps:
+        return []
+    return [float(seconds) for seconds in result.target.predict(result.profile.fitted, steps)]
+
+
+def _rich_table(header: Row, rows: Sequence[Row]) -> Table:
+    shown = Table(box=None, pad_edge=False)
+    for index, name in enumerate(header):
+        shown.add_column(name, justify="right" if index else "left")
+    for row in rows:
+        shown.add_row(*row)
+    return shown
+
+
+def _number(number: int, word: str) -> str:
+    return f"{number:,} {word}" + ("" if number == 1 else "s")

@@ -1,0 +1,197 @@
+"""Profiles of a tiny model: which batches are measured, what is made of them, how the runner is left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.load import LoadedModel, prepare_model
+from onbeat.engine.profiling.batches import (
+    BatchLimits,
+    BatchRow,
+    MeasuredBatch,
+    corner_batches,
+    mixed_batches,
+    random_batches,
+)
+from onbeat.engine.profiling.campaign import Campaign
+from onbeat.engine.profiling.fit import FitTarget, fit_best
+from onbeat.engine.profiling.limits import measure_limits
+from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
+from onbeat.engine.profiling.profiler import ProfilePlan, profile_model
+from onbeat.engine.step_time_spec import known_device, model_spec_of
+from onbeat.hub.resolve import resolve_model
+from onbeat.perfmodel.device_spec import cpu_device
+from onbeat.perfmodel.model_spec import model_spec_from_hf
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.profile_file import read_profile, write_profile
+from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
+
+SHORT = ProfilePlan(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
+LIMITS = BatchLimits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=200, max_context_tokens=1000)
+
+
+def load(directory: Path, **changes: Any) -> LoadedModel:
+    files = resolve_model(str(directory), needs_weights=False)
+    options: dict[str, Any] = {
+        "max_model_len": 256,
+        "kv_cache_memory_bytes": 2**20,
+        "threads": 1,
+        "dtype": "float32",
+    } | changes
+    return prepare_model(EngineConfig(model=files, load_format="dummy", **options)).load(lambda _: None)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load(write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny"))
+
+
+@given(
+    seqs=st.integers(1, 80),
+    extra=st.integers(0, 700),
+    length=st.integers(2, 5000),
+    context=st.integers(64, 50_000),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=60, deadline=None)
+def test_batches_keep_the_limits(seqs, extra, length, context, seed):
+    limits = BatchLimits(
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + extra,
+        max_model_len=length,
+        max_context_tokens=context,
+    )
+    batches = corner_batches(limits, 4) + mixed_batches(limits, 8) + random_batches(limits, 8, seed)
+    assert batches
+    for batch in batches:
+        shape = batch.shape
+        assert 1 <= shape.num_sequences <= seqs
+        assert shape.num_new_tokens <= max(limits.max_num_batched_tokens, 2)
+        assert all(cached >= 0 and new >= 1 for cached, new, _ in batch.rows)
+        assert all(cached + new <= max(length, 2) for cached, new, _ in batch.rows)
+        assert sum(cached + new for cached, new, _ in batch.rows) <= max(context, 2 * seqs)
+
+
+def test_batches_cover_what_steps_are_made_of():
+    shapes = [batch.shape for batch in corner_batches(LIMITS, 4) + mixed_batches(LIMITS, 16)]
+    assert {(shape.num_decodes > 0, shape.num_chunks > 0) for shape in shapes} == {
+        (True, False),
+        (False, True),
+        (True, True),
+    }
+    assert max(shape.num_decodes for shape in shapes) == 16
+    assert max(shape.num_new_tokens for shape in shapes) == 64
+    assert any(shape.num_lm_head_rows < shape.num_sequences for shape in shapes)
+
+
+def test_held_back_batches_depend_on_the_seed_alone():
+    assert random_batches(LIMITS, 8, 3) == random_batches(LIMITS, 8, 3)
+    assert random_batches(LIMITS, 8, 3) != random_batches(LIMITS, 8, 4)
+
+
+def test_the_timer_leaves_the_runner_empty(loaded):
+    batches = corner_batches(BatchLimits.of_scheduler(loaded.limits, max_context_tokens=1024), 3)
+    timer = StepTimer(loaded.runner, num_blocks=num_blocks_for(batches, 16))
+    times = [timer.time(batch) for batch in batches]
+    timer.close()
+    assert min(times) > 0
+    assert timer.num_runs == len(batches)
+    assert not loaded.runner.batch.slots
+    assert len(loaded.runner.batch.free_slots) == loaded.limits.max_num_seqs
+
+
+def test_a_campaign_takes_medians_and_stops_in_time():
+    batches = [MeasuredBatch((BatchRow(10 * i, 1),)) for i in range(1, 4)]
+    runs: dict[int, int] = {}
+
+    def run(batch: MeasuredBatch) -> float:
+        context = batch.rows[0].num_cached_tokens
+        runs[context] = runs.get(context, 0) + 1
+        return 5.0 if runs[context] == 1 else context * 1e-3  # the first run of each is disturbed
+
+    shares: list[float] = []
+    steps = Campaign(seconds=60.0, max_rounds=5).measure(run, batches, shares.append)
+    assert [step.seconds for step in steps if step] == pytest.approx([0.010, 0.020, 0.030])
+    assert shares == sorted(shares)
+    assert 0 <= shares[0] <= shares[-1] <= 1
+    assert Campaign(seconds=0.0).measure(run, batches) == [None, None, None]
+
+
+def test_a_fit_finds_the_law_behind_the_steps():
+    """Times made of a fixed part, tokens and context, as one of the methods has it."""
+    batches = corner_batches(LIMITS, 5) + mixed_batches(LIMITS, 16)
+
+    def seconds(shape: BatchShape) -> float:
+        return 1e-3 + 1e-5 * shape.num_new_tokens + 1e-7 * shape.decode_context_tokens
+
+    steps = [MeasuredStep(batch.shape, seconds(batch.shape)) for batch in batches]
+    held_back = [MeasuredStep(batch.shape, seconds(batch.shape)) for batch in random_batches(LIMITS, 8, 5)]
+    target = FitTarget(
+        model=model_spec_from_hf(LLAMA, name="tiny"),
+        device=cpu_device(memory_bandwidth=1e10, peak_flops=1e11, memory_bytes=1e9),
+        precision=Precision(weights="fp32", kv="fp32", compute="fp32"),
+    )
+    fitted = fit_best(target, steps, held_back)
+    assert fitted.errors.num_points == len(held_back)
+    assert fitted.errors.p95 < 0.01
+
+
+def test_limits_are_of_this_machine():
+    limits = measure_limits(torch.device("cpu"), torch.float32, "fp32")
+    assert 1e8 < limits.memory_bandwidth < 1e13
+    assert 1e8 < limits.peak_flops["fp32"] < 1e15
+
+
+def test_a_profile_is_measured_fitted_and_read_again(loaded, tmp_path):
+    shares: list[float] = []
+    result = profile_model(loaded, SHORT, shares.append)
+    profile = result.profile
+    assert profile.fitted.errors.num_points == len(result.held_back) > 0
+    assert profile.key.device == "cpu"
+    assert profile.limits is not None
+    assert profile.engine["num_held_back"] == len(result.held_back)
+    assert shares
+    path = tmp_path / "p.json"
+    write_profile(path, profile)
+    assert read_profile(path, profile.key) == profile
+    with pytest.raises(ConfigError, match=r"threads '1', not '7'"):
+        read_profile(path, replace(profile.key, threads=7))
+
+
+def test_too_little_time_is_an_error(loaded):
+    with pytest.raises(ConfigError, match="too few for a fit"):
+        profile_model(loaded, replace(SHORT, seconds=1e-9))
+
+
+def test_float64_has_no_step_times(tmp_path):
+    loaded = load(write_tiny_directory(tmp_path / "tiny"), dtype="float64")
+    with pytest.raises(ConfigError, match="float64 cannot be predicted"):
+        profile_model(loaded, SHORT)
+
+
+def test_the_engines_sizes_are_those_of_the_file(loaded):
+    assert model_spec_of(loaded.config, "tiny") == model_spec_from_hf(LLAMA, name="tiny")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("NVIDIA A100-SXM4-80GB", "a100-80-sxm"),
+        ("NVIDIA H200", "h200"),
+        ("Tesla V100-SXM2-32GB", "v100"),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_gpus_are_known_by_the_drivers_name(name, expected):
+    assert known_device(name) == expected
