@@ -16,6 +16,7 @@ MAX_CHUNK_TOKENS = 1 << 22
 """The longest chunk that `Predictor.max_chunk_tokens` answers: the budget does not bind."""
 
 _FIRST_PROBE = 256
+_MOST_SECANTS = 6
 
 
 class Predictor:
@@ -168,16 +169,13 @@ def _bisect(
     """Return n with seconds(n) <= budget < seconds(n + 1) between two points (n, seconds(n) - budget).
 
     Step times are nearly linear in pieces, so that the Illinois method (a secant; an end that stays twice is
-    halved) needs few trials; where it does not halve the bracket in three, the middle is tried.
+    halved) needs few trials; where the budget falls into a jump, the middle is tried after these.
     """
     (low_n, low_excess), (high_n, high_excess) = low, high
-    limit, trials, last_side = high_n - low_n, 0, 0
+    trials = last_side = 0
     while (width := high_n - low_n) > 1:
         trials += 1
-        is_slow = False
-        if trials % 3 == 0:
-            is_slow, limit = 2 * width > limit, width
-        share = 0.5 if is_slow else low_excess / (low_excess - high_excess)
+        share = 0.5 if trials > _MOST_SECANTS else low_excess / (low_excess - high_excess)
         guess = min(max(low_n + int(width * share), low_n + 1), high_n - 1)
         excess = seconds(guess) - budget
         side = 1 if excess > 0 else -1
