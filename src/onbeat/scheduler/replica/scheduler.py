@@ -238,12 +238,12 @@ class Scheduler:
         step_id = self._num_steps
         self._num_steps += 1
         shape = BatchShape()
-        rows: list[ScheduledRequest] = []
-        states: list[RequestState] = []
         admitted = list(self._unannounced.values())
         self._unannounced.clear()
-        self._commit_running(plan.rows, rows, shape)
-        states += [state for state, _ in plan.rows]
+        rows, states = self._commit_decodes(plan.decodes, shape), plan.decodes.copy()
+        for state, num_new in plan.chunks:
+            rows.append(self._advance(state, num_new, shape))
+            states.append(state)
         for admission in plan.admissions:
             state = admission.state
             admitted.append(self._admit(admission, now, step_id))
@@ -275,16 +275,13 @@ class Scheduler:
             self._pulls.append(admitted)
             self._unannounced[admission.state.request_id] = admitted
 
-    def _commit_running(
-        self, planned: list[tuple[RequestState, int]], rows: list[ScheduledRequest], shape: BatchShape
-    ) -> None:
-        """Advance running requests. Decodes dominate a step, so their sums are kept in local names."""
-        num_decodes = context = num_sampling = 0
-        for state, num_new in planned:
+    def _commit_decodes(self, decodes: list[RequestState], shape: BatchShape) -> list[ScheduledRequest]:
+        """Advance requests by a token. They dominate a step, so their sums are kept in local names."""
+        rows: list[ScheduledRequest] = []
+        context = num_sampling = 0
+        for state in decodes:
             num_computed = state.num_computed_tokens
-            if num_new != 1:
-                rows.append(self._advance(state, num_new, shape))
-                continue
+            context += num_computed
             block_ids: tuple[int, ...] = ()
             if num_computed >= state.num_allocated_tokens:
                 block_ids = self.kv.grow(state, num_computed + 1)
@@ -293,15 +290,15 @@ class Scheduler:
                 samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
                 state.num_computed_tokens = num_computed + 1
                 state.num_in_flight_tokens += samples
-            num_decodes += 1
-            context += num_computed + 1
-            num_sampling += samples
+                num_sampling += samples
             rows.append(_new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples)))
+        num_decodes = len(decodes)
         shape.num_new_tokens += num_decodes
         shape.num_sequences += num_decodes
         shape.num_decodes += num_decodes
-        shape.decode_context_tokens += context
+        shape.decode_context_tokens += context + num_decodes
         shape.num_lm_head_rows += num_sampling
+        return rows
 
     def _advance(self, state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
         """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
@@ -319,7 +316,7 @@ class Scheduler:
         """
         num_left = [
             state.max_total_tokens - state.num_tokens
-            for state, _ in plan.rows
+            for state in plan.decodes
             if state.status is RequestStatus.RUNNING
         ]
         has_prompts = shape.num_chunks or shape.num_lm_head_rows != len(num_left)

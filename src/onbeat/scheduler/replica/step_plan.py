@@ -42,8 +42,10 @@ class StepPlan:
         self.running = running
         self.num_kept = len(running)
         """Requests of `running` that stay; those behind are preempted."""
-        self.rows: list[tuple[RequestState, int]] = []
-        """(running request, new tokens)"""
+        self.decodes: list[RequestState] = []
+        """Running requests that get one token."""
+        self.chunks: list[tuple[RequestState, int]] = []
+        """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []
         self.pulls: list[PlannedAdmission] = []
         """Admissions without a row: their KV has to come first."""
@@ -58,7 +60,7 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        return not self.rows and not self.admissions
+        return not (self.decodes or self.chunks or self.admissions)
 
     @property
     def _num_admitted(self) -> int:
@@ -75,9 +77,10 @@ class StepPlan:
         Where no block is left for a token, the last request of the batch is preempted, so the first always
         goes on.
         """
-        rows, max_rows, num_kept = self.rows, self._max_rows, self.num_kept
+        decodes, num_kept = self.decodes, self.num_kept
+        max_decodes = self._max_rows - len(self.chunks)
         for index, state in enumerate(self.running):
-            if index >= num_kept or len(rows) >= max_rows:
+            if index >= num_kept or len(decodes) >= max_decodes:
                 break
             num_computed, num_in_flight = state.num_computed_tokens, state.num_in_flight_tokens
             if (
@@ -89,23 +92,24 @@ class StepPlan:
                     if not self._take_block(index):
                         break
                     num_kept = self.num_kept
-                rows.append((state, 1))
-        self.num_tokens_left -= len(rows)
+                decodes.append(state)
+        self.num_tokens_left -= len(decodes)
 
     def continue_prefills(self, chunking: Chunking) -> None:
         """Give running requests that want more than one token a chunk each, first come first."""
-        if len(self.rows) == self.num_kept:
-            return  # all decode
+        num_decodes = len(self.decodes)
+        if num_decodes == self.num_kept:
+            return
         for state in self.running[: self.num_kept]:
             num_wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
             if num_wanted <= 1 or state.is_in_flight:
                 continue
-            if len(self.rows) == self._max_rows:
+            if num_decodes + len(self.chunks) == self._max_rows:
                 break
             num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
             if num_new == 0:
                 break
-            self.rows.append((state, num_new))
+            self.chunks.append((state, num_new))
             self.num_tokens_left -= num_new
 
     def admit_waiting(self, chunking: Chunking, reservation: Reservation) -> None:
@@ -167,7 +171,7 @@ class StepPlan:
         """Whether one more request may join this step, blocks aside."""
         return (
             self.num_kept + self._num_admitted < self._config.max_num_seqs
-            and len(self.rows) + len(self.admissions) < self._max_rows
+            and len(self.decodes) + len(self.chunks) + len(self.admissions) < self._max_rows
             and self.num_tokens_left > 0
         )
 
