@@ -14,6 +14,7 @@ from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 COMMANDS = {
     "serve": "onbeat.cli.serve",
     "bench": "onbeat.cli.bench",
+    "simulate": "onbeat.cli.simulate",
     "profile": "onbeat.cli.profile",
     "capacity": "onbeat.cli.capacity",
     "replay": "onbeat.cli.replay",

@@ -44,6 +44,8 @@ class Timeline:
         self._tracks: dict[str, int] = {}
         self._free_tracks: list[int] = []
         self._num_tracks = 0
+        self._engines = {0: _ENGINE}
+        """Replica -> the process number of its steps."""
         self._last_flush = 0.0
         self._write_bytes(b"[\n" + orjson.dumps(_name_event("process_name", "engine", pid=_ENGINE)))
         self._write(_name_event("thread_name", "steps", pid=_ENGINE))
@@ -66,12 +68,13 @@ class Timeline:
         )
         self._num_tracks += 1
 
-    def on_step(self, stats: StepStats) -> None:
+    def on_step(self, stats: StepStats, replica: int = 0) -> None:
         """Write a step, the counters after it, and marks for its prompt chunks."""
         shape = stats.shape
+        engine = self._engine(replica)
         self._write(
             {
-                **_span("step", _ENGINE, 0, stats.start, stats.end),
+                **_span("step", engine, 0, stats.start, stats.end),
                 "args": {
                     "step": stats.step_id,
                     "tokens": shape.num_new_tokens,
@@ -93,6 +96,7 @@ class Timeline:
             self._write(
                 _counter(
                     "step time (ms)",
+                    engine,
                     stats.start,
                     actual=_milliseconds(stats.end - stats.start),
                     predicted=_milliseconds(stats.predicted_seconds),
@@ -100,10 +104,12 @@ class Timeline:
             )
         if stats.mbu is not None and stats.mfu is not None:
             self._write(
-                _counter("utilisation", stats.start, mbu=round(stats.mbu, 4), mfu=round(stats.mfu, 4))
+                _counter("utilisation", engine, stats.start, mbu=round(stats.mbu, 4), mfu=round(stats.mfu, 4))
             )
-        self._write(_counter("requests", stats.end, running=stats.num_running, waiting=stats.num_waiting))
-        self._write(_counter("kv blocks", stats.end, used=stats.num_used_blocks))
+        self._write(
+            _counter("requests", engine, stats.end, running=stats.num_running, waiting=stats.num_waiting)
+        )
+        self._write(_counter("kv blocks", engine, stats.end, used=stats.num_used_blocks))
         for request_id in stats.chunk_request_ids:
             if request_id in self._tracks:
                 self._mark("chunk", self._tracks[request_id], stats.start, step=stats.step_id)
@@ -141,6 +147,14 @@ class Timeline:
             self._write({**_event("decode", "E", _REQUESTS, track, record.end), "args": args})
         else:
             self._write({**_span("no output", _REQUESTS, track, record.arrival, record.end), "args": args})
+
+    def _engine(self, replica: int) -> int:
+        """Return the process number of a replica's steps; a new one gets its name."""
+        if replica not in self._engines:
+            engine = self._engines[replica] = _REQUESTS + replica
+            self._write(_name_event("process_name", f"replica {replica}", pid=engine))
+            self._write(_name_event("thread_name", "steps", pid=engine))
+        return self._engines[replica]
 
     def _mark(self, name: str, track: int, time: float, **args: Any) -> None:
         self._write({**_event(name, "i", _REQUESTS, track, time), "s": "t", "args": args})
@@ -217,8 +231,8 @@ def _judgement(stats: StepStats) -> dict[str, float]:
     return values
 
 
-def _counter(name: str, time: float, **values: float) -> dict[str, Any]:
-    return {**_event(name, "C", _ENGINE, 0, time), "args": values}
+def _counter(name: str, engine: int, time: float, **values: float) -> dict[str, Any]:
+    return {**_event(name, "C", engine, 0, time), "args": values}
 
 
 def _name_event(kind: str, name: str, *, pid: int, tid: int = 0) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""`onbeat simulate`: what a configuration would do under a load, without the hardware."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from onbeat.cli.args import add_config_flag, count
+
+if TYPE_CHECKING:
+    from onbeat.metrics.record import RequestRecord
+    from onbeat.report.result import RunResult
+    from onbeat.simulator.setup import ReplicaSettings, Simulation
+
+NAME = "simulate"
+HELP = "run the scheduler on virtual hardware under a virtual clock"
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    from onbeat.cli import simulate_options as options
+    from onbeat.cli.workload_options import add_workload_arguments
+
+    add_config_flag(parser)
+    options.add_hardware_arguments(parser)
+    options.add_fleet_arguments(parser)
+    options.add_policy_arguments(parser)
+    options.add_step_time_arguments(parser)
+    add_workload_arguments(parser)
+    group = parser.add_argument_group("run and output")
+    group.add_argument(
+        "--jobs", type=count, default=1, metavar="N", help="processes, where the router needs no state"
+    )
+    group.add_argument("--label", help="name of the run in files and reports")
+    group.add_argument("--json", type=Path, metavar="FILE", help="save the summary")
+    group.add_argument(
+        "--records", type=Path, metavar="FILE", help="save every request (JSON lines; .gz packs)"
+    )
+    group.add_argument("--report", type=Path, metavar="FILE.html", help="write charts")
+    group.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate; returns the exit code."""
+    from onbeat.cli.simulate_options import replica_settings
+    from onbeat.cli.simulate_output import as_run
+    from onbeat.cli.simulate_run import run_simulation
+    from onbeat.cli.workload_settings import offered_load, summary_options, tightest_tbt
+    from onbeat.simulator.setup import build_simulation
+
+    console = Console(stderr=True, highlight=False)
+    settings = replica_settings(args)
+    simulation = build_simulation(settings, tbt=tightest_tbt(args))
+    load = offered_load(args, max_model_len=simulation.config.scheduler.max_model_len, seed=args.seed)
+    console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
+    result = run_simulation(
+        simulation,
+        load,
+        console=console,
+        is_quiet=args.disable_tqdm,
+        timeline=args.timeline,
+        jobs=args.jobs,
+    )
+    if not result.records:
+        console.print("interrupted before any request had ended")
+        return INTERRUPTED
+    shown = as_run(settings, simulation, load, result, options=summary_options(args), label=args.label)
+    _show(shown)
+    _save(args, shown, console)
+    return 0 if result.is_complete else INTERRUPTED
+
+
+def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
+    limits, model = simulation.config.scheduler, simulation.model
+    parallel = f"TP {settings.tensor_parallel}" + (
+        f" PP {settings.pipeline_parallel}" if settings.pipeline_parallel > 1 else ""
+    )
+    kv_tokens = limits.num_blocks * limits.block_size
+    return (
+        f"{model.name} ({settings.dtype}) on {simulation.num_devices} x {simulation.device.name}, "
+        f"{parallel}: policy {limits.policy}, {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests "
+        f"a step, KV cache of {kv_tokens:,} tokens a replica, requests up to {limits.max_model_len:,} tokens; "
+        f"step times: {settings.step_time}"
+    )
+
+
+def _show(run: RunResult[RequestRecord]) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    from onbeat.cli.simulate_output import machine_rows, table_metrics
+    from onbeat.report.table import run_tables
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    for table in run_tables(run, table_metrics(), (50.0, 90.0, 99.0), what="Simulation"):
+        console.print(table)
+    machine = Table(box=SIMPLE_HEAD, title="Replicas", title_justify="left", show_header=False)
+    machine.add_column()
+    machine.add_column(justify="right")
+    for row in machine_rows(run.summary):
+        machine.add_row(*row)
+    console.print(machine)
+    for warning in run.warnings:
+        console.print(f"note: {warning}", markup=False, highlight=False)
+    if run.summary["interrupted"]:
+        console.print("interrupted: this is a partial result", style="bold yellow")
+
+
+def _save(args: argparse.Namespace, run: RunResult[RequestRecord], console: Console) -> None:
+    from onbeat.cli.simulate_output import shown_settings
+    from onbeat.metrics.records_file import write_records
+    from onbeat.report.result import write_document
+    from onbeat.report.run_report import write_report
+
+    if args.json is not None:
+        write_document(args.json, run.summary)
+        console.print(f"saved {args.json}", highlight=False)
+    if args.records is not None:
+        write_records(args.records, run.records)
+        console.print(f"saved {args.records}", highlight=False)
+    if args.report is not None:
+        write_report(
+            args.report,
+            [run],
+            percentiles=(50.0, 90.0, 99.0),
+            settings=shown_settings(args),
+            what="Simulation",
+        )
+        console.print(f"saved {args.report}", highlight=False)
+    if args.timeline is not None:
+        console.print(f"saved {args.timeline}", highlight=False)

@@ -1,0 +1,130 @@
+"""What `onbeat simulate` shows and saves of a run."""
+
+from __future__ import annotations
+
+import argparse
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.summary import METRICS, SummaryOptions, summarise
+from onbeat.report.result import SCHEDULED, RunResult
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.setup import ReplicaSettings, Simulation
+from onbeat.workload.offered import OfferedLoad
+
+HIDDEN_SETTINGS = frozenset({"run", "command"})
+
+
+def as_run(
+    settings: ReplicaSettings,
+    simulation: Simulation,
+    load: OfferedLoad,
+    result: SimulationResult,
+    *,
+    options: SummaryOptions,
+    label: str | None = None,
+) -> RunResult[RequestRecord]:
+    """Return a simulated run in the form in which measured runs are shown."""
+    limits = simulation.config.scheduler
+    summary: dict[str, Any] = {
+        "date": datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
+        "backend": "simulation",
+        "label": label,
+        "model_id": simulation.model.name,
+        "device": simulation.device.id,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "pipeline_parallel_size": settings.pipeline_parallel,
+        "replicas": len(result.replicas),
+        "router": settings.router,
+        "policy": limits.policy,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_model_len": limits.max_model_len,
+        "num_blocks": limits.num_blocks,
+        "block_size": limits.block_size,
+        "step_time": settings.step_time,
+        "num_prompts": result.num_requests,
+        "request_rate": load.rate if load.arrivals is not None else "inf",
+        "burstiness": None,
+        "max_concurrency": settings.max_concurrency,
+        "arrivals": "closed loop" if load.arrivals is None else "offered",
+        "dataset_name": load.name,
+        "title": "",
+        "series": "",
+        "seed": settings.seed,
+    }
+    # Virtual time of an interrupted run may be 0.
+    summary |= summarise(result.records, duration=max(result.duration, 1e-9), options=options)
+    busy = sum(replica.busy_seconds for replica in result.replicas)
+    summary |= {
+        "interrupted": not result.is_complete,
+        "num_interrupted_requests": result.num_requests - len(result.records),
+        "timing_origin": SCHEDULED,
+        "num_gpus": simulation.num_devices,
+        "output_throughput_per_gpu": summary["output_throughput"] / simulation.num_devices,
+        "num_steps": result.num_steps,
+        "mean_step_ms": busy / result.num_steps * 1e3 if result.num_steps else None,
+        "num_preemptions": result.num_preemptions,
+        "prefix_cache_hit_rate": _ratio(result.num_prefix_hits, result.num_prefix_queries),
+        "kv_cache_peak_usage": max(
+            (replica.peak_used_blocks / replica.num_blocks for replica in result.replicas), default=None
+        ),
+        "replica_busy_share": _ratio(busy, result.duration * len(result.replicas)),
+        "pipeline_bubble_seconds": sum(replica.bubble_seconds for replica in result.replicas),
+        "wall_seconds": result.wall_seconds,
+    }
+    return RunResult(summary=summary, records=result.records, warnings=_warnings(summary))
+
+
+def shown_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that were given or have a value, for the end of a report."""
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in sorted(vars(args).items())
+        if name not in HIDDEN_SETTINGS and value not in (None, [], False) and _is_plain(value)
+    }
+
+
+def machine_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the replicas did, as (name, value)."""
+    hit_rate, peak, busy = (
+        summary[key] for key in ("prefix_cache_hit_rate", "kv_cache_peak_usage", "replica_busy_share")
+    )
+    rows = [
+        ("steps", f"{summary['num_steps']:,}"),
+        ("mean step (ms)", "-" if summary["mean_step_ms"] is None else f"{summary['mean_step_ms']:.2f}"),
+        ("replicas busy", "-" if busy is None else f"{busy:.0%}"),
+        ("preemptions", f"{summary['num_preemptions']:,}"),
+        ("prefix cache hits", "-" if hit_rate is None else f"{hit_rate:.1%} of prompt tokens"),
+        ("KV cache at its fullest", "-" if peak is None else f"{peak:.0%}"),
+        ("simulated in (s)", f"{summary['wall_seconds']:.2f}"),
+    ]
+    if summary["pipeline_bubble_seconds"]:
+        rows.insert(3, ("pipeline bubbles (s)", f"{summary['pipeline_bubble_seconds']:,.1f}"))
+    return rows
+
+
+def table_metrics() -> tuple[str, ...]:
+    """Return the metrics of the latency table."""
+    return METRICS
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (str, int, float, list, Path))
+
+
+def _warnings(summary: dict[str, Any]) -> tuple[str, ...]:
+    warnings = []
+    if summary["num_preemptions"]:
+        warnings.append(
+            f"{summary['num_preemptions']:,} preemptions: the KV cache ran full, and prompts were computed "
+            "again"
+        )
+    return tuple(warnings)
