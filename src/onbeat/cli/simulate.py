@@ -81,11 +81,12 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
         f" PP {settings.pipeline_parallel}" if settings.pipeline_parallel > 1 else ""
     )
     kv_tokens = limits.num_blocks * limits.block_size
+    where = f"{simulation.num_devices} x {simulation.device.name}, {parallel}"
     return (
-        f"{model.name} ({settings.dtype}) on {simulation.num_devices} x {simulation.device.name}, "
-        f"{parallel}: policy {limits.policy}, {limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests "
-        f"a step, KV cache of {kv_tokens:,} tokens a replica, requests up to {limits.max_model_len:,} tokens; "
-        f"step times: {settings.step_time}"
+        f"{model.name} ({settings.dtype}) on {where}: policy {limits.policy}, "
+        f"{limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests a step, KV cache of "
+        f"{kv_tokens:,} tokens a replica, requests up to {limits.max_model_len:,} tokens; step times: "
+        f"{settings.step_time}"
     )
 
 
