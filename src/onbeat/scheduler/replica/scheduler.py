@@ -155,7 +155,7 @@ class Scheduler:
         sampled = iter(result.sampled_token_ids)
         logprobs = iter(result.logprobs) if result.logprobs is not None else repeat(None)
         for state, row in zip(states, scheduled.rows, strict=True):
-            samples = row.samples
+            _, num_computed, num_new, _, samples = row
             if samples:
                 row_token_ids, row_logprobs = next(sampled), next(logprobs)
             status = state.status
@@ -169,7 +169,7 @@ class Scheduler:
                 output = deliver(state, row_token_ids, row_logprobs)
                 outputs.append(output)
                 finished = output.finish_reason is not None
-            num_valid = row.num_computed_tokens + row.num_new_tokens + num_more
+            num_valid = num_computed + num_new + num_more
             # Not for a row planned before a preemption: its blocks belong to others by now.
             if (
                 num_valid >= state.num_tokens_to_register
@@ -314,13 +314,14 @@ class Scheduler:
 
         Whoever waits could not be admitted, and while only token counts grow that stays so.
         """
+        if shape.num_chunks or len(self._in_flight) > 1:
+            return 1
         num_left = [
             state.max_total_tokens - state.num_tokens
             for state in plan.decodes
             if state.status is RequestStatus.RUNNING
         ]
-        has_prompts = shape.num_chunks or shape.num_lm_head_rows != len(num_left)
-        if has_prompts or not num_left or len(self._in_flight) > 1:
+        if not num_left or shape.num_lm_head_rows != len(num_left):
             return 1
         # Every row may be about to need a block, and then one more each block_size tokens.
         num_blocks_each = self.kv.pool.num_free_blocks // len(num_left)
