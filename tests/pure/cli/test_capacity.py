@@ -199,6 +199,7 @@ def test_bad_input_is_one_line(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ctrl_c_leaves_a_partial_result(jobs: str, tmp_path: Path) -> None:
     path = tmp_path / "capacity.json"

@@ -59,12 +59,12 @@ def test_finds_the_rate_at_which_a_fixed_server_falls_behind() -> None:
 def test_finds_the_load_of_a_poisson_queue_with_fixed_service() -> None:
     # M/D/1: mean wait = rho D / (2 (1 - rho)); it reaches 1.5 D at rho = 0.75.
     repeats = [
-        find_capacity(make_task(FakeCase(1.0), make_load(3000, seed=seed), MeanDelay(1.5)), QuietContext())
+        find_capacity(make_task(FakeCase(1.0), make_load(1500, seed=seed), MeanDelay(1.5)), QuietContext())
         for seed in range(3)
     ]
     capacity = combine_repeats((), repeats)
     assert capacity.outcome is Outcome.FOUND
-    assert capacity.rate == pytest.approx(0.75, rel=0.08)
+    assert capacity.rate == pytest.approx(0.75, rel=0.1)
     assert capacity.interval[0] <= 0.75 <= capacity.interval[1]
     assert capacity.rate_per_device == capacity.rate / 2
     assert "mean scheduling delay" in capacity.reason
