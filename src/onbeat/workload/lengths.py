@@ -23,21 +23,11 @@ class Lengths(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class FixedLength:
-    """Every request has the same length."""
-
-    num_tokens: int
-
-    def __post_init__(self) -> None:
-        _require_positive(self.num_tokens)
-
-    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:  # noqa: ARG002
-        return np.full(num_requests, self.num_tokens, dtype=np.int64)
-
-
-@dataclass(frozen=True, slots=True)
 class UniformLength:
-    """Whole numbers, uniform in [mean (1 - range_ratio), mean (1 + range_ratio)], both ends included."""
+    """Whole numbers, uniform in [mean (1 - range_ratio), mean (1 + range_ratio)], both ends included.
+
+    A ratio of 0 gives every request the same length.
+    """
 
     mean: int
     range_ratio: float
@@ -94,21 +84,6 @@ class ZipfLength:
         drawn = np.searchsorted(cumulative, rng.random(num_requests) * cumulative[-1], side="right")
         lengths: TokenCounts = self.low + np.minimum(drawn, len(cumulative) - 1).astype(np.int64)
         return lengths
-
-
-@dataclass(frozen=True, slots=True)
-class EmpiricalLength:
-    """Draw with replacement from observed lengths."""
-
-    observed: TokenCounts
-
-    def __post_init__(self) -> None:
-        if not self.observed.size:
-            raise ConfigError("an empirical length distribution needs at least one observation")
-        _require_positive(int(self.observed.min()))
-
-    def draw(self, num_requests: int, rng: np.random.Generator) -> TokenCounts:
-        return rng.choice(self.observed, size=num_requests)
 
 
 def _require_positive(num_tokens: int) -> None:

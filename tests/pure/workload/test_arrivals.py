@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.workload.arrivals import (
+    RateStep,
+    burst_arrivals,
     constant_arrivals,
     gamma_arrivals,
     poisson_arrivals,
     ramp_arrivals,
     replay_arrivals,
+    step_arrivals,
 )
 
 
@@ -75,3 +80,43 @@ def test_equal_seeds_give_equal_arrivals() -> None:
     np.testing.assert_array_equal(
         poisson_arrivals(9, rate=1.0, rng=rng()), poisson_arrivals(9, rate=1.0, rng=rng())
     )
+
+
+def test_bursts_keep_the_mean_rate_and_are_silent_between() -> None:
+    offsets = burst_arrivals(30_000, rate=10.0, on_seconds=5.0, off_seconds=15.0, rng=rng())
+    phase = np.mod(offsets, 20.0)
+
+    assert phase.max() < 5.0 + 1e-6
+    assert offsets[-1] == pytest.approx(3000.0, abs=16.0)
+    assert (np.diff(offsets) >= 0).all()
+    busy = np.diff(offsets)[np.diff(offsets) < 10.0]
+    assert busy.mean() == pytest.approx(1 / 40.0, rel=0.02)
+    assert busy.std() / busy.mean() == pytest.approx(1.0, rel=0.03)
+
+
+def test_steps_have_their_rates_and_repeat() -> None:
+    steps = (RateStep(2.0, 100.0), RateStep(0.0, 50.0), RateStep(20.0, 100.0))
+    offsets = step_arrivals(22_000, steps=steps, burstiness=1.0, rng=rng())
+    cycle, phase = np.divmod(offsets, 250.0)
+
+    assert (np.diff(offsets) >= 0).all()
+    assert cycle.max() == pytest.approx(10, abs=1)
+    whole = phase[cycle < 9]
+    assert (whole < 100.0).sum() / 9 == pytest.approx(200, rel=0.06)
+    assert ((whole > 100.0) & (whole < 150.0)).sum() == 0
+    assert (whole >= 150.0).sum() / 9 == pytest.approx(2000, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: RateStep(-1.0, 5.0),
+        lambda: RateStep(1.0, 0.0),
+        lambda: step_arrivals(5, steps=[RateStep(0.0, 5.0)], burstiness=1.0, rng=rng()),
+        lambda: burst_arrivals(5, rate=1.0, on_seconds=0.0, off_seconds=1.0, rng=rng()),
+        lambda: burst_arrivals(5, rate=1.0, on_seconds=1.0, off_seconds=-1.0, rng=rng()),
+    ],
+)
+def test_bad_shapes_are_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()

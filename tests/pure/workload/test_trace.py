@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,39 @@ def test_unreadable_files_are_clear_errors(tmp_path: Path) -> None:
         read_trace(binary)
     with pytest.raises(ConfigError, match="No such file"):
         read_trace(tmp_path / "missing.csv")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (MOONCAKE_CSV + "1400,5,5,7\n", r"line 4: the time is 0\.1 s before that of line 3; sort"),
+        (MOONCAKE_CSV.replace("\n0,", "\n-20,"), r"line 2: the time is -0\.02 s"),
+        (MOONCAKE_CSV.replace("1500", "nan"), "line 3: the time is nan"),
+    ],
+)
+def test_times_that_run_backwards_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_trace(write(tmp_path / "m.csv", text))
+
+
+def test_other_columns_of_lengths(tmp_path: Path) -> None:
+    path = write(tmp_path / "l.csv", "id,in,out\na,5,7\nb,6,8\n")
+    trace = read_trace(path, columns=("in", "out"))
+
+    assert (trace.kind, trace.num_prompt_tokens.tolist()) == ("lengths", [5, 6])
+    assert trace.lines is not None
+    assert trace.lines.tolist() == [2, 3]
+    with pytest.raises(ConfigError, match="line 1: there is no column 'prompt'; there are id, in, out"):
+        read_trace(path, columns=("prompt", "out"))
+
+
+@pytest.mark.parametrize("cut", [lambda packed: packed[:-20], lambda packed: packed[:30] + packed[40:]])
+def test_damaged_gzip_in_every_way(tmp_path: Path, cut: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(cut(gzip.compress((AZURE * 20).encode())))
+
+    with pytest.raises(ConfigError, match="gzip file is damaged"):
+        read_trace(path)
 
 
 def published(name: str) -> Path:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.workload.lengths import FixedLength, UniformLength
+from onbeat.workload.lengths import UniformLength
 from onbeat.workload.prompts import PromptWriter, estimated_pool
 from onbeat.workload.trace import Trace
 from onbeat.workload.workload import shared_prefix_workload, synthetic_workload, trace_workload
@@ -28,7 +28,7 @@ def test_synthetic_lengths_depend_on_the_random_stream_alone() -> None:
             "random",
             num_requests=20,
             prompt_lengths=UniformLength(30, 0.5),
-            output_lengths=FixedLength(4),
+            output_lengths=UniformLength(4, 0.0),
             writer=PromptWriter(estimated_pool(), salt),
             rng=np.random.default_rng(5),
         )
