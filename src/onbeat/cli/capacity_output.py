@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from onbeat import __version__
-from onbeat.planner.capacity import LEVEL, Capacity, Outcome
+from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import case_name
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
 from onbeat.planner.frontier import FrontierPoint
@@ -20,7 +20,7 @@ from onbeat.report.page import Page, heading, notes, table
 SCHEMA_VERSION = 1
 INTERRUPTED_NOTE = "interrupted: this is a partial result"
 
-CAPACITY_HEADER = ("case", "requests/s", f"{LEVEL * 100:g} % interval", "GPUs", "per GPU", "what binds")
+CAPACITY_HEADER = ("case", "requests/s", "interval", "GPUs", "per GPU", "what binds")
 FRONTIER_HEADER = (
     "case",
     "level",
