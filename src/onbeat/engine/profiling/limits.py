@@ -37,6 +37,14 @@ def measure_limits(device: torch.device, dtype: torch.dtype, dtype_name: str) ->
     )
 
 
+def best_limits(first: MachineLimits, second: MachineLimits) -> MachineLimits:
+    """Return the higher of two measurements, each limit by itself; both are of the same number formats."""
+    return MachineLimits(
+        memory_bandwidth=max(first.memory_bandwidth, second.memory_bandwidth),
+        peak_flops={name: max(rate, second.peak_flops[name]) for name, rate in first.peak_flops.items()},
+    )
+
+
 def _shortest(work: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of the quickest of several runs; the first, which warms up, does not count."""
     work()

@@ -19,7 +19,7 @@ from onbeat.engine.profiling.batches import (
 )
 from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.fit import FitTarget, fit_best
-from onbeat.engine.profiling.limits import measure_limits
+from onbeat.engine.profiling.limits import best_limits, measure_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES
@@ -85,7 +85,7 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
             f"step times of {device.dtype_name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
         )
     key = profile_key_of(loaded, precision)
-    limits = measure_limits(device.device, device.dtype, precision.compute)
+    limits = limits_of(loaded, key.device, precision.compute)
     measured = _measure(loaded, plan, on_run)
     fitted_steps, held_back = measured.fitted_steps, measured.held_back
     if len(fitted_steps) < MIN_DISTINCT_SHAPES:
@@ -93,10 +93,11 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
             f"only {len(fitted_steps)} batches could be measured in {plan.seconds:g} s, too few for a fit; "
             "give it more time"
         )
-    used_limits = limits if needs_measured_limits(key.device) else None
+    if limits is not None:  # once more: a minute ago the machine may have been busy
+        limits = best_limits(limits, measure_limits(device.device, device.dtype, precision.compute))
     target = FitTarget(
         model=model_spec_of(loaded.config, loaded.name),
-        device=device_spec_of(key.device, used_limits),
+        device=device_spec_of(key.device, limits),
         precision=precision,
     )
     profile = Profile(
@@ -105,7 +106,7 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         steps=(*fitted_steps, *held_back),
         fitted=fit_best(target, fitted_steps, held_back),
-        limits=used_limits,
+        limits=limits,
         engine=_engine_settings(loaded, measured),
     )
     return ProfileResult(
@@ -117,14 +118,9 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
     )
 
 
-def needs_measured_limits(device_id: str) -> bool:
-    """Return whether a device has no data sheet, so that its limits must be measured."""
-    return device_id in ("cpu", "cuda")
-
-
 def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> MachineLimits | None:
     """Return measured limits where the device has no data sheet."""
-    if not needs_measured_limits(device_id):
+    if device_id not in ("cpu", "cuda"):
         return None
     return measure_limits(loaded.device.device, loaded.device.dtype, number_format)
 

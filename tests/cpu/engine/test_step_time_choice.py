@@ -1,0 +1,197 @@
+"""What predicts step times: the choices at start, what they say, and what every step then carries."""
+
+from __future__ import annotations
+
+import logging
+import timeit
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.step import BatchShape, StepStats
+from onbeat.engine.build import build_engine
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.load import prepare_model
+from onbeat.engine.profiling.profiler import ProfilePlan, profile_model
+from onbeat.engine.profiling.store import profiles_dir
+from onbeat.engine.step_time_choice import choose_step_time
+from onbeat.engine.step_watch import StepWatch
+from onbeat.hub.resolve import resolve_model
+from onbeat.perfmodel.correction import Drift
+from onbeat.perfmodel.profile import Profile
+from onbeat.perfmodel.profile_file import profile_path, write_profile
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+
+SHORT = ProfilePlan(seconds=0.5, num_levels=3, num_mixed=8, num_held_back=4, max_context_tokens=1024)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
+    return EngineConfig(
+        model=resolve_model(str(directory), needs_weights=False),
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_memory_bytes=2**20,
+        threads=1,
+    )
+
+
+@pytest.fixture(scope="module")
+def profile(config: EngineConfig) -> Profile:
+    return profile_model(prepare_model(config).load(lambda _: None), SHORT).profile
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def run(config: EngineConfig) -> tuple[list[StepStats], list[str]]:
+    """Serve one request; return its steps and what the start said of step times."""
+    said: list[str] = []
+    core, _ = build_engine(config, said.append)
+    core.add(
+        Request(request_id="r", prompt_token_ids=tuple(range(40)), sampling=SamplingParams(max_tokens=5))
+    )
+    steps = []
+    while core.has_work:
+        if (outputs := core.step()) is not None and outputs.stats is not None:
+            steps.append(outputs.stats)
+    core.shutdown()
+    return steps, [text for text in said if text.startswith("step times")]
+
+
+def check_judged(steps: list[StepStats]) -> None:
+    assert len(steps) == 5
+    for step in steps:
+        assert step.predicted_seconds is not None
+        assert 0 < step.predicted_seconds < 10
+        assert step.mbu is not None
+        assert step.mbu > 0
+        assert step.mfu is not None
+        assert step.mfu > 0
+
+
+def test_without_a_profile_the_roofline_serves_alone_and_says_so(config):
+    steps, said = run(config)
+    check_judged(steps)
+    assert len(said) == 1
+    assert "roofline alone" in said[0]
+    assert "onbeat profile" in said[0]
+
+
+def test_the_matching_profile_is_found(config, profile):
+    path = profile_path(profiles_dir(), profile.key)
+    write_profile(path, profile)
+    steps, said = run(config)
+    check_judged(steps)
+    assert str(path) in said[0]
+    assert "P90" in said[0]
+
+
+def test_a_profile_of_other_threads_is_not_taken(config, profile):
+    write_profile(profile_path(profiles_dir(), profile.key), profile)
+    _, said = run(replace(config, threads=2))
+    assert "roofline alone" in said[0]
+
+
+def test_a_damaged_profile_in_the_cache_is_named_and_does_not_keep_from_serving(config, profile):
+    path = profile_path(profiles_dir(), profile.key)
+    write_profile(path, profile)
+    path.write_text(path.read_text()[:100])
+    steps, said = run(config)
+    check_judged(steps)
+    assert "roofline alone" in said[0]
+    assert str(path) in said[0]
+
+
+def test_a_named_profile_must_match(config, profile, tmp_path):
+    path = tmp_path / "other.json"
+    write_profile(path, replace(profile, key=replace(profile.key, model="other/model")))
+    with pytest.raises(ConfigError, match="'other/model', not"):
+        run(replace(config, step_time_profile=str(path)))
+    with pytest.raises(ConfigError, match="cannot read the profile"):
+        run(replace(config, step_time_profile=str(tmp_path / "missing.json")))
+
+
+def test_calibration_takes_seconds(config):
+    steps, said = run(replace(config, step_time_profile="calibrate"))
+    check_judged(steps)
+    assert "calibrating" in said[0]
+    assert "calibrated in" in said[1]
+
+
+def test_nothing_is_predicted_where_nobody_asks(config):
+    steps, said = run(replace(config, step_time_profile="none"))
+    assert {(step.predicted_seconds, step.mbu, step.mfu) for step in steps} == {(None, None, None)}
+    assert said == ["step times: not predicted"]
+
+
+def test_float64_is_served_without_predictions(config):
+    steps, said = run(replace(config, dtype="float64"))
+    assert steps[0].predicted_seconds is None
+    assert "float64" in said[0]
+    with pytest.raises(ConfigError, match="float64"):
+        run(replace(config, dtype="float64", step_time_profile="roofline"))
+
+
+class OneByteOneFlop:
+    def flops(self, shape: BatchShape) -> float:
+        return 8.0 * shape.num_new_tokens
+
+    def bytes_read(self, shape: BatchShape) -> float:
+        return 2.0 * shape.num_new_tokens
+
+
+def stats(seconds: float) -> StepStats:
+    shape = BatchShape()
+    shape.add(10, 1, samples=True)
+    counts: dict[str, Any] = dict.fromkeys(
+        ("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_preemptions"), 0
+    )
+    host: dict[str, Any] = {
+        "num_prefix_queries": 0,
+        "num_prefix_hits": 0,
+        "schedule_seconds": 0.0,
+        "update_seconds": 0.0,
+    }
+    return StepStats(0, 10.0, 10.0 + seconds, shape, **counts, **host)
+
+
+def test_a_step_is_judged_by_the_peaks():
+    step = stats(0.5)
+    StepWatch(OneByteOneFlop(), memory_bandwidth=16.0, peak_flops=32.0).judge(step)
+    assert (step.mbu, step.mfu) == (0.25, 0.5)
+    stopped = stats(0.0)
+    StepWatch(OneByteOneFlop(), memory_bandwidth=16.0, peak_flops=32.0).judge(stopped)
+    assert (stopped.mbu, stopped.mfu) == (None, None)
+
+
+def test_drift_is_said_once_when_it_comes_and_once_when_it_goes(caplog):
+    drifts = iter([None, *(Drift(alarm, 1.5, 99) for alarm in (False, True, True, False, False))])
+    watch = StepWatch(OneByteOneFlop(), memory_bandwidth=1.0, peak_flops=1.0, drift=lambda: next(drifts))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(6):
+            watch.judge(stats(0.1))
+    assert ["1.50 times what" in record.message for record in caplog.records] == [True, False]
+
+
+def test_predicting_and_judging_a_step_costs_microseconds(config):
+    loaded = prepare_model(config).load(lambda _: None)
+    chosen = choose_step_time("roofline", loaded, lambda _: None)
+    assert chosen.model is not None
+    assert chosen.watch is not None
+    model, watch, step = chosen.model, chosen.watch, stats(0.01)
+
+    def extra() -> None:
+        model.step_time(step.shape)
+        watch.judge(step)
+        model.observe(step.shape, 0.01)
+
+    assert min(timeit.repeat(extra, number=500, repeat=7)) / 500 < 20e-6
