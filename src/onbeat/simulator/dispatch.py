@@ -21,8 +21,8 @@ _TYPICAL_BATCH = 32
 class WorkEstimate:
     """Predicts how long a request keeps a replica busy, from its prompt's length alone.
 
-    Its output length is not known beforehand: the mean of the load stands for it. A decode costs what it adds
-    to a step of `_TYPICAL_BATCH` of them, which is little next to reading the weights.
+    Its output length is not known beforehand: the mean of the load stands for it. A decode costs
+    its share of a step of `_TYPICAL_BATCH` of them.
     """
 
     def __init__(self, step_time: StepTimeModel, *, mean_output_tokens: float) -> None:
@@ -37,10 +37,14 @@ class WorkEstimate:
 
     def decode(self, num_prompt_tokens: int) -> float:
         """Return the request's share of the steps that generate the mean number of tokens."""
-        shape = BatchShape()
         context = num_prompt_tokens + int(self._mean_output_tokens / 2)
-        for _ in range(_TYPICAL_BATCH):
-            shape.add(context, 1, samples=True)
+        shape = BatchShape(
+            num_new_tokens=_TYPICAL_BATCH,
+            num_sequences=_TYPICAL_BATCH,
+            num_decodes=_TYPICAL_BATCH,
+            decode_context_tokens=_TYPICAL_BATCH * (context + 1),
+            num_lm_head_rows=_TYPICAL_BATCH,
+        )
         return self._mean_output_tokens * predict(self._step_time, shape) / _TYPICAL_BATCH
 
 

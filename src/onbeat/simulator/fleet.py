@@ -51,7 +51,7 @@ def run_together(
     ]
     clients = Clients(load, block_size=config.scheduler.block_size, max_concurrency=config.max_concurrency)
     work = None
-    if not router.ignores_state:
+    if router.weighs_work:
         work = WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))
     dispatcher = Dispatcher(None if is_alone else router, work)
     is_complete = True

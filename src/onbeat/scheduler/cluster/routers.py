@@ -34,6 +34,8 @@ class Router(Protocol):
 
     ignores_state: bool
     """Whether the choice depends on the requests so far alone, and not on how the replicas get on."""
+    weighs_work: bool
+    """Whether it looks at predicted work, which others need not predict."""
 
     def route(self, request: RoutingRequest) -> int:
         """Return the replica that serves the request; it counts as outstanding there from now on."""
@@ -52,6 +54,7 @@ class _Stateless:
     """A router that need not hear of anything."""
 
     ignores_state = True
+    weighs_work = False
 
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Nothing is kept."""
@@ -129,6 +132,7 @@ class LeastOutstanding:
     """The replica with the fewest requests that have not ended."""
 
     ignores_state = False
+    weighs_work = False
 
     def __init__(self, num_replicas: int) -> None:
         self._replicas = LeastLoaded(num_replicas)
@@ -149,6 +153,7 @@ class LeastWork:
     """The replica with the least predicted work left: prompts to run, and tokens to generate."""
 
     ignores_state = False
+    weighs_work = True
 
     def __init__(self, num_replicas: int) -> None:
         self._replicas = LeastLoaded(num_replicas)
@@ -184,6 +189,7 @@ class PrefixAffinity:
     """
 
     ignores_state = False
+    weighs_work = False
 
     def __init__(
         self,
