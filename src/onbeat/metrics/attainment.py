@@ -98,6 +98,17 @@ def measure_attainment(
     )
 
 
+def add_up(parts: Sequence[Attainment], *, duration: float) -> Attainment:
+    """Return the attainment of several groups of requests of one run together."""
+    hopeless = [part.num_hopeless for part in parts if part.num_hopeless is not None]
+    return Attainment(
+        num_offered=sum(part.num_offered for part in parts),
+        num_good=sum(part.num_good for part in parts),
+        duration=duration,
+        num_hopeless=sum(hopeless) if hopeless else None,
+    )
+
+
 def has_objectives(request: MeasuredRequest) -> bool:
     """Return whether anything was promised."""
     return request.slo is not None and not request.slo.is_empty

@@ -115,8 +115,10 @@ class DeliveryChunk:
 
     def sizes(self) -> NDArray[np.int64]:
         """Return the tokens of each delivery."""
-        if all(len(request.delivery_sizes) for request in self.requests):
-            return np.concatenate([np.asarray(r.delivery_sizes, dtype=np.int64) for r in self.requests])
+        known = [request.delivery_sizes for request in self.requests]
+        if all(isinstance(sizes, array) and sizes.typecode == "I" and len(sizes) for sizes in known):
+            packed = b"".join(known)  # type: ignore[arg-type]
+            return np.frombuffer(packed, dtype=np.uint32).astype(np.int64)
         return np.concatenate([_sizes(request) for request in self.requests])
 
 

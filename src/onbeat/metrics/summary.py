@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.attainment import SLOMode, has_objectives, measure_attainment
+from onbeat.metrics.attainment import Attainment, SLOMode, add_up, has_objectives, measure_attainment
 from onbeat.metrics.measured import MeasuredRequest as MeasuredRequest
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.samples import grouped_samples
@@ -234,13 +234,16 @@ def summarise(
         "max_output_tokens_per_s": peak_output_rate(requests),
         "max_concurrent_requests": peak_concurrency(requests),
     }
-    result |= _attainment(requests, duration, options)
+    scores = [
+        measure_attainment(group, duration=duration, mode=options.slo_mode) for group in groups.values()
+    ]
+    result |= _attainment(requests, add_up(scores, duration=duration), options)
     result["classes"] = {
         name: _counts(group, duration)
-        | _attainment(group, duration, options)
+        | _attainment(group, score, options)
         | _objectives_ms(group[0])
         | _latencies(samples, options)
-        for (name, group), samples in zip(groups.items(), by_class, strict=True)
+        for (name, group), score, samples in zip(groups.items(), scores, by_class, strict=True)
         if name is not None
     }
     return result | _latencies(total, options)
@@ -272,18 +275,17 @@ def _counts(requests: Sequence[MeasuredRequest], duration: float) -> dict[str, A
 
 
 def _attainment(
-    requests: Sequence[MeasuredRequest], duration: float, options: SummaryOptions
+    requests: Sequence[MeasuredRequest], own: Attainment, options: SummaryOptions
 ) -> dict[str, Any]:
     """Return attainment and goodput: by the requests' own objectives, or by those of the options."""
-    own = measure_attainment(requests, duration=duration, mode=options.slo_mode)
     result: dict[str, Any] = {"attainment": own.attainment, "goodput": own.goodput}
     if own.num_offered:
         result |= own.as_dict() | {"slo_mode": options.slo_mode, "request_goodput": own.goodput}
     if options.objectives:
         num_good = sum(is_good(request, options.objectives) for request in requests)
-        result["request_goodput"] = num_good / duration
+        result["request_goodput"] = num_good / own.duration
         if not own.num_offered:
-            result["goodput"] = num_good / duration
+            result["goodput"] = num_good / own.duration
             result["attainment"] = num_good / len(requests) if requests else None
     return result
 

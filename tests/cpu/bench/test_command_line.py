@@ -117,6 +117,23 @@ def test_a_rate_sweep_can_have_constant_arrivals(server: Background, tmp_path: P
 
 
 @pytest.mark.slow
+def test_objectives_by_class_are_scored_apart(server: Background, tmp_path: Path) -> None:
+    config = tmp_path / "slo.yaml"
+    config.write_text(
+        "classes: [{name: easy, ttft_ms: 60000, share: 0.75}, {name: hard, e2e_ms: 1, share: 0.25}]"
+    )
+    path = tmp_path / "r.json"
+    flags = ["--num-prompts", "8", "--arrivals", "poisson", "--request-rate", "200", "--json", str(path)]
+
+    assert bench(server, *SMALL, *flags, "--slo-config", str(config)) == 0
+
+    result = load(path)
+    assert result["slo_mode"] == "stream"
+    assert {name: group["offered"] for name, group in result["classes"].items()} == {"easy": 6, "hard": 2}
+    assert result["classes"]["easy"]["attainment"] == 1.0
+    assert result["attainment"] == sum(group["good"] for group in result["classes"].values()) / 8
+
+
 def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
 
