@@ -76,6 +76,7 @@ def as_run(
         "pipeline_bubble_seconds": sum(replica.bubble_seconds for replica in result.replicas),
         "wall_seconds": result.wall_seconds,
     }
+    summary["num_overlong"] = load.num_skipped
     return RunResult(summary=summary, records=result.records, warnings=_warnings(summary))
 
 
@@ -122,6 +123,11 @@ def _is_plain(value: Any) -> bool:
 
 def _warnings(summary: dict[str, Any]) -> tuple[str, ...]:
     warnings = []
+    if summary["num_overlong"]:
+        warnings.append(
+            f"{summary['num_overlong']:,} requests were left out: longer than {summary['max_model_len']:,} "
+            "tokens"
+        )
     if summary["num_preemptions"]:
         warnings.append(
             f"{summary['num_preemptions']:,} preemptions: the KV cache ran full, and prompts were computed "

@@ -12,7 +12,7 @@ from onbeat.metrics.summary import METRICS, percentile_name
 from onbeat.report import charts
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.result import AnyResult, merge_warnings
-from onbeat.report.table import SWEEP_COLUMNS, latency_rows, number, summary_rows
+from onbeat.report.table import CLASS_COLUMNS, SWEEP_COLUMNS, class_rows, latency_rows, number, summary_rows
 
 CDF_TITLES = {
     "ttft": "Time to first token (TTFT)",
@@ -129,6 +129,7 @@ def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -
         "<h2>Numbers</h2>\n"
         + f'<div class="grid">{_summary_table(result)}{_latency_table(result, percentiles)}</div>\n'
         + _error_section(result)
+        + _class_section(result)
         + "<h2>Distributions</h2>\n"
         + page.grid([charts.cdf_figure([result], metric, title) for metric, title in CDF_TITLES.items()])
         + "<h2>Over time</h2>\n"
@@ -202,6 +203,11 @@ def _error_section(result: AnyResult) -> str:
         '<h2 class="bad">Not completed</h2>\n'
         f'<div class="card scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>\n'
     )
+
+
+def _class_section(result: AnyResult) -> str:
+    rows = class_rows(result.summary)
+    return f"<h2>Classes of objectives (times in ms)</h2>\n{table(CLASS_COLUMNS, rows)}" if rows else ""
 
 
 def _settings(settings: dict[str, Any]) -> str:

@@ -67,6 +67,29 @@ def latency_rows(
     ]
 
 
+CLASS_COLUMNS = (
+    *("class", "TTFT objective", "TBT objective", "offered", "good"),
+    *("TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
+)
+
+
+def class_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return one row a class of objectives, as `CLASS_COLUMNS` names it; none where there is one class."""
+    classes = summary.get("classes") or {}
+    keys = ("slo_ttft_ms", "slo_tbt_ms", "offered")
+    latencies = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+    return [
+        (
+            name,
+            *(number(each.get(key)) for key in keys),
+            "-" if each.get("attainment") is None else f"{each['attainment']:.1%}",
+            *(number(each.get(key)) for key in latencies),
+        )
+        for name, each in classes.items()
+        if len(classes) > 1
+    ]
+
+
 def run_tables(
     result: AnyResult, metrics: Sequence[str], percentiles: Sequence[float], *, what: str = "Load test"
 ) -> list[Table]:
@@ -83,6 +106,13 @@ def run_tables(
     for latency_row in latency_rows(result.summary, metrics, percentiles):
         latencies.add_row(*latency_row)
     tables = [counts, latencies]
+    if rows := class_rows(result.summary):
+        classes = Table(box=SIMPLE_HEAD, title="Classes (times in ms)", title_justify="left")
+        for column in CLASS_COLUMNS:
+            classes.add_column(column, justify="left" if column == "class" else "right")
+        for class_row in rows:
+            classes.add_row(*class_row)
+        tables.append(classes)
     if errors := result.summary.get("errors_by_cause"):
         tables.append(error_table(errors))
     return tables
