@@ -113,6 +113,13 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         help="longest request (default: the model's, or what the KV cache holds)",
     )
     group.add_argument(
+        "--declared-max-tokens",
+        type=count,
+        metavar="TOKENS",
+        help="output limit that every request declares, for policies that reserve memory for it "
+        "(default: exactly its output)",
+    )
+    group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -171,6 +178,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         host_overhead=args.host_overhead_ms,
         seed=args.seed,
         max_concurrency=args.max_concurrency,
+        declared_max_tokens=args.declared_max_tokens,
         disaggregation=_disaggregation(args),
     )
 

@@ -15,6 +15,9 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import RoutingRequest
 from onbeat.workload.offered import OfferedLoad
 
+STOP = 0
+"""The token with which a request ends before its `max_tokens`."""
+
 _ROWS_AT_ONCE = 4096
 """Rows of the load that are Python numbers at a time."""
 
@@ -41,6 +44,7 @@ class Clients:
     load : the requests.
     block_size : tokens of the scheduler's KV blocks.
     max_concurrency : most requests under way; a load without arrivals needs it.
+    declared_max_tokens : output limit that each request declares; None: exactly its output length.
     rows : rows of the load to send, ascending; None is all of them.
     """
 
@@ -50,6 +54,7 @@ class Clients:
         *,
         block_size: int,
         max_concurrency: int | None = None,
+        declared_max_tokens: int | None = None,
         rows: NDArray[np.int64] | None = None,
     ) -> None:
         if load.arrivals is None and max_concurrency is None:
@@ -60,6 +65,7 @@ class Clients:
         self._load = load
         self._hashes = None if load.block_ids is None else _BlockHashes(load, block_size)
         self._max_concurrency = inf if max_concurrency is None else max_concurrency
+        self._declared_max_tokens = declared_max_tokens
         self._rows = rows
         self.num_requests = len(load) if rows is None else len(rows)
         self._num_sent = 0
@@ -84,7 +90,7 @@ class Clients:
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
-            sampling=_sampling(num_output_tokens),
+            sampling=_sampling(num_output_tokens, self._declared_max_tokens),
             arrival=now,
             block_hashes=() if self._hashes is None else self._hashes.of(index, num_prompt_tokens),
         )
@@ -132,8 +138,18 @@ class Clients:
 
 
 @lru_cache(maxsize=1 << 16)
-def _sampling(num_output_tokens: int) -> SamplingParams:
-    return SamplingParams(max_tokens=num_output_tokens)
+def _sampling(num_output_tokens: int, declared_max_tokens: int | None) -> SamplingParams:
+    """Return what a client asks for.
+
+    Parameters
+    ----------
+    num_output_tokens : what the model will have generated when it stops.
+    declared_max_tokens : the client's `max_tokens`, which is all that a scheduler can know beforehand; None,
+        or no more than the output: the output ends because it is that long.
+    """
+    if declared_max_tokens is None or declared_max_tokens <= num_output_tokens:
+        return SamplingParams(max_tokens=num_output_tokens)
+    return SamplingParams(max_tokens=declared_max_tokens, stop_token_ids=(STOP,))
 
 
 class _BlockHashes:

@@ -36,12 +36,16 @@ class SimulationConfig:
     """Of the `random` router."""
     max_concurrency: int | None = None
     """Most requests that the clients have under way; the next is sent when one ends. None sets no limit."""
+    declared_max_tokens: int | None = None
+    """Output limit that every request declares, and that a policy with reservations sets memory aside for,
+    while its output ends at the load's own length; a longer output is its own limit. None: the limit is
+    exactly the output length."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
 
     def __post_init__(self) -> None:
         require_router(self.router)
-        for name in ("num_replicas", "pipeline", "max_concurrency"):
+        for name in ("num_replicas", "pipeline", "max_concurrency", "declared_max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")

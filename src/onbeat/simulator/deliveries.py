@@ -26,6 +26,12 @@ class Deliveries:
         offered.record.replica = self._replica_name
         self._open[offered.request.request_id] = offered
 
+    def num_left(self, request_id: str) -> int:
+        """Return the output tokens that a request has yet to get."""
+        record = self._open[request_id].record
+        assert record.offered_output_tokens is not None
+        return record.offered_output_tokens - len(record.delivery_times)
+
     def take(self, outputs: Iterable[RequestOutput], ends: array[float]) -> list[OfferedRequest]:
         """Write the outputs of a step, or of a run of them; return the requests that ended.
 

@@ -112,7 +112,10 @@ def run_disaggregated(
     assert pools is not None
     load.check_lengths(pools.max_model_len, overlong="error")
     clients = Clients(
-        load, block_size=pools.prefill.scheduler.block_size, max_concurrency=config.max_concurrency
+        load,
+        block_size=pools.prefill.scheduler.block_size,
+        max_concurrency=config.max_concurrency,
+        declared_max_tokens=config.declared_max_tokens,
     )
     prefill = _make_pool(0, pools.prefill, pools.prefill.scheduler, config, observer)
     decode = _make_pool(len(prefill), pools.decode, pools.decode_scheduler, config, observer)

@@ -127,8 +127,10 @@ class DisaggregatedLoop:
         index = self._prefill_router.route(routing)
         self._journeys[request.request_id] = _Journey(offered, routing, index)
         self._collector.on_request(offered)
-        if request.sampling.max_tokens > 1:
-            request = replace(request, sampling=replace(request.sampling, max_tokens=1), keeps_kv=True)
+        num_output_tokens = offered.record.offered_output_tokens
+        assert num_output_tokens is not None
+        first_token_alone = replace(request.sampling, max_tokens=1)
+        request = replace(request, sampling=first_token_alone, keeps_kv=num_output_tokens > 1)
         self._add(index, OfferedRequest(offered.index, request, offered.record), now)
         return index
 

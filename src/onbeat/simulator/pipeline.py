@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
@@ -16,6 +16,7 @@ from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replica import plan_step
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.sampling import VirtualSampler
 from onbeat.simulator.stats import PlanningCounts, count, planning_counts, step_stats
 from onbeat.simulator.step_times import predict
 
@@ -54,6 +55,7 @@ class PipelineReplica:
         self._overhead = config.host_overhead
         self._observer = observer
         self._deliveries = Deliveries(name)
+        self._sampler = VirtualSampler(self._deliveries, may_stop=config.declared_max_tokens is not None)
         self._under_way: deque[_MicroBatch] = deque()
         self._free_at = [0.0] * config.pipeline
         """When each stage ends its last micro-batch."""
@@ -115,8 +117,7 @@ class PipelineReplica:
         batch = self._under_way.popleft()
         scheduled = batch.scheduled
         self._num_steps += 1
-        result = ModelRunnerOutput([[0]] * scheduled.shape.num_lm_head_rows)
-        outputs = self.scheduler.update(scheduled, result, batch.end)
+        outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, 1), batch.end)
         self.started += self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, array("d", [batch.end]))
         if self._observer is not None:

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from math import inf
 from typing import Protocol
 
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
@@ -15,6 +15,7 @@ from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.sampling import VirtualSampler
 from onbeat.simulator.stats import PlanningCounts, count, planning_counts, step_stats
 from onbeat.simulator.step_times import refuse
 
@@ -88,6 +89,7 @@ class SerialReplica:
         self._tells_first_tokens = not is_alone
         self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
         self._deliveries = Deliveries(name)
+        self._sampler = VirtualSampler(self._deliveries, may_stop=config.declared_max_tokens is not None)
         self._scheduled: SchedulerOutput | None = None
         """The step under way, or the first of the run under way."""
         self._start = 0.0
@@ -129,9 +131,7 @@ class SerialReplica:
         ends, self._scheduled, self.next_time = self._ends, None, inf
         num_steps = len(ends)
         self._num_steps += num_steps
-        token_ids = [0] * num_steps
-        result = ModelRunnerOutput([token_ids] * scheduled.shape.num_lm_head_rows)
-        outputs = self.scheduler.update(scheduled, result, now)
+        outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, num_steps), now)
         if self._tells_first_tokens and (scheduled.admitted or scheduled.shape.num_chunks):
             self.started = self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, ends)
@@ -159,7 +159,7 @@ class SerialReplica:
             return
         self._scheduled, self._start = scheduled, now
         self._first_context = scheduled.shape.decode_context_tokens
-        self._num_left = scheduled.max_repeats
+        self._num_left = self._sampler.max_steps(scheduled)
         self._ends = array("d")
         self._look_ahead(scheduled, now, next_arrival)
 

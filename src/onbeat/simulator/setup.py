@@ -69,6 +69,8 @@ class ReplicaSettings:
     """Added to every step, seconds."""
     seed: int = 0
     max_concurrency: int | None = None
+    declared_max_tokens: int | None = None
+    """Output limit that every request declares; None: exactly its output length."""
     disaggregation: DisaggregationSettings | None = None
 
     @property
@@ -159,6 +161,7 @@ def build_simulation(
             pipeline=settings.pipeline_parallel,
             seed=settings.seed,
             max_concurrency=settings.max_concurrency,
+            declared_max_tokens=settings.declared_max_tokens,
             disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
         ),
         step_time=step_time,

@@ -34,7 +34,7 @@ def simulate(
 
     Parameters
     ----------
-    load : who asks for what, and when; every request generates exactly the output tokens that it asks for.
+    load : who asks for what, and when; every request generates exactly the output tokens that the load says.
     config : the replicas, and the router in front of them.
     step_time : predicts each step of a replica; pools for prompts and decodes bring their own.
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
