@@ -215,7 +215,8 @@ def check_findings(curves: Mapping[int, Curve], ratios: Mapping[float, float]) -
     tight, loose = ratios.get(TIGHT), [ratio for limit, ratio in ratios.items() if limit >= LOOSE]
     check(f"TPOT 7 ms: TP2 has more throughput per GPU than TP1 (TP2 / TP1 {shown(tight)})",
           holds=tight is not None and tight > 1)  # fmt: skip
-    check(f"from TPOT 10 ms on: TP2 / TP1 is at most 1.05 ({', '.join(map(shown, loose)) or 'no level of both reaches it'})",
+    listed = ", ".join(map(shown, loose)) or shown(None)
+    check(f"from TPOT 10 ms on: TP2 / TP1 is at most 1.05 ({listed})",
           holds=bool(loose) and max(loose) <= 1.05)  # fmt: skip
     users = at_tpot(curves[1], LOOSE)
     text = f"more than {max(CONCURRENCIES)}" if users is None else f"{users[0]:.0f}"
@@ -224,7 +225,7 @@ def check_findings(curves: Mapping[int, Curve], ratios: Mapping[float, float]) -
 
 
 def shown(ratio: float | None) -> str:
-    return "no level reaches it" if ratio is None else f"{ratio:.2f}"
+    return "not reached by both" if ratio is None else f"{ratio:.2f}"
 
 
 # --- whole --------------------------------------------------------------------------------------------------
