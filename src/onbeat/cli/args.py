@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -22,6 +22,10 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         defaults: dict[str, Any] = {"allow_abbrev": False, "formatter_class": HelpFormatter}
         super().__init__(**(defaults | options))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            raise argparse.ArgumentError(action, unknown_value_message(value, action.choices))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -138,6 +142,15 @@ def unknown_argument_message(parser: argparse.ArgumentParser, argument: str) -> 
     return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
 
 
+def unknown_value_message(value: object, known: Iterable[object]) -> str:
+    """Say which values there are, and which was probably meant."""
+    names = [str(name) for name in known]
+    near = difflib.get_close_matches(str(value).lower(), names, n=1)
+    return f"invalid choice: {value!r}; " + (
+        f"did you mean {near[0]}?" if near else f"choose one of {', '.join(names)}"
+    )
+
+
 def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
     """Give an argparse type a readable error: 'expected WHAT, got VALUE'."""
 
@@ -148,6 +161,23 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from error
 
     return read
+
+
+def _seed(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise ValueError(text)
+    return number
+
+
+seed = checked(_seed, "a whole number of at least 0")
+"""Argparse type: what makes random draws repeatable."""
+
+
+def require_jobs(jobs: int) -> None:
+    """Raise ConfigError unless this many processes can work."""
+    if jobs < 1:
+        raise ConfigError(f"--jobs is {jobs}; it must be at least 1")
 
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onbeat.bench.config import DATASET_NAMES
 from onbeat.bench.payload import Api
+from onbeat.cli.args import seed
 from onbeat.cli.workload_options import add_arrival_arguments, add_slo_arguments
 from onbeat.metrics.summary import METRICS
 
@@ -116,7 +117,7 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--disable-shuffle", action="store_true", help="take conversations and lengths in file order"
     )
-    group.add_argument("--seed", type=int, default=0, help="decides lengths and arrivals")
+    group.add_argument("--seed", type=seed, default=0, help="decides lengths and arrivals")
     group.add_argument(
         "--salt", help="decides the words (default: new ones each time, so that no prefix cache helps)"
     )

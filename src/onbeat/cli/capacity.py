@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from onbeat.cli.args import add_config_flag
+from onbeat.cli.args import add_config_flag, require_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,12 +41,16 @@ def run(args: argparse.Namespace) -> int:
     """Search; returns the exit code."""
     from onbeat.cli.capacity_output import CapacityReport, to_document, write_page
     from onbeat.cli.capacity_plan import plan_cases
-    from onbeat.cli.capacity_run import search, sweep, sweep_levels
+    from onbeat.cli.capacity_run import search, search_options, sweep, sweep_levels
+    from onbeat.cli.outputs import check_writable, save_all
     from onbeat.report.result import write_document
 
     console = Console(stderr=True, highlight=False)
     levels = sweep_levels(args)
+    require_jobs(args.jobs)
+    search_options(args)
     planned = plan_cases(args)
+    check_writable({"--json": args.json, "--report": args.report})
     lead = _lead(args, planned)
     console.print(lead, markup=False, soft_wrap=True)
     capacities, is_stopped = search(args, planned, console)
@@ -62,10 +66,12 @@ def run(args: argparse.Namespace) -> int:
         is_interrupted=is_stopped,
     )
     _show(report)
-    if args.json is not None:
-        write_document(args.json, to_document(report))
-    if args.report is not None:
-        write_page(args.report, report)
+    writers = {
+        args.json: lambda: write_document(args.json, to_document(report)),
+        args.report: lambda: write_page(args.report, report),
+    }
+    writers.pop(None, None)
+    save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
     if is_stopped:
         return INTERRUPTED
     return INFEASIBLE if report.is_infeasible else 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from onbeat.cli.args import checked, count
-from onbeat.cli.simulate_options import budget
+from onbeat.cli.args import checked, count, unknown_value_message
+from onbeat.cli.simulate_options import DTYPES, budget
 from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.device_spec import CPU, find_device
+from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.replica.policies import POLICIES
 
 
 class Variable(NamedTuple):
@@ -26,15 +29,41 @@ TBT = "slo_tbt_ms"
 
 _number = checked(float, "a number")
 
+
+def _degree(text: str) -> int:
+    number = count(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is below 1")
+    return number
+
+
+def _one_of(known: Iterable[str]) -> Callable[[str], str]:
+    """Return an argparse type that takes known names only."""
+    names = tuple(known)
+
+    def read(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(unknown_value_message(text, names))
+        return text
+
+    return read
+
+
+def _device(text: str) -> str:
+    if text != CPU:  # which is measured where it is looked up
+        find_device(text)
+    return text
+
+
 VARIABLES: Mapping[str, Variable] = {
-    "tp": Variable("tensor_parallel", count),
-    "pp": Variable("pipeline_parallel", count),
-    "replicas": Variable("replicas", count),
-    "router": Variable("router", str),
-    "device": Variable("device", str),
-    "dtype": Variable("dtype", str),
-    "policy": Variable("policy", str),
-    "max-num-seqs": Variable("max_num_seqs", count),
+    "tp": Variable("tensor_parallel", _degree),
+    "pp": Variable("pipeline_parallel", _degree),
+    "replicas": Variable("replicas", _degree),
+    "router": Variable("router", _one_of(ROUTERS)),
+    "device": Variable("device", _device),
+    "dtype": Variable("dtype", _one_of(DTYPES)),
+    "policy": Variable("policy", _one_of(POLICIES)),
+    "max-num-seqs": Variable("max_num_seqs", _degree),
     "max-num-batched-tokens": Variable("max_num_batched_tokens", budget),
     "slo-tbt-ms": Variable(TBT, _number),
 }

@@ -18,7 +18,7 @@ from onbeat.planner.grid import ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
-from onbeat.simulator.setup import AUTO, ReplicaSettings, Simulation, build_simulation
+from onbeat.simulator.setup import AUTO, ReplicaSettings, Simulation, build_simulation, decode_context
 from onbeat.workload.offered import OfferedLoad
 
 _PLENTY_OF_BLOCKS = 1 << 24
@@ -147,8 +147,6 @@ def _are_equal(a: OfferedLoad, b: OfferedLoad) -> bool:
 
 def _context_tokens(draft: _Draft, load: OfferedLoad) -> int:
     """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
-    context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
     if draft.simulation is None:
-        return context
-    limits = draft.simulation.config.scheduler
-    return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))
+        return mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
+    return decode_context(load, draft.simulation.config.scheduler)

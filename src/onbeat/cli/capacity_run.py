@@ -24,11 +24,21 @@ def sweep_levels(args: argparse.Namespace) -> list[Level]:
     return [Level(concurrency=each) for each in closed] + [Level(request_rate=each) for each in open_]
 
 
+def search_options(args: argparse.Namespace) -> SearchOptions:
+    """Return how a rate is searched for.
+
+    Raises
+    ------
+    ConfigError : a tolerance that no search can reach.
+    """
+    return SearchOptions(tolerance=args.tolerance)
+
+
 def search(
     args: argparse.Namespace, planned: Sequence[PlannedCase], console: Console
 ) -> tuple[list[Capacity], bool]:
     """Search the capacity of every case; also return whether Ctrl-C ended it."""
-    options = SearchOptions(tolerance=args.tolerance)
+    options = search_options(args)
     tasks = [
         CapacityTask(case=each.case, load=load, objective=each.objective, options=options)
         for each in planned

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from onbeat.cli.args import add_config_flag, count
+from onbeat.cli.args import add_config_flag, count, require_jobs
 
 if TYPE_CHECKING:
     from onbeat.metrics.record import RequestRecord
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 NAME = "simulate"
 HELP = "run the scheduler on virtual hardware under a virtual clock"
 INTERRUPTED = 130
+OUTPUTS = ("json", "records", "report", "timeline")
+"""Flags that name a file."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,16 +49,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
+    from onbeat.cli.outputs import check_writable
     from onbeat.cli.simulate_options import replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
     from onbeat.cli.workload_settings import offered_load, summary_options, tightest_tbt
-    from onbeat.simulator.setup import build_simulation
+    from onbeat.simulator.setup import build_for_load
 
     console = Console(stderr=True, highlight=False)
     settings = replica_settings(args)
-    simulation = build_simulation(settings, tbt=tightest_tbt(args))
-    load = offered_load(args, max_model_len=simulation.config.scheduler.max_model_len, seed=args.seed)
+    require_jobs(args.jobs)
+    simulation, load = build_for_load(
+        settings,
+        lambda max_model_len: offered_load(args, max_model_len=max_model_len, seed=args.seed),
+        tbt=tightest_tbt(args),
+    )
+    check_writable({f"--{name}": getattr(args, name) for name in OUTPUTS})
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
     result = run_simulation(
         simulation,
@@ -115,25 +123,21 @@ def _show(run: RunResult[RequestRecord]) -> None:
 
 
 def _save(args: argparse.Namespace, run: RunResult[RequestRecord], console: Console) -> None:
+    from onbeat.cli.outputs import save_all
     from onbeat.cli.simulate_output import shown_settings
     from onbeat.metrics.records_file import write_records
     from onbeat.report.result import write_document
     from onbeat.report.run_report import write_report
 
-    if args.json is not None:
-        write_document(args.json, run.summary)
-        console.print(f"saved {args.json}", highlight=False)
-    if args.records is not None:
-        write_records(args.records, run.records)
-        console.print(f"saved {args.records}", highlight=False)
-    if args.report is not None:
-        write_report(
-            args.report,
-            [run],
-            percentiles=(50.0, 90.0, 99.0),
-            settings=shown_settings(args),
-            what="Simulation",
-        )
-        console.print(f"saved {args.report}", highlight=False)
-    if args.timeline is not None:
-        console.print(f"saved {args.timeline}", highlight=False)
+    def report() -> None:
+        settings = shown_settings(args)
+        write_report(args.report, [run], percentiles=(50.0, 90.0, 99.0), settings=settings, what="Simulation")
+
+    writers = {
+        args.json: lambda: write_document(args.json, run.summary),
+        args.records: lambda: write_records(args.records, run.records),
+        args.report: report,
+        args.timeline: lambda: None,  # it was written while the run went on
+    }
+    writers.pop(None, None)
+    save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))

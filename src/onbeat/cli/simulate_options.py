@@ -13,6 +13,8 @@ from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.setup import AUTO, DisaggregationSettings, ReplicaSettings
 
+DEFAULT_KV_GBPS = 200.0
+"""Of one InfiniBand HDR link."""
 DTYPES = ("bf16", "fp16", "fp32", "fp8", "int8", "int4")
 
 
@@ -78,13 +80,12 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--decode-replicas", type=int, metavar="N", help="replicas for generation")
     group.add_argument(
         "--kv-transfer-gbps",
-        type=float,
-        default=200.0,
+        type=checked(float, "a number"),
         metavar="GBIT",
-        help="speed of a KV transfer between them, gigabits per second",
+        help=f"speed of a KV transfer between them, gigabits per second (default: {DEFAULT_KV_GBPS:g})",
     )
     group.add_argument(
-        "--kv-transfer-latency-ms", type=milliseconds, default=0.0, metavar="MS", help="start of a transfer"
+        "--kv-transfer-latency-ms", type=milliseconds, metavar="MS", help="start of a transfer (default: 0)"
     )
     group.add_argument(
         "--decode-kv-cap-tokens", type=count, metavar="N", help="most KV tokens of a decode replica"
@@ -185,8 +186,10 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
 
 def _disaggregation(args: argparse.Namespace) -> DisaggregationSettings | None:
     if args.prefill_replicas is None and args.decode_replicas is None:
-        if args.decode_kv_cap_tokens is not None:
-            raise ConfigError("--decode-kv-cap-tokens needs --prefill-replicas and --decode-replicas")
+        for name in ("decode_kv_cap_tokens", "kv_transfer_gbps", "kv_transfer_latency_ms"):
+            if getattr(args, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} needs --prefill-replicas and --decode-replicas")
         return None
     if args.prefill_replicas is None or args.decode_replicas is None:
         missing = "--decode-replicas" if args.decode_replicas is None else "--prefill-replicas"
@@ -195,12 +198,13 @@ def _disaggregation(args: argparse.Namespace) -> DisaggregationSettings | None:
         raise ConfigError(
             "give at least one prefill replica and one decode replica, and no --replicas beside them"
         )
-    if not args.kv_transfer_gbps > 0:
-        raise ConfigError(f"--kv-transfer-gbps is {args.kv_transfer_gbps:g}; it must be above 0")
+    gbps = DEFAULT_KV_GBPS if args.kv_transfer_gbps is None else args.kv_transfer_gbps
+    if not gbps > 0:
+        raise ConfigError(f"--kv-transfer-gbps is {gbps:g}; it must be above 0")
     return DisaggregationSettings(
         prefill_replicas=args.prefill_replicas,
         decode_replicas=args.decode_replicas,
-        bandwidth=args.kv_transfer_gbps * 1e9 / 8,
-        latency=args.kv_transfer_latency_ms,
+        bandwidth=gbps * 1e9 / 8,
+        latency=args.kv_transfer_latency_ms or 0.0,
         decode_kv_tokens=args.decode_kv_cap_tokens,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onbeat.cli.args import checked, count
+from onbeat.cli.args import checked, count, seed
 from onbeat.metrics.attainment import SLO_MODES
 from onbeat.workload.arrival_plan import ARRIVAL_KINDS
 from onbeat.workload.load_source import LOAD_NAMES
@@ -64,7 +64,7 @@ def _add_dataset_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--disable-shuffle", action="store_true", help="take requests of files without times in file order"
     )
-    group.add_argument("--seed", type=int, default=0, help="decides lengths, arrivals and classes")
+    group.add_argument("--seed", type=seed, default=0, help="decides lengths, arrivals and classes")
     group.add_argument(
         "--overlong",
         choices=("error", "skip"),

@@ -49,7 +49,10 @@ class DeviceSpec:
             return self.peak_flops[dtype]
         except KeyError:
             known = ", ".join(self.peak_flops)
-            raise ConfigError(f"{self.name} does not compute in {dtype}; it has {known}") from None
+            raise ConfigError(
+                f"{self.name} does not compute in {dtype}; it has {known}: choose one of these "
+                "(--dtype), or another device"
+            ) from None
 
     @property
     def link_bandwidth(self) -> float | None:
@@ -75,7 +78,9 @@ def find_device(device_id: str) -> DeviceSpec:
     try:
         return _table()[device_id]
     except KeyError:
-        near = get_close_matches(device_id.lower(), device_ids(), n=2, cutoff=0.4)
+        name = device_id.lower()
+        near = [known for known in device_ids() if name and known.startswith(name)]
+        near = near or get_close_matches(name, device_ids(), n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = ", ".join(device_ids())
         raise ConfigError(f"unknown device {device_id!r}: {hint}known are {known}") from None

@@ -97,11 +97,9 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
 
 
 def _check(block_size: int, max_num_batched_tokens: int, utilization: float) -> None:
-    if block_size < 1 or max_num_batched_tokens < 1:
-        raise ConfigError(
-            f"block_size is {block_size} and max_num_batched_tokens {max_num_batched_tokens}; "
-            "both must be at least 1"
-        )
+    for name, value in (("block_size", block_size), ("max_num_batched_tokens", max_num_batched_tokens)):
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
     if not 0 < utilization <= 1:
         raise ConfigError(f"gpu_memory_utilization is {utilization}; it must be above 0 and at most 1")
 

@@ -61,6 +61,8 @@ def read_model_config(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
         return name, _read_json(path)
     stem = _names().get(name_or_path.lower())
     if stem is None:
+        if path.suffix == ".json" or name_or_path.startswith((".", "/", "~")):
+            raise ConfigError(f"there is no file or directory {name_or_path}; give a model's {CONFIG_NAME}")
         raise ConfigError(_unknown(name_or_path))
     return stem, packaged_configs()[stem]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,11 +16,12 @@ from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import default_token_budget
-from onbeat.scheduler.replica.token_budget import choose_token_budget
+from onbeat.scheduler.replica.policies import default_token_budget, make_policy
+from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
 from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.workload.offered import OfferedLoad
 
 AUTO = "auto"
 
@@ -152,6 +153,7 @@ def build_simulation(
         enable_prefix_caching=settings.enable_prefix_caching,
         num_micro_batches=settings.pipeline_parallel,
     )
+    make_policy(scheduler)  # refuses what does not go together before anything runs
     return Simulation(
         config=SimulationConfig(
             scheduler=scheduler,
@@ -172,6 +174,38 @@ def build_simulation(
         memory=memory,
         num_devices=settings.num_devices,
     )
+
+
+def build_for_load(
+    settings: ReplicaSettings, make: Callable[[int], OfferedLoad], *, tbt: float | None = None
+) -> tuple[Simulation, OfferedLoad]:
+    """Resolve a configuration and the load that it gets.
+
+    An automatic token budget is chosen beside decodes with the load's own mean context, as far as a full
+    batch has KV memory for it.
+
+    Parameters
+    ----------
+    make : from the longest request that the replica takes, in tokens, to the load.
+    tbt : objective that an automatic token budget keeps, seconds.
+
+    Raises
+    ------
+    ConfigError : see `build_simulation`; and whatever `make` raises.
+    """
+    if settings.max_num_batched_tokens != AUTO:
+        simulation = build_simulation(settings, tbt=tbt)
+        return simulation, make(simulation.config.scheduler.max_model_len)
+    limits = build_simulation(replace(settings, max_num_batched_tokens=None)).config.scheduler
+    load = make(limits.max_model_len)
+    context = decode_context(load, limits)
+    return build_simulation(settings, tbt=tbt, context_tokens=context), load
+
+
+def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:
+    """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
+    context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
+    return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))
 
 
 def _precision(settings: ReplicaSettings) -> Precision:

@@ -57,6 +57,8 @@ class ArrivalPlan:
             )
         if self.kind in {"constant", "burst"} and math.isinf(self.rate):
             raise ConfigError(f"--arrivals {self.kind} needs a finite --request-rate")
+        if not (math.isfinite(self.rate_scale) and self.rate_scale > 0):
+            raise ConfigError(f"--rate-scale must be a finite number above 0, got {self.rate_scale:g}")
         if self.rate_scale != 1.0 and self.kind != "replay":
             raise ConfigError("--rate-scale is for replayed arrivals: give --trace, or change --request-rate")
         if self.kind == "replay" and math.isfinite(self.rate) and self.rate_scale != 1.0:

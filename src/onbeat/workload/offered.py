@@ -116,8 +116,8 @@ class OfferedLoad:
         raise ConfigError(
             f"{num_overlong} of {len(self)} requests of the {self.name} load do not fit a context of "
             f"{max_model_len} tokens; the first is {where}: prompt {int(self.num_prompt_tokens[first])} + "
-            f"output {int(self.num_output_tokens[first])} tokens. {leave_out}a larger --max-model-len takes "
-            f"them in"
+            f"output {int(self.num_output_tokens[first])} tokens. {leave_out}a longer context "
+            f"(--max-model-len, as far as model and KV cache allow) takes them in"
         )
 
     def scaled(self, rate_scale: float) -> OfferedLoad:

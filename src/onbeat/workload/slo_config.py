@@ -10,6 +10,7 @@ The file lists classes; a class with the name of a built-in one and no objective
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def read_slo_config(path: Path) -> tuple[SLOClass, ...]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}") from error
+        near = get_close_matches(str(path), SLO_CLASSES, n=1)
+        hint = f"; did you mean the built-in class {near[0]}?" if near else ""
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}{hint}") from error
     entries = content.get("classes") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or content.keys() != {"classes"}:
         raise ConfigError(f"{path} must be 'classes:' and a list of {{{', '.join(_KEYS)}}}")

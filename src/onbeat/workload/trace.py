@@ -214,10 +214,14 @@ def _parse_row(path: Path, line: int, record: Mapping[str, Any], found: _Format)
     try:
         row = found.parse(record)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}, line {line}: bad value ({error}) in {dict(record)}") from error
+        raise ConfigError(
+            f"{path}, line {line}: bad value ({error}) in {dict(record)}; repair the line or remove it"
+        ) from error
     _, num_prompt_tokens, num_output_tokens, _ = row
     if num_prompt_tokens < 0 or num_output_tokens < 0:
-        raise ConfigError(f"{path}, line {line}: a negative length in {dict(record)}")
+        raise ConfigError(
+            f"{path}, line {line}: a negative length in {dict(record)}; repair the line or remove it"
+        )
     return row
 
 

@@ -1,0 +1,70 @@
+"""Files that a command writes at its end: tried before the work, and none lost to the failure of another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError
+
+
+def check_writable(paths: Mapping[str, Path | None]) -> None:
+    """Find out before the work whether its results can be saved.
+
+    Missing directories are made, as they are when results are saved; files are left as they are.
+
+    Parameters
+    ----------
+    paths : flag -> the file that it names; None is left out.
+
+    Raises
+    ------
+    ConfigError : a file cannot be written, or two flags name the same one.
+    """
+    owners: dict[Path, str] = {}
+    for flag, path in paths.items():
+        if path is None:
+            continue
+        other = owners.setdefault(path.absolute(), flag)
+        if other != flag:
+            raise ConfigError(f"{other} and {flag} both name {path}; give each a file of its own")
+        try:
+            _try(path)
+        except OSError as error:
+            raise ConfigError(
+                f"{flag}: cannot write {path}: {error.strerror or error}; choose another file"
+            ) from error
+
+
+def _try(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    is_there = path.exists()
+    if is_there and not (path.is_file() or path.is_dir()):
+        return  # a pipe or a terminal: opening it may wait
+    path.open("ab").close()
+    if not is_there:
+        path.unlink()
+
+
+def save_all(writers: Mapping[Path, Callable[[], None]], on_saved: Callable[[Path], None]) -> None:
+    """Write files; where one fails, the others are written all the same.
+
+    Parameters
+    ----------
+    writers : file -> what writes it.
+    on_saved : hears of each file that was written.
+
+    Raises
+    ------
+    ConfigError : the first that could not be written.
+    """
+    failure: ConfigError | None = None
+    for path, write in writers.items():
+        try:
+            write()
+        except ConfigError as error:
+            failure = failure or error
+        else:
+            on_saved(path)
+    if failure is not None:
+        raise failure
