@@ -83,6 +83,8 @@ def _show(report: CapacityReport) -> None:
     from onbeat.planner.cases import case_name
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
     for table in rich_tables(report):
         console.print(table)
     for each in report.capacities:

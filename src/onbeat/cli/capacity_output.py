@@ -171,12 +171,14 @@ def _tiles(report: CapacityReport) -> list[tuple[str, str]]:
 def _rate_text(each: Capacity) -> str:
     if each.outcome is Outcome.INFEASIBLE:
         return "INFEASIBLE"
+    if not each.rate:
+        return "-"
     prefix = {Outcome.FOUND: "", Outcome.UNBOUNDED: "above ", Outcome.INTERRUPTED: "at least "}[each.outcome]
     return f"{prefix}{each.rate:.4g}"
 
 
 def _interval_text(each: Capacity) -> str:
     low, high = each.interval
-    if each.outcome is Outcome.INFEASIBLE:
+    if each.outcome is Outcome.INFEASIBLE or not each.rate:
         return "-"
     return f"{low:.4g} to {high:.4g}" if isfinite(high) else f"{low:.4g} or more"

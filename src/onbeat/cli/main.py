@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_error(str(error))
         return EXIT_BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else EXIT_FAILED
     except KeyboardInterrupt:
+        print("onbeat: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         return 0

@@ -23,6 +23,7 @@ NAME = "replay"
 HELP = "repeat a recorded run's decisions, and compare its latencies with a simulation"
 
 EXIT_DIFFERS = 1
+EXIT_INTERRUPTED = 130
 
 milliseconds = checked(lambda text: float(text) / 1e3, "milliseconds")
 
@@ -54,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
     """Replay; return 0 where the decisions are identical."""
     from rich.console import Console
 
+    from onbeat.cli.outputs import check_writable
     from onbeat.recording.reader import Recording
 
+    check_writable({"--json": args.json})
+    if args.host_overhead_ms is not None and not args.host_overhead_ms >= 0:
+        raise ConfigError(f"--host-overhead-ms is {args.host_overhead_ms * 1e3:g}; it must be at least 0")
     console = Console(highlight=False, soft_wrap=True)
     with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
         recording = Recording(args.file, allow_partial=args.allow_partial)
@@ -63,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     _show(console, report)
     if args.json is not None:
         _write_json(args.json, report)
+    if report.is_interrupted:
+        return EXIT_INTERRUPTED
     return 0 if report.identity.is_identical else EXIT_DIFFERS
 
 
@@ -90,13 +97,22 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
             raise
         notes.append(f"not simulated with predicted step times: {error}")
     history = read_history(recording)
-    report = ReplayReport(recording, history, Replay(recording, own_model).run(), notes=notes)
-    report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
-    if predicted is not None:
-        name, model = predicted
-        overhead = history.host_overhead if args.host_overhead_ms is None else args.host_overhead_ms
-        report.forecasts[name] = forecast_with_model(
-            recording, history, config, model, host_overhead=overhead
+    replay = Replay(recording, own_model)
+    report = ReplayReport(recording, history, replay.result, notes=notes)
+    try:
+        replay.run()
+        report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
+        if predicted is not None:
+            name, model = predicted
+            overhead = history.host_overhead if args.host_overhead_ms is None else args.host_overhead_ms
+            report.forecasts[name] = forecast_with_model(
+                recording, history, config, model, host_overhead=overhead
+            )
+    except KeyboardInterrupt:
+        report.is_interrupted = True
+        notes.append(
+            f"interrupted: this is a partial result, {replay.result.num_calls:,} of {recording.num_calls:,} "
+            f"calls and {len(report.forecasts)} simulations"
         )
     return report
 

@@ -70,7 +70,9 @@ def as_run(
         "num_preemptions": result.num_preemptions,
         "prefix_cache_hit_rate": _ratio(result.num_prefix_hits, result.num_prefix_queries),
         "kv_cache_peak_usage": max(
-            (replica.peak_used_blocks / replica.num_blocks for replica in result.replicas), default=None
+            # A replica that had not run when Ctrl-C came has no blocks.
+            (each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks),
+            default=None,
         ),
         "replica_busy_share": _ratio(busy, result.duration * len(result.replicas)),
         "pipeline_bubble_seconds": sum(replica.bubble_seconds for replica in result.replicas),

@@ -140,6 +140,8 @@ class _Run:
         self, result: SimulationResult, history: RunHistory, *, num_matched_steps: int | None = None
     ) -> Forecast:
         """Compare the requests that ran to their end in the recorded run."""
+        if not result.is_complete:
+            raise KeyboardInterrupt  # the simulation has taken it in
         measured, simulated = [], []
         for row, record in enumerate(self._records):
             if record.is_completed:

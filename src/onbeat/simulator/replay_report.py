@@ -26,6 +26,8 @@ class ReplayReport:
     """By where their step times came from."""
     notes: list[str] = field(default_factory=list)
     """What was left out, and why."""
+    is_interrupted: bool = False
+    """Whether Ctrl-C ended it; what was found by then is here."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; times in milliseconds, errors as fractions of what was measured."""
@@ -43,6 +45,7 @@ class ReplayReport:
                 "engine": dict(header.engine),
                 "max_in_flight_steps": header.max_in_flight_steps,
             },
+            "interrupted": self.is_interrupted,
             "identity": {"is_identical": self.identity.is_identical, **asdict(self.identity)},
             "host_overhead_ms": self.history.host_overhead * 1e3,
             "forecasts": {name: _forecast_json(each) for name, each in self.forecasts.items()},
