@@ -108,6 +108,8 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
             report.forecasts[name] = forecast_with_model(
                 recording, history, config, model, host_overhead=overhead
             )
+    except ConfigError as error:  # the decisions are compared all the same
+        notes.append(f"latencies are not compared: {error}")
     except KeyboardInterrupt:
         report.is_interrupted = True
         notes.append(

@@ -164,7 +164,7 @@ def combine_repeats(labels: Labels, repeats: Sequence[Repeat | None]) -> Capacit
     outcome = _outcome(repeats)
     brackets = [repeat.bracket for repeat in ran if repeat.bracket is not None and repeat.bracket.trials]
     reason = next((repeat.reason for repeat in ran if _outcome([repeat]) is outcome), "it did not run")
-    if outcome is Outcome.INTERRUPTED and not brackets:
+    if outcome is Outcome.INTERRUPTED and ran and not brackets:
         reason = "interrupted before a run ended"
     if outcome is Outcome.INFEASIBLE or not brackets:
         rate, interval = 0.0, (0.0, 0.0 if outcome is Outcome.INFEASIBLE else inf)

@@ -82,7 +82,7 @@ def test_a_model_and_a_device_give_predicted_step_times(
             ["--step-time", "linaer", "--model", "Llama-3.1-8B", "--device", "h100-sxm"],
             "did you mean linear?",
         ),
-        (["--json", "nowhere/found.json"], "cannot write nowhere/found.json: No such file"),
+        (["--json", "/proc/nowhere/found.json"], "cannot write /proc/nowhere/found.json: No such file"),
     ],
 )
 def test_bad_flags_exit_with_2(
