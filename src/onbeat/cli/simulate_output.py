@@ -7,8 +7,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import METRICS, SummaryOptions, summarise
+from onbeat.perfmodel.utilisation import StepWork
 from onbeat.report.result import SCHEDULED, RunResult
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import ReplicaSettings, Simulation
@@ -78,8 +80,30 @@ def as_run(
         "pipeline_bubble_seconds": sum(replica.bubble_seconds for replica in result.replicas),
         "wall_seconds": result.wall_seconds,
     }
-    summary["num_overlong"] = load.num_skipped
+    summary |= {"num_overlong": load.num_skipped, **_utilisation(simulation, result, busy)}
     return RunResult(summary=summary, records=result.records, warnings=_warnings(summary))
+
+
+def _utilisation(simulation: Simulation, result: SimulationResult, busy: float) -> dict[str, float | None]:
+    """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
+    if not (result.num_steps and busy):
+        return {"mbu": None, "mfu": None}
+    step_work = StepWork(simulation.model, simulation.precision, simulation.parallelism)
+    num_bytes = num_operations = 0.0
+    for replica in result.replicas:
+        total, num_steps = replica.work, max(1, replica.num_steps)
+        mean = BatchShape(
+            num_new_tokens=round(total.num_new_tokens / num_steps),
+            chunk_cached_tokens=round(total.chunk_cached_tokens / num_steps),
+            decode_context_tokens=round(total.decode_context_tokens / num_steps),
+        )
+        num_bytes += step_work.bytes_read(mean) * replica.num_steps
+        num_operations += step_work.flops(total)
+    device = simulation.device
+    return {
+        "mbu": num_bytes / busy / device.memory_bandwidth,
+        "mfu": num_operations / busy / device.peak(simulation.precision.compute),
+    }
 
 
 def shown_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -100,6 +124,8 @@ def machine_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("steps", f"{summary['num_steps']:,}"),
         ("mean step (ms)", "-" if summary["mean_step_ms"] is None else f"{summary['mean_step_ms']:.2f}"),
         ("replicas busy", "-" if busy is None else f"{busy:.0%}"),
+        ("MBU while busy", "-" if summary["mbu"] is None else f"{summary['mbu']:.0%}"),
+        ("MFU while busy", "-" if summary["mfu"] is None else f"{summary['mfu']:.0%}"),
         ("preemptions", f"{summary['num_preemptions']:,}"),
         ("prefix cache hits", "-" if hit_rate is None else f"{hit_rate:.1%} of prompt tokens"),
         ("KV cache at its fullest", "-" if peak is None else f"{peak:.0%}"),

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from onbeat.core.step import SchedulerOutput
+from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
@@ -17,7 +17,7 @@ from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replica import plan_step
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.sampling import VirtualSampler
-from onbeat.simulator.stats import PlanningCounts, count, planning_counts, step_stats
+from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
 from onbeat.simulator.step_times import predict
 
 
@@ -60,6 +60,7 @@ class PipelineReplica:
         self._free_at = [0.0] * config.pipeline
         """When each stage ends its last micro-batch."""
         self._num_steps = 0
+        self._work = BatchShape()
         self._busy_since = inf
         self._busy_seconds = 0.0
         self._stage_seconds = 0.0
@@ -98,7 +99,9 @@ class PipelineReplica:
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
-        counters = count(self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds)
+        counters = count(
+            self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds, work=self._work
+        )
         if not self._under_way:
             counters.bubble_seconds = self._num_stages * self._busy_seconds - self._stage_seconds
         return counters
@@ -117,6 +120,8 @@ class PipelineReplica:
         batch = self._under_way.popleft()
         scheduled = batch.scheduled
         self._num_steps += 1
+        context = scheduled.shape.decode_context_tokens
+        add_work(self._work, scheduled.shape, first_context=context, num_steps=1)
         outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, 1), batch.end)
         self.started += self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, array("d", [batch.end]))

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from math import inf
 from typing import Protocol
 
-from onbeat.core.step import SchedulerOutput
+from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
@@ -16,13 +16,11 @@ from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.sampling import VirtualSampler
-from onbeat.simulator.stats import PlanningCounts, count, planning_counts, step_stats
+from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
 from onbeat.simulator.step_times import refuse
 
 _STEPS_AT_ONCE = 8
 """Steps predicted at a time where an arrival may, but need not, come to this replica."""
-
-_MOST_EMPTY_PLANS = 2
 
 
 class VirtualReplica(Protocol):
@@ -100,6 +98,7 @@ class SerialReplica:
         self._first_context = 0
         """`decode_context_tokens` of the first step; the shape itself moves on with each prediction."""
         self._num_steps = 0
+        self._work = BatchShape()
         self._busy_since = inf
         self._busy_seconds = 0.0
         self._counts = (PlanningCounts(0, 0, 0), PlanningCounts(0, 0, 0))
@@ -131,6 +130,7 @@ class SerialReplica:
         ends, self._scheduled, self.next_time = self._ends, None, inf
         num_steps = len(ends)
         self._num_steps += num_steps
+        add_work(self._work, scheduled.shape, first_context=self._first_context, num_steps=num_steps)
         outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, num_steps), now)
         if self._tells_first_tokens and (scheduled.admitted or scheduled.shape.num_chunks):
             self.started = self._deliveries.first(outputs)
@@ -165,7 +165,9 @@ class SerialReplica:
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
-        return count(self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds)
+        return count(
+            self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds, work=self._work
+        )
 
     def _look_ahead(self, scheduled: SchedulerOutput, end: float, next_arrival: float) -> None:
         """Predict further steps of the run, the first of which starts at `end`.
@@ -193,14 +195,11 @@ class SerialReplica:
 def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
     """Plan a step; None where nothing can run before something else happens.
 
-    A scheduler may also plan nothing because it only preempted, or because a policy that takes turns found
-    nobody for this one: the next plan, at the same time, is another.
+    A scheduler may also plan nothing because it only preempted: the next plan, at the same time, is another.
     """
-    num_empty = 0
-    while scheduler.num_unfinished and num_empty < _MOST_EMPTY_PLANS:
+    while scheduler.num_unfinished:
         num_preemptions = scheduler.num_preemptions
         scheduled = scheduler.schedule(now, repeats=repeats)
-        if scheduled is not None:
+        if scheduled is not None or scheduler.num_preemptions == num_preemptions:
             return scheduled
-        num_empty += scheduler.num_preemptions == num_preemptions
     return None

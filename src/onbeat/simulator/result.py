@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 
 
@@ -24,6 +25,9 @@ class ReplicaCounters:
     num_blocks: int = 0
     num_leaked_blocks: int = 0
     """KV blocks still held when nothing ran any more; a complete run leaves none."""
+    work: BatchShape = field(default_factory=BatchShape)
+    """What all steps did together: the sums that operations and memory traffic follow from, namely new
+    tokens, LM-head rows, query-key pairs, and context read by chunks and decodes."""
     bubble_seconds: float = 0.0
     """Idle time of pipeline stages while the replica was busy, summed over the stages."""
 

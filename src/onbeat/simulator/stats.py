@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from onbeat.core.step import SchedulerOutput, StepStats
+from onbeat.core.step import BatchShape, SchedulerOutput, StepStats
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.result import ReplicaCounters
 
@@ -56,12 +56,29 @@ def step_stats(
     )
 
 
-def count(scheduler: Scheduler, *, num_steps: int, busy_seconds: float) -> ReplicaCounters:
+def add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_steps: int) -> None:
+    """Add a step, or a run of steps of which each decode reads one token more than in the step before.
+
+    Parameters
+    ----------
+    first_context : `decode_context_tokens` of the first step.
+    """
+    num_rows = shape.num_lm_head_rows
+    total.num_new_tokens += shape.num_new_tokens * num_steps
+    total.num_lm_head_rows += num_rows * num_steps
+    total.query_key_pairs += shape.query_key_pairs * num_steps
+    total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
+    more_context = num_rows * (num_steps * (num_steps - 1) // 2)
+    total.decode_context_tokens += first_context * num_steps + more_context
+
+
+def count(scheduler: Scheduler, *, num_steps: int, busy_seconds: float, work: BatchShape) -> ReplicaCounters:
     """Sum up a replica."""
     pool = scheduler.kv.pool
     return ReplicaCounters(
         num_steps=num_steps,
         busy_seconds=busy_seconds,
+        work=work,
         num_preemptions=scheduler.num_preemptions,
         num_prefix_queries=scheduler.num_prefix_queries,
         num_prefix_hits=scheduler.num_prefix_hits,

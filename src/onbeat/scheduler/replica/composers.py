@@ -48,11 +48,14 @@ class PrefillsFirst:
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:
         plan.make_room_for_waiting(order, self._reservation)
-        if self._num_prefill_steps < self._max_prefill_steps:
-            plan.continue_prefills(self._chunking)
-            plan.admit_waiting(self._chunking, self._reservation)
-        else:
+        if self._num_prefill_steps >= self._max_prefill_steps:
+            self._num_prefill_steps = 0
+            plan.decode_running()
             plan.is_repeatable = False  # the next step looks at prompts again
+            if not plan.is_empty:
+                return
+        plan.continue_prefills(self._chunking)
+        plan.admit_waiting(self._chunking, self._reservation)
         if plan.is_empty:
             plan.decode_running()
             self._num_prefill_steps = 0

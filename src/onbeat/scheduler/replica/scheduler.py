@@ -22,6 +22,7 @@ from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 
@@ -255,7 +256,9 @@ class Scheduler:
         if self.config.num_micro_batches > 1:
             for state in states:
                 state.is_in_flight = True
-        max_repeats = self._max_repeats(plan, shape) if may_repeat else 1
+        max_repeats = 1
+        if may_repeat and len(self._in_flight) == 1:
+            max_repeats = count_repeats(plan.decodes, shape, self.kv)
         return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape, max_repeats)
 
     def _admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
@@ -309,24 +312,6 @@ class Scheduler:
         shape.add(num_computed, num_new, samples=samples)
         return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
 
-    def _max_repeats(self, plan: StepPlan, shape: BatchShape) -> int:
-        """Return how often a step of decodes alone may be run before a request ends or may lack a block.
-
-        Whoever waits could not be admitted, and while only token counts grow that stays so.
-        """
-        if shape.num_chunks or len(self._in_flight) > 1:
-            return 1
-        num_left = [
-            state.max_total_tokens - state.num_tokens
-            for state in plan.decodes
-            if state.status is RequestStatus.RUNNING
-        ]
-        if not num_left or shape.num_lm_head_rows != len(num_left):
-            return 1
-        # Every row may be about to need a block, and then one more each block_size tokens.
-        num_blocks_each = self.kv.pool.num_free_blocks // len(num_left)
-        return max(1, min(*num_left, (num_blocks_each - 1) * self.config.block_size + 1))
-
     def _take_back(
         self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
     ) -> int:
@@ -339,11 +324,7 @@ class Scheduler:
         num_more = len(result.sampled_token_ids[0]) - 1
         assert 0 <= num_more < scheduled.max_repeats, "the step was run too often"
         if num_more:
-            for state in states:
-                if state.status is RequestStatus.RUNNING:
-                    num_computed = state.num_computed_tokens = state.num_computed_tokens + num_more
-                    if num_computed > state.num_allocated_tokens:
-                        self.kv.grow(state, num_computed)
+            advance_repeats(states, num_more, self.kv)
         return num_more
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
