@@ -134,6 +134,9 @@ class StepStats:
     """Weight and KV bytes read / (step time x peak bandwidth); None where the peak is not known."""
     mfu: float | None = None
     """Floating-point operations / (step time x peak rate); None where the peak is not known."""
+    is_drifting: bool | None = None
+    """Whether recent steps have left the step-time model as it was before it corrected itself; None without
+    a model that watches for it."""
 
 
 @dataclass(slots=True)

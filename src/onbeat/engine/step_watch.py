@@ -46,12 +46,13 @@ class StepWatch:
         self._is_drifting = False
 
     def judge(self, stats: StepStats) -> None:
-        """Set `mbu` and `mfu` of a step; both stay None for a step that took no time."""
+        """Set `mbu`, `mfu` and `is_drifting`; the first two stay None for a step that took no time."""
         seconds = stats.end - stats.start
         if seconds > 0:
             stats.mbu = self._work.bytes_read(stats.shape) * self._seconds_per_byte / seconds
             stats.mfu = self._work.flops(stats.shape) * self._seconds_per_flop / seconds
         if self._drift is not None and (drift := self._drift()) is not None:
+            stats.is_drifting = drift.is_alarming
             self._follow(drift)
 
     def _follow(self, drift: Drift) -> None:

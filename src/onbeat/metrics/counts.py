@@ -66,6 +66,7 @@ class RunCounts:
         self.mfu = Histogram(SHARES)
         self.last_mbu: float | None = None
         self.last_mfu: float | None = None
+        self.is_drifting: bool | None = None
         self._log_bias = 0.0
         self._num_predicted = 0
         self.schedule = Histogram(HOST_SECONDS)
@@ -142,6 +143,7 @@ class RunCounts:
         self.step.observe(seconds)
         if stats.predicted_seconds is not None and seconds > 0:
             self._count_prediction(stats.predicted_seconds, seconds)
+        self.is_drifting = stats.is_drifting
         if stats.mbu is not None and stats.mfu is not None:
             self.last_mbu, self.last_mfu = stats.mbu, stats.mfu
             self.mbu.observe(stats.mbu)

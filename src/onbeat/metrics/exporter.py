@@ -73,6 +73,11 @@ class MetricsExporter(Collector):
                 "Typical actual / predicted time of recent steps",
                 counts.prediction_bias,
             ),
+            (
+                "step_prediction_drift",
+                "1 while steps have left the uncorrected step-time model",
+                None if counts.is_drifting is None else float(counts.is_drifting),
+            ),
         ):
             if value is not None:
                 yield _gauge(f"onbeat_{name}", text, value)

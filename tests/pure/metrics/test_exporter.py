@@ -116,6 +116,13 @@ def test_predictions_and_utilisation_are_absent_where_nobody_predicts(counts: Ru
     assert not gauges & got.keys()
 
 
+@pytest.mark.parametrize(("is_drifting", "shown"), [(None, None), (False, 0.0), (True, 1.0)])
+def test_the_drift_alarm_is_a_gauge(counts: RunCounts, is_drifting, shown) -> None:
+    counts.on_step(stats(10.0, 10.5, predicted_seconds=0.4, is_drifting=is_drifting))
+    got = samples(MetricsExporter(counts, model_name="m"))
+    assert got.get("onbeat_step_prediction_drift") == shown
+
+
 def test_predictions_are_compared_with_the_clock(counts: RunCounts) -> None:
     for _ in range(3):
         counts.on_step(stats(10.0, 10.5, predicted_seconds=0.4, mbu=0.25, mfu=0.05))
