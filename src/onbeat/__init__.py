@@ -7,21 +7,50 @@ from typing import TYPE_CHECKING, Any
 
 from onbeat.core.errors import MissingExtra
 from onbeat.core.request import SamplingParams
+from onbeat.core.slo import SLO
 
 if TYPE_CHECKING:
     from onbeat.engine.llm import LLM
+    from onbeat.simulator.api import simulate
+    from onbeat.workload.arrival_plan import ArrivalPlan
+    from onbeat.workload.load_source import LoadSource, make_load
+    from onbeat.workload.offered import OfferedLoad
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "SLO",
+    "ArrivalPlan",
+    "LoadSource",
+    "OfferedLoad",
+    "SamplingParams",
+    "__version__",
+    "make_load",
+    "simulate",
+]
+
+_HOMES = {
+    "LLM": "onbeat.engine.llm",
+    "ArrivalPlan": "onbeat.workload.arrival_plan",
+    "LoadSource": "onbeat.workload.load_source",
+    "OfferedLoad": "onbeat.workload.offered",
+    "make_load": "onbeat.workload.load_source",
+    "simulate": "onbeat.simulator.api",
+}
+"""Loaded when asked for: the first needs torch, the others numpy."""
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch only when it is asked for."""
-    if name != "LLM":
+    """Load what needs more than the standard library only when it is asked for."""
+    if name not in _HOMES:
         raise AttributeError(f"module 'onbeat' has no attribute {name!r}")
     try:
-        return importlib.import_module("onbeat.engine.llm").LLM
+        return getattr(importlib.import_module(_HOMES[name]), name)
     except ModuleNotFoundError as error:
         raise MissingExtra(
-            f"onbeat.LLM needs {error.name!r}, which is not installed: pip install 'onbeat[serve]'"
+            f"onbeat.{name} needs {error.name!r}, which is not installed: pip install 'onbeat[serve]'"
         ) from error
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,92 @@
+"""`onbeat.simulate`: a simulation in a few lines of Python."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.setup import ReplicaSettings, build_for_load
+from onbeat.simulator.simulate import simulate as simulate_load
+from onbeat.workload.arrival_plan import ArrivalPlan
+from onbeat.workload.load_source import LoadSource, make_load
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.trace import TIMED_KINDS, read_trace
+
+
+def simulate(
+    *,
+    model: str,
+    device: str,
+    trace: str | os.PathLike[str] | None = None,
+    load: OfferedLoad | None = None,
+    slo: SLO | None = None,
+    **settings: Any,
+) -> SimulationResult:
+    """Run requests through a model on virtual devices, by the scheduler that serves live.
+
+    Parameters
+    ----------
+    model : a known name such as `meta-llama/Llama-3.1-8B`, a `config.json` or its directory.
+    device : an id such as `h100-sxm`.
+    trace : a file of any kind that `onbeat simulate --trace` reads; it is replayed in its own time.
+    load : requests from elsewhere, such as `onbeat.make_load`; either this or `trace`.
+    slo : what requests are promised, for their records and for an automatic token budget; `load` may bring
+        classes of its own instead.
+    **settings : fields of `onbeat.simulator.setup.ReplicaSettings`: `policy`, `replicas`, `router`,
+        `tensor_parallel`, `max_num_seqs`, `max_num_batched_tokens`, `max_concurrency` and others.
+
+    Returns
+    -------
+    The records of the requests in the order of the load, times in virtual seconds, and what each replica did.
+
+    Raises
+    ------
+    ConfigError : an unknown name or setting, a bad trace, a model that does not fit, or a request that does
+        not.
+
+    Examples
+    --------
+    >>> import onbeat
+    >>> source = onbeat.LoadSource(input_len=512, output_len=64)
+    >>> load = onbeat.make_load(source, onbeat.ArrivalPlan(rate=4.0), num_requests=50, seed=0)
+    >>> result = onbeat.simulate(model="meta-llama/Llama-3.1-8B", device="h100-sxm", load=load, replicas=2)
+    >>> len(result.records), {record.num_output_tokens for record in result.records}
+    (50, {64})
+    >>> all(record.first_token - record.arrival < 0.2 for record in result.records)
+    True
+    """
+    if (trace is None) == (load is None):
+        raise ConfigError("give requests once: trace=FILE or load=OfferedLoad(...)")
+    known = [field.name for field in fields(ReplicaSettings)]
+    for name in settings:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"simulate() has no setting {name!r}; {hint}")
+    replica = ReplicaSettings(model=model, device=device, **settings)
+
+    def offered(_max_model_len: int) -> OfferedLoad:
+        requests = load if load is not None else _read_load(Path(trace or ""))
+        if slo is None:
+            return requests
+        return requests.with_classes([SLOClass(name="default", slo=slo)], seed=replica.seed)
+
+    simulation, requests = build_for_load(replica, offered, tbt=None if slo is None else slo.tbt)
+    return simulate_load(requests, simulation.config, simulation.step_time)
+
+
+def _read_load(path: Path) -> OfferedLoad:
+    kind = read_trace(path).kind
+    if kind not in TIMED_KINDS:
+        raise ConfigError(
+            f"{path} has lengths, but no times: make a load of it with "
+            f"make_load(LoadSource(name={kind!r}, path=...), ArrivalPlan(rate=...), ...)"
+        )
+    return make_load(LoadSource(name=kind, path=path), ArrivalPlan(kind="replay"), num_requests=None, seed=0)

@@ -1,0 +1,80 @@
+"""`onbeat.simulate`: a simulation in a few lines of Python."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import onbeat
+from onbeat.core.errors import ConfigError
+from onbeat.simulator import api
+
+WHERE: dict[str, Any] = {"model": "meta-llama/Llama-3.1-8B", "device": "h100-sxm"}
+TRACE = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-11-16 18:15:46.6805900,374,44
+2023-11-16 18:15:50.9951690,396,109
+"""
+
+
+def make_load(num_requests: int = 30) -> onbeat.OfferedLoad:
+    source = onbeat.LoadSource(input_len=512, output_len=16)
+    return onbeat.make_load(source, onbeat.ArrivalPlan(rate=8.0), num_requests=num_requests, seed=1)
+
+
+def test_the_example_in_its_documentation_is_true() -> None:
+    result = doctest.testmod(api, optionflags=doctest.ELLIPSIS)
+    assert result.attempted >= 6
+    assert result.failed == 0
+
+
+def test_replays_a_trace_in_its_own_time(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(TRACE)
+    result = onbeat.simulate(**WHERE, trace=path)
+    assert result.is_complete
+    assert [record.num_output_tokens for record in result.records] == [44, 109]
+    assert result.records[1].arrival == pytest.approx(4.314579)
+
+
+def test_equal_arguments_give_equal_records() -> None:
+    first, second = (onbeat.simulate(**WHERE, load=make_load(), replicas=2, seed=3) for _ in range(2))
+    assert first.records == second.records
+
+
+def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
+    slo = onbeat.SLO(ttft=0.5, tbt=0.05)
+    result = onbeat.simulate(**WHERE, load=make_load(), slo=slo, max_num_batched_tokens="auto")
+    assert {record.slo for record in result.records} == {slo}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"polcy": "orca"}, "no setting 'polcy'; did you mean policy"),
+        ({"policy": "orcas"}, "unknown policy 'orcas'"),
+        ({"load": None}, "give requests once"),
+        ({"trace": "x.csv"}, "give requests once"),
+        ({"device": "h100"}, "did you mean h100-sxm"),
+        ({"max_num_batched_tokens": "auto"}, "give --slo-tbt-ms"),
+        ({"max_model_len": 100}, "do not fit a context of 100 tokens"),
+    ],
+)
+def test_says_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        onbeat.simulate(**{**WHERE, "load": make_load(), **changes})
+
+
+def test_a_file_without_times_needs_a_rate(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("num_prefill_tokens,num_decode_tokens\n10,5\n")
+    with pytest.raises(ConfigError, match="has lengths, but no times"):
+        onbeat.simulate(**WHERE, trace=path)
+
+
+def test_there_is_nothing_else_in_the_package() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'simulat'"):
+        onbeat.simulat  # noqa: B018
+    assert all(hasattr(onbeat, name) for name in set(dir(onbeat)) - {"LLM"})
