@@ -180,7 +180,7 @@ def study_ablation(options: Options) -> None:
 
 
 def study_stall(_options: Options) -> None:
-    """32 requests decode; a prompt of 8,192 tokens arrives after one second."""
+    """32 requests decode; a prompt of 8,192 tokens arrives after three seconds."""
     prompts = np.array([256] * 32 + [8192])
     outputs = np.array([400] * 32 + [16])
     arrivals = np.array([0.0] * 32 + [3.0])

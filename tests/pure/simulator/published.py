@@ -1,0 +1,127 @@
+"""Set-ups of the policy papers, small enough for tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from onbeat.metrics.summary import collect_samples, percentile
+from onbeat.planner.capacity import CapacityTask, find_capacity
+from onbeat.planner.grid import ReplicaCase
+from onbeat.planner.objectives import SarathiObjective
+from onbeat.planner.parallel import run_tasks
+from onbeat.planner.search import SearchOptions
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.arrivals import poisson_arrivals
+from onbeat.workload.offered import OfferedLoad
+
+Tokens = NDArray[np.int64]
+
+A100 = "a100-80-sxm"
+MISTRAL = ReplicaSettings(model="mistralai/Mistral-7B-v0.1", device=A100, max_model_len=8192)
+YI = ReplicaSettings(model="01-ai/Yi-34B-200K", device=A100, tensor_parallel=2, max_model_len=8192)
+
+
+def shared_data() -> Path:
+    """Return the folder of public traces; skip where there is none."""
+    folder = os.environ.get("ONBEAT_SHARED")
+    if not folder:
+        pytest.skip("ONBEAT_SHARED names the folder of recorded traces")
+    return Path(folder) / "data"
+
+
+def chat_lengths(num_requests: int, *, max_tokens: int, seed: int) -> tuple[Tokens, Tokens]:
+    """Return (prompt, output) tokens like those of ShareGPT's conversations in Sarathi-Serve's table 2.
+
+    Log-normal through the published medians and 90th percentiles: 1730 and 5696 in, 415 and 834 out.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = (4 * num_requests, 2)
+    lengths = np.ceil(np.exp(rng.normal(np.log([1730, 415]), [0.93, 0.545], drawn))).astype(int)
+    prompts, outputs = lengths[lengths.sum(axis=1) <= max_tokens][:num_requests].T
+    assert len(prompts) == num_requests
+    return prompts, outputs
+
+
+def chat_load(num_requests: int, *, rate: float = 1.0, max_tokens: int = 8192, seed: int = 0) -> OfferedLoad:
+    prompts, outputs = chat_lengths(num_requests, max_tokens=max_tokens, seed=seed)
+    return OfferedLoad(
+        name="chat",
+        arrivals=poisson_arrivals(num_requests, rate=rate, rng=np.random.default_rng(seed + 1000)),
+        num_prompt_tokens=prompts,
+        num_output_tokens=outputs,
+    )
+
+
+def run(load: OfferedLoad, settings: ReplicaSettings) -> SimulationResult:
+    simulation = build_simulation(settings)
+    return simulate(load, simulation.config, simulation.step_time)
+
+
+@dataclass(frozen=True)
+class Server:
+    """A policy with its limits."""
+
+    policy: str
+    max_num_seqs: int
+    budget: int
+
+    @property
+    def settings(self) -> ReplicaSettings:
+        return replace(
+            MISTRAL,
+            policy=self.policy,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+        )
+
+
+@lru_cache
+def chat_capacity(server: Server, tbt: float) -> float:
+    """Return the highest rate that keeps the paper's objective (`keeps_objective`), within 5 %."""
+    task = CapacityTask(
+        case=ReplicaCase(settings=server.settings),
+        load=chat_load(300),
+        objective=SarathiObjective(tbt=tbt),
+        options=SearchOptions(tolerance=0.05),
+    )
+    [found] = run_tasks(find_capacity, [task])
+    assert found is not None
+    assert found.bracket is not None, found.reason
+    return found.bracket.low
+
+
+def keeps_objective(server: Server, rate: float, tbt: float) -> bool:
+    """Return whether P99 TBT is within `tbt` and the median scheduling delay at most 2 s."""
+    records = run(chat_load(300, rate=rate), server.settings).records
+    delay = np.median([not_none(record.scheduled) - record.arrival for record in records])
+    return percentile(collect_samples(records)["itl"], 99) <= tbt and bool(delay <= 2.0)
+
+
+def not_none(value: float | None) -> float:
+    assert value is not None
+    return value
+
+
+def normalised_latency(result: SimulationResult) -> float:
+    """Return the median of latency per output token, seconds (Orca's metric)."""
+    return float(np.median([record.e2e / record.num_output_tokens for record in result.records]))
+
+
+def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings, *, factor: float) -> float:
+    """Return the highest rate whose normalised latency is within `factor` of the idle machine's."""
+    limit = factor * normalised_latency(run(load.at_rate(0.01).take(np.arange(50)), settings))
+    low, high = 0.1, 50.0
+    while high > 1.1 * low:
+        middle = (low * high) ** 0.5
+        fits = normalised_latency(run(load.at_rate(middle), settings)) <= limit
+        low, high = (middle, high) if fits else (low, middle)
+    return low
