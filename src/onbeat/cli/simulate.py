@@ -99,23 +99,14 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
 
 
 def _show(run: RunResult[RequestRecord]) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    from onbeat.cli.simulate_output import machine_rows, table_metrics
+    from onbeat.metrics.summary import METRICS
     from onbeat.report.table import run_tables
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    for table in run_tables(run, table_metrics(), (50.0, 90.0, 99.0), what="Simulation"):
+    for table in run_tables(run, METRICS, (50.0, 90.0, 99.0), what="Simulation"):
         console.print(table)
-    machine = Table(box=SIMPLE_HEAD, title="Replicas", title_justify="left", show_header=False)
-    machine.add_column()
-    machine.add_column(justify="right")
-    for row in machine_rows(run.summary):
-        machine.add_row(*row)
-    console.print(machine)
     for warning in run.warnings:
         console.print(f"note: {warning}", markup=False, highlight=False)
     if run.summary["interrupted"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import METRICS, SummaryOptions, summarise
+from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.perfmodel.utilisation import StepWork
 from onbeat.report.result import SCHEDULED, RunResult
 from onbeat.simulator.result import SimulationResult
@@ -113,32 +113,6 @@ def shown_settings(args: argparse.Namespace) -> dict[str, Any]:
         for name, value in sorted(vars(args).items())
         if name not in HIDDEN_SETTINGS and value not in (None, [], False) and _is_plain(value)
     }
-
-
-def machine_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return what the replicas did, as (name, value)."""
-    hit_rate, peak, busy = (
-        summary[key] for key in ("prefix_cache_hit_rate", "kv_cache_peak_usage", "replica_busy_share")
-    )
-    rows = [
-        ("steps", f"{summary['num_steps']:,}"),
-        ("mean step (ms)", "-" if summary["mean_step_ms"] is None else f"{summary['mean_step_ms']:.2f}"),
-        ("replicas busy", "-" if busy is None else f"{busy:.0%}"),
-        ("MBU while busy", "-" if summary["mbu"] is None else f"{summary['mbu']:.0%}"),
-        ("MFU while busy", "-" if summary["mfu"] is None else f"{summary['mfu']:.0%}"),
-        ("preemptions", f"{summary['num_preemptions']:,}"),
-        ("prefix cache hits", "-" if hit_rate is None else f"{hit_rate:.1%} of prompt tokens"),
-        ("KV cache at its fullest", "-" if peak is None else f"{peak:.0%}"),
-        ("simulated in (s)", f"{summary['wall_seconds']:.2f}"),
-    ]
-    if summary["pipeline_bubble_seconds"]:
-        rows.insert(3, ("pipeline bubbles (s)", f"{summary['pipeline_bubble_seconds']:,.1f}"))
-    return rows
-
-
-def table_metrics() -> tuple[str, ...]:
-    """Return the metrics of the latency table."""
-    return METRICS
 
 
 def _ratio(part: float, whole: float) -> float | None:

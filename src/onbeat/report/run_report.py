@@ -12,7 +12,15 @@ from onbeat.metrics.summary import METRICS, percentile_name
 from onbeat.report import charts
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.result import AnyResult, merge_warnings
-from onbeat.report.table import CLASS_COLUMNS, SWEEP_COLUMNS, class_rows, latency_rows, number, summary_rows
+from onbeat.report.table import (
+    CLASS_COLUMNS,
+    SWEEP_COLUMNS,
+    class_rows,
+    latency_rows,
+    machine_rows,
+    number,
+    summary_rows,
+)
 
 CDF_TITLES = {
     "ttft": "Time to first token (TTFT)",
@@ -128,6 +136,7 @@ def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -
     return (
         "<h2>Numbers</h2>\n"
         + f'<div class="grid">{_summary_table(result)}{_latency_table(result, percentiles)}</div>\n'
+        + _machine_section(result)
         + _error_section(result)
         + _class_section(result)
         + "<h2>Distributions</h2>\n"
@@ -203,6 +212,11 @@ def _error_section(result: AnyResult) -> str:
         '<h2 class="bad">Not completed</h2>\n'
         f'<div class="card scroll"><table><thead>{head}</thead><tbody>{rows}</tbody></table></div>\n'
     )
+
+
+def _machine_section(result: AnyResult) -> str:
+    rows = machine_rows(result.summary)
+    return f"<h2>Replicas</h2>\n{table(('', ''), rows)}" if rows else ""
 
 
 def _class_section(result: AnyResult) -> str:

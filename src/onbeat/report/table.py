@@ -67,6 +67,29 @@ def latency_rows(
     ]
 
 
+def machine_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what the replicas of a simulated run did, as (name, value); nothing for a measured run."""
+    if "num_steps" not in summary:
+        return []
+    hit_rate, peak, busy = (
+        summary[key] for key in ("prefix_cache_hit_rate", "kv_cache_peak_usage", "replica_busy_share")
+    )
+    rows = [
+        ("steps", f"{summary['num_steps']:,}"),
+        ("mean step (ms)", "-" if summary["mean_step_ms"] is None else f"{summary['mean_step_ms']:.2f}"),
+        ("replicas busy", "-" if busy is None else f"{busy:.0%}"),
+        ("MBU while busy", "-" if summary["mbu"] is None else f"{summary['mbu']:.0%}"),
+        ("MFU while busy", "-" if summary["mfu"] is None else f"{summary['mfu']:.0%}"),
+        ("preemptions", f"{summary['num_preemptions']:,}"),
+        ("prefix cache hits", "-" if hit_rate is None else f"{hit_rate:.1%} of prompt tokens"),
+        ("KV cache at its fullest", "-" if peak is None else f"{peak:.0%}"),
+        ("simulated in (s)", f"{summary['wall_seconds']:.2f}"),
+    ]
+    if summary["pipeline_bubble_seconds"]:
+        rows.insert(3, ("pipeline bubbles (s)", f"{summary['pipeline_bubble_seconds']:,.1f}"))
+    return rows
+
+
 CLASS_COLUMNS = (
     *("class", "TTFT objective", "TBT objective", "offered", "good"),
     *("TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
@@ -106,11 +129,18 @@ def run_tables(
     for latency_row in latency_rows(result.summary, metrics, percentiles):
         latencies.add_row(*latency_row)
     tables = [counts, latencies]
-    if rows := class_rows(result.summary):
+    if rows := machine_rows(result.summary):
+        machine = Table(box=SIMPLE_HEAD, title="Replicas", title_justify="left", show_header=False)
+        machine.add_column()
+        machine.add_column(justify="right")
+        for machine_row in rows:
+            machine.add_row(*machine_row)
+        tables.append(machine)
+    if of_classes := class_rows(result.summary):
         classes = Table(box=SIMPLE_HEAD, title="Classes (times in ms)", title_justify="left")
         for column in CLASS_COLUMNS:
             classes.add_column(column, justify="left" if column == "class" else "right")
-        for class_row in rows:
+        for class_row in of_classes:
             classes.add_row(*class_row)
         tables.append(classes)
     if errors := result.summary.get("errors_by_cause"):
