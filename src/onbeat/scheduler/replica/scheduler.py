@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
 
-from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import (
     AdmittedRequest,
@@ -18,6 +18,7 @@ from onbeat.core.step import (
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.delivery import deliver, last_output
+from onbeat.scheduler.replica.checks import check_request
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
@@ -87,15 +88,7 @@ class Scheduler:
             raise InvalidRequest(
                 f"request id {request.request_id!r} is in use; use a new one", param="request_id"
             )
-        num_prompt_tokens = len(request.prompt_token_ids)
-        if num_prompt_tokens == 0:
-            raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt")
-        if num_prompt_tokens >= self.config.max_model_len:
-            raise PromptTooLong(
-                f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
-                f"at most {self.config.max_model_len}. Shorten it or serve with a larger max_model_len"
-            )
-        self._check_transfer(request)
+        check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
         sort_key = (self._order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
@@ -385,21 +378,6 @@ class Scheduler:
         """Tell the model runner with the next step to drop a request, unless it never heard of it."""
         if self._unannounced.pop(state.request_id, None) is None:
             self._released_ids.append(state.request_id)
-
-    def _check_transfer(self, request: Request) -> None:
-        """Refuse a request whose KV can neither come nor stay as it asks."""
-        num_external, num_prompt = request.num_external_tokens, len(request.prompt_token_ids)
-        if not 0 <= num_external < num_prompt:
-            raise InvalidRequest(
-                f"num_external_tokens is {num_external} of {num_prompt} prompt tokens; at least the last one "
-                "is computed here",
-                param="num_external_tokens",
-            )
-        if request.keeps_kv and self._policy.release.holds_finished:
-            raise InvalidRequest(
-                f"policy {self.config.policy!r} holds whole batches, so none can keep its KV; use another",
-                param="keeps_kv",
-            )
 
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):

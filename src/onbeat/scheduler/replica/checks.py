@@ -1,0 +1,40 @@
+"""Which requests a replica can never run."""
+
+from __future__ import annotations
+
+from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.request import Request
+from onbeat.scheduler.config import SchedulerConfig
+
+
+def check_request(request: Request, config: SchedulerConfig, *, holds_finished: bool) -> None:
+    """Refuse a request that could never run here.
+
+    Parameters
+    ----------
+    holds_finished : whether the policy keeps finished requests until their batch ends.
+
+    Raises
+    ------
+    InvalidRequest : the prompt is empty, or its KV can neither come nor stay as the request asks.
+    PromptTooLong : the prompt does not fit the context.
+    """
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if num_prompt_tokens == 0:
+        raise InvalidRequest("the prompt has no tokens; send at least one", param="prompt")
+    if num_prompt_tokens >= config.max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
+            f"at most {config.max_model_len}. Shorten it or serve with a larger max_model_len"
+        )
+    if not 0 <= request.num_external_tokens < num_prompt_tokens:
+        raise InvalidRequest(
+            f"num_external_tokens is {request.num_external_tokens} of {num_prompt_tokens} prompt tokens; at "
+            "least the last one is computed here",
+            param="num_external_tokens",
+        )
+    if request.keeps_kv and holds_finished:
+        raise InvalidRequest(
+            f"policy {config.policy!r} holds whole batches, so none can keep its KV; use another",
+            param="keeps_kv",
+        )
