@@ -17,8 +17,8 @@ from onbeat.core.step import (
 )
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.delivery import deliver, last_output
 from onbeat.scheduler.replica.checks import check_request
+from onbeat.scheduler.replica.delivery import deliver, last_output
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
