@@ -92,7 +92,7 @@ class Clients:
             prompt_token_ids=range(num_prompt_tokens),
             sampling=_sampling(num_output_tokens, self._declared_max_tokens),
             arrival=now,
-            block_hashes=() if self._hashes is None else self._hashes.of(index, num_prompt_tokens),
+            block_hashes=() if self._hashes is None else self._hashes.of(index),
         )
         record = RequestRecord(
             request_id=request_id,
@@ -161,6 +161,7 @@ class _BlockHashes:
 
     def __init__(self, load: OfferedLoad, block_size: int) -> None:
         assert load.block_ids is not None
+        self._load = load
         self._block_ids = load.block_ids
         self._block_size = block_size
         self._num_parts = load.block_size // block_size
@@ -171,10 +172,14 @@ class _BlockHashes:
                 f"{block_size} tokens neither divide nor are a multiple of; choose a block_size that does"
             )
 
-    def of(self, index: int, num_prompt_tokens: int) -> list[int]:
-        """Return the hashes of a prompt's full blocks."""
+    def of(self, index: int) -> list[int]:
+        """Return the hashes of the full blocks of a prompt, and of its output where ids cover that."""
         block_ids = self._block_ids[index]
-        num_blocks = num_prompt_tokens // self._block_size
+        load = self._load
+        num_tokens = int(load.num_prompt_tokens[index])
+        if load.ids_cover_output:
+            num_tokens += int(load.num_output_tokens[index])
+        num_blocks = num_tokens // self._block_size
         if self._num_joined > 1:
             return list(block_ids[self._num_joined - 1 :: self._num_joined][:num_blocks])
         parts = self._num_parts

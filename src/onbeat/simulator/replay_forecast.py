@@ -134,6 +134,7 @@ class _Run:
             num_output_tokens=np.array([max(record.num_output_tokens, 1) for record in self._records]),
             block_ids=tuple(tuple(ids.setdefault(each, len(ids)) for each in hashes) for hashes in blocks),
             block_size=recording.header.scheduler["block_size"],
+            ids_cover_output=True,
         )
 
     def compare(

@@ -39,6 +39,8 @@ class OfferedLoad:
     """Ids of each prompt's blocks; equal ids mean an equal prefix up to the block's end."""
     block_size: int = 512
     """Tokens of one block of `block_ids`."""
+    ids_cover_output: bool = False
+    """Whether `block_ids` go on over the output, so that a later prompt may hold an earlier answer."""
     class_ids: ClassIds | None = None
     """Row of `classes` for each request; None where there are no objectives."""
     classes: tuple[SLOClass, ...] = ()

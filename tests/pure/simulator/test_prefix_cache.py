@@ -44,6 +44,18 @@ def test_only_full_blocks_of_the_prompt_are_shared():
     assert cached_tokens(load) == [0, 32]
 
 
+@pytest.mark.parametrize(("ids_cover_output", "expected"), [(False, [0, 32]), (True, [0, 64])])
+def test_a_later_turn_holds_the_answer_before_it(ids_cover_output, expected):
+    load = make_load(
+        [40, 80],
+        [30, 4],
+        block_ids=((1, 2, 3, 4), (1, 2, 3, 4, 5)),
+        block_size=16,
+        ids_cover_output=ids_cover_output,
+    )
+    assert cached_tokens(load) == expected
+
+
 def test_loads_without_ids_share_nothing():
     assert cached_tokens(make_load([64, 64], [4, 4])) == [0, 0]
 
