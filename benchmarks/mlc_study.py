@@ -12,9 +12,9 @@ output token against output tokens/s per GPU. Its points for Llama-3-8B (fp16, H
 Two step-time models are run:
 
 roofline   The uncalibrated roofline: the hardware's limit. No engine reaches it.
-with host  The same, and beside it a + b x rows seconds a step: sampling, detokenising, streaming and the
-           launches of a real engine, which grow with the rows and which a second GPU does not share. a and b
-           (not below 0) are fitted to the two points of TP1, the only measurements used. TP2 is a prediction.
+with host  The same, and beside it a + b x rows seconds a step, for all that grows with the rows of a real
+           engine's step and that a second GPU does not share. a and b (not below 0) are fitted to the two
+           points of TP1, the only measurements used. TP2 is a prediction.
 
 Lengths: as of conversations (log-normal, mean 306 tokens in and 500 out, standard deviation of the logarithm
 1.0 and 0.7), and fixed, 100 or 1,000 in and 500 out, as in the post. Every level runs 500 requests, or 16
@@ -44,7 +44,8 @@ from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.workload.load_source import conversation_lengths
 from onbeat.workload.offered import OfferedLoad
 
-CONCURRENCIES = (1, 4, 8, 10, 16, 20, 30, 45, 64, 96, 128)
+CONCURRENCIES = (1, 4, 8, 10, 16, 20, 30, 45, 64, 96, 128, 192, 256, 384)
+"""The post goes to 64; the roofline alone reaches the same TPOT with many more."""
 CHAT = "306 / 500 log-normal"
 LENGTHS = (CHAT, "100 / 500", "1000 / 500")
 """Prompt / output tokens."""
@@ -185,7 +186,7 @@ def show_crossover(curves: Mapping[int, Curve]) -> dict[float, float]:
     print("|---:|---:|---:|---:|---:|---:|")
     for limit in (6e-3, TIGHT, 8e-3, 9e-3, LOOSE, 11e-3, 12e-3, 14e-3):
         found = [at_tpot(curves[tp], limit) for tp in DEGREES]
-        cells = ["- | - " if each is None else f"{each[0]:.0f} | {each[1]:.0f}" for each in found]
+        cells = ["- | -" if each is None else f"{each[0]:.0f} | {each[1]:.0f}" for each in found]
         ratio = "-"
         if found[0] and found[1]:
             ratios[limit] = found[1][1] / found[0][1]
