@@ -20,6 +20,8 @@ NAME = "capacity"
 HELP = "find the highest request rate that keeps an objective, without the hardware"
 INFEASIBLE = 3
 INTERRUPTED = 130
+SHORT_LOAD = 30.0
+"""Seconds: the delays that objectives limit take some of them to build up."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +96,14 @@ def _show(report: CapacityReport) -> None:
                 "saturate it; raise --num-prompts",
                 markup=False,
             )
+    highest = max((each.rate for each in report.capacities), default=0.0)
+    if highest and report.num_requests / highest < SHORT_LOAD:
+        console.print(
+            f"note: at {highest:.4g} requests/s the load lasts {report.num_requests / highest:.0f} s, in "
+            "which queues hardly grow; raise --num-prompts for the rate that can be kept up",
+            markup=False,
+            soft_wrap=True,
+        )
     if report.is_infeasible:
         reasons = [each.reason for each in report.capacities] or [point.error for point in report.points]
         console.print(f"INFEASIBLE: {reasons[0]}", markup=False, soft_wrap=True)

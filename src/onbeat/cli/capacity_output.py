@@ -16,6 +16,7 @@ from onbeat.planner.cases import case_name
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
 from onbeat.planner.frontier import FrontierPoint
 from onbeat.report.page import Page, heading, notes, table
+from onbeat.report.run_report import settings_section
 
 SCHEMA_VERSION = 1
 INTERRUPTED_NOTE = "interrupted: this is a partial result"
@@ -45,6 +46,11 @@ class CapacityReport:
     capacities: Sequence[Capacity] = ()
     points: Sequence[FrontierPoint] = ()
     is_interrupted: bool = False
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of a run."""
+        return int(self.settings["load"]["num_requests"])
 
     @property
     def best(self) -> Capacity | None:
@@ -144,12 +150,19 @@ def write_page(path: Path, report: CapacityReport) -> None:
     body = heading(report.title, report.lead, _tiles(report))
     body += notes([INTERRUPTED_NOTE] if report.is_interrupted else [])
     if report.capacities:
-        body += "<h2>Capacity</h2>\n" + table(CAPACITY_HEADER, capacity_rows(report.capacities))
-        body += page.grid(_capacity_figures(report.capacities))
+        body += "<h2>Capacity</h2>\n" + table(
+            CAPACITY_HEADER, capacity_rows(report.capacities), texts=(len(CAPACITY_HEADER) - 1,)
+        )
+        body += page.grid(_capacity_figures(report.capacities), per_row=2)
     if report.points:
-        body += "<h2>Latency and throughput</h2>\n" + page.grid(frontier_figures(report.points))
+        body += "<h2>Latency and throughput</h2>\n" + page.grid(frontier_figures(report.points), per_row=2)
         body += table(FRONTIER_HEADER, frontier_rows(report.points))
-    page.write(path, report.title, body)
+    flags = {name: value for name, value in report.settings.get("flags", {}).items() if _is_given(value)}
+    page.write(path, report.title, body + settings_section(flags))
+
+
+def _is_given(value: Any) -> bool:
+    return value is not None and value is not False and value != []
 
 
 def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:

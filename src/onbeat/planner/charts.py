@@ -9,7 +9,7 @@ from typing import Any
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
 from onbeat.planner.frontier import FrontierPoint, group_points
-from onbeat.report.charts import COLOURS, tradeoff_figure
+from onbeat.report.charts import COLOURS, height_with_legend, tradeoff_figure
 from onbeat.report.page import Figure
 from onbeat.report.result import AnyResult, RunResult
 
@@ -31,17 +31,18 @@ def capacity_figure(capacities: Sequence[Capacity]) -> Figure | None:
         return None
     bars = {
         "type": "bar",
-        "x": [case_name(each.labels) for each in found],
-        "y": [each.rate_per_device for each in found],
-        "error_y": _error_bars(found),
+        "orientation": "h",  # names of cases are long
+        "y": [case_name(each.labels) for each in found],
+        "x": [each.rate_per_device for each in found],
+        "error_x": _error_bars(found),
         "customdata": [each.reason for each in found],
         "marker": {"color": COLOURS[0]},
-        "hovertemplate": "%{y:.3f} requests/s per GPU<br>%{customdata}<extra>%{x}</extra>",
+        "hovertemplate": "%{x:.3f} requests/s per GPU<br>%{customdata}<extra>%{y}</extra>",
     }
     layout = {
-        "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
-        "xaxis": {"automargin": True, "type": "category"},
-        "height": 360,
+        "xaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
+        "yaxis": {"type": "category", "autorange": "reversed"},
+        "height": max(220, 90 + 36 * len(found)),
     }
     return {"title": "Capacity", "data": [bars], "layout": layout}
 
@@ -78,10 +79,10 @@ def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | 
             line | {"error_y": _error_bars(members), "customdata": [each.reason for each in members]}
         )
     layout = {
-        "xaxis": {"title": {"text": short_name(axis)}},
+        "xaxis": {"title": {"text": short_name(axis)}, **_ticks({x for line in lines for x in line["x"]})},
         "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
         "showlegend": len(lines) > 1,
-        "height": 340,
+        "height": height_with_legend(len(lines)),
     }
     return {"title": f"Capacity over {short_name(axis)}", "data": lines, "layout": layout}
 
@@ -126,7 +127,7 @@ def _over_rate_figure(points: Sequence[FrontierPoint], key: str, title: str) -> 
         "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
         "showlegend": len(lines) > 1,
-        "height": 340,
+        "height": height_with_legend(len(lines)),
     }
     return {"title": title, "data": lines, "layout": layout}
 
@@ -155,6 +156,17 @@ def _error_bars(capacities: Sequence[Capacity]) -> dict[str, Any]:
         "symmetric": False,
         "array": [length(each, each.interval[1]) for each in capacities],
         "arrayminus": [length(each, each.interval[0]) for each in capacities],
+    }
+
+
+def _ticks(values: set[float]) -> dict[str, Any]:
+    """Mark the values that were run, and no others; far apart, they are spread by their ratios."""
+    marked = sorted(values)
+    is_log = marked[0] > 0 and marked[-1] >= 4 * marked[0]
+    return {
+        "type": "log" if is_log else "linear",
+        "tickvals": marked,
+        "ticktext": [f"{each:g}" for each in marked],
     }
 
 

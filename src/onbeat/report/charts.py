@@ -109,18 +109,31 @@ def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figur
         return None
     layout = {
         "xaxis": {"title": {"text": "output tokens/s per GPU"}, "rangemode": "tozero"},
-        "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
+        "yaxis": {"title": {"text": "ms"}, **_latency_axis(results, key)},
         "showlegend": len(lines) > 1,
-        "height": 340,
+        "height": height_with_legend(len(lines)),
     }
     return {"title": title, "data": lines, "layout": layout}
 
 
+def _latency_axis(results: Sequence[AnyResult], key: str) -> dict[str, Any]:
+    """Return an axis from 0, or a logarithmic one where most values would lie flat on it."""
+    values = [result.summary[key] for result in results if result.summary.get(key) is not None]
+    if min(values) > 0 and max(values) > 30 * min(values):
+        return _scale(values)
+    return {"rangemode": "tozero"}
+
+
+def height_with_legend(num_lines: int) -> int:
+    """Return the height of a figure that leaves its plot the same room whatever its legend takes, pixels."""
+    return 340 + 10 * max(0, num_lines - 2)
+
+
 def _point_labels(points: Sequence[dict[str, Any]], *, is_crowded: bool) -> list[str]:
-    """Label every point, or where several lines lie together only their ends."""
+    """Label every point, or where several lines lie together only the last of each."""
     names = [level_name(point).removeprefix("c=") for point in points]
-    ends = {0, len(names) - 1}
-    return [name if i in ends or not is_crowded else "" for i, name in enumerate(names)]
+    last = len(names) - 1
+    return [name if i == last or not is_crowded else "" for i, name in enumerate(names)]
 
 
 def level_name(summary: dict[str, Any]) -> str:

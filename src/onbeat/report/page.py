@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import orjson
 from plotly.offline import get_plotlyjs
@@ -36,9 +36,10 @@ class Page:
         place = f'<div data-figure="figure-{len(self._figures)}"></div>'
         return f'<div class="card"><h3>{html.escape(figure["title"])}</h3>{place}</div>\n'
 
-    def grid(self, figures: Sequence[Figure | None]) -> str:
-        """Return places for figures side by side."""
-        return f'<div class="grid">{"".join(map(self.card, figures))}</div>\n'
+    def grid(self, figures: Sequence[Figure | None], *, per_row: Literal[2, 3] = 3) -> str:
+        """Return places for figures side by side, at most so many in a row."""
+        name = "grid" if per_row == 3 else "grid wide"
+        return f'<div class="{name}">{"".join(map(self.card, figures))}</div>\n'
 
     def render(self, title: str, body: str) -> str:
         """Return the whole page around a body made of HTML."""
@@ -91,12 +92,22 @@ def notes(texts: Sequence[str]) -> str:
     return '<div class="note">' + "".join(f"<p>{html.escape(text)}</p>" for text in texts) + "</div>\n"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; an all-empty header is left out."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>\n" for row in rows
-    )
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, texts: Sequence[int] = ()) -> str:
+    """Return a table; an all-empty header is left out.
+
+    Parameters
+    ----------
+    texts : columns besides the first that hold text, which starts at the left; numbers end at the right.
+    """
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        places = [' class="left"' if column in texts else "" for column in range(len(cells))]
+        return "".join(
+            f"<{tag}{place}>{html.escape(cell)}</{tag}>" for place, cell in zip(places, cells, strict=True)
+        )
+
+    head = line("th", header)
+    lines = "".join(f"<tr>{line('td', row)}</tr>\n" for row in rows)
     start = f"<thead><tr>{head}</tr></thead>" if any(header) else ""
     return f'<div class="card scroll"><table>{start}<tbody>{lines}</tbody></table></div>\n'
 

@@ -65,7 +65,7 @@ def write_report(
         body += _sweep_sections(page, results)
     else:
         body += _run_sections(page, results[0], percentiles)
-    body += _settings(settings)
+    body += settings_section(settings)
     page.write(path, title, body)
 
 
@@ -224,7 +224,8 @@ def _class_section(result: AnyResult) -> str:
     return f"<h2>Classes of objectives (times in ms)</h2>\n{table(CLASS_COLUMNS, rows)}" if rows else ""
 
 
-def _settings(settings: dict[str, Any]) -> str:
+def settings_section(settings: dict[str, Any]) -> str:
+    """Return what a run was made with, folded up."""
     rows = [
         (name, value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()
     ]

@@ -104,9 +104,9 @@ def test_bars_show_each_capacity_per_device() -> None:
     figure = capacity_figure(CAPACITIES)
     assert figure is not None
     (bars,) = figure["data"]
-    assert bars["y"] == [0.5, 3.0]
-    assert bars["error_y"]["arrayminus"] == pytest.approx([0.05, 0.3])
-    assert bars["error_y"]["array"] == pytest.approx([0.05, 0.0])
+    assert bars["x"] == [0.5, 3.0]
+    assert bars["error_x"]["arrayminus"] == pytest.approx([0.05, 0.3])
+    assert bars["error_x"]["array"] == pytest.approx([0.05, 0.0])
     assert capacity_figure([CAPACITIES[2]]) is None
 
 
@@ -117,6 +117,7 @@ def test_lines_show_capacity_over_a_numeric_setting() -> None:
     sarathi, orca = figure["data"]
     assert (sarathi["x"], sarathi["y"]) == ([50.0, 100.0], [3.0, 0.5])
     assert orca["y"] == [0.0]
+    assert figure["layout"]["xaxis"]["ticktext"] == ["50", "100"]
     assert capacity_over_figure(CAPACITIES, "policy") is None
 
 
