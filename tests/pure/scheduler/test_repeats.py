@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,7 +24,9 @@ def request(index: int, num_prompt_tokens: int, max_tokens: int) -> Request:
         prompt_token_ids=range(num_prompt_tokens),
         sampling=SamplingParams(max_tokens=max_tokens),
         arrival=float(index),
-        block_hashes=tuple(range(index % 3 * 1000, index % 3 * 1000 + num_prompt_tokens // 16)),
+        block_hashes=tuple(
+            range(index % 3 * 1000, index % 3 * 1000 + (num_prompt_tokens + max_tokens) // 16)
+        ),
     )
 
 
@@ -65,7 +69,7 @@ def test_repeated_steps_equal_single_steps(policy, arrivals, num_blocks, prefix)
 
 def test_a_long_decode_is_one_step() -> None:
     scheduler = Scheduler(make_config())
-    scheduler.add(request(0, 20, 100))
+    scheduler.add(replace(request(0, 20, 100), block_hashes=()))
     first = scheduler.schedule(0.0, repeats=True)
     assert first is not None
     assert first.max_repeats == 1, "a step with a prompt is run once"
