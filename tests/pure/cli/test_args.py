@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.cli.args import count, flags_of, normalise, parse
 from onbeat.cli.engine_args import model_name
-from onbeat.cli.main import build_parser, main
+from onbeat.cli.main import COMMANDS, build_parser, main
 from onbeat.core.errors import ConfigError
 from onbeat.hub.known import DEFAULT_MODEL
 
@@ -48,7 +48,14 @@ def sub_parser(*names: str) -> argparse.ArgumentParser:
 
 @pytest.mark.parametrize(
     ("file", "names"),
-    [("serve_flags.txt", ("serve",)), ("bench_serve_flags.txt", ("bench", "serve"))],
+    [
+        ("serve_flags.txt", ("serve",)),
+        ("bench_serve_flags.txt", ("bench", "serve")),
+        ("simulate_flags.txt", ("simulate",)),
+        ("capacity_flags.txt", ("capacity",)),
+        ("profile_flags.txt", ("profile",)),
+        ("replay_flags.txt", ("replay",)),
+    ],
 )
 def test_flags_are_frozen(file: str, names: tuple[str, ...]) -> None:
     """A new flag is a decision: whoever adds one also adds it to the file."""
@@ -59,7 +66,10 @@ def test_every_flag_of_serve_is_explained() -> None:
     assert [action.dest for action in sub_parser("serve")._actions if not action.help] == []
 
 
-@pytest.mark.parametrize("command", [(), ("serve",), ("bench",), ("bench", "serve"), ("models",)])
+@pytest.mark.parametrize(
+    "command",
+    [(), *((name,) for name in COMMANDS), ("bench", "serve"), ("bench", "compare")],
+)
 def test_help_can_be_shown(command: tuple[str, ...]) -> None:
     assert "--help" in sub_parser(*command).format_help()  # a stray % in a help text would raise
 

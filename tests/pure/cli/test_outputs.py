@@ -1,0 +1,48 @@
+"""Files that a command writes at its end: tried before the work, none lost to the failure of another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli.outputs import check_writable, save_all
+from onbeat.core.errors import ConfigError
+
+
+def test_trying_leaves_no_trace(tmp_path: Path) -> None:
+    there, new = tmp_path / "there.json", tmp_path / "sub" / "new.json"
+    there.write_text("kept")
+    check_writable({"--json": there, "--report": new, "--records": None})
+    assert there.read_text() == "kept"
+    assert not new.exists()
+    assert new.parent.is_dir()
+
+
+@pytest.mark.parametrize("name", [".", "file/below", "/proc/nowhere/x.json"])
+def test_what_cannot_be_written_is_found_out(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"--json: cannot write .*; choose another file"):
+        check_writable({"--json": tmp_path / name})
+
+
+def test_two_flags_may_not_name_one_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--json and --report both name .*/x"):
+        check_writable({"--json": tmp_path / "x", "--report": tmp_path / "x"})
+
+
+def test_a_device_is_taken_as_it_is() -> None:
+    check_writable({"--json": Path("/dev/null")})
+
+
+def test_one_that_fails_does_not_keep_the_others_from_being_saved(tmp_path: Path) -> None:
+    saved: list[Path] = []
+
+    def fail() -> None:
+        raise ConfigError("cannot write a")
+
+    good = tmp_path / "b"
+    with pytest.raises(ConfigError, match="cannot write a"):
+        save_all({tmp_path / "a": fail, good: lambda: good.touch()}, saved.append)
+    assert saved == [good]
+    assert good.exists()

@@ -1,0 +1,276 @@
+"""`onbeat simulate`: what it prints and saves, its exit codes, and what it says of bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.cli.main import main
+
+MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
+LOAD = ["--num-prompts", "12", "--input-len", "300", "--output-len", "20", "--request-rate", "10"]
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE_LINES = [
+    "2023-11-16 18:15:46.6805900,374,44\n",
+    "2023-11-16 18:15:50.9951690,396,19\n",
+    "2023-11-16 18:15:51.2225670,879,55\n",
+]
+
+
+def simulate(*flags: str) -> int:
+    """Run the command; a flag of `MODEL` or `LOAD` that is given again wins."""
+    return main(["simulate", *MODEL, *LOAD, "--disable-tqdm", *flags])
+
+
+def replay_trace(path: Path, *flags: str) -> int:
+    return main(["simulate", *MODEL, "--trace", str(path), *flags])
+
+
+def summary_of(tmp_path: Path, *flags: str) -> dict[str, Any]:
+    path = tmp_path / "summary.json"
+    assert simulate("--json", str(path), *flags) == 0
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that says what is wrong; what came before it is not an error."""
+    lines = capsys.readouterr().err.splitlines()
+    assert "error: " in lines[-1]
+    assert not any("Traceback" in line for line in lines)
+    return lines[-1]
+
+
+def test_prints_the_configuration_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate() == 0
+    shown = capsys.readouterr()
+    assert "Llama-3.1-8B (bf16) on 1 x NVIDIA H100" in shown.err
+    for words in ("requests completed", "TTFT", "TBT", "KV cache at its fullest", "preemptions"):
+        assert words in shown.out
+
+
+def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, "--slo-ttft-ms", "500", "--slo-tbt-ms", "50")
+    assert found["schema_version"] == 1
+    assert found["backend"] == "simulation"
+    assert found["interrupted"] is False
+    assert found["completed"] == found["num_prompts"] == 12
+    assert found["attainment"] == 1.0
+    assert found["goodput"] == pytest.approx(12 / found["duration"])
+    assert found["classes"]["default"]["attainment"] == 1.0
+    assert found["total_output_tokens"] == 240
+    for metric in ("ttft", "tpot", "itl", "e2el"):
+        for statistic in ("mean", "median", "std", "p99"):
+            assert found[f"{statistic}_{metric}_ms"] >= 0
+    for key in ("request_throughput", "output_throughput", "total_token_throughput", "request_goodput"):
+        assert found[key] > 0
+
+
+def test_equal_seeds_give_equal_summaries(tmp_path: Path) -> None:
+    first, second, other = (
+        summary_of(tmp_path, "--dataset-name", "conversation", "--seed", seed) for seed in ("7", "7", "8")
+    )
+    for summary in (first, second):
+        del summary["wall_seconds"], summary["date"]
+    assert first == second
+    assert first["mean_ttft_ms"] != other["mean_ttft_ms"]
+
+
+def test_saves_all_that_is_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report, records, timeline = (tmp_path / name for name in ("r.html", "sub/records.jsonl.gz", "t.json"))
+    assert simulate("--report", str(report), "--records", str(records), "--timeline", str(timeline)) == 0
+    assert "Simulation of Llama-3.1-8B" in report.read_text()
+    lines = [json.loads(line) for line in gzip.decompress(records.read_bytes()).splitlines()]
+    assert [line["output_tokens"] for line in lines] == [20] * 12
+    assert {event["ph"] for event in json.loads(timeline.read_text())} >= {"X", "M"}
+    assert capsys.readouterr().err.count("saved ") == 3
+
+
+def test_what_cannot_be_saved_is_shown_and_the_rest_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = tmp_path / "r.html"
+    assert simulate("--json", "/dev/full", "--report", str(report)) == 2
+    shown = capsys.readouterr()
+    assert "requests completed" in shown.out
+    assert "cannot write /dev/full: No space left on device" in shown.err
+    assert report.exists()
+
+
+def test_compares_with_another_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [str(tmp_path / f"{policy}.json") for policy in ("sarathi", "orca")]
+    for path, policy in zip(paths, ("sarathi", "orca"), strict=True):
+        assert simulate("--policy", policy, "--max-model-len", "4096", "--json", path) == 0
+    capsys.readouterr()
+    assert main(["bench", "compare", *paths]) == 0
+    assert "p99_ttft_ms" in capsys.readouterr().out
+
+
+def test_flags_come_from_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text("policy: orca\nmax_model_len: 4096\nnum-prompts: 5\n")
+    path = tmp_path / "summary.json"
+    assert main(["simulate", *MODEL, "--config", str(config), "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert (found["policy"], found["completed"]) == ("orca", 5)
+
+
+def test_an_automatic_budget_is_chosen_for_the_contexts_of_the_load(tmp_path: Path) -> None:
+    flags = ("--max-num-batched-tokens", "auto", "--slo-tbt-ms", "50")
+    short = summary_of(tmp_path, *flags)["max_num_batched_tokens"]
+    long = summary_of(tmp_path, *flags, "--input-len", "1600")["max_num_batched_tokens"]
+    assert short > long >= 256
+    assert short % 128 == long % 128 == 0
+
+
+def test_prefill_and_decode_pools(tmp_path: Path) -> None:
+    found = summary_of(tmp_path, "--prefill-replicas", "1", "--decode-replicas", "2")
+    assert (found["completed"], found["num_gpus"]) == (12, 3)
+
+
+BAD_FLAGS = [
+    (["--model", "llama-3.1-8x"], "unknown model 'llama-3.1-8x': did you mean llama-3.1-8b"),
+    (["--model", "./nowhere/config.json"], "there is no file or directory ./nowhere/config.json"),
+    (["--device", "h100"], "unknown device 'h100': did you mean h100-sxm or h100-pcie?"),
+    (["--device", "v100"], "does not compute in bf16; it has fp32, fp16: choose one of these"),
+    (["--policy", "saarthi"], "invalid choice: 'saarthi'; did you mean sarathi?"),
+    (["--router", "roundrobin"], "invalid choice: 'roundrobin'; did you mean round-robin?"),
+    (["--step-time", "rofline"], "did you mean roofline?"),
+    (["--tp", "3"], "a tensor-parallel degree of 3 does not divide"),
+    (["--tp", "0"], "--tensor-parallel-size is 0; it must be at least 1"),
+    (["--pp", "100"], "32 layers; they cannot make 100 stages"),
+    (["--model", "llama-3.1-70b"], "does not fit NVIDIA H100"),
+    (["--model", "llama-3.1-70b"], "Use a tensor-parallel degree of 4 or more"),
+    (["--gpu-memory-utilization", "nan"], "above 0 and at most 1"),
+    (["--num-blocks", "0"], "num_blocks is 0; it must be at least 1"),
+    (["--num-blocks", "10"], "do not fit a context of 160 tokens"),
+    (["--block-size", "0"], "block_size is 0; it must be at least 1"),
+    (["--max-model-len", "200"], "first is request 0: prompt 300 + output 20 tokens"),
+    (["--max-model-len", "1000000"], "was made for 131072 tokens"),
+    (["--max-num-batched-tokens", "100"], "is below max_num_seqs (256)"),
+    (["--max-num-batched-tokens", "512", "--policy", "orca"], "at least max_model_len (131072)"),
+    (["--max-num-batched-tokens", "auto"], "give --slo-tbt-ms"),
+    (["--max-num-batched-tokens", "auto", "--slo-tbt-ms", "3"], "no token budget keeps the TBT objective"),
+    (["--request-rate", "0"], "--request-rate must be above 0 (or inf), got 0"),
+    (["--request-rate=-1"], "got -1"),
+    (["--request-rate", "nan"], "got nan"),
+    (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+    (["--input-len", "0"], "a length must be at least 1 token, got 0"),
+    (["--output-len", "0"], "--output-len must be at least 1, got 0"),
+    (["--max-concurrency", "0"], "max_concurrency is 0"),
+    (["--seed=-1"], "expected a whole number of at least 0, got '-1'"),
+    (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
+    (["--host-overhead-ms", "nan"], "--host-overhead-ms is nan"),
+    (["--host-overhead-ms", "inf"], "finite"),
+    (["--slo-tbt-ms", "nan"], "the tbt objective is nan ms"),
+    (["--slo-config", "interactiv"], "did you mean the built-in class interactive?"),
+    (["--prefill-replicas", "1"], "--decode-replicas is missing"),
+    (["--decode-replicas", "1"], "--prefill-replicas is missing"),
+    (["--decode-kv-cap-tokens", "9"], "--decode-kv-cap-tokens needs --prefill-replicas"),
+    (["--kv-transfer-gbps", "9"], "--kv-transfer-gbps needs --prefill-replicas"),
+    (["--prefill-replicas", "1", "--decode-replicas", "1", "--replicas", "2"], "no --replicas beside"),
+    (["--prefill-replicas", "1", "--decode-replicas", "1", "--kv-transfer-gbps", "nan"], "is nan"),
+    (["--step-time", "fitted"], "needs a profile: --profile FILE"),
+    (["--profile", "nowhere.json"], "the roofline takes no profile"),
+    (["--step-time", "fitted", "--profile", "nowhere.json"], "cannot read the profile nowhere.json"),
+    (["--json", "/proc/nowhere/x"], "--json: cannot write /proc/nowhere/x"),
+    (["--report", "/"], "--report: cannot write /"),
+    (["--config", "nowhere.yaml"], "cannot read the configuration file nowhere.yaml"),
+    (["--num-promts", "3"], "did you mean --num-prompts?"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS, ids=lambda value: " ".join(value)[:50])
+def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = simulate(*flags)
+    except SystemExit as exit_:  # argparse leaves this way
+        code = int(str(exit_.code))
+    assert code == 2
+    assert message in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "trace.csv: the file is empty"),
+        (AZURE, "only a header"),
+        (AZURE + AZURE_LINES[1] + AZURE_LINES[0], "line 3: the time is 4.31458 s before that of line 2"),
+        (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,abc,9\n", "line 3: bad value"),
+        (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,3\n", "line 3: the header names 3 columns"),
+        (AZURE + "2023-11-16 18:15:50.99,-3,9\n", "line 2: a negative length"),
+        (AZURE + "noon,3,9\n", "line 2: bad value"),
+        (AZURE.replace("Context", "Contxt") + AZURE_LINES[0], "unknown columns TIMESTAMP, ContxtTokens"),
+        (
+            AZURE + AZURE_LINES[0] + "2023-11-16 18:15:51.5,900000,9\n",
+            "the first is on line 3: prompt 900000",
+        ),
+        ('{"timestamp": 0, "input_le\n', "line 1: not JSON"),
+        (
+            '{"timestamp": -5, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n',
+            "line 1: the time is -0.005 s; times must be finite and not negative",
+        ),
+    ],
+)
+def test_bad_traces(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    assert replay_trace(path) == 2
+    assert message in error_of(capsys)
+
+
+def test_a_packed_trace_is_read_and_a_damaged_one_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.csv.gz"
+    packed = gzip.compress((AZURE + "".join(AZURE_LINES)).encode())
+    path.write_bytes(packed)
+    assert replay_trace(path) == 0
+    capsys.readouterr()
+    path.write_bytes(packed[:60])
+    assert replay_trace(path) == 2
+    assert "trace.csv.gz: the gzip file is damaged" in error_of(capsys)
+
+
+def test_requests_that_do_not_fit_can_be_left_out(tmp_path: Path) -> None:
+    path, result = tmp_path / "trace.csv", tmp_path / "summary.json"
+    path.write_text(AZURE + "".join(AZURE_LINES))
+    flags = ("--max-model-len", "500", "--overlong", "skip", "--json", str(result))
+    assert replay_trace(path, *flags) == 0
+    found = json.loads(result.read_text())
+    assert (found["completed"], found["num_overlong"]) == (2, 1)
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_leaves_a_partial_result(tmp_path: Path, jobs: str) -> None:
+    path, report = tmp_path / "summary.json", tmp_path / "report.html"
+    flags = ["--num-prompts", "200k", "--replicas", "40", "--request-rate", "400", "--jobs", jobs]
+    command = [sys.executable, "-m", "onbeat.cli.main", "simulate", *MODEL, *LOAD, *flags]
+    process = subprocess.Popen(
+        [*command, "--json", str(path), "--report", str(report), "--router", "round-robin"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stderr is not None
+    process.stderr.readline()  # the configuration, printed as the run begins
+    time.sleep(1.5)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "interrupted: this is a partial result" in out
+    found = json.loads(path.read_text())
+    assert found["interrupted"] is True
+    assert 0 < found["completed"] < 200_000
+    assert found["completed"] + found["num_interrupted_requests"] == 200_000
+    assert report.exists()
