@@ -4,10 +4,13 @@ import json
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import onbeat
+from tests.pure.recording.recorded import start_run
+from tests.pure.scheduler.driver import make_config, make_request
 
 FRAMEWORKS = {"torch", "fastapi", "transformers"}
 PURE_PACKAGES = (
@@ -45,13 +48,19 @@ def test_pure_packages_load_no_framework() -> None:
     assert not modules_after(import_all(modules)) & FRAMEWORKS
 
 
-def test_bench_works_without_the_serve_extra() -> None:
+def refuse_serve_extra() -> str:
+    """Code that makes the packages of the serve extra look as if they were not installed."""
     blocked = sorted(
         FRAMEWORKS
         | {"gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "uvicorn", "zmq"}
     )
-    refuse = f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
-    modules_after(refuse + import_all([*modules_of("core", "workload", "bench"), "onbeat.cli.main"]))
+    return f"import sys; sys.modules.update(dict.fromkeys({blocked}))\n"
+
+
+def test_bench_works_without_the_serve_extra() -> None:
+    modules_after(
+        refuse_serve_extra() + import_all([*modules_of("core", "workload", "bench"), "onbeat.cli.main"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,3 +81,32 @@ assert code in (0, None), code
 def test_importing_onbeat_loads_only_the_standard_library() -> None:
     before = modules_after("")
     assert modules_after("import onbeat") - before <= set(sys.stdlib_module_names) | {"onbeat"}
+
+
+def test_planning_commands_work_without_the_serve_extra(tmp_path: Path) -> None:
+    where = ["--model", "llama-3.1-8b", "--device", "h100-sxm", "--max-model-len", "4096"]
+    load = ["--num-prompts", "20", "--input-len", "100", "--output-len", "10", "--disable-tqdm"]
+    record = tmp_path / "run.gz"
+    run = start_run(record, make_config())
+    run.add(make_request("r0", 20, 5, arrival=run.now))
+    run.finish()
+    commands = [
+        ["simulate", *where, *load, "--report", str(tmp_path / "simulate.html")],
+        ["capacity", *where, *load, "--objective", "vidur", "--repeats", "1", "--tolerance", "0.5"],
+        ["replay", str(record)],
+    ]
+    modules_after(
+        f"{refuse_serve_extra()}\nfrom onbeat.cli.main import main\n"
+        f"import onbeat\nonbeat.simulate, onbeat.make_load\n"
+        f"assert [main(command) for command in {commands}] == [0, 0, 0]\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["profile", "serve"])
+def test_serving_commands_name_the_missing_extra(command: str) -> None:
+    code = f"{refuse_serve_extra()}\nfrom onbeat.cli.main import main\nsys.exit(main(['{command}']))"
+    run = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 2
+    assert run.stderr.count("\n") == 1
+    assert f"onbeat {command} needs" in run.stderr
+    assert "which is not installed: pip install 'onbeat[serve]'" in run.stderr

@@ -8,6 +8,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 import onbeat
 
 # What comes with a declared dependency by its own promise: FastAPI is a layer over Starlette and hands out
@@ -78,6 +80,22 @@ def test_the_source_archive_holds_what_the_readme_points_to() -> None:
     links = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text())
     assert "examples/offline.py" in links
     assert {link.partition("/")[0] for link in links} <= {*included}
+
+
+def test_the_wheel_holds_all_data_of_the_package() -> None:
+    """Hatchling packs what lies in the package, unless git ignores it."""
+    assert PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["src/onbeat"]}
+    package = ROOT / "src/onbeat"
+    data = [path for path in package.rglob("*") if path.suffix in {".yaml", ".json", ".css", ".js", ".typed"}]
+    names = {str(path.relative_to(package)) for path in data}
+    assert names >= {"perfmodel/data/devices.yaml", "report/assets/report.css", "report/assets/report.js"}
+    assert "perfmodel/data/models/Llama-3.1-8B.json" in names
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    ignored = subprocess.run(  # exits with 1 where it ignores none
+        ["git", "check-ignore", "--no-index", *data], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (ignored.returncode, ignored.stdout) == (1, "")
 
 
 def test_make_lists_every_target() -> None:
