@@ -90,6 +90,7 @@ def _parameters(values: Mapping[str, float]) -> RooflineParameters:
     if values.keys() != known:
         unlike = ", ".join(sorted(values.keys() ^ known))
         raise ConfigError(
-            f"the fitted parameters are not those of this onbeat's roofline; they differ in {unlike}"
+            f"the fitted parameters are not those of this onbeat's roofline; they differ in {unlike}: run "
+            "`onbeat profile MODEL` again"
         )
     return RooflineParameters(**values)

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import nnls
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.shapes import FIELDS
 
@@ -37,11 +38,22 @@ class NNLSForm:
 
     def predict(self, matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
         """Return `nnls_seconds`."""
-        return nnls_seconds(matrix, parameters)
+        return nnls_seconds(matrix, _checked(parameters))
 
     def closure(self, parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
         """Return `nnls_closure`."""
-        return nnls_closure(parameters)
+        return nnls_closure(_checked(parameters))
+
+
+def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
+    known = {_FIXED, _LOWEST, *FEATURES}
+    if parameters.keys() != known:
+        unlike = ", ".join(sorted(parameters.keys() ^ known))
+        raise ConfigError(
+            f"the fitted parameters are not those of this onbeat's nnls method; they differ in {unlike}: run "
+            "`onbeat profile MODEL` again"
+        )
+    return parameters
 
 
 def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:

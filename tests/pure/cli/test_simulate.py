@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from onbeat.cli.main import main
+from tests.pure.perfmodel.test_models import write_fitted
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
 LOAD = ["--num-prompts", "12", "--input-len", "300", "--output-len", "20", "--request-rate", "10"]
@@ -248,6 +250,47 @@ def test_requests_that_do_not_fit_can_be_left_out(tmp_path: Path) -> None:
     assert replay_trace(path, *flags) == 0
     found = json.loads(result.read_text())
     assert (found["completed"], found["num_overlong"]) == (2, 1)
+
+
+def edit_profile(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def test_a_fitted_profile_is_used(tmp_path: Path) -> None:
+    write_fitted(tmp_path / "p.json")
+    fitted = summary_of(tmp_path, "--step-time", "fitted", "--profile", str(tmp_path / "p.json"))
+    assert fitted["step_time"] == "fitted"
+    assert fitted["mean_step_ms"] > 1.5 * summary_of(tmp_path)["mean_step_ms"]  # of a slower machine
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda content: content["steps"][3].__setitem__(-1, float("nan")), "steps[3] is ["),
+        (lambda content: content["steps"][3].__setitem__(-1, 0.0), "a time above 0. Run `onbeat profile"),
+        (lambda content: content.update(schema_version=9), "has schema version 9"),
+        (lambda content: content["key"].update(model="Llama-2-7b-hf"), "is of model 'Llama-2-7b-hf', not"),
+        (lambda content: content["key"].update(device="h200"), "is of device 'h200', not 'h100-sxm'"),
+        (lambda content: content["key"]["precision"].update(weights="int8"), "of precision 'int8 weights"),
+        (lambda content: content["key"]["parallelism"].update(tensor=2), "of parallelism 'TP 2, PP 1', not"),
+        (lambda content: content["fit"]["parameters"].popitem(), "run `onbeat profile MODEL` again"),
+        (lambda content: content["fit"].update(ratios=[]), "ratios is []; it must be a list of numbers"),
+    ],
+    ids=["nan", "zero", "version", "model", "device", "dtype", "tp", "parameters", "ratios"],
+)
+def test_bad_profiles(
+    edit: Callable[[dict[str, Any]], object],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "p.json"
+    write_fitted(path)
+    edit_profile(path, edit)
+    assert simulate("--step-time", "fitted", "--profile", str(path)) == 2
+    assert message in error_of(capsys)
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -143,7 +143,8 @@ def test_measurements_that_cannot_be_fitted() -> None:
         fit_here(shapes, [1.0] * 20, "forest")
 
 
-def test_parameters_of_another_form_are_refused() -> None:
-    form = make_form("roofline", model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
-    with pytest.raises(ConfigError, match=r"differ in .*speed"):
+@pytest.mark.parametrize("method", FIT_METHODS)
+def test_parameters_of_another_form_are_refused(method: str) -> None:
+    form = make_form(method, model=MODEL, device=DEVICE, parallelism=SINGLE, precision=BF16)
+    with pytest.raises(ConfigError, match=r"differ in .*speed.*: run `onbeat profile MODEL` again"):
         form.closure({**asdict(RooflineParameters()), "speed": 1.0})
