@@ -47,9 +47,9 @@ class ProfilePlan:
     seed: int = 0
 
 
-FULL = ProfilePlan(seconds=60.0, num_levels=6, num_mixed=32, num_held_back=24, max_context_tokens=2**15)
+FULL = ProfilePlan(seconds=80.0, num_levels=6, num_mixed=32, num_held_back=24, max_context_tokens=2**15)
 """What `onbeat profile` does."""
-QUICK = ProfilePlan(seconds=4.0, num_levels=3, num_mixed=10, num_held_back=0, max_context_tokens=2**12)
+QUICK = ProfilePlan(seconds=3.0, num_levels=3, num_mixed=10, num_held_back=0, max_context_tokens=2**12)
 """What a server does at start when it is told to calibrate."""
 
 
