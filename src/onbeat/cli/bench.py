@@ -195,7 +195,9 @@ def _compare(args: argparse.Namespace) -> int:
         for difference in comparison.differences:
             console.print(f"note: settings differ: {difference}", markup=False, highlight=False)
     if not any(row.interval for comparison in comparisons for row in comparison.rows):
-        console.print("note: intervals and verdicts need both results saved with --save-detailed")
+        console.print(
+            "note: intervals and verdicts need both results saved by bench serve with --save-detailed"
+        )
     return 0
 
 

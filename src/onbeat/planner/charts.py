@@ -82,7 +82,7 @@ def capacity_over_figure(capacities: Sequence[Capacity], axis: str) -> Figure | 
         "xaxis": {"title": {"text": short_name(axis)}, **_ticks({x for line in lines for x in line["x"]})},
         "yaxis": {"title": {"text": "requests/s per GPU"}, "rangemode": "tozero"},
         "showlegend": len(lines) > 1,
-        "height": height_with_legend(len(lines)),
+        "height": height_with_legend(lines),
     }
     return {"title": f"Capacity over {short_name(axis)}", "data": lines, "layout": layout}
 
@@ -127,7 +127,7 @@ def _over_rate_figure(points: Sequence[FrontierPoint], key: str, title: str) -> 
         "xaxis": {"title": {"text": "requests/s"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "ms"}, "rangemode": "tozero"},
         "showlegend": len(lines) > 1,
-        "height": height_with_legend(len(lines)),
+        "height": height_with_legend(lines),
     }
     return {"title": title, "data": lines, "layout": layout}
 

@@ -6,7 +6,7 @@ Colours of text and grid are left to the page, which knows whether it is shown d
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -111,7 +111,7 @@ def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figur
         "xaxis": {"title": {"text": "output tokens/s per GPU"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "ms"}, **_latency_axis(results, key)},
         "showlegend": len(lines) > 1,
-        "height": height_with_legend(len(lines)),
+        "height": height_with_legend(lines),
     }
     return {"title": title, "data": lines, "layout": layout}
 
@@ -124,9 +124,11 @@ def _latency_axis(results: Sequence[AnyResult], key: str) -> dict[str, Any]:
     return {"rangemode": "tozero"}
 
 
-def height_with_legend(num_lines: int) -> int:
+def height_with_legend(lines: Sequence[Mapping[str, Any]]) -> int:
     """Return the height of a figure that leaves its plot the same room whatever its legend takes, pixels."""
-    return 340 + 10 * max(0, num_lines - 2)
+    longest = max(len(line["name"]) for line in lines)
+    per_row = max(1, 480 // (45 + 6 * longest))
+    return 320 + 20 * -(-len(lines) // per_row)
 
 
 def _point_labels(points: Sequence[dict[str, Any]], *, is_crowded: bool) -> list[str]:
