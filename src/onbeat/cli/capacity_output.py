@@ -166,8 +166,10 @@ def _is_given(value: Any) -> bool:
 
 
 def _capacity_figures(capacities: Sequence[Capacity]) -> list[Any]:
-    axes = axes_of([each.labels for each in capacities])
-    return [capacity_figure(capacities), *(capacity_over_figure(capacities, axis) for axis in axes)]
+    # A rate that nothing limited says how far the search went; beside it no other could be seen.
+    bounded = [each for each in capacities if each.outcome is not Outcome.UNBOUNDED]
+    axes = axes_of([each.labels for each in bounded])
+    return [capacity_figure(bounded), *(capacity_over_figure(bounded, axis) for axis in axes)]
 
 
 def _tiles(report: CapacityReport) -> list[tuple[str, str]]:
