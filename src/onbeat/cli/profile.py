@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--report", type=Path, metavar="FILE.html", help="where the plot goes (default: beside the profile)"
     )
     group.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="for running batches; the rest takes as long"
+        "--seconds", type=float, default=80.0, metavar="S", help="for running batches; the rest takes as long"
     )
     group.add_argument(
         "--max-context-tokens",

@@ -23,9 +23,13 @@ FEATURES = (
     "num_verify_rows",
 )
 """The sums that count, beside a fixed time."""
+PASSES = ("has_decodes", "has_chunks")
+"""Whether there are any: attention over decodes and over chunks is a pass each, with a start of its own."""
 
 _COLUMNS = [FIELDS.index(name) for name in FEATURES]
+_COUNTS = [FIELDS.index(name) for name in ("num_decodes", "num_chunks")]
 _FIXED, _LOWEST = "fixed", "lowest"
+_NAMES = (_FIXED, *FEATURES, *PASSES)
 _LOWEST_SHARE = 0.5
 
 
@@ -46,7 +50,7 @@ class NNLSForm:
 
 
 def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
-    known = {_FIXED, _LOWEST, *FEATURES}
+    known = {*_NAMES, _LOWEST}
     if parameters.keys() != known:
         unlike = ", ".join(sorted(parameters.keys() ^ known))
         raise ConfigError(
@@ -68,28 +72,34 @@ def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[
     -------
     By feature, and `fixed`; `lowest` bounds the prediction from below where all of a batch's terms are 0.
     """
-    features = np.column_stack([np.ones(len(matrix)), matrix[:, _COLUMNS]])
+    features = _features(matrix)
     # Columns of like size: the solver's tolerance is absolute, and pairs are a million times the sequences.
     scale = features.max(axis=0)
     scale[scale == 0] = 1.0
     relative = features / scale / seconds[:, None]
     coefficients, _ = nnls(relative, np.ones(len(matrix)))
     values = coefficients / scale
-    fitted = dict(zip((_FIXED, *FEATURES), (float(value) for value in values), strict=True))
+    fitted = dict(zip(_NAMES, (float(value) for value in values), strict=True))
     return {**fitted, _LOWEST: _LOWEST_SHARE * float(seconds.min())}
 
 
 def nnls_seconds(matrix: NDArray[np.float64], parameters: Mapping[str, float]) -> NDArray[np.float64]:
     """Return seconds for the rows of a shape matrix, [N]."""
-    coefficients = np.array([parameters[name] for name in FEATURES])
-    total: NDArray[np.float64] = parameters[_FIXED] + matrix[:, _COLUMNS] @ coefficients
+    coefficients = np.array([parameters[name] for name in _NAMES])
+    total: NDArray[np.float64] = _features(matrix) @ coefficients
     return np.maximum(total, parameters[_LOWEST])
+
+
+def _features(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return one column a name of `_NAMES`. [N, 11]."""
+    return np.column_stack([np.ones(len(matrix)), matrix[:, _COLUMNS], matrix[:, _COUNTS] > 0])
 
 
 def nnls_closure(parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
     """Return the prediction for one batch, in plain floats."""
     fixed, lowest = parameters[_FIXED], parameters[_LOWEST]
     new, sequences, chunks, pairs, cached, context, lm_head, verify = (parameters[name] for name in FEATURES)
+    decode_pass, chunk_pass = (parameters[name] for name in PASSES)
 
     def seconds(shape: BatchShape) -> float:
         total = (
@@ -103,6 +113,10 @@ def nnls_closure(parameters: Mapping[str, float]) -> Callable[[BatchShape], floa
             + lm_head * shape.num_lm_head_rows
             + verify * shape.num_verify_rows
         )
+        if shape.num_decodes:
+            total += decode_pass
+        if shape.num_chunks:
+            total += chunk_pass
         return total if total > lowest else lowest
 
     return seconds
