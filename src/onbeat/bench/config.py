@@ -26,11 +26,12 @@ DatasetName = Literal[
     "azure",
     "mooncake",
     "burstgpt",
+    "vidur",
     "lengths",
 ]
 
 DATASET_NAMES: tuple[str, ...] = get_args(DatasetName)
-FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "lengths"})
+FILE_DATASETS = frozenset({"sharegpt", "custom", "azure", "mooncake", "burstgpt", "vidur", "lengths"})
 TEXT_DATASETS = frozenset({"sharegpt", "custom"})
 """Those that bring their own prompts, whose length only a tokenizer can tell."""
 TIMED_DATASETS = TIMED_KINDS

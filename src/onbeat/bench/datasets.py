@@ -42,7 +42,7 @@ def load_workload(config: DatasetConfig, num_prompts: int | None, tools: PromptT
     ConfigError : a bad file, or fewer requests in it than asked for.
     """
     rng = np.random.default_rng([seed, 0])
-    if config.name in {"azure", "mooncake", "burstgpt", "lengths"}:
+    if config.name in {"azure", "mooncake", "burstgpt", "vidur", "lengths"}:
         return _from_trace(config, num_prompts, tools, rng)
     if config.name == "sharegpt":
         return _from_sharegpt(config, num_prompts, tools, rng)

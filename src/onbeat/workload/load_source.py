@@ -17,7 +17,9 @@ from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
 from onbeat.workload.trace import Trace, TraceKind, read_trace
 
-LoadName = Literal["random", "conversation", "zipf", "sharegpt", "azure", "mooncake", "burstgpt", "lengths"]
+LoadName = Literal[
+    "random", "conversation", "zipf", "sharegpt", "azure", "mooncake", "burstgpt", "vidur", "lengths"
+]
 LOAD_NAMES: tuple[LoadName, ...] = get_args(LoadName)
 DRAWN_LOADS = frozenset({"random", "conversation", "zipf"})
 """Those whose lengths come from a distribution, not from a file."""

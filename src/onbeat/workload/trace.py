@@ -8,12 +8,14 @@ kind        columns (CSV) or keys (JSON lines)
 azure       TIMESTAMP, ContextTokens, GeneratedTokens
 mooncake    timestamp (or timestamp_ms), input_length, output_length, hash_ids
 burstgpt    Timestamp, Request tokens, Response tokens
+vidur       arrived_at (seconds), num_prefill_tokens, num_decode_tokens
 lengths     num_prefill_tokens, num_decode_tokens
 ==========  =====================================================================
 
 References
 ----------
-Patel et al., "Splitwise", ISCA 2024 (Azure LLM inference trace 2023); Qin et al., "Mooncake", FAST 2025.
+Patel et al., "Splitwise", ISCA 2024 (Azure LLM inference trace 2023); Qin et al., "Mooncake", FAST 2025;
+Agrawal et al., "Vidur", MLSys 2024.
 """
 
 from __future__ import annotations
@@ -34,9 +36,9 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 
-TraceKind = Literal["azure", "mooncake", "burstgpt", "lengths"]
+TraceKind = Literal["azure", "mooncake", "burstgpt", "vidur", "lengths"]
 
-TIMED_KINDS = frozenset({"azure", "mooncake", "burstgpt"})
+TIMED_KINDS = frozenset({"azure", "mooncake", "burstgpt", "vidur"})
 """Those whose files have arrival times."""
 MOONCAKE_BLOCK_SIZE = 512
 """Prompt tokens of one hashed block in Mooncake's traces."""
@@ -249,6 +251,11 @@ def _parse_burstgpt(record: Mapping[str, Any]) -> Row:
     return float(record["Timestamp"]), int(record["Request tokens"]), int(record["Response tokens"]), None
 
 
+def _parse_vidur(record: Mapping[str, Any]) -> Row:
+    _, prompts, outputs, _ = _parse_lengths(record)
+    return float(record["arrived_at"]), prompts, outputs, None
+
+
 def _parse_lengths(record: Mapping[str, Any]) -> Row:
     return None, int(record["num_prefill_tokens"]), int(record["num_decode_tokens"]), None
 
@@ -257,6 +264,7 @@ FORMATS: tuple[_Format, ...] = (
     _Format("azure", frozenset({"TIMESTAMP", "ContextTokens", "GeneratedTokens"}), _parse_azure),
     _Format("mooncake", frozenset({"input_length", "output_length", "hash_ids"}), _parse_mooncake),
     _Format("burstgpt", frozenset({"Timestamp", "Request tokens", "Response tokens"}), _parse_burstgpt),
+    _Format("vidur", frozenset({"arrived_at", "num_prefill_tokens", "num_decode_tokens"}), _parse_vidur),
     _Format("lengths", frozenset({"num_prefill_tokens", "num_decode_tokens"}), _parse_lengths),
 )
 

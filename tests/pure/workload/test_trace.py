@@ -63,6 +63,17 @@ def test_burstgpt_and_lengths(tmp_path: Path) -> None:
     assert (lengths.kind, lengths.times, lengths.num_prompt_tokens.tolist()) == ("lengths", None, [74])
 
 
+def test_lengths_with_arrivals_keep_them(tmp_path: Path) -> None:
+    header = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
+    trace = read_trace(write(tmp_path / "v.csv", header + "0.5,74,12\n2.5,30,7\n"))
+
+    assert trace.kind == "vidur"
+    assert trace.times is not None
+    assert trace.times.tolist() == [0.5, 2.5]
+    with pytest.raises(ConfigError, match="line 2: the time is -1 s"):
+        read_trace(write(tmp_path / "w.csv", header + "-1,74,12\n"))
+
+
 def test_gzip_is_read_whatever_the_name(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(gzip.compress(AZURE.encode()))
