@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import plotly.graph_objects as go
 
 from onbeat.core.step import BatchShape
+from onbeat.report.charts import COLOURS
+from onbeat.report.page import Page
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig
@@ -85,23 +86,30 @@ def measure(series: str, router: str, num_replicas: int, num_requests: int) -> C
 
 
 def plot(costs: list[Cost], path: Path) -> None:
-    """Write two charts with logarithmic x axes, on which O(log n) is a straight line."""
-    figure = go.Figure()
-    for series in dict.fromkeys(cost.series for cost in costs):
+    """Write a chart with a logarithmic x axis, on which O(log n) is a straight line."""
+    data = []
+    for position, series in enumerate(dict.fromkeys(cost.series for cost in costs)):
         own = [cost for cost in costs if cost.series == series]
         is_by_length = series == "trace length"
-        figure.add_scatter(
-            x=[cost.num_requests if is_by_length else cost.num_replicas for cost in own],
-            y=[cost.request_us for cost in own],
-            name=f"{series} (requests)" if is_by_length else f"{series} (replicas)",
-            mode="lines+markers",
+        data.append(
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": f"{series} (requests)" if is_by_length else f"{series} (replicas)",
+                "x": [cost.num_requests if is_by_length else cost.num_replicas for cost in own],
+                "y": [cost.request_us for cost in own],
+                "line": {"color": COLOURS[position], "width": 2},
+            }
         )
-    figure.update_layout(
-        title="CPU time of one simulated request",
-        xaxis={"type": "log", "title": "replicas, or requests of the run"},
-        yaxis={"title": "microseconds", "rangemode": "tozero"},
-    )
-    figure.write_html(path, include_plotlyjs="cdn")
+    layout = {
+        "xaxis": {"type": "log", "dtick": 1, "title": {"text": "replicas, or requests of the run"}},
+        "yaxis": {"title": {"text": "microseconds"}, "rangemode": "tozero"},
+        "showlegend": True,
+        "height": 420,
+    }
+    page = Page()
+    title = "CPU time of one simulated request"
+    page.write(path, title, page.card({"title": title, "data": data, "layout": layout}))
 
 
 def main() -> None:

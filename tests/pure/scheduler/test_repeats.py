@@ -30,11 +30,11 @@ def request(index: int, num_prompt_tokens: int, max_tokens: int) -> Request:
     )
 
 
-def run(config, arrivals, *, repeats: bool) -> list[tuple]:
+def run(config, arrivals, *, repeats: bool) -> list[tuple[object, ...]]:
     """Return what every step held and delivered, a step that was run n times as n entries."""
     scheduler = Scheduler(config)
     waiting = sorted((step, index) for index, (step, _, _) in enumerate(arrivals))
-    log: list[tuple] = []
+    log: list[tuple[object, ...]] = []
     step, context = 0, 0
     while waiting or scheduler.num_unfinished:
         while waiting and (waiting[0][0] <= step or not scheduler.num_unfinished):
