@@ -1,0 +1,33 @@
+"""Two policies under one load on one virtual H100, without torch: python examples/simulate.py [DEVICE]."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+import onbeat
+
+
+def main() -> None:
+    device = sys.argv[1] if len(sys.argv) > 1 else "h100-sxm"
+    load = onbeat.make_load(
+        onbeat.LoadSource(name="conversation", input_len=1024, output_len=256),
+        onbeat.ArrivalPlan(rate=8.0),
+        num_requests=1000,
+        seed=0,
+    )
+    for policy in ("prefill-first", "sarathi"):
+        result = onbeat.simulate(
+            model="meta-llama/Llama-3.1-8B", device=device, load=load, policy=policy, max_model_len=16384
+        )
+        first = np.array([record.ttft for record in result.records]) * 1e3
+        gaps = np.concatenate([np.diff(record.delivery_times) for record in result.records]) * 1e3
+        print(
+            f"{policy:14} TTFT P50 {np.median(first):6.1f} ms   TBT P99 {np.percentile(gaps, 99):6.1f} ms   "
+            f"longest gap {gaps.max():7.1f} ms"
+        )
+
+
+if __name__ == "__main__":
+    main()
