@@ -146,7 +146,7 @@ def test_ctrl_c_while_it_loads_stops_at_once(tiny_directory: Path, delay: float)
         server.press_ctrl_c()
         assert server.exit_code(2) == 130
         assert not is_running(engine)
-        assert server.lines == []
+        assert server.lines == ["onbeat: interrupted"]
 
 
 def wait_for_engine(server: ServerProgram) -> int:
