@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from onbeat.cli.args import add_config_flag, require_jobs
+from onbeat.cli.args import require_jobs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,16 +26,10 @@ SHORT_LOAD = 30.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
-    from onbeat.cli import simulate_options as options
     from onbeat.cli.capacity_options import add_capacity_arguments
-    from onbeat.cli.workload_options import add_workload_arguments
+    from onbeat.cli.simulate_options import add_simulation_arguments
 
-    add_config_flag(parser)
-    options.add_hardware_arguments(parser)
-    options.add_fleet_arguments(parser)
-    options.add_policy_arguments(parser)
-    options.add_step_time_arguments(parser)
-    add_workload_arguments(parser)
+    add_simulation_arguments(parser)
     add_capacity_arguments(parser)
 
 

@@ -122,6 +122,25 @@ def model_name(args: argparse.Namespace) -> str:
     return str(args.model or args.model_positional or DEFAULT_MODEL)
 
 
+def find_model(args: argparse.Namespace) -> ModelFiles:
+    """Find or fetch the model that was asked for, with a progress bar.
+
+    Raises
+    ------
+    ModelLoadError : it cannot be found.
+    """
+    from onbeat.cli.models import show_progress
+    from onbeat.hub.resolve import resolve_model
+
+    with show_progress() as progress:
+        return resolve_model(
+            model_name(args),
+            revision=args.revision,
+            needs_weights=args.load_format != "dummy",
+            progress=progress,
+        )
+
+
 def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
     """Build the engine's configuration from parsed flags."""
     return EngineConfig(

@@ -16,7 +16,7 @@ from onbeat.cli.engine_args import (
     add_batch_arguments,
     add_device_arguments,
     add_weights_arguments,
-    model_name,
+    find_model,
 )
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
@@ -127,18 +127,8 @@ def _say_what_was_cut(
 
 
 def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    from onbeat.cli.models import show_progress
-    from onbeat.hub.resolve import resolve_model
-
-    with show_progress() as progress:
-        files = resolve_model(
-            model_name(args),
-            revision=args.revision,
-            needs_weights=args.load_format != "dummy",
-            progress=progress,
-        )
     return EngineConfig(
-        model=files,
+        model=find_model(args),
         dtype=args.dtype,
         device=args.device,
         load_format=args.load_format,

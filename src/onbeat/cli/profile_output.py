@@ -10,7 +10,7 @@ from rich.table import Table
 
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
-from onbeat.perfmodel.utilisation import StepWork
+from onbeat.perfmodel.utilisation import StepWork, flops_utilisation, memory_bandwidth_utilisation
 from onbeat.report.page import Figure, Page, heading, notes, table
 
 if TYPE_CHECKING:
@@ -71,13 +71,13 @@ def typical_rows(result: ProfileResult) -> list[Row]:
     """Return what some plain and some mixed steps took and reached."""
     work = StepWork(result.target.model, result.target.precision)
     device = result.target.device
-    peak = device.peak(result.target.precision.compute)
+    dtype = result.target.precision.compute
     rows: list[Row] = []
     for step in _typical(result.fitted_steps):
         shape, seconds = step.shape, step.seconds
         predicted = float(result.target.predict(result.profile.fitted, [step])[0])
-        mbu = work.bytes_read(shape) / seconds / device.memory_bandwidth
-        mfu = work.flops(shape) / seconds / peak
+        mbu = memory_bandwidth_utilisation(work, shape, seconds, device)
+        mfu = flops_utilisation(work, shape, seconds, device, dtype)
         rows.append(
             (describe(shape), f"{seconds * 1e3:.1f}", f"{predicted * 1e3:.1f}", f"{mbu:.0%}", f"{mfu:.0%}")
         )

@@ -23,7 +23,7 @@ from onbeat.cli.engine_args import (
     add_model_arguments,
     add_scheduler_arguments,
     engine_config,
-    model_name,
+    find_model,
 )
 from onbeat.cli.extras import check_packages
 from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
@@ -75,16 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
-    from onbeat.cli.models import show_progress
-    from onbeat.hub.resolve import resolve_model
-
-    with show_progress() as progress:
-        files = resolve_model(
-            model_name(args),
-            revision=args.revision,
-            needs_weights=args.load_format != "dummy",
-            progress=progress,
-        )
+    files = find_model(args)
     if files.name != str(files.path):
         console.print(f"model {files.name}: {files.path}", markup=False)
     return files

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from onbeat.cli.args import add_config_flag, count, require_jobs
+from onbeat.cli.args import count, require_jobs
 
 if TYPE_CHECKING:
     from onbeat.metrics.record import RequestRecord
@@ -24,15 +24,9 @@ OUTPUTS = ("json", "records", "report", "timeline")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
-    from onbeat.cli import simulate_options as options
-    from onbeat.cli.workload_options import add_workload_arguments
+    from onbeat.cli.simulate_options import add_simulation_arguments
 
-    add_config_flag(parser)
-    options.add_hardware_arguments(parser)
-    options.add_fleet_arguments(parser)
-    options.add_policy_arguments(parser)
-    options.add_step_time_arguments(parser)
-    add_workload_arguments(parser)
+    add_simulation_arguments(parser)
     group = parser.add_argument_group("run and output")
     group.add_argument(
         "--jobs", type=count, default=1, metavar="N", help="processes, where the router needs no state"

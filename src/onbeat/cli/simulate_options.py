@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onbeat.cli.args import checked, count
+from onbeat.cli.args import add_config_flag, checked, count
+from onbeat.cli.workload_options import add_workload_arguments
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.models import STEP_TIME_MODELS
 from onbeat.scheduler.cluster.routers import ROUTERS
@@ -25,6 +26,16 @@ def _budget(text: str) -> int | str:
 budget = checked(_budget, "a number of tokens, or auto")
 milliseconds = checked(lambda text: float(text) / 1e3, "milliseconds")
 """Argparse type: milliseconds on the command line, seconds inside."""
+
+
+def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what is simulated and under which load: all flags that `simulate` and `capacity` share."""
+    add_config_flag(parser)
+    add_hardware_arguments(parser)
+    add_fleet_arguments(parser)
+    add_policy_arguments(parser)
+    add_step_time_arguments(parser)
+    add_workload_arguments(parser)
 
 
 def add_hardware_arguments(parser: argparse.ArgumentParser) -> None:
