@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from onbeat.cli.args import checked, count, seed
-from onbeat.metrics.attainment import SLO_MODES
+from onbeat.core.slo import SLO_MODES
 from onbeat.workload.arrival_plan import ARRIVAL_KINDS
 from onbeat.workload.load_source import LOAD_NAMES
 

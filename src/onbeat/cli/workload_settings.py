@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO, SLO_CLASSES
-from onbeat.metrics.attainment import SLOMode
+from onbeat.core.slo import SLO, SLO_CLASSES, SLOMode
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.arrival_plan import ArrivalPlan
 from onbeat.workload.arrivals import RateStep

@@ -7,7 +7,8 @@ OnbeatError
 ├── RequestRejected             the caller's request; an HTTP 4xx
 │   ├── InvalidRequest          a field or value is wrong
 │   ├── PromptTooLong           prompt (+ max_tokens) does not fit the context or the KV cache
-│   └── Overloaded              the server does not take it now; HTTP 503
+│   ├── Overloaded              the server does not take it now; HTTP 503
+│   └── SLOUnattainable         its objectives cannot be kept; HTTP 429, or 504 once it has waited in vain
 ├── EngineDead                  the engine process is gone; HTTP 503
 └── EngineError                 one request failed inside the engine; HTTP 500
 """
@@ -60,6 +61,30 @@ class PromptTooLong(RequestRejected):
 
 class Overloaded(RequestRejected):
     """The server takes no more requests now. HTTP 503."""
+
+
+class SLOUnattainable(RequestRejected):
+    """The request would miss its objective, and its caller prefers to hear so at once.
+
+    Parameters
+    ----------
+    message : what is predicted, and against which objective.
+    predicted_ttft : seconds from the request's arrival to its first token, had it been taken.
+    retry_after : seconds after which the same request is expected to fit.
+    code : `slo_unattainable` at arrival (HTTP 429), `deadline_exceeded` in the queue (HTTP 504).
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        predicted_ttft: float,
+        retry_after: float = 0.0,
+        code: str = "slo_unattainable",
+    ) -> None:
+        super().__init__(message, param="slo", code=code)
+        self.predicted_ttft = predicted_ttft
+        self.retry_after = retry_after
 
 
 class EngineDead(OnbeatError):

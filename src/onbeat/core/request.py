@@ -9,6 +9,7 @@ from math import isfinite
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.hashing import BlockHash
+from onbeat.core.slo import SLO, ShedMode
 
 
 class FinishReason(StrEnum):
@@ -22,6 +23,8 @@ class FinishReason(StrEnum):
     """The client went away, or the server was told to stop."""
     ERROR = "error"
     """The engine failed on this request."""
+    EXPIRED = "expired"
+    """Its TTFT deadline passed in the queue, and its caller had asked not to be served late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +128,16 @@ class Request:
     admission, and runs once they have been filled (`Scheduler.take_pulls`, `Scheduler.receive_kv`)."""
     keeps_kv: bool = False
     """Whether its KV outlives it until `Scheduler.release_kv`, for another replica to fetch."""
+    slo: SLO | None = None
+    """What was promised; None promises nothing. Only policies that plan with deadlines look at it."""
+    slo_class: str | None = None
+    """Name of its class of objectives."""
+    weight: float = 1.0
+    """Worth of keeping its promise beside that of others, above 0; the larger, the more important."""
+    tenant: str | None = None
+    """Who shares what is scarce fairly with other tenants; None is one tenant of its own."""
+    shed: ShedMode = ShedMode.OFF
+    """What to do where its TTFT objective is predicted to be missed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,4 +166,8 @@ class RequestOutput:
     """When the request was first put in a step."""
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
-    """Set with `FinishReason.ERROR`: what went wrong."""
+    """Set with `FinishReason.ERROR` and `FinishReason.EXPIRED`: what went wrong."""
+    predicted_ttft: float | None = None
+    """TTFT that was predicted at the request's arrival, seconds; set on its first output alone."""
+    is_relegated: bool = False
+    """Whether the request is served as best effort by now: its objectives could not be kept."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from math import isfinite
+from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
 
@@ -53,3 +55,20 @@ SLO_CLASSES: Mapping[str, SLO] = {
     "batch": SLO(ttft=10.0, tbt=0.5),
 }
 """Objectives that go by a name."""
+
+
+class ShedMode(StrEnum):
+    """What becomes of a request that is predicted to miss its TTFT objective."""
+
+    OFF = "off"
+    """Nobody asks: it takes its turn like any other."""
+    RELEGATE = "relegate"
+    """It is served as best effort, from what is left over."""
+    REJECT = "reject"
+    """It is refused at once with the predicted wait; queued past its deadline, it ends without an answer."""
+
+
+SLOMode = Literal["stream", "gap"]
+SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)
+"""What keeping the TBT objective means: `stream`, 99 % of the tokens by their deadlines, so that a stream may
+use slack that it has earned; `gap`, the P99 of the request's own gaps between deliveries within it."""

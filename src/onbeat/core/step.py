@@ -88,6 +88,10 @@ class SchedulerOutput:
     lacks a KV block sooner. Whoever runs it n times gives `Scheduler.update` n tokens a row; the n-th run's
     shape has `(n - 1) * num_lm_head_rows` more `decode_context_tokens`.
     """
+    budget: float | None = None
+    """Time that the policy allowed the step, seconds; None where it plans by tokens, or nothing bound it."""
+    budget_request_id: str | None = None
+    """The request whose deadline set the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +141,36 @@ class StepStats:
     is_drifting: bool | None = None
     """Whether recent steps have left the step-time model as it was before it corrected itself; None without
     a model that watches for it."""
+    budget_seconds: float | None = None
+    """Time that the policy allowed the step; None where it plans by tokens, or nothing bound it."""
+    budget_request_id: str | None = None
+    """The request whose deadline set the budget."""
+    scheduler: SchedulerState | None = None
+    """Queues and promises after the step; None where the policy keeps no deadlines."""
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    """How a policy with deadlines stands: gauges, and counts since the start."""
+
+    num_best_effort: int = 0
+    """Requests, waiting or running, that are served as best effort: relegated, or without objectives."""
+    num_relegated: int = 0
+    """Requests relegated so far: at arrival, or since they could not make it any more."""
+    num_lost: int = 0
+    """Running requests so far whose stream could no longer keep its objective."""
+    num_rejected: dict[str, int] = field(default_factory=dict)
+    """Reason (`slo_unattainable`, `deadline_exceeded`, `queue_full`) -> requests so far."""
+    predicted_wait: float = 0.0
+    """Seconds until a prompt that arrived now would be begun."""
+    arrival_rate: float = 0.0
+    """Requests per second, of late."""
+    utilisation: float = 0.0
+    """Arrival rate x mean service time; at 1 and above the queue grows."""
+    stationary_wait: float | None = None
+    """Mean wait of an M/G/1 queue with these arrivals and service times, seconds; None at 1 and above."""
+    decode_slacks: list[float] = field(default_factory=list)
+    """Seconds to the next deadline of each running stream with a TBT objective, as it was planned."""
 
 
 @dataclass(slots=True)

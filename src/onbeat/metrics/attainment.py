@@ -26,17 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.metrics.measured import DeliveryChunk, MeasuredRequest, delivery_chunks
-
-SLOMode = Literal["stream", "gap"]
-SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)
 
 TOLERANCE = 1e-9
 """Seconds. Far below what clocks resolve: it keeps rounding from failing a token that is just in time."""

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.attainment import Attainment, SLOMode, add_up, has_objectives, measure_attainment
+from onbeat.core.slo import SLOMode
+from onbeat.metrics.attainment import Attainment, add_up, has_objectives, measure_attainment
 from onbeat.metrics.measured import MeasuredRequest as MeasuredRequest
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.samples import grouped_samples

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.attainment import SLOMode
+from onbeat.core.slo import SLOMode
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import percentile
 from onbeat.planner.hopeless import Allowance, allowed_above

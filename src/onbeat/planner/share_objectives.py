@@ -9,7 +9,8 @@ from math import floor
 import numpy as np
 
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.attainment import TOLERANCE, Flags, SLOMode, good_requests, has_objectives
+from onbeat.core.slo import SLOMode
+from onbeat.metrics.attainment import TOLERANCE, Flags, good_requests, has_objectives
 from onbeat.metrics.record import RequestRecord
 from onbeat.planner.hopeless import Allowance
 from onbeat.planner.objective import unfinished

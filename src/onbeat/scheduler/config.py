@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO_MODES, SLOMode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,12 @@ class SchedulerConfig:
     num_micro_batches: int = 1
     """Steps in flight of a pipeline, one for each stage; a request is in one of them at a time, and each
     holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
+    slo_mode: SLOMode = "stream"
+    """What keeping a TBT objective means to policies that plan with deadlines (`core.slo.SLO_MODES`)."""
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait; one more is refused whatever its objectives. None sets no limit."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens that wait, likewise."""
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
@@ -40,9 +47,14 @@ class SchedulerConfig:
             "max_num_seqs",
             "max_num_batched_tokens",
             "num_micro_batches",
+            "max_num_queued_reqs",
+            "max_num_queued_tokens",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.slo_mode not in SLO_MODES:
+            raise ConfigError(f"unknown slo_mode {self.slo_mode!r}; known are {', '.join(SLO_MODES)}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from onbeat.core.request import Request
 from onbeat.scheduler.config import SchedulerConfig
 
@@ -37,4 +37,30 @@ def check_request(request: Request, config: SchedulerConfig, *, holds_finished: 
         raise InvalidRequest(
             f"policy {config.policy!r} holds whole batches, so none can keep its KV; use another",
             param="keeps_kv",
+        )
+
+
+def check_queue(request: Request, config: SchedulerConfig, *, num_requests: int, num_tokens: int) -> None:
+    """Refuse a request that finds the queue full.
+
+    Parameters
+    ----------
+    num_requests, num_tokens : that wait already.
+
+    Raises
+    ------
+    Overloaded : which limit is reached.
+    """
+    max_requests, max_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
+    if max_requests is not None and num_requests >= max_requests:
+        raise Overloaded(
+            f"{num_requests} requests are waiting, as many as may (max_num_queued_reqs); try again later",
+            code="server_overloaded",
+        )
+    num_prompt_tokens = len(request.prompt_token_ids)
+    if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
+        raise Overloaded(
+            f"{num_tokens} tokens are waiting; with the {num_prompt_tokens} of this prompt they would be more "
+            f"than may (max_num_queued_tokens {max_tokens}); try again later",
+            code="server_overloaded",
         )

@@ -14,10 +14,11 @@ from onbeat.core.step import (
     ModelRunnerOutput,
     ScheduledRequest,
     SchedulerOutput,
+    SchedulerState,
 )
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.checks import check_request
+from onbeat.scheduler.replica.checks import check_queue, check_request
 from onbeat.scheduler.replica.delivery import deliver, last_output
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -67,6 +68,7 @@ class Scheduler:
         """Blocks of requests that have ended but whose KV is to be fetched."""
         self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
         """(step id, rows, when it was planned)"""
+        self._expired: list[RequestOutput] = []
         self._last_update = float("-inf")
         self._num_added = 0
         self._num_steps = 0
@@ -76,24 +78,49 @@ class Scheduler:
         """Requests that are waiting or running and will deliver more."""
         return len(self._states)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, now: float | None = None) -> None:
         """Queue a request.
+
+        Parameters
+        ----------
+        now : seconds; None is the request's arrival.
 
         Raises
         ------
         InvalidRequest : the id is in use, or the prompt is empty.
         PromptTooLong : the request can never fit the context or the KV cache.
+        Overloaded : as many requests or tokens wait as may (`max_num_queued_reqs`, `max_num_queued_tokens`).
+        SLOUnattainable : it would miss its TTFT objective and asks to be refused then (`Request.shed`).
         """
         if request.request_id in self._states:
             raise InvalidRequest(
                 f"request id {request.request_id!r} is in use; use a new one", param="request_id"
             )
         check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
+        check_queue(request, self.config, num_requests=len(self.waiting), num_tokens=self._num_queued_tokens)
         sort_key = (self._order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
         self._states[request.request_id] = state
         self.waiting.push(state)
+
+    @property
+    def _num_queued_tokens(self) -> int:
+        if self.config.max_num_queued_tokens is None:
+            return 0
+        return sum(state.num_tokens for state in self.waiting)
+
+    def take_expired(self) -> list[RequestOutput]:
+        """Return the last outputs of requests that `schedule` gave up since the last call.
+
+        Their TTFT deadline passed in the queue, and they had asked not to be served late.
+        """
+        expired, self._expired = self._expired, []
+        return expired
+
+    def state(self) -> SchedulerState | None:
+        """Return how queues and promises stand; None where the policy keeps no deadlines."""
+        return None
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
