@@ -17,7 +17,8 @@ from onbeat.workload.arrivals import RateStep
 from onbeat.workload.load_source import LoadName, LoadSource, make_load
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
-from onbeat.workload.slo_config import built_in_slo, read_slo_config
+from onbeat.workload.slo_config import read_slo_config
+from onbeat.workload.slo_entries import built_in_slo
 from onbeat.workload.trace import TIMED_KINDS, read_trace
 
 DEFAULT_RATE = 1.0

@@ -1,0 +1,89 @@
+"""Entries of YAML files that list classes of objectives: what files of a load and of a server share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO, SLO_CLASSES
+
+OBJECTIVE_KEYS: Mapping[str, str] = {"ttft_ms": "ttft", "tbt_ms": "tbt", "e2e_ms": "e2e"}
+"""Key of an entry -> field of `SLO`."""
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file.
+
+    Raises
+    ------
+    ConfigError : it cannot be read; where a built-in class was probably meant, the message says so.
+    """
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        near = get_close_matches(str(path), SLO_CLASSES, n=1)
+        hint = f"; did you mean the built-in class {near[0]}?" if near else ""
+        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}{hint}") from error
+
+
+def read_name(entry: Any, known: Sequence[str]) -> str:
+    """Return the name of a class, once its keys are known to be right.
+
+    Raises
+    ------
+    ConfigError : it is no mapping with a name, or has a key that is not in `known`.
+    """
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise ConfigError(f"a class is a mapping with a name, got {entry!r}")
+    name: str = entry["name"]
+    if unknown := sorted(map(str, entry.keys() - set(known))):
+        raise ConfigError(f"class {name!r} has an unknown key {unknown[0]!r}; known are {', '.join(known)}")
+    return name
+
+
+def read_objectives(name: str, entry: Mapping[str, Any]) -> SLO:
+    """Return the objectives of a class: its own or, where it gives none, those built in for its name.
+
+    Raises
+    ------
+    ConfigError : an objective is no number or out of range, or there are none.
+    """
+    given = {
+        field: read_number(name, key, entry) / 1e3
+        for key, field in OBJECTIVE_KEYS.items()
+        if entry.get(key) is not None
+    }
+    return SLO(**given) if given else built_in_slo(name)
+
+
+def built_in_slo(name: str) -> SLO:
+    """Return the objectives of a built-in class.
+
+    Raises
+    ------
+    ConfigError : there is none of that name.
+    """
+    if name not in SLO_CLASSES:
+        raise ConfigError(
+            f"class {name!r} has no objectives, and none are built in for it (only for "
+            f"{', '.join(SLO_CLASSES)}): give {', '.join(OBJECTIVE_KEYS)}"
+        )
+    return SLO_CLASSES[name]
+
+
+def read_number(name: str, key: str, entry: Mapping[str, Any], *, default: float | None = None) -> float:
+    """Return a number of a class.
+
+    Raises
+    ------
+    ConfigError : it is something else, such as `true`.
+    """
+    value = entry.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key} of class {name!r} must be a number, got {value!r}")
+    return float(value)
