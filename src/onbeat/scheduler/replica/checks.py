@@ -60,7 +60,7 @@ def check_queue(request: Request, config: SchedulerConfig, *, num_requests: int,
     num_prompt_tokens = len(request.prompt_token_ids)
     if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
         raise Overloaded(
-            f"{num_tokens} tokens are waiting; with the {num_prompt_tokens} of this prompt they would be more "
-            f"than may (max_num_queued_tokens {max_tokens}); try again later",
+            f"{num_tokens} tokens are waiting; with the {num_prompt_tokens} of this prompt they would be "
+            f"more than may (max_num_queued_tokens {max_tokens}); try again later",
             code="server_overloaded",
         )

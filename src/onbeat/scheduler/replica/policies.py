@@ -11,6 +11,7 @@ from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFi
 from onbeat.scheduler.replica.parts import (
     QUEUE_ORDERS,
     ChunkedPrompts,
+    QueueOrder,
     Release,
     ReleaseAtOnce,
     ReleaseWithBatch,
@@ -18,15 +19,24 @@ from onbeat.scheduler.replica.parts import (
     ReservePrompt,
     WholePrompts,
 )
+from onbeat.scheduler.replica.slo.composer import SLOComposer, SLOTuning
+from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """A composition. `whole_prompts` says that a step must be able to hold the longest prompt."""
+    """A composition."""
 
     composer: Composer
     release: Release
     whole_prompts: bool
+    """Whether a step must be able to hold the longest prompt."""
+    order: QueueOrder | None = None
+    """Its own order of requests; None is the configured one."""
+    needs_step_time: bool = False
+    """Whether it plans with predicted step times."""
+    keeps_deadlines: bool = False
+    """Whether it follows the deadlines of each request's tokens."""
 
 
 def _static() -> Policy:
@@ -54,6 +64,23 @@ def _chunk_only() -> Policy:
     return Policy(composer, ReleaseAtOnce(), whole_prompts=False)
 
 
+def _edf() -> Policy:
+    composer = DecodesFirst(ChunkedPrompts(), ReservePrompt())
+    return Policy(composer, ReleaseAtOnce(), whole_prompts=False, order=EarliestDeadline())
+
+
+def make_slo_policy(tuning: SLOTuning | None = None) -> Policy:
+    """Return the SLO policy, or a variant of it."""
+    return Policy(
+        SLOComposer(tuning),
+        ReleaseAtOnce(),
+        whole_prompts=False,
+        order=EarliestDeadline(),
+        needs_step_time=True,
+        keeps_deadlines=True,
+    )
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "static": _static,
     "orca": _orca,
@@ -61,12 +88,17 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "sarathi": _sarathi,
     "hybrid-only": _hybrid_only,
     "chunk-only": _chunk_only,
+    "slo": make_slo_policy,
+    "edf": _edf,
 }
 """The last two are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4): whole prompts
 beside decodes, and chunks that take turns with decodes."""
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
+
+LARGEST_BUDGET = 8192
+"""Beyond this a larger chunk saves next to no time a token."""
 
 
 def make_policy(config: SchedulerConfig) -> Policy:
@@ -92,8 +124,11 @@ def make_policy(config: SchedulerConfig) -> Policy:
 
 def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: int) -> int:
     """Return the token budget of a step where the user gave none."""
-    if _lookup(policy_name)().whole_prompts:
+    policy = _lookup(policy_name)()
+    if policy.whole_prompts:
         return max(2048, max_model_len, max_num_seqs)
+    if policy.needs_step_time:
+        return max(LARGEST_BUDGET, max_num_seqs)  # time is the budget; this is only a cap
     return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
 
 

@@ -34,6 +34,11 @@ class WaitingQueue:
         index = self._first + offset
         return self._items[index] if index < len(self._items) else None
 
+    def first_from(self, rank: float, most: int = 32) -> list[RequestState]:
+        """Return the first requests of at least this rank."""
+        index = bisect_left(self._items, rank, lo=self._first, key=lambda state: state.sort_key[0])
+        return self._items[index : index + most]
+
     def push(self, state: RequestState) -> None:
         insort(self._items, state, lo=self._first, key=_sort_key)
 
@@ -43,6 +48,15 @@ class WaitingQueue:
         if self._first * 2 > len(self._items):
             del self._items[: self._first]
             self._first = 0
+
+    def take_all(self, states: list[RequestState]) -> None:
+        """Drop requests from wherever they are; cheap for those at the head, in order."""
+        count = 0
+        while count < len(states) and self.peek(count) is states[count]:
+            count += 1
+        self.take(count)
+        for state in states[count:]:
+            self.remove(state)
 
     def remove(self, state: RequestState) -> None:
         index = bisect_left(self._items, state.sort_key, lo=self._first, key=_sort_key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
+from math import inf
 
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import Request
@@ -34,25 +35,33 @@ class RequestState:
         "admitted_step_id",
         "block_hashes",
         "block_ids",
+        "is_best_effort",
         "is_in_flight",
+        "last_delivery",
         "max_total_tokens",
+        "next_deadline",
         "num_allocated_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_external_tokens",
+        "num_hit_tokens",
         "num_in_flight_tokens",
+        "num_late_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
         "num_tokens_to_register",
         "output_token_ids",
+        "predicted_ttft",
         "request",
         "request_id",
         "scheduled_time",
         "sort_key",
         "status",
         "stop_token_ids",
+        "tbt",
+        "ttft_deadline",
     )
 
     def __init__(self, request: Request, *, sort_key: tuple[float, ...], max_model_len: int) -> None:
@@ -85,6 +94,21 @@ class RequestState:
         self.is_in_flight = False
         """Whether a micro-batch that has not come back (kept with pipeline stages only), or a transfer of its
         KV, holds it."""
+        self.ttft_deadline = inf
+        """When its first token is due; infinite where nothing is promised."""
+        self.tbt = inf
+        """Seconds from the deadline of a token to that of the next."""
+        self.next_deadline = inf
+        """When its next token is due; infinite where nothing is promised, or the promise is broken."""
+        self.num_late_tokens = 0
+        """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
+        self.is_best_effort = False
+        """Whether its promise is broken, or could not be made: it is served from what is left over."""
+        self.num_hit_tokens = 0
+        """While it waits: prompt tokens that the prefix cache held when last looked."""
+        self.predicted_ttft: float | None = None
+        """Predicted at its arrival, seconds."""
+        self.last_delivery = -inf
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
 

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Iterable
 from itertools import repeat
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.slo import ShedMode
 from onbeat.core.step import (
     AdmittedRequest,
     BatchShape,
@@ -26,6 +27,12 @@ from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.slo.deadlines import (
+    BEST_EFFORT_RANK,
+    give_up,
+    note_delivery,
+    set_deadlines,
+)
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 
 _new_row = tuple.__new__
@@ -53,12 +60,19 @@ class Scheduler:
         self.running = RunningList()
         self.waiting = WaitingQueue()
         self.num_preemptions = 0
+        self.num_relegated = 0
+        """Requests so far that have become best effort because their first token could not be in time."""
         self.num_prefix_queries = 0
         """Prompt tokens looked up in the prefix cache so far."""
         self.num_prefix_hits = 0
         """Of these, tokens found."""
         self._policy = make_policy(config)
-        self._order = QUEUE_ORDERS[config.scheduling_policy]()
+        if self._policy.needs_step_time and step_time_model is None:
+            raise ConfigError(
+                f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
+                "give a step-time model, or use a policy with a token budget (sarathi)"
+            )
+        self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         self._states: dict[str, RequestState] = {}
         self._released_ids: list[str] = []
         self._pulls: list[AdmittedRequest] = []
@@ -101,6 +115,9 @@ class Scheduler:
         sort_key = (self._order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
+        if self._policy.keeps_deadlines:
+            set_deadlines(state)
+            state.num_hit_tokens = len(self.kv.match(state)) * self.kv.block_size
         self._states[request.request_id] = state
         self.waiting.push(state)
 
@@ -144,8 +161,16 @@ class Scheduler:
         """
         if not self.running and not self.waiting:
             return None
-        plan = StepPlan(config=self.config, kv=self.kv, running=self.running, waiting=self.waiting)
+        plan = StepPlan(
+            config=self.config,
+            kv=self.kv,
+            running=self.running,
+            waiting=self.waiting,
+            now=now,
+            model=self.step_time_model,
+        )
         self._policy.composer.compose(plan, self._order)
+        self._commit_lost(plan.lost)
         if plan.is_empty and not (plan.preempted or plan.pulls):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
@@ -171,6 +196,7 @@ class Scheduler:
             seconds = now - max(planned_at, self._last_update)
             self.step_time_model.observe(scheduled.shape, seconds)
         self._last_update = now
+        keeps_deadlines = self._policy.keeps_deadlines
         outputs: list[RequestOutput] = []
         failed = result.failed or {}
         sampled = iter(result.sampled_token_ids)
@@ -190,6 +216,8 @@ class Scheduler:
                 output = deliver(state, row_token_ids, row_logprobs)
                 outputs.append(output)
                 finished = output.finish_reason is not None
+                if keeps_deadlines:
+                    note_delivery(state, now, self.config.slo_mode)
             num_valid = num_computed + num_new + num_more
             # Not for a row planned before a preemption: its blocks belong to others by now.
             if (
@@ -247,7 +275,7 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes queues and blocks."""
-        self.waiting.take(len(plan.admissions) + len(plan.pulls))
+        self.waiting.take_all([admission.state for admission in (*plan.admissions, *plan.pulls)])
         for state in plan.preempted:
             self._preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
@@ -279,7 +307,42 @@ class Scheduler:
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)
-        return SchedulerOutput(step_id, tuple(rows), tuple(admitted), released_ids, shape, max_repeats)
+        return SchedulerOutput(
+            step_id,
+            tuple(rows),
+            tuple(admitted),
+            released_ids,
+            shape,
+            max_repeats,
+            plan.budget,
+            plan.budget_request_id,
+        )
+
+    def _commit_lost(self, states: list[RequestState]) -> None:
+        """Serve requests as best effort, or not at all, whose first token cannot be in time."""
+        for state in states:
+            is_waiting = state.status is RequestStatus.WAITING
+            if is_waiting and state.request.shed is ShedMode.REJECT and not state.num_output_tokens:
+                self._expire(state)
+                continue
+            give_up(state)
+            self.num_relegated += 1
+            if is_waiting:
+                self.waiting.remove(state)
+                state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])
+                self.waiting.push(state)
+
+    def _expire(self, state: RequestState) -> None:
+        """End a request that its caller does not want served late."""
+        output = last_output(state, FinishReason.EXPIRED)
+        slo = state.request.slo
+        assert slo is not None
+        output.error = (
+            "the first token can no longer come within the objective "
+            f"({(state.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)"
+        )
+        self._drop(state)
+        self._expired.append(output)
 
     def _admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
         """Take a waiting request into the batch and give it its blocks."""

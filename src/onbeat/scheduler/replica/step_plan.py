@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.parts import Chunking, QueueOrder, Reservation
@@ -35,13 +36,27 @@ class StepPlan:
         kv: KVCacheManager,
         running: RunningList,
         waiting: WaitingQueue,
+        now: float,
+        model: StepTimeModel | None = None,
     ) -> None:
+        self.now = now
+        """When the step is planned, seconds."""
+        self.model = model
+        """Predicts the step; None where nobody does."""
+        self.budget: float | None = None
+        """Time that the step may take, seconds; None where nothing binds it."""
+        self.budget_request_id: str | None = None
+        """The request whose deadline set the budget."""
         self._config = config
         self._kv = kv
-        self._waiting = waiting
+        self.waiting = waiting
         self.running = running
         self.num_kept = len(running)
         """Requests of `running` that stay; those behind are preempted."""
+        self.victims: list[RequestState] = []
+        """Requests from anywhere in `running` that are preempted, too."""
+        self.lost: list[RequestState] = []
+        """Requests, waiting or running, whose first token can no longer be in time."""
         self.decodes: list[RequestState] = []
         """Running requests that get one token."""
         self.chunks: list[tuple[RequestState, int]] = []
@@ -63,13 +78,24 @@ class StepPlan:
         return not (self.decodes or self.chunks or self.admissions)
 
     @property
+    def num_slots_left(self) -> int:
+        """Waiting requests that may still join the batch in this step, tokens and blocks aside."""
+        num_rows = len(self.decodes) + len(self.chunks) + len(self.admissions)
+        num_running = self.num_kept - len(self.victims) + self._num_admitted
+        return min(self._config.max_num_seqs - num_running, self._max_rows - num_rows)
+
+    @property
+    def block_size(self) -> int:
+        return self._kv.block_size
+
+    @property
     def _num_admitted(self) -> int:
         """Requests that leave the waiting queue, from its head."""
         return len(self.admissions) + len(self.pulls)
 
     @property
     def preempted(self) -> list[RequestState]:
-        return self.running[self.num_kept :]
+        return [*self.running[self.num_kept :], *self.victims]
 
     def decode_running(self) -> None:
         """Give one token to every running request that wants just one, first come first.
@@ -117,7 +143,7 @@ class StepPlan:
         if self.ran_out_of_blocks:
             return
         while self._has_room():
-            state = self._waiting.peek(self._num_admitted)
+            state = self.waiting.peek(self._num_admitted)
             # A preempted request may still be in a step in flight; its turn comes when that is back.
             if state is None or state.num_in_flight_tokens or state.is_in_flight:
                 break
@@ -135,6 +161,12 @@ class StepPlan:
             num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
             if num_new == 0:
                 return False
+        return self.admit(state, cached_block_ids, num_new, reservation)
+
+    def admit(
+        self, state: RequestState, cached_block_ids: list[int], num_new: int, reservation: Reservation
+    ) -> bool:
+        """Plan to take a waiting request in with `num_new` tokens; False where its blocks do not fit."""
         num_reserved = reservation.num_tokens(state)
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         if num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
@@ -145,13 +177,31 @@ class StepPlan:
         self.num_tokens_left -= num_new
         return True
 
+    def match(self, state: RequestState) -> list[int]:
+        """Return the cached prefix of a waiting request, as block ids."""
+        return self._kv.match(state)
+
+    def take_block(self) -> bool:
+        """Set a block aside for a request that grows; False where none is left."""
+        if self.num_blocks_left < 1:
+            return False
+        self.num_blocks_left -= 1
+        return True
+
+    def preempt(self, state: RequestState) -> None:
+        """Plan to take a running request out of the batch, wherever it stands; it may have no row."""
+        self.victims.append(state)
+        freed_ids = self._kv.pool.exclusive_ids(state.block_ids)
+        self._freed_block_ids.update(freed_ids)
+        self.num_blocks_left += len(freed_ids)
+
     def make_room_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
         """Preempt running requests of strictly lower rank for the head of the queue, if that makes it fit.
 
         Equal ranks never push one another out, so two requests cannot take turns. Must come before the rows
         of this step are planned.
         """
-        head = self._waiting.peek() if order.preempts else None
+        head = self.waiting.peek() if order.preempts else None
         if head is None or head.num_in_flight_tokens:
             return
         cached_block_ids, num_reserved = self._kv.match(head), reservation.num_tokens(head)

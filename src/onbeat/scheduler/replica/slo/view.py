@@ -1,0 +1,75 @@
+"""The running requests as the planner of a step sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+
+from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.request_state import RequestState
+
+
+class RunningView:
+    """Running requests by what they want: one token each, or the rest of a prompt.
+
+    Attributes
+    ----------
+    streams : requests that want one token and have a deadline for it.
+    loose : requests that want one token and have none: nothing was promised, or the promise is broken.
+    prefills : requests in the middle of their prompt.
+    due : the earliest deadline of `streams`; infinite without any.
+    due_state : whose it is.
+    tightest : the shortest TBT objective of `streams`; infinite without any.
+    """
+
+    def __init__(self, running: Iterable[RequestState]) -> None:
+        self.streams: list[RequestState] = []
+        self.loose: list[RequestState] = []
+        self.prefills: list[RequestState] = []
+        self.due = self.tightest = inf
+        self.due_state: RequestState | None = None
+        self._look(running)
+
+    def _look(self, running: Iterable[RequestState]) -> None:
+        streams, loose, due, tightest = self.streams, self.loose, self.due, self.tightest
+        for state in running:
+            num_in_flight = state.num_in_flight_tokens
+            wanted = state.num_tokens + num_in_flight - state.num_computed_tokens
+            if state.is_in_flight or (num_in_flight and state.will_be_full):
+                continue
+            if wanted > 1:
+                self.prefills.append(state)
+                continue
+            if wanted < 1:
+                continue
+            deadline = next_due(state)
+            if deadline == inf:
+                loose.append(state)
+                continue
+            streams.append(state)
+            if deadline < due:
+                due, self.due_state = deadline, state
+            if state.tbt < tightest:
+                tightest = state.tbt
+        self.due, self.tightest = due, tightest
+
+
+def next_due(state: RequestState) -> float:
+    """Return the deadline of the next token to plan, the ones in flight counted as delivered."""
+    num_in_flight = state.num_in_flight_tokens
+    return state.next_deadline + num_in_flight * state.tbt if num_in_flight else state.next_deadline
+
+
+def decode_shape(states: Iterable[RequestState]) -> BatchShape:
+    """Return the shape of a step with one token for each."""
+    num, context = 0, 0
+    for state in states:
+        num += 1
+        context += state.num_computed_tokens
+    return BatchShape(
+        num_new_tokens=num,
+        num_sequences=num,
+        num_decodes=num,
+        decode_context_tokens=context + num,
+        num_lm_head_rows=num,
+    )
