@@ -22,7 +22,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, count
+from operator import add, itemgetter, mul, neg
+
+_REMAINING = itemgetter(1)
 
 
 class MemoryForecast:
@@ -38,7 +41,7 @@ class MemoryForecast:
     __slots__ = ("_falling", "_highest_after", "_highest_before", "_rows", "_sum_held")
 
     def __init__(self, rows: Iterable[tuple[int, int]] = ()) -> None:
-        self._rows = sorted(rows, key=_falling_remaining)
+        self._rows = sorted(rows, key=_REMAINING, reverse=True)
         self._rebuild()
 
     @property
@@ -61,22 +64,13 @@ class MemoryForecast:
         self._rebuild()
 
     def _rebuild(self) -> None:
-        rows = self._rows
-        self._falling = [-remaining for _, remaining in rows]
-        self._sum_held = list(accumulate((held for held, _ in rows), initial=0))
-        at_ends = [
-            total + count * remaining
-            for count, ((_, remaining), total) in enumerate(
-                zip(rows, self._sum_held[1:], strict=True), start=1
-            )
-        ]
-        self._highest_before = list(accumulate(at_ends, max, initial=0))
+        remaining = [row[1] for row in self._rows]
+        self._falling = list(map(neg, remaining))
+        self._sum_held = list(accumulate([row[0] for row in self._rows], initial=0))
+        at_ends = list(map(add, self._sum_held[1:], map(mul, count(1), remaining)))
+        self._highest_before = _running_max(at_ends)
         """Peak over the ends of the first i requests."""
-        grown = (
-            at_end - falling
-            for at_end, falling in zip(reversed(at_ends), reversed(self._falling), strict=True)
-        )
-        self._highest_after = list(accumulate(grown, max, initial=0))[::-1]
+        self._highest_after = _running_max(map(add, reversed(at_ends), reversed(remaining)))[::-1]
         """Peak over the ends after the first i, each with what one more request has grown by then."""
 
 
@@ -88,9 +82,11 @@ def peak_tokens(rows: Iterable[tuple[int, int]]) -> int:
     rows : (tokens held, tokens still to come) of each request, in any order.
     """
     peak = sum_held = 0
-    for count, (held, remaining) in enumerate(sorted(rows, key=_falling_remaining), start=1):
+    for num_alive, (held, remaining) in enumerate(sorted(rows, key=_REMAINING, reverse=True), start=1):
         sum_held += held
-        peak = max(peak, sum_held + count * remaining)
+        at_end = sum_held + num_alive * remaining
+        if at_end > peak:
+            peak = at_end
     return peak
 
 
@@ -114,5 +110,12 @@ def fits(rows: Sequence[tuple[int, int]], newcomer: tuple[int, int], capacity: i
     return peak_tokens([*rows, newcomer]) <= capacity
 
 
-def _falling_remaining(row: tuple[int, int]) -> int:
-    return -row[1]
+def _running_max(values: Iterable[int]) -> list[int]:
+    """Return the largest of the first i values for i = 0, 1, ...; 0 of none."""
+    highest = 0
+    result = [0]
+    for value in values:
+        if value > highest:
+            highest = value
+        result.append(highest)
+    return result
