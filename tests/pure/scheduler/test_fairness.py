@@ -1,0 +1,229 @@
+"""Virtual token counters: the bound of the paper, and what becomes of tenants that come and go."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.scheduler.replica.fairness import TenantCounters
+
+Length = tuple[int, int]  # prompt tokens, output tokens
+
+MEMORY = 120
+LONGEST_PROMPT = 30
+
+lengths = st.lists(
+    st.tuples(st.integers(1, LONGEST_PROMPT), st.integers(1, MEMORY - LONGEST_PROMPT)),
+    min_size=1,
+    max_size=8,
+)
+
+
+def serve_least_first(
+    counters: TenantCounters, queues: dict[str, deque[Length]], memory: int
+) -> list[dict[str, float]]:
+    """Continuous batching that admits the tenant with the least counter (algorithm 2 of the paper).
+
+    Returns
+    -------
+    The service that each tenant has had after every step, until one of them has nothing waiting any more.
+    """
+    service = dict.fromkeys(queues, 0.0)
+    running: list[tuple[str, int, int]] = []  # tenant, tokens reserved, output tokens left
+    history = [dict(service)]
+    for tenant, queue in queues.items():
+        for _ in queue:
+            counters.on_arrival(tenant)
+    while True:
+        while all(queues.values()):
+            tenant = counters.least(queues)
+            num_prompt, num_output = queues[tenant][0]
+            if sum(reserved for _, reserved, _ in running) + num_prompt + num_output > memory:
+                break
+            queues[tenant].popleft()
+            counters.on_prefill(tenant, num_prompt)
+            counters.on_leave(tenant)
+            service[tenant] += num_prompt
+            running.append((tenant, num_prompt + num_output, num_output))
+        if not all(queues.values()):
+            return history
+        for tenant, _, _ in running:
+            counters.on_output(tenant, 1)
+            service[tenant] += 2
+        running = [(tenant, reserved, left - 1) for tenant, reserved, left in running if left > 1]
+        history.append(dict(service))
+
+
+@settings(max_examples=100, deadline=None)
+@given(first=lengths, second=lengths)
+def test_service_of_two_backlogged_tenants_differs_by_at_most_the_bound(
+    first: list[Length], second: list[Length]
+) -> None:
+    queues = {"a": deque(first * 20), "b": deque(second * 20)}
+    history = serve_least_first(TenantCounters(), queues, MEMORY)
+    differences = [each["a"] - each["b"] for each in history]
+    bound = max(1.0 * LONGEST_PROMPT, 2.0 * MEMORY)
+    assert max(map(abs, differences)) <= bound
+    assert max(differences) - min(differences) <= 2 * bound, "over some interval"
+
+
+def test_the_bound_is_no_accident() -> None:
+    """Serving in turns gives the tenant with long answers far more than the bound allows."""
+    counters = TenantCounters()
+    for _ in range(100):
+        for tenant, num_output in (("short", 1), ("long", 90)):
+            counters.on_prefill(tenant, 10)
+            counters.on_output(tenant, num_output)
+    assert counters.counter("long") - counters.counter("short") > 2 * 2.0 * MEMORY
+
+
+def test_counts_input_and_output_by_their_weights() -> None:
+    counters = TenantCounters(input_weight=1.0, output_weight=3.0)
+    counters.on_prefill("a", 10)
+    counters.on_output("a", 5)
+    assert counters.counter("a") == 25.0
+    assert counters.counter("never seen") == 0.0
+
+
+def test_who_comes_back_has_saved_up_nothing() -> None:
+    counters = TenantCounters()
+    for tenant in ("a", "b"):
+        counters.on_arrival(tenant)
+    counters.on_leave("b")
+    counters.on_prefill("a", 1000)
+    counters.on_arrival("b")
+    assert counters.counter("b") == counters.counter("a") == 1000
+    counters.on_prefill("a", 1)
+    assert counters.least(["a", "b"]) == "b"
+    counters.on_prefill("b", 500)
+    counters.on_arrival("c")
+    assert counters.counter("c") == 1001, "the least of those that wait"
+
+
+def test_who_comes_back_keeps_its_debt() -> None:
+    counters = TenantCounters()
+    for tenant in ("a", "b"):
+        counters.on_arrival(tenant)
+    counters.on_prefill("b", 1000)
+    counters.on_leave("b")
+    counters.on_arrival("b")
+    assert counters.counter("b") == 1000
+
+
+def test_after_a_pause_of_all_a_newcomer_starts_where_the_last_to_leave_stands() -> None:
+    counters = TenantCounters()
+    counters.on_arrival("a")
+    counters.on_leave("a")
+    counters.on_output("a", 50)  # its request goes on running
+    counters.on_arrival("b")
+    assert counters.counter("b") == 100
+
+
+def test_further_requests_of_a_backlogged_tenant_change_nothing() -> None:
+    counters = TenantCounters()
+    counters.on_arrival("a")
+    counters.on_arrival("b")
+    counters.on_prefill("b", 100)
+    counters.on_arrival("a")
+    counters.on_leave("a")
+    counters.on_arrival("a")
+    assert (counters.counter("a"), counters.counter("b")) == (0, 100)
+
+
+def test_share_is_the_excess_over_the_mean_of_those_that_wait() -> None:
+    counters = TenantCounters(full_excess=100.0)
+    assert counters.share("a") == 0
+    counters.on_arrival("a")
+    counters.on_prefill("a", 1000)
+    assert counters.share("a") == 0, "nobody to share with"
+    counters.on_arrival("b")
+    assert counters.share("a") == counters.share("b") == 0
+    counters.on_prefill("b", 50)
+    assert counters.share("a") == pytest.approx(-0.25)
+    assert counters.share("b") == pytest.approx(0.25)
+    counters.on_prefill("b", 10_000)
+    assert (counters.share("a"), counters.share("b")) == (-1, 1)
+
+
+def test_ties_go_to_the_first_named() -> None:
+    counters = TenantCounters()
+    assert counters.least(["b", "a", None]) == "b"
+
+
+calls = st.lists(
+    st.tuples(st.sampled_from(["arrive", "leave", "prefill", "output"]), st.integers(0, 7)), max_size=120
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(calls=calls)
+def test_no_counter_falls_and_nobody_who_waits_lies_below_a_newcomer(calls: list[tuple[str, int]]) -> None:
+    counters = TenantCounters()
+    waiting = [0] * 8
+    before = {str(index): 0.0 for index in range(8)}
+    for call, index in calls:
+        tenant = str(index)
+        if call == "arrive":
+            counters.on_arrival(tenant)
+            waiting[index] += 1
+        elif call == "leave" and waiting[index]:
+            counters.on_leave(tenant)
+            waiting[index] -= 1
+        elif call == "prefill":
+            counters.on_prefill(tenant, 7)
+        elif call == "output":
+            counters.on_output(tenant, 1)
+        after = {name: counters.counter(name) for name in before}
+        assert all(after[name] >= before[name] for name in before)
+        before = after
+        backlogged = [str(each) for each in range(8) if waiting[each]]
+        if len(backlogged) > 1:
+            mean = sum(after[name] for name in backlogged) / len(backlogged)
+            for name in backlogged:
+                assert counters.share(name) == pytest.approx((after[name] - mean) / 8192)
+                assert after[name] >= counters.counter("newcomer")
+
+
+def test_remembers_few_of_those_that_are_away() -> None:
+    counters = TenantCounters(max_idle_tenants=10)
+    counters.on_arrival("waits")
+    counters.on_prefill("waits", 100)
+    for index in range(1000):
+        tenant = f"t{index:04}"
+        counters.on_arrival(tenant)
+        counters.on_prefill(tenant, index)
+        counters.on_leave(tenant)
+        counters.on_arrival("waits")
+    # kept: those with the largest debts; the others count as standing where a newcomer is put
+    assert counters.counter("t0999") == 100 + 999
+    assert counters.counter("t0001") == counters.counter("newcomer") == 100
+    assert len(counters) <= 12
+    assert counters.counter("waits") == 100
+
+
+def test_forgetting_who_is_owed_nothing_changes_nothing() -> None:
+    small, large = TenantCounters(max_idle_tenants=4), TenantCounters()
+    for counters in (small, large):
+        counters.on_arrival("heavy")
+        for index in range(100):
+            counters.on_prefill("heavy", 50)
+            counters.on_arrival(f"light{index}")
+            counters.on_leave(f"light{index}")
+    for counters in (small, large):
+        counters.on_prefill("heavy", 1)
+        counters.on_arrival("light3")
+    assert small.counter("light3") == large.counter("light3") == 5001
+    assert len(small) < len(large)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"input_weight": 0}, {"output_weight": -1}, {"full_excess": 0}, {"max_idle_tenants": 0}],
+)
+def test_refuses_weights_that_count_nothing(values) -> None:
+    with pytest.raises(ConfigError, match="must be positive"):
+        TenantCounters(**values)
