@@ -5,31 +5,44 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+from onbeat.core.slo import SLOMode
 from onbeat.core.step import StepStats
+from onbeat.metrics.buckets import (
+    ERROR_RATIOS,
+    GAP_SECONDS,
+    HOST_SECONDS,
+    REQUEST_SECONDS,
+    ROWS,
+    SHARES,
+    TOKENS,
+)
 from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.policy_counts import PolicyCounts
 from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.slo_counts import SLOCounts
+from onbeat.metrics.tracker import REFUSALS
 
-REQUEST_SECONDS = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
-)
-GAP_SECONDS = (
-    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.075),
-    *(0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0),
-)
-HOST_SECONDS = (0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1)
-TOKENS = tuple(float(2**power) for power in range(18))
-ERROR_RATIOS = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0)
-SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+FINISHES = ("stop", "length", "abort", "error", "rejected", "expired")
 BIAS_MEMORY = 64
 """Steps over which the bias of predictions forgets."""
-ROWS = tuple(float(2**power) for power in range(11))
 
 
 class RunCounts:
-    """A `metrics.tracker.RunListener` that counts."""
+    """A `metrics.tracker.RunListener` that counts.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    slo_mode : what keeping a TBT objective means (see `attainment`).
+
+    Attributes
+    ----------
+    slo : requests with objectives, by class.
+    policy : what a policy with deadlines plans and decides.
+    """
+
+    def __init__(self, slo_mode: SLOMode = "stream") -> None:
+        self.slo = SLOCounts(slo_mode)
+        self.policy = PolicyCounts()
         self.num_open = 0
         """Requests that have not ended."""
         self._step_running = 0
@@ -42,8 +55,10 @@ class RunCounts:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_output_tokens = 0
-        self.finished = Counter({"stop": 0, "length": 0, "abort": 0, "error": 0})
+        self.finished = Counter(dict.fromkeys(FINISHES, 0))
         """Requests by finish reason."""
+        self.refused = Counter(dict.fromkeys(REFUSALS, 0))
+        """Requests by the reason for which they were refused, or given up in the queue."""
         self.ttft = Histogram(REQUEST_SECONDS)
         self.gap = Histogram(GAP_SECONDS)
         self.tpot = Histogram(GAP_SECONDS)
@@ -83,6 +98,12 @@ class RunCounts:
         return min(self._step_running, self.num_open)
 
     @property
+    def num_best_effort(self) -> int:
+        """Open requests served as best effort: as of the last step, less those that have left since."""
+        state = self.policy.state
+        return 0 if state is None else min(state.num_best_effort, self.num_open)
+
+    @property
     def num_waiting(self) -> int:
         """Open requests that are not in the batch."""
         return self.num_open - self.num_running
@@ -92,15 +113,24 @@ class RunCounts:
         """Blocks held as of the last step; none once no request is open."""
         return self._step_used_blocks if self.num_open else 0
 
-    def on_request(self, _record: RequestRecord) -> None:
+    def on_request(self, record: RequestRecord) -> None:
         """Count an open request; the rest waits until it has run."""
         self.num_open += 1
+        self.slo.on_request(record)
 
     def on_preemption(self, _record: RequestRecord, _now: float) -> None:
         """Preemptions are counted by step, those of unknown requests included."""
 
+    def on_relegation(self, _record: RequestRecord, _now: float) -> None:
+        """Relegations are counted by the policy."""
+
+    def on_refusal(self, _record: RequestRecord, reason: str) -> None:
+        """Count a refusal."""
+        self.refused[reason] += 1
+
     def on_delivery(self, record: RequestRecord) -> None:
         """Count tokens, and the time since the delivery before or since the arrival."""
+        self.slo.on_delivery(record)
         self.num_output_tokens += record.delivery_sizes[-1]
         times = record.delivery_times
         if len(times) > 1:
@@ -118,6 +148,7 @@ class RunCounts:
         """Count a request; only a whole answer has latencies."""
         self.num_open -= 1
         self.finished[record.finish_reason or "error"] += 1
+        self.slo.on_finish(record)
         if not record.is_completed or not record.delivery_times:
             return
         self.e2e.observe(record.e2e)
@@ -131,6 +162,7 @@ class RunCounts:
 
     def on_step(self, stats: StepStats) -> None:
         """Count a step."""
+        self.policy.on_step(stats)
         shape = stats.shape
         self._step_running = stats.num_running
         self._step_used_blocks = stats.num_used_blocks

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
 
 
 class Histogram:
@@ -25,6 +25,17 @@ class Histogram:
         """Count one value."""
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
+
+    def observe_many(self, values: Iterable[float]) -> None:
+        """Count values, for the price of sorting them."""
+        ordered = sorted(values)
+        self.sum += sum(ordered)
+        below = 0
+        for bucket, bound in enumerate(self.bounds):
+            up_to = bisect_right(ordered, bound, below)
+            self._counts[bucket] += up_to - below
+            below = up_to
+        self._counts[-1] += len(ordered) - below
 
     @property
     def count(self) -> int:

@@ -2,7 +2,8 @@
 
 One track holds the steps, counters show queues and KV use, and each open request has a track with its spans:
 `queued` (arrival to first step), `prefill` (to the first delivery), `decode` (to the end), and marks for
-prompt chunks and preemptions. Tracks are used again, so there are as many as requests were ever open at once.
+prompt chunks, preemptions, relegation and refusal. Tracks are used again, so there are as many as requests
+were ever open at once.
 
 The file is a JSON array written event by event: memory stays bounded, and of a killed run everything is
 readable but the last second: viewers accept an array without its end.
@@ -42,10 +43,14 @@ class Timeline:
     def __init__(self, file: BinaryIO) -> None:
         self._file: BinaryIO | None = file
         self._tracks: dict[str, int] = {}
+        self._refusals: dict[str, str] = {}
+        """Request -> why it is being refused."""
         self._free_tracks: list[int] = []
         self._num_tracks = 0
         self._engines = {0: _ENGINE}
         """Replica -> the process number of its steps."""
+        self._has_budgets = False
+        """Whether the policy has given any step a budget."""
         self._last_flush = 0.0
         self._write_bytes(b"[\n" + orjson.dumps(_name_event("process_name", "engine", pid=_ENGINE)))
         self._write(_name_event("thread_name", "steps", pid=_ENGINE))
@@ -81,6 +86,7 @@ class Timeline:
                     "rows": shape.num_sequences,
                     "decodes": shape.num_decodes,
                     "chunks": shape.num_chunks,
+                    "chunk_tokens": shape.num_new_tokens - shape.num_decodes,
                     "decode_context_tokens": shape.decode_context_tokens,
                     "running": stats.num_running,
                     "waiting": stats.num_waiting,
@@ -91,17 +97,12 @@ class Timeline:
                 },
             }
         )
-        if stats.predicted_seconds is not None:
+        self._has_budgets |= stats.budget_seconds is not None
+        expected = self._expected(stats)
+        if expected:
             # At the start of the step, so that the counter's level lies over the step that it is of.
-            self._write(
-                _counter(
-                    "step time (ms)",
-                    engine,
-                    stats.start,
-                    actual=_milliseconds(stats.end - stats.start),
-                    predicted=_milliseconds(stats.predicted_seconds),
-                )
-            )
+            actual = _milliseconds(stats.end - stats.start)
+            self._write(_counter("step time (ms)", engine, stats.start, actual=actual, **expected))
         if stats.mbu is not None and stats.mfu is not None:
             self._write(
                 _counter("utilisation", engine, stats.start, mbu=round(stats.mbu, 4), mfu=round(stats.mfu, 4))
@@ -133,9 +134,19 @@ class Timeline:
         """Mark a preemption."""
         self._mark("preempted", self._tracks[record.request_id], now, preemptions=record.num_preemptions)
 
+    def on_relegation(self, record: RequestRecord, now: float) -> None:
+        """Mark that a request is served as best effort from now on."""
+        self._mark("relegated", self._tracks[record.request_id], now)
+
+    def on_refusal(self, record: RequestRecord, reason: str) -> None:
+        """Remember why; the end of the request shows it."""
+        self._refusals[record.request_id] = reason
+
     def on_finish(self, record: RequestRecord) -> None:
         """End a request's span and free its track."""
         track = self._tracks.pop(record.request_id)
+        if record.finish_reason in ("rejected", "expired"):
+            self._mark_refusal(record, track)
         heapq.heappush(self._free_tracks, track)
         args = {
             "request": record.request_id,
@@ -147,6 +158,24 @@ class Timeline:
             self._write({**_event("decode", "E", _REQUESTS, track, record.end), "args": args})
         else:
             self._write({**_span("no output", _REQUESTS, track, record.arrival, record.end), "args": args})
+
+    def _mark_refusal(self, record: RequestRecord, track: int) -> None:
+        """Mark that a request was rejected or expired, and why as far as that is known."""
+        args: dict[str, Any] = {}
+        if reason := self._refusals.pop(record.request_id, None):
+            args["reason"] = reason
+        if record.predicted_ttft is not None:
+            args["predicted_ttft_ms"] = _milliseconds(record.predicted_ttft)
+        self._mark(record.finish_reason or "rejected", track, record.end, **args)
+
+    def _expected(self, stats: StepStats) -> dict[str, float]:
+        """Return the levels beside a step's time; a policy with budgets has 0 where none bound the step."""
+        levels: dict[str, float] = {}
+        if stats.predicted_seconds is not None:
+            levels["predicted"] = _milliseconds(stats.predicted_seconds)
+        if self._has_budgets:
+            levels["budget"] = _milliseconds(stats.budget_seconds or 0.0)
+        return levels
 
     def _engine(self, replica: int) -> int:
         """Return the process number of a replica's steps; a new one gets its name."""
@@ -219,11 +248,15 @@ def _span(name: str, pid: int, tid: int, start: float, end: float) -> dict[str, 
     return {**_event(name, "X", pid, tid, start), "dur": round(duration, 3)}
 
 
-def _judgement(stats: StepStats) -> dict[str, float]:
+def _judgement(stats: StepStats) -> dict[str, float | str]:
     """Return what was expected of a step and what it reached, as far as that is known."""
-    values: dict[str, float] = {"actual_ms": _milliseconds(stats.end - stats.start)}
+    values: dict[str, float | str] = {"actual_ms": _milliseconds(stats.end - stats.start)}
     if stats.predicted_seconds is not None:
         values["predicted_ms"] = _milliseconds(stats.predicted_seconds)
+    if stats.budget_seconds is not None:
+        values["budget_ms"] = _milliseconds(stats.budget_seconds)
+    if stats.budget_request_id is not None:
+        values["budget_set_by"] = stats.budget_request_id
     if stats.mbu is not None:
         values["mbu"] = round(stats.mbu, 4)
     if stats.mfu is not None:

@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from onbeat.core.errors import Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
+
+REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_full")
+"""Why requests are refused: TTFT cannot be kept; it was not kept in the queue; the queue's hard limits."""
 
 
 class RunListener(Protocol):
@@ -23,6 +27,14 @@ class RunListener(Protocol):
 
     def on_preemption(self, record: RequestRecord, now: float, /) -> None:
         """Hear that a request was preempted since its delivery before."""
+        ...
+
+    def on_relegation(self, record: RequestRecord, now: float, /) -> None:
+        """Hear that a request is served as best effort from now on."""
+        ...
+
+    def on_refusal(self, record: RequestRecord, reason: str, /) -> None:
+        """Hear for which reason (of `REFUSALS`) a request was refused or given up; its end follows."""
         ...
 
     def on_finish(self, record: RequestRecord) -> None:
@@ -44,13 +56,20 @@ class RequestTracker:
         self._listeners = tuple(listeners)
         self._open: dict[str, RequestRecord] = {}
 
-    def open(self, request: Request, *, request_class: str | None = None) -> RequestRecord:
-        """Start the record of a request that goes to the engine now."""
+    def open(self, request: Request, *, is_streamed: bool = True) -> RequestRecord:
+        """Start the record of a request that goes to the engine now.
+
+        Parameters
+        ----------
+        is_streamed : whether its caller sees each delivery; if not, it is held to `ttft` and `e2e` alone.
+        """
         record = RequestRecord(
             request_id=request.request_id,
             arrival=request.arrival,
             num_prompt_tokens=len(request.prompt_token_ids),
-            request_class=request_class,
+            request_class=request.slo_class,
+            slo=request.slo,
+            is_streamed=is_streamed,
         )
         self._open[request.request_id] = record
         for listener in self._listeners:
@@ -64,7 +83,24 @@ class RequestTracker:
         """
         record = self._open.pop(request_id, None)
         if record is not None:
-            self._finish(record, finish_reason, now)
+            self._finish(record, finish_reason.value, now)
+
+    def refuse(self, request_id: str, error: RequestRejected, now: float) -> None:
+        """End a request that the engine did not take.
+
+        Does nothing if the engine has ended it already.
+        """
+        record = self._open.pop(request_id, None)
+        if record is None:
+            return
+        if not isinstance(error, Overloaded | SLOUnattainable):
+            self._finish(record, FinishReason.ERROR.value, now)  # less load would not have helped it
+            return
+        record.is_rejected = True
+        if isinstance(error, SLOUnattainable):
+            record.predicted_ttft = record.predicted_wait = error.predicted_ttft
+        self._tell_refusal(record, error.code if error.code in REFUSALS else "queue_full")
+        self._finish(record, "rejected", now)
 
     def on_step(self, message: StepOutputs) -> None:
         """Take in one step message of the engine."""
@@ -77,9 +113,7 @@ class RequestTracker:
                 self._take(record, output, message.now)
 
     def _take(self, record: RequestRecord, output: RequestOutput, now: float) -> None:
-        if output.scheduled_time and record.scheduled is None:
-            record.scheduled = output.scheduled_time
-            record.num_cached_tokens = output.num_cached_tokens
+        _take_start(record, output)
         if output.num_preemptions > record.num_preemptions:
             record.num_preemptions = output.num_preemptions
             for listener in self._listeners:
@@ -90,12 +124,31 @@ class RequestTracker:
             record.num_output_tokens += num_tokens
             for listener in self._listeners:
                 listener.on_delivery(record)
+        if output.is_relegated and not record.is_relegated:
+            record.is_relegated = True
+            for listener in self._listeners:
+                listener.on_relegation(record, now)
         if output.finish_reason is not None:
             del self._open[record.request_id]
-            self._finish(record, output.finish_reason, now)
+            if output.finish_reason is FinishReason.EXPIRED:
+                self._tell_refusal(record, "deadline_exceeded")
+            self._finish(record, output.finish_reason.value, now)
 
-    def _finish(self, record: RequestRecord, finish_reason: FinishReason, now: float) -> None:
-        record.finish_reason = finish_reason.value
+    def _tell_refusal(self, record: RequestRecord, reason: str) -> None:
+        for listener in self._listeners:
+            listener.on_refusal(record, reason)
+
+    def _finish(self, record: RequestRecord, finish_reason: str, now: float) -> None:
+        record.finish_reason = finish_reason
         record.end = now
         for listener in self._listeners:
             listener.on_finish(record)
+
+
+def _take_start(record: RequestRecord, output: RequestOutput) -> None:
+    """Note what only a request's first output is sure to say."""
+    if output.predicted_ttft is not None:
+        record.predicted_ttft = output.predicted_ttft
+    if output.scheduled_time > 0 and record.scheduled is None:
+        record.scheduled = output.scheduled_time
+        record.num_cached_tokens = output.num_cached_tokens

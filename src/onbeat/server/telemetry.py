@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fastapi import APIRouter
 from starlette.responses import Response
 
+from onbeat.core.slo import SLOMode
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.tracker import RequestTracker, RunListener
@@ -22,16 +23,28 @@ class Telemetry:
     config : which aliases to export.
     model_name : the model's name, as metrics label it.
     listeners : more that want to hear of steps and requests, such as a timeline.
+    policy : the scheduler's, as metrics show it.
+    slo_mode : what keeping a TBT objective means to them.
 
     Attributes
     ----------
     tracker : must observe the engine client (`observers=[telemetry.tracker]`).
     """
 
-    def __init__(self, config: ServerConfig, model_name: str, listeners: Sequence[RunListener] = ()) -> None:
-        counts = RunCounts()
+    def __init__(
+        self,
+        config: ServerConfig,
+        model_name: str,
+        listeners: Sequence[RunListener] = (),
+        *,
+        policy: str = "",
+        slo_mode: SLOMode = "stream",
+    ) -> None:
+        counts = RunCounts(slo_mode)
         self.tracker = RequestTracker([counts, *listeners])
-        self.exporter = MetricsExporter(counts, model_name=model_name, aliases=config.metrics_aliases)
+        self.exporter = MetricsExporter(
+            counts, model_name=model_name, policy=policy, aliases=config.metrics_aliases
+        )
 
     def on_http(self, context: HttpContext) -> None:
         """Count an HTTP request that has ended."""

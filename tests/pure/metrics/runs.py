@@ -9,8 +9,10 @@ from onbeat.core.step import BatchShape, StepOutputs, StepStats
 from onbeat.metrics.tracker import RequestTracker
 
 
-def request(request_id: str, *, arrival: float, num_prompt_tokens: int = 10) -> Request:
-    return Request(request_id=request_id, prompt_token_ids=(1,) * num_prompt_tokens, arrival=arrival)
+def request(request_id: str, *, arrival: float, num_prompt_tokens: int = 10, **fields: Any) -> Request:
+    return Request(
+        request_id=request_id, prompt_token_ids=(1,) * num_prompt_tokens, arrival=arrival, **fields
+    )
 
 
 def output(request_id: str, num_tokens: int = 1, **fields: Any) -> RequestOutput:

@@ -7,12 +7,12 @@ from typing import Any
 import orjson
 import pytest
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, SLOUnattainable
 from onbeat.core.request import FinishReason
 from onbeat.core.step import StepOutputs
 from onbeat.metrics.timeline import Timeline, open_timeline
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import request, run_one, stats
+from tests.pure.metrics.runs import output, request, run_one, stats
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -122,3 +122,49 @@ def test_a_file_that_cannot_be_made_is_a_config_error(tmp_path: Path) -> None:
         open_timeline(tmp_path / "no" / "run.json"),
     ):
         pass
+
+
+def test_steps_carry_their_budget_and_who_set_it(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        timeline.on_step(stats(0.0, 1.0, predicted_seconds=0.9))
+        timeline.on_step(
+            stats(
+                1.0,
+                1.5,
+                rows=[(10, 1), (0, 8)],
+                predicted_seconds=0.4,
+                budget_seconds=0.45,
+                budget_request_id="urgent",
+            )
+        )
+        timeline.on_step(stats(2.0, 2.5))
+    events = events_of(path.read_bytes())
+    free, bound, last = (event["args"] for event in find(events, "step"))
+    assert (bound["budget_ms"], bound["budget_set_by"], bound["predicted_ms"]) == (450, "urgent", 400)
+    assert bound["chunk_tokens"] == 8
+    assert not {"budget_ms", "budget_set_by"} & (free.keys() | last.keys())
+    assert [event["args"] for event in find(events, "step time (ms)")] == [
+        {"actual": 1000, "predicted": 900},
+        {"actual": 500, "predicted": 400, "budget": 450},
+        {"actual": 500, "budget": 0},  # falls: nothing bound this step
+    ]
+
+
+def test_relegation_and_refusal_are_marked_on_the_requests_track(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    with open_timeline(path) as timeline:
+        tracker = RequestTracker([timeline])
+        for name in ("slow", "refused", "expired"):
+            tracker.open(request(name, arrival=1.0))
+        tracker.refuse("refused", SLOUnattainable("no", predicted_ttft=3.5), 1.25)
+        given_up = output("expired", 0, finish_reason=FinishReason.EXPIRED)
+        tracker.on_step(StepOutputs(2.0, [output("slow", is_relegated=True), given_up]))
+    events = events_of(path.read_bytes())
+    (relegated,), (rejected,), (expired,) = (
+        find(events, name) for name in ("relegated", "rejected", "expired")
+    )
+    assert (relegated["ph"], relegated["ts"], relegated["tid"]) == ("i", 2e6, 0)
+    assert (rejected["ts"], rejected["tid"]) == (1.25e6, 1)
+    assert rejected["args"] == {"reason": "slo_unattainable", "predicted_ttft_ms": 3500}
+    assert (expired["tid"], expired["args"]) == (2, {"reason": "deadline_exceeded"})

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
+from onbeat.core.errors import InvalidRequest, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import FinishReason
+from onbeat.core.slo import SLO
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker
@@ -26,6 +28,12 @@ class Recorder:
 
     def on_preemption(self, record: RequestRecord, now: float) -> None:
         self.heard.append("preemption")
+
+    def on_relegation(self, record: RequestRecord, now: float) -> None:
+        self.heard.append(f"relegation {now:g}")
+
+    def on_refusal(self, record: RequestRecord, reason: str) -> None:
+        self.heard.append(f"refusal: {reason}")
 
     def on_finish(self, record: RequestRecord) -> None:
         self.heard.append("finish")
@@ -79,3 +87,59 @@ def test_outputs_of_unknown_requests_are_ignored() -> None:
 def test_an_open_record_has_no_end() -> None:
     record = RequestTracker().open(request("r", arrival=1.0))
     assert math.isnan(record.end)
+
+
+def test_a_record_knows_what_was_promised() -> None:
+    slo = SLO(ttft=0.5, tbt=0.05)
+    promised = request("r", arrival=1.0, slo=slo, slo_class="interactive")
+    record = RequestTracker().open(promised, is_streamed=False)
+    assert (record.slo, record.request_class, record.is_streamed) == (slo, "interactive", False)
+
+
+def test_relegation_is_heard_once_and_the_prediction_is_kept() -> None:
+    recorder = Recorder()
+    tracker = RequestTracker([recorder])
+    record = tracker.open(request("r", arrival=1.0))
+    for now in (2.0, 3.0):
+        predicted = 0.7 if now == 2.0 else None
+        tracker.on_step(StepOutputs(now, [output("r", is_relegated=True, predicted_ttft=predicted)]))
+    assert recorder.heard == ["request", "delivery 1", "relegation 2", "delivery 1"]
+    assert (record.is_relegated, record.predicted_ttft) == (True, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (SLOUnattainable("too late", predicted_ttft=3.5, retry_after=1.0), "slo_unattainable"),
+        (SLOUnattainable("was late", predicted_ttft=3.5, code="deadline_exceeded"), "deadline_exceeded"),
+        (Overloaded("the queue is full", code="server_overloaded"), "queue_full"),
+    ],
+)
+def test_a_refused_request_ends_with_its_reason(error: RequestRejected, reason: str) -> None:
+    recorder = Recorder()
+    tracker = RequestTracker([recorder])
+    record = tracker.open(request("r", arrival=1.0))
+    tracker.refuse("r", error, 1.5)
+    tracker.close("r", FinishReason.ERROR, 2.0)
+    assert recorder.heard == ["request", f"refusal: {reason}", "finish"]
+    assert (record.finish_reason, record.is_rejected, record.end) == ("rejected", True, 1.5)
+    assert record.predicted_wait == getattr(error, "predicted_ttft", None)
+
+
+def test_a_request_that_no_server_takes_is_no_refusal() -> None:
+    recorder = Recorder()
+    tracker = RequestTracker([recorder])
+    record = tracker.open(request("r", arrival=1.0))
+    tracker.refuse("r", InvalidRequest("too long"), 1.5)
+    assert recorder.heard == ["request", "finish"]
+    assert (record.finish_reason, record.is_rejected) == ("error", False)
+
+
+def test_a_request_that_expires_in_the_queue_was_never_scheduled() -> None:
+    recorder = Recorder()
+    tracker = RequestTracker([recorder])
+    record = tracker.open(request("r", arrival=1.0))
+    expired = output("r", 0, finish_reason=FinishReason.EXPIRED, scheduled_time=-1.0)
+    tracker.on_step(StepOutputs(3.0, [expired]))
+    assert recorder.heard == ["request", "refusal: deadline_exceeded", "finish"]
+    assert (record.finish_reason, record.scheduled, record.end) == ("expired", None, 3.0)

@@ -1,0 +1,111 @@
+"""Prometheus names for promises, and for what the policy does to keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.families import counter, counters, gauge, gauges, histogram, histograms, keyed
+from onbeat.metrics.policy_counts import LoadEstimate, PolicyCounts
+from onbeat.metrics.slo_counts import WINDOW_SECONDS, SLOCounts, objectives_by_class
+
+
+def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Metric]:
+    """Yield the metrics of objectives, refusals and plans.
+
+    Parameters
+    ----------
+    now : seconds, on the clock of steps and requests.
+    uptime : seconds that have been counted.
+    """
+    yield from _classes(counts.slo)
+    yield from _recent(counts.slo, now, window=min(uptime, WINDOW_SECONDS))
+    yield counters(
+        "onbeat_requests_rejected",
+        "Requests refused at arrival or given up in the queue",
+        ("reason",),
+        keyed(counts.refused),
+    )
+    yield gauge(
+        "onbeat_requests_best_effort", "Open requests served from what is left over", counts.num_best_effort
+    )
+    yield from _policy(counts.policy)
+    load = counts.policy.load(now, num_open=counts.num_open)
+    if load is not None:
+        yield from _load(load)
+
+
+def _classes(counts: SLOCounts) -> Iterator[Metric]:
+    classes = counts.classes.items()
+    yield counters(
+        "onbeat_slo_requests",
+        "Ended requests with objectives, by what became of them",
+        ("slo_class", "outcome"),
+        {(name, outcome): number for name, own in classes for outcome, number in own.outcomes.items()},
+    )
+    yield gauges(
+        "onbeat_slo_objective_seconds",
+        "Objectives of the latest request of a class",
+        ("slo_class", "objective"),
+        objectives_by_class(counts),
+    )
+    yield histograms(
+        "onbeat_slo_time_to_first_token_seconds",
+        "Arrival to first delivery of requests with objectives",
+        ("slo_class",),
+        {(name,): own.ttft for name, own in classes},
+    )
+    yield histograms(
+        "onbeat_slo_time_between_tokens_seconds",
+        "Gap between two deliveries of a request with objectives",
+        ("slo_class",),
+        {(name,): own.gap for name, own in classes},
+    )
+
+
+def _recent(counts: SLOCounts, now: float, *, window: float) -> Iterator[Metric]:
+    recent = {(name,): own.recent(now) for name, own in counts.classes.items()}
+    yield gauges(
+        "onbeat_slo_attainment",
+        "Share of the requests ended in the last minute that were good",
+        ("slo_class",),
+        {key: good / judged if judged else None for key, (judged, good) in recent.items()},
+    )
+    yield gauges(
+        "onbeat_goodput_requests_per_second",
+        "Good requests per second of the last minute",
+        ("slo_class",),
+        {key: good / window if window > 0 else None for key, (_, good) in recent.items()},
+    )
+
+
+def _policy(counts: PolicyCounts) -> Iterator[Metric]:
+    yield counter("onbeat_chunk_tokens", "Prompt tokens that steps have computed", counts.num_chunk_tokens)
+    yield histogram("onbeat_step_budget_seconds", "Time that the policy allowed a step", counts.budget)
+    yield counter(
+        "onbeat_steps_over_budget", "Steps that took longer than their budget", counts.num_over_budget
+    )
+    yield histogram(
+        "onbeat_decode_slack_seconds",
+        "Time to the next deadline of each running stream, at each step; below 0 is late",
+        counts.slack,
+    )
+    state = counts.state
+    if state is not None:
+        yield counter("onbeat_requests_relegated", "Requests turned into best effort", state.num_relegated)
+        yield counter(
+            "onbeat_requests_lost", "Running requests that could no longer keep their promise", state.num_lost
+        )
+
+
+def _load(load: LoadEstimate) -> Iterator[Metric]:
+    for name, text, value in (
+        ("predicted_wait_seconds", "Time until a prompt that came now would be begun", load.predicted_wait),
+        ("arrival_rate", "Requests per second, of late", load.arrival_rate),
+        ("utilisation", "Arrival rate times mean service time", load.utilisation),
+        ("stationary_wait_seconds", "Mean wait of an M/G/1 queue of this load", load.stationary_wait),
+    ):
+        if value is not None:
+            yield gauge(f"onbeat_{name}", text, value)

@@ -1,0 +1,52 @@
+"""vLLM's names for what this server can fill truthfully, so that dashboards made for it work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import Metric
+
+from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.families import Labels, counter, counters, gauge, histogram
+
+FINISHES = ("stop", "length", "abort", "error")
+"""vLLM's words; it knows no refusals."""
+
+
+def vllm_metrics(counts: RunCounts, model_name: str) -> Iterator[Metric]:
+    """Yield the aliases, labelled as vLLM labels them."""
+    labels = {"model_name": model_name, "engine": "0"}
+    yield from _scalars(counts, labels)
+    yield from _histograms(counts, labels)
+
+
+def _scalars(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
+    usage = counts.num_used_blocks / counts.num_blocks if counts.num_blocks else 0.0
+    yield gauge("vllm:num_requests_running", "As in vLLM", counts.num_running, labels)
+    yield gauge("vllm:num_requests_waiting", "As in vLLM", counts.num_waiting, labels)
+    yield gauge("vllm:kv_cache_usage_perc", "As in vLLM: 1 is full", usage, labels)
+    yield counter("vllm:prompt_tokens", "As in vLLM", counts.num_prompt_tokens, labels)
+    yield counter("vllm:prompt_tokens_cached", "As in vLLM", counts.num_cached_tokens, labels)
+    yield counter("vllm:generation_tokens", "As in vLLM", counts.num_output_tokens, labels)
+    yield counter("vllm:num_preemptions", "As in vLLM", counts.num_preemptions, labels)
+    yield counter("vllm:prefix_cache_queries", "As in vLLM", counts.num_prefix_queries, labels)
+    yield counter("vllm:prefix_cache_hits", "As in vLLM", counts.num_prefix_hits, labels)
+    finished = {(*labels.values(), reason): counts.finished[reason] for reason in FINISHES}
+    yield counters("vllm:request_success", "As in vLLM", (*labels, "finished_reason"), finished)
+
+
+def _histograms(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
+    for name, values in (
+        ("time_to_first_token_seconds", counts.ttft),
+        ("inter_token_latency_seconds", counts.gap),
+        ("request_time_per_output_token_seconds", counts.tpot),
+        ("e2e_request_latency_seconds", counts.e2e),
+        ("request_queue_time_seconds", counts.queue),
+        ("request_prefill_time_seconds", counts.prefill),
+        ("request_decode_time_seconds", counts.decode),
+        ("request_inference_time_seconds", counts.inference),
+        ("request_prompt_tokens", counts.prompt_lengths),
+        ("request_generation_tokens", counts.output_lengths),
+        ("iteration_tokens_total", counts.step_tokens),
+    ):
+        yield histogram(f"vllm:{name}", "As in vLLM", values, labels)

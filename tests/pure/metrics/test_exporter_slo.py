@@ -1,0 +1,210 @@
+"""Promises, refusals and plans as /metrics shows them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.request import FinishReason
+from onbeat.core.slo import SLO
+from onbeat.core.step import SchedulerState, StepOutputs
+from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.exporter import MetricsExporter
+from onbeat.metrics.histogram import Histogram
+from onbeat.metrics.slo_counts import OUTCOMES
+from onbeat.metrics.tracker import RequestTracker
+from tests.pure.metrics.runs import output, request, stats
+from tests.pure.metrics.test_exporter import samples
+
+CHAT = SLO(ttft=1.0, tbt=0.1)
+
+
+class Server:
+    """A tracker, its counts and a clock that a test sets."""
+
+    def __init__(self, **options) -> None:
+        self.now = 0.0
+        self.counts = RunCounts(**options)
+        self.tracker = RequestTracker([self.counts])
+        self.exporter = MetricsExporter(self.counts, model_name="m", clock=lambda: self.now)
+
+    def metrics(self, now: float) -> dict[str, float]:
+        self.now = now
+        return samples(self.exporter)
+
+    def serve(self, name: str, arrival: float, times: list[float], slo: SLO | None = CHAT, **fields) -> None:
+        """Deliver one token at each time after the arrival; the last ends the request."""
+        fields = {"slo_class": "chat", **fields}
+        is_streamed = fields.pop("is_streamed", True)
+        self.tracker.open(request(name, arrival=arrival, slo=slo, **fields), is_streamed=is_streamed)
+        for number, time in enumerate(times, start=1):
+            reason = FinishReason.STOP if number == len(times) else None
+            self.tracker.on_step(StepOutputs(arrival + time, [output(name, finish_reason=reason)]))
+
+
+def outcomes(got: dict[str, float], slo_class: str = "chat") -> dict[str, float]:
+    names = {
+        outcome: f"onbeat_slo_requests_total{{outcome={outcome},slo_class={slo_class}}}"
+        for outcome in OUTCOMES
+    }
+    return {outcome: got[name] for outcome, name in names.items() if got[name]}
+
+
+def test_requests_are_judged_by_class() -> None:
+    server = Server()
+    server.serve("in time", 0.0, [0.5, 0.6, 0.7])
+    server.serve("late", 0.0, [1.5, 1.6])
+    server.serve("loose", 0.0, [1.5, 1.6], slo=SLO(ttft=10.0), slo_class="batch")
+    server.serve("nothing promised", 0.0, [50.0], slo=None, slo_class=None)
+    server.serve("own terms", 0.0, [0.5], slo_class=None)
+    got = server.metrics(10.0)
+    assert outcomes(got) == {"good": 1, "bad": 1}
+    assert outcomes(got, "batch") == outcomes(got, "unnamed") == {"good": 1}
+    assert got["onbeat_slo_attainment{slo_class=chat}"] == 0.5
+    assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == 0.1
+    assert got["onbeat_slo_objective_seconds{objective=tbt,slo_class=chat}"] == 0.1
+    assert "onbeat_slo_objective_seconds{objective=tbt,slo_class=batch}" not in got
+    assert got["onbeat_slo_time_to_first_token_seconds_count{slo_class=chat}"] == 2
+    assert got["onbeat_slo_time_between_tokens_seconds_sum{slo_class=chat}"] == pytest.approx(0.3)
+    assert not [name for name in got if "nothing" in name or "None" in name]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("stream", "good"), ("gap", "bad")])
+def test_the_mode_decides_what_in_time_means(mode, expected: str) -> None:
+    server = Server(slo_mode=mode)
+    server.serve("stalls", 0.0, [0.1, 0.7])  # ahead of its deadlines, with one gap of 0.6 s
+    assert outcomes(server.metrics(1.0)) == {expected: 1}
+
+
+def test_an_answer_that_is_not_streamed_has_no_gaps() -> None:
+    server = Server(slo_mode="gap")
+    server.serve("whole", 0.0, [0.1, 0.7], is_streamed=False)
+    assert outcomes(server.metrics(1.0)) == {"good": 1}
+
+
+def test_attainment_is_of_the_last_minute_and_counters_of_all_time() -> None:
+    server = Server()
+    server.serve("late", 0.0, [2.0])
+    server.serve("in time", 50.0, [0.5])
+    assert server.metrics(55.0)["onbeat_slo_attainment{slo_class=chat}"] == 0.5
+    got = server.metrics(100.0)
+    assert got["onbeat_slo_attainment{slo_class=chat}"] == 1.0
+    assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == pytest.approx(1 / 60)
+    assert outcomes(got) == {"good": 1, "bad": 1}
+    got = server.metrics(200.0)
+    assert "onbeat_slo_attainment{slo_class=chat}" not in got  # of nothing
+    assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == 0
+
+
+def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
+    server = Server()
+    for name in ("a", "b", "c"):
+        server.tracker.open(request(name, arrival=1.0, slo=CHAT, slo_class="chat"))
+    server.tracker.refuse("a", SLOUnattainable("no", predicted_ttft=9.0), 1.0)
+    server.tracker.refuse("b", Overloaded("full", code="server_overloaded"), 1.0)
+    server.tracker.on_step(StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
+    server.serve("in time", 2.0, [0.5])
+    got = server.metrics(3.0)
+    for reason in ("slo_unattainable", "queue_full", "deadline_exceeded"):
+        assert got[f"onbeat_requests_rejected_total{{reason={reason}}}"] == 1
+    assert outcomes(got) == {"good": 1, "rejected": 2, "expired": 1}
+    assert got["onbeat_slo_attainment{slo_class=chat}"] == 0.25
+    assert got["onbeat_requests_total{finish_reason=rejected}"] == 2
+    assert got["onbeat_requests_total{finish_reason=expired}"] == 1
+    assert got["onbeat_requests_waiting"] == 0
+
+
+@pytest.mark.parametrize(("left_at", "expected"), [(1.5, "abandoned"), (3.0, "bad")])
+def test_a_caller_who_leaves_counts_against_the_server_only_once_it_was_late(left_at, expected) -> None:
+    server = Server()
+    server.tracker.open(request("r", arrival=1.0, slo=CHAT, slo_class="chat"))
+    server.tracker.close("r", FinishReason.ABORT, left_at)
+    got = server.metrics(4.0)
+    assert outcomes(got) == {expected: 1}
+    assert ("onbeat_slo_attainment{slo_class=chat}" in got) == (expected == "bad")
+
+
+def test_plans_are_counted() -> None:
+    server = Server()
+    state = SchedulerState(
+        num_best_effort=3, num_relegated=5, num_lost=2, decode_slacks=[-0.15, 0.015, 0.045, 0.3]
+    )
+    common = {"num_running": 1, "scheduler": state}
+    server.tracker.open(request("r", arrival=0.0))
+    for end in (1.04, 1.06):
+        step = stats(1.0, end, rows=[(10, 1), (0, 8)], budget_seconds=0.05, **common)
+        server.tracker.on_step(StepOutputs(end, [], step))
+    server.tracker.on_step(StepOutputs(2.0, [], stats(1.5, 2.0)))  # nothing bound it
+    got = server.metrics(2.0)
+    expected = {
+        "onbeat_step_budget_seconds_count": 2,
+        "onbeat_step_budget_seconds_sum": 0.1,
+        "onbeat_steps_over_budget_total": 1,
+        "onbeat_chunk_tokens_total": 16,
+        "onbeat_decode_slack_seconds_bucket{le=0.0}": 2,
+        "onbeat_decode_slack_seconds_bucket{le=0.02}": 4,
+        "onbeat_decode_slack_seconds_bucket{le=+Inf}": 8,
+        "onbeat_requests_relegated_total": 5,
+        "onbeat_requests_lost_total": 2,
+        "onbeat_requests_best_effort": 1,  # no more than are open
+        "onbeat_planner_seconds_count": 3,
+    }
+    assert {name: got[name] for name in expected} == pytest.approx(expected)
+
+
+LOAD: dict[str, Any] = {
+    "arrival_rate": 2.0,
+    "utilisation": 0.5,
+    "stationary_wait": 0.4,
+    "predicted_wait": 0.7,
+}
+NAMES = ("arrival_rate", "utilisation", "stationary_wait_seconds", "predicted_wait_seconds")
+
+
+@pytest.mark.parametrize(
+    ("now", "is_open", "expected"),
+    [
+        (10.5, True, (2.0, 0.5, 0.4, 0.7)),
+        (10.5, False, (2.0, 0.5, 0.4, 0.0)),
+        # 5 s without a step: at most 0.2 requests a second; M/G/1: 0.4 x 0.1 x 0.5 / 0.95
+        (15.0, False, (0.2, 0.05, 0.4 * 0.1 * 0.5 / 0.95, 0.0)),
+    ],
+)
+def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expected) -> None:
+    server = Server()
+    if is_open:
+        server.tracker.open(request("r", arrival=9.0))
+    server.tracker.on_step(StepOutputs(10.0, [], stats(9.5, 10.0, scheduler=SchedulerState(**LOAD))))
+    got = server.metrics(now)
+    assert [got[f"onbeat_{name}"] for name in NAMES] == pytest.approx(expected)
+
+
+def test_an_overloaded_queue_has_no_stationary_wait() -> None:
+    server = Server()
+    state = SchedulerState(arrival_rate=2.0, utilisation=1.2, stationary_wait=None)
+    server.tracker.on_step(StepOutputs(10.0, [], stats(9.5, 10.0, scheduler=state)))
+    got = server.metrics(10.0)
+    assert got["onbeat_utilisation"] == 1.2
+    assert "onbeat_stationary_wait_seconds" not in got
+
+
+def test_policies_without_deadlines_show_no_load() -> None:
+    server = Server()
+    server.tracker.on_step(StepOutputs(1.0, [], stats(0.5, 1.0)))
+    got = server.metrics(1.0)
+    assert not {f"onbeat_{name}" for name in (*NAMES, "requests_relegated_total")} & got.keys()
+    assert got["onbeat_step_budget_seconds_count"] == 0
+
+
+@given(st.lists(st.floats(-3, 20)), st.lists(st.floats(-2, 12), min_size=1, unique=True).map(sorted))
+def test_many_values_at_once_count_like_one_by_one(values: list[float], bounds: list[float]) -> None:
+    together, apart = Histogram(bounds), Histogram(bounds)
+    together.observe_many(values)
+    for value in values:
+        apart.observe(value)
+    assert together.cumulative() == apart.cumulative()
+    assert together.sum == pytest.approx(apart.sum)
