@@ -57,11 +57,9 @@ class TenantCounters:
         full_excess: float = 8192.0,
         max_idle_tenants: int = 4096,
     ) -> None:
-        if not (input_weight > 0 and output_weight > 0 and full_excess > 0 and max_idle_tenants > 0):
-            raise ConfigError(
-                "weights, full excess and number of tenants must be positive: "
-                f"{input_weight=}, {output_weight=}, {full_excess=}, {max_idle_tenants=}"
-            )
+        if not min(input_weight, output_weight, full_excess, max_idle_tenants) > 0:
+            values = f"{input_weight=}, {output_weight=}, {full_excess=}, {max_idle_tenants=}"
+            raise ConfigError(f"weights, full excess and number of tenants must be positive: {values}")
         self._input_weight = input_weight
         self._output_weight = output_weight
         self._full_excess = full_excess
