@@ -26,6 +26,10 @@ class FakeOpenAI:
     fail_every : every n-th request (1-based) gets `fault`; 0 never.
     fault : `status:500`, `status:429`, `cut` (connection broken in mid-stream), `end` (stream ends without a
         finish reason), `error` (error event in the stream), `hang` (never answers), `empty` (no text).
+    fault_code : the code of `status:` and `error` faults; None sends the status, as some servers do.
+    predicted_ttft_ms : of refusals, with a Retry-After of 1.5 s; None leaves both out.
+    verdict : the object `slo` of the last chunk; None leaves it out.
+    owned_by : of the model; None leaves it out.
     """
 
     first_token_delay: float = 0.0
@@ -33,6 +37,10 @@ class FakeOpenAI:
     num_slots: int = 1000
     fail_every: int = 0
     fault: str = "status:500"
+    fault_code: str | None = None
+    predicted_ttft_ms: float | None = None
+    verdict: dict[str, Any] | None = None
+    owned_by: str | None = None
     sends_usage: bool = True
     has_tokenize: bool = True
     tokens_per_chunk: int = 1
@@ -54,7 +62,8 @@ class FakeOpenAI:
         return app
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"}]})
+        owner = {} if self.owned_by is None else {"owned_by": self.owned_by}
+        return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"} | owner]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -79,8 +88,7 @@ class FakeOpenAI:
 
     async def answer(self, request: web.Request, body: dict[str, Any], fault: str) -> web.StreamResponse:
         if fault.startswith("status:"):
-            status = int(fault.removeprefix("status:"))
-            return web.json_response({"error": {"message": f"fault {status}", "code": status}}, status=status)
+            return self.refuse(int(fault.removeprefix("status:")))
         if fault == "hang":
             await asyncio.sleep(3600)
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
@@ -101,13 +109,22 @@ class FakeOpenAI:
             choice = {"index": 0, "delta": {"content": text}} if is_chat else {"index": 0, "text": text}
             await self.event(response, {"choices": [choice | {"finish_reason": None}]})
         last = {"index": 0, "delta": {}} if is_chat else {"index": 0, "text": ""}
-        await self.event(response, {"choices": [last | {"finish_reason": "length"}]})
+        verdict = {} if self.verdict is None else {"slo": self.verdict}
+        await self.event(response, {"choices": [last | {"finish_reason": "length"}]} | verdict)
         if self.sends_usage:
             usage = {"prompt_tokens": self.count(body), "completion_tokens": num_tokens}
             await self.event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    def refuse(self, status: int) -> web.Response:
+        error: dict[str, Any] = {"message": f"fault {status}", "code": self.fault_code or status}
+        headers = {}
+        if self.predicted_ttft_ms is not None:
+            error["predicted_ttft_ms"] = self.predicted_ttft_ms
+            headers = {"Retry-After": "2", "retry-after-ms": "1500"}
+        return web.json_response({"error": error}, status=status, headers=headers)
 
     async def break_off(
         self, request: web.Request, response: web.StreamResponse, fault: str
@@ -116,7 +133,8 @@ class FakeOpenAI:
             assert request.transport is not None
             request.transport.abort()
         elif fault == "error":
-            await self.event(response, {"error": {"message": "the engine failed", "type": "server_error"}})
+            error = {"message": "the engine failed", "type": "server_error", "code": self.fault_code}
+            await self.event(response, {"error": error})
         if fault != "cut":
             await response.write_eof()
         return response

@@ -12,12 +12,12 @@ import aiohttp
 import orjson
 
 from onbeat.bench.payload import PayloadBuilder
+from onbeat.bench.promise import SLOTransport
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource
-from onbeat.bench.stream import AnswerStream, StreamError, error_text
+from onbeat.bench.refusal import CODES, refusal
+from onbeat.bench.stream import AnswerStream, StreamError
 
 CountTokens = Callable[[str], int]
-
-REJECTED_STATUSES = frozenset({429, 503})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,8 @@ class Endpoint:
     url: str
     payload: PayloadBuilder
     headers: dict[str, str] = field(default_factory=dict)
+    objectives: SLOTransport = field(default_factory=SLOTransport)
+    """How the server hears of what its requests are promised."""
     timeout: float = 6 * 3600.0
     """Longest time one request may take, seconds."""
 
@@ -56,7 +58,10 @@ async def _note_reuse(
 
 
 class StreamingClient:
-    """Sends requests and fills in their records.
+    """Sends requests, each once, and fills in their records.
+
+    A refused request is not sent again, whatever `Retry-After` says: load that was shed must not come back as
+    load that was never offered.
 
     Parameters
     ----------
@@ -82,14 +87,16 @@ class StreamingClient:
 
     async def send(self, prompt: str, record: RequestRecord) -> RequestRecord:
         """Send one request and read its answer; every failure ends up in the record."""
-        body = self._endpoint.payload.build(prompt, record.max_tokens)
+        objectives = self._endpoint.objectives
+        body = self._endpoint.payload.build(prompt, record.max_tokens, objectives.body(record))
+        headers = self._headers | objectives.headers(record)
         stream = AnswerStream()
         record.sent = self._clock()
         try:
-            await self._exchange(body, stream, record)
+            await self._exchange(body, headers, stream, record)
             record.status = Status.COMPLETED
         except StreamError as error:
-            _note_failure(record, error.cause, error.detail)
+            _note_failure(record, error.cause, error.detail, code=error.code)
         except TimeoutError:
             _note_failure(record, "timeout", f"no complete answer within {self._endpoint.timeout:g} s")
         except aiohttp.ClientPayloadError as error:
@@ -106,17 +113,19 @@ class StreamingClient:
             self._take_answer(stream, record)
         return record
 
-    async def _exchange(self, body: bytes, stream: AnswerStream, record: RequestRecord) -> None:
-        async with await self._post(body) as response:
+    async def _exchange(
+        self, body: bytes, headers: dict[str, str], stream: AnswerStream, record: RequestRecord
+    ) -> None:
+        async with await self._post(body, headers) as response:
             if response.status != 200:
-                await _raise_for_status(response, record)
+                raise await _refused(response, record)
             clock = self._clock
             content = response.content
             while piece := await content.readany():
                 stream.feed(piece, clock())
             stream.finish(clock())
 
-    async def _post(self, body: bytes) -> aiohttp.ClientResponse:
+    async def _post(self, body: bytes, headers: dict[str, str]) -> aiohttp.ClientResponse:
         """Post, once more if a kept-alive connection turns out to have been closed by the server.
 
         Some servers close the connection after each stream; the close can cross the next request, which then
@@ -124,20 +133,23 @@ class StreamingClient:
         """
         context = SimpleNamespace(is_reused=False)
         try:
-            return await self._post_once(body, context)
+            return await self._post_once(body, headers, context)
         except (aiohttp.ServerDisconnectedError, ConnectionError):
             if not context.is_reused:
                 raise
-        return await self._post_once(body, SimpleNamespace())
+        return await self._post_once(body, headers, SimpleNamespace())
 
-    async def _post_once(self, body: bytes, context: SimpleNamespace) -> aiohttp.ClientResponse:
+    async def _post_once(
+        self, body: bytes, headers: dict[str, str], context: SimpleNamespace
+    ) -> aiohttp.ClientResponse:
         return await self._session.post(
-            self._endpoint.url, data=body, headers=self._headers, trace_request_ctx=context
+            self._endpoint.url, data=body, headers=headers, trace_request_ctx=context
         )
 
     def _take_answer(self, stream: AnswerStream, record: RequestRecord) -> None:
         record.delivery_times = stream.delivery_times
         record.finish_reason = stream.finish_reason
+        record.verdict = stream.verdict
         if self._keep_text:
             record.text = "".join(stream.texts)
         usage = stream.usage or {}
@@ -152,20 +164,19 @@ class StreamingClient:
             record.num_output_tokens = len(stream.delivery_times)
 
 
-def _note_failure(record: RequestRecord, cause: str, detail: str) -> None:
+def _note_failure(record: RequestRecord, cause: str, detail: str, *, code: str | None = None) -> None:
     record.cause = cause
     record.detail = detail
-    if record.status is not Status.REJECTED:
-        record.status = Status.FAILED
+    if record.status not in {Status.REJECTED, Status.EXPIRED}:
+        record.status = CODES.get(code or "", Status.FAILED)
 
 
-async def _raise_for_status(response: aiohttp.ClientResponse, record: RequestRecord) -> None:
+async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> StreamError:
     body = (await response.content.read(4096)).decode(errors="replace")
     try:
         message = orjson.loads(body)
     except orjson.JSONDecodeError:
         message = None
-    if response.status in REJECTED_STATUSES:
-        record.status = Status.REJECTED
-    detail = error_text(message) if isinstance(message, dict) else body.strip()[:300]
-    raise StreamError(f"HTTP {response.status}", detail or response.reason or "no message")
+    error = refusal(record, response.status, response.headers, message if isinstance(message, dict) else None)
+    error.detail = error.detail or body.strip()[:300] or response.reason or "no message"
+    return error

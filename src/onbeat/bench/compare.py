@@ -17,7 +17,10 @@ from onbeat.metrics.summary import Array, bootstrap_draws, percentile
 
 Verdict = Literal["better", "worse", "no clear difference", ""]
 
-THROUGHPUTS = ("output_throughput", "request_throughput", "request_goodput", "attainment")
+THROUGHPUTS = (
+    *("output_throughput", "request_throughput"),
+    *("request_goodput", "attainment", "attainment_admitted"),
+)
 LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
 
 # Settings under which two results measure the same thing.
@@ -35,6 +38,7 @@ SETTINGS = (
     "num_gpus",
     "timing_origin",
     "goodput_objectives_ms",
+    "slo_sent",
 )
 
 

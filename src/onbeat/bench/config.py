@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from onbeat.bench.payload import DEFAULT_PATHS, Api
+from onbeat.bench.promise import SendSLO, check_transport
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
@@ -84,6 +85,12 @@ class DatasetConfig:
     """The same of output tokens (128 if None); replaces a file's where given."""
     zipf_exponent: float = 1.0
     range_ratio: float = 0.0
+    """Spread of the lengths of `random` around their means."""
+    output_range_ratio: float | None = None
+    """The same of output lengths alone; None takes `range_ratio`."""
+    long_share: float = 0.0
+    """Share of the requests of `random` whose prompts have `long_input_len` tokens: every n-th one."""
+    long_input_len: int = 1500
     prefix_len: int = 0
     """Tokens that all prompts of `random` share, on top of `input_len`."""
     num_prefixes: int = 10
@@ -105,6 +112,10 @@ class DatasetConfig:
             )
         if not 0 < self.length_scale <= 1:
             raise ConfigError(f"the length scale must lie in (0, 1], got {self.length_scale:g}")
+        if not 0 <= self.long_share < 1:
+            raise ConfigError(f"--random-long-share must lie in [0, 1), got {self.long_share:g}")
+        if self.long_share and self.prefix_len:
+            raise ConfigError("--random-long-share and --random-prefix-len do not go together: leave one out")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +211,11 @@ class BenchConfig:
     """Sampling fields and others, added to each request."""
     summary: SummaryOptions = field(default_factory=SummaryOptions)
     slo_classes: tuple[SLOClass, ...] = ()
-    """Objectives by share of the requests; the server is not told."""
+    """Objectives by share of the requests."""
+    send_slo: SendSLO = "auto"
+    """How the server is told of them; `auto` tells servers that say they are onbeat."""
+    asks_to_shed: bool = False
+    """Ask the server to refuse requests whose TTFT it predicts to be missed."""
     num_gpus: int = 1
     metadata: Mapping[str, str] = field(default_factory=dict)
     keep_text: bool = False
@@ -210,3 +225,4 @@ class BenchConfig:
             raise ConfigError(f"--num-gpus must be at least 1, got {self.num_gpus}")
         if self.num_warmups < 0:
             raise ConfigError(f"--num-warmups must not be negative, got {self.num_warmups}")
+        check_transport(self.send_slo, self.slo_classes, asks_to_shed=self.asks_to_shed)

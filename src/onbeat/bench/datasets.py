@@ -16,6 +16,7 @@ from onbeat.workload.load_source import (
     CONVERSATION_PROMPT_SIGMA,
     conversation_lengths,
 )
+from onbeat.workload.mixture import mix_in_long_prompts
 from onbeat.workload.prompts import GivenPrompts, PromptWriter
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
 from onbeat.workload.trace import Trace, read_text, read_trace
@@ -62,15 +63,24 @@ def _random(
     config: DatasetConfig, num_requests: int, tools: PromptTools, rng: np.random.Generator
 ) -> Workload:
     prompts = UniformLength(_scaled(config.input_len, config), config.range_ratio)
-    outputs = UniformLength(_scaled(config.output_len or DEFAULT_OUTPUT_LEN, config), config.range_ratio)
+    output_ratio = config.range_ratio if config.output_range_ratio is None else config.output_range_ratio
+    outputs = UniformLength(_scaled(config.output_len or DEFAULT_OUTPUT_LEN, config), output_ratio)
     if not config.prefix_len:
-        return synthetic_workload(
+        workload = synthetic_workload(
             "random",
             num_requests=num_requests,
             prompt_lengths=prompts,
             output_lengths=outputs,
             writer=tools.writer,
             rng=rng,
+        )
+        if not config.long_share:
+            return workload
+        return mix_in_long_prompts(
+            workload,
+            share=config.long_share,
+            num_tokens=_scaled(config.long_input_len, config),
+            writer=tools.writer,
         )
     return shared_prefix_workload(
         "random",

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
+from onbeat.bench.promise import Promises
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.runner import OfferedRequest
 from onbeat.workload.workload import Workload
@@ -19,10 +20,24 @@ class PromptFeed:
 
     The first `lookahead` prompts are made before the run, so that short runs are not disturbed at all;
     longer ones are topped up in a thread while the run goes on. Prompts are let go once handed out.
+
+    Parameters
+    ----------
+    promises : the objectives that requests are held to; None leaves them without.
+    lookahead : prompts that are made before the run.
+    limit : hand out this many requests only.
     """
 
-    def __init__(self, workload: Workload, *, lookahead: int = 4096, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        *,
+        promises: Promises | None = None,
+        lookahead: int = 4096,
+        limit: int | None = None,
+    ) -> None:
         self._workload = workload
+        self._promises = promises
         self._lookahead = lookahead
         self._indices: Iterator[int] = iter(range(len(workload) if limit is None else limit))
         self._ready: deque[OfferedRequest] = deque()
@@ -61,6 +76,11 @@ class PromptFeed:
     def _offer(self, index: int) -> OfferedRequest:
         spec = self._workload.request(index)
         record = RequestRecord(
-            index=index, num_prompt_tokens=spec.num_prompt_tokens, max_tokens=spec.max_tokens
+            index=index,
+            num_prompt_tokens=spec.num_prompt_tokens,
+            max_tokens=spec.max_tokens,
+            group=spec.group,
         )
+        if self._promises is not None:
+            self._promises.note(record)
         return OfferedRequest(spec.prompt, record)

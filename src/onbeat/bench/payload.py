@@ -22,8 +22,13 @@ class PayloadBuilder:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields added to every body; they win over the built ones."""
 
-    def build(self, prompt: str, max_tokens: int) -> bytes:
-        """Return the JSON body that asks for at most `max_tokens` tokens and a usage count."""
+    def build(self, prompt: str, max_tokens: int, own: Mapping[str, Any] | None = None) -> bytes:
+        """Return the JSON body that asks for at most `max_tokens` tokens and a usage count.
+
+        Parameters
+        ----------
+        own : fields of this one request.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -34,7 +39,7 @@ class PayloadBuilder:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
             body["prompt"] = prompt
-        return orjson.dumps(body | dict(self.extra))
+        return orjson.dumps(body | dict(own or {}) | dict(self.extra))
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:

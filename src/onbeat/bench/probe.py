@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -19,8 +20,17 @@ NUM_CALIBRATION_WORDS = 256
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
-async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig) -> list[str]:
-    """Return the ids of the models that the server offers, once it answers.
+@dataclass(frozen=True, slots=True)
+class ServerModels:
+    """What a server's model list says."""
+
+    ids: tuple[str, ...] = ()
+    is_onbeat: bool = False
+    """Whether a model is `owned_by` onbeat: such a server understands objectives."""
+
+
+async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig) -> ServerModels:
+    """Return the models that the server offers, once it answers.
 
     Raises
     ------
@@ -32,7 +42,7 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
         try:
             async with session.get(url, headers=dict(target.headers), timeout=PROBE_TIMEOUT) as response:
                 if response.status < 500:
-                    return await _model_ids(url, response)
+                    return await _models(url, response)
                 problem = f"HTTP {response.status}"
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             problem = str(error) or type(error).__name__
@@ -44,18 +54,21 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
         await asyncio.sleep(0.5)
 
 
-async def _model_ids(url: str, response: aiohttp.ClientResponse) -> list[str]:
+async def _models(url: str, response: aiohttp.ClientResponse) -> ServerModels:
     if response.status in {401, 403}:
         raise ConfigError(f"{url} answers HTTP {response.status}: set the key in OPENAI_API_KEY")
     if response.status == 404:  # an endpoint without a model list can be loaded all the same
-        return []
+        return ServerModels()
     try:
-        return [model["id"] for model in orjson.loads(await response.read())["data"]]
-    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        cards = orjson.loads(await response.read())["data"]
+        return ServerModels(
+            tuple(card["id"] for card in cards), any(card.get("owned_by") == "onbeat" for card in cards)
+        )
+    except (orjson.JSONDecodeError, AttributeError, KeyError, TypeError) as error:
         raise ConfigError(f"{url} does not answer like an OpenAI-compatible server") from error
 
 
-def choose_model(target: TargetConfig, offered: list[str]) -> str:
+def choose_model(target: TargetConfig, offered: ServerModels) -> str:
     """Return the model to ask for.
 
     Raises
@@ -64,9 +77,9 @@ def choose_model(target: TargetConfig, offered: list[str]) -> str:
     """
     if target.model is not None:
         return target.model
-    if not offered:
+    if not offered.ids:
         raise ConfigError(f"{target.root} lists no model: name one with --model")
-    return offered[0]
+    return offered.ids[0]
 
 
 async def server_pool(session: aiohttp.ClientSession, target: TargetConfig, model: str) -> WordPool | None:

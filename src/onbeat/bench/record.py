@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import ClassVar
 
+from onbeat.bench.verdict import ServerVerdict
 from onbeat.core.slo import SLO
 
 
@@ -18,6 +19,8 @@ class Status(StrEnum):
     """An error answer, a broken stream, a timeout or no text."""
     REJECTED = "rejected"
     """HTTP 429 or 503: the server refused it for want of capacity."""
+    EXPIRED = "expired"
+    """HTTP 504: its deadline passed while it waited in the server, and it had asked not to be served late."""
     INTERRUPTED = "interrupted"
     """The run was stopped while the request was open; it counts nowhere."""
 
@@ -63,6 +66,14 @@ class RequestRecord:
     slo: SLO | None = None
     """What the run holds it to; None is nothing."""
     request_class: str | None = None
+    group: str | None = None
+    """Kind of prompt, where a data set mixes several."""
+    verdict: ServerVerdict | None = None
+    """What the server says of how it kept the objectives."""
+    predicted_ttft: float | None = None
+    """Of a refused request: the TTFT that the server said it would have had, seconds."""
+    retry_after: float | None = None
+    """Of a refused request: after how long the server said to come again, seconds."""
 
     # A client sees chunks of text, not how many tokens each has; it never waits for a whole answer.
     delivery_sizes: ClassVar[tuple[int, ...]] = ()
@@ -94,3 +105,8 @@ class RequestRecord:
     @property
     def is_rejected(self) -> bool:
         return self.status is Status.REJECTED
+
+    @property
+    def response_time(self) -> float:
+        """Time from the send to the end of the answer, seconds: how long a refused caller waited."""
+        return self.end - self.sent

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from onbeat.bench.config import BenchConfig, RunConfig
+from onbeat.bench.outcomes import group_keys, outcome_keys, refusal_keys, verdict_keys
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome
 from onbeat.metrics.summary import describe, gaps, percentile, summarise, ttft
@@ -22,17 +24,33 @@ LATE_CLIENT_SECONDS = 5e-3
 
 
 def build_result(
-    bench: BenchConfig, run: RunConfig, outcome: LoadOutcome, *, model: str, length_source: str
+    bench: BenchConfig,
+    run: RunConfig,
+    outcome: LoadOutcome,
+    *,
+    model: str,
+    length_source: str,
+    slo_sent: str = "none",
 ) -> RunResult[RequestRecord]:
-    """Return the result of a finished (or interrupted) run."""
+    """Return the result of a finished (or interrupted) run.
+
+    Parameters
+    ----------
+    length_source : who measured the prompts.
+    slo_sent : how the server was told of objectives.
+    """
     records = sorted(
         (record for record in outcome.records if record.status is not Status.INTERRUPTED),
         key=lambda record: record.index,
     )
     summary = _header(bench, run, model)
     summary |= summarise(records, duration=outcome.duration, options=bench.summary)
-    summary |= _client_times(records, bench)
+    outcome_keys(records, summary, bench.summary)
+    summary |= _client_times(records, bench) | refusal_keys(records)
     summary |= {
+        "slo_sent": slo_sent,
+        "server_verdicts": verdict_keys(records, bench.summary),
+        "groups": group_keys(records, duration=outcome.duration, options=bench.summary),
         "interrupted": outcome.interrupted,
         "num_interrupted_requests": len(outcome.records) - len(records),
         "timing_origin": SCHEDULED if run.load.is_scheduled else "send",
@@ -155,6 +173,10 @@ def details(result: RunResult[RequestRecord]) -> dict[str, Any]:
         "queue_times": [record.client_queue_time for record in records],
         "end_times": [record.end - result.start for record in records],
         "statuses": [record.status.value for record in records],
+        "request_classes": [record.request_class for record in records],
+        "request_groups": [record.group for record in records],
+        "verdicts": [None if record.verdict is None else asdict(record.verdict) for record in records],
+        "predicted_ttfts": [record.predicted_ttft for record in records],
         "generated_texts": [record.text for record in records],
         "errors": [f"{record.cause}: {record.detail}" if record.cause else "" for record in records],
     }

@@ -19,6 +19,7 @@ from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.feed import PromptFeed
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
+from onbeat.bench.promise import Promises, choose_transport
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import build_result
 from onbeat.bench.runner import LoadPlan, LoadRunner
@@ -27,7 +28,6 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.report.result import RunResult
 from onbeat.workload.arrivals import ramp_arrivals
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
-from onbeat.workload.slo_classes import assign_classes
 from onbeat.workload.workload import Workload
 
 
@@ -88,7 +88,11 @@ async def _probe(
 ) -> _Server:
     target = bench.target
     progress.on_phase(f"asking {target.root}")
-    model = choose_model(target, await wait_until_ready(session, target))
+    offered = await wait_until_ready(session, target)
+    model = choose_model(target, offered)
+    objectives = choose_transport(
+        bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed
+    )
     pool: WordPool | None
     if tokenizer is not None:
         pool = tokenizer_pool(tokenizer)
@@ -100,6 +104,7 @@ async def _probe(
             url=target.url,
             payload=PayloadBuilder(api=target.api, model=model, extra=bench.extra_body),
             headers=dict(target.headers),
+            objectives=objectives,
             timeout=target.request_timeout,
         ),
         model=model,
@@ -142,17 +147,23 @@ async def _run(
     if bench.num_warmups:
         progress.on_phase(f"warming up with {bench.num_warmups} requests")
         await _warm_up(bench, run, client, tools, stop)
-    feed = PromptFeed(workload)
+    feed = PromptFeed(workload, promises=Promises(bench.slo_classes, len(workload), bench.seed))
     await feed.fill()
     runner = LoadRunner(client.send, plan, on_end=progress.on_request)
     progress.on_start(run, len(workload))
     with _settled_memory():
         outcome = await runner.run(feed, stop)
-    _promise(outcome.records, bench, len(workload))
     run = replace(run, num_prompts=len(workload))
     is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
-    return build_result(bench, run, outcome, model=server.model, length_source=length_source)
+    return build_result(
+        bench,
+        run,
+        outcome,
+        model=server.model,
+        length_source=length_source,
+        slo_sent=server.endpoint.objectives.how,
+    )
 
 
 @contextmanager
@@ -207,13 +218,3 @@ def schedule(load: LoadConfig, workload: Workload, rng: np.random.Generator) -> 
     if not load.is_scheduled:
         return None
     return load.arrival_plan().offsets(num_requests, rng=rng, times=workload.times)
-
-
-def _promise(records: Sequence[RequestRecord], bench: BenchConfig, num_requests: int) -> None:
-    """Note in each record the objectives that its request is held to: by share, decided by the seed."""
-    if not bench.slo_classes:
-        return
-    class_ids = assign_classes(num_requests, bench.slo_classes, np.random.default_rng([bench.seed, 2]))
-    for record in records:
-        own = bench.slo_classes[int(class_ids[record.index])]
-        record.slo, record.request_class = own.slo, own.name

@@ -9,6 +9,7 @@ import orjson
 
 from onbeat.bench.payload import choice_text
 from onbeat.bench.sse import EventStreamParser
+from onbeat.bench.verdict import ServerVerdict
 
 
 class StreamError(Exception):
@@ -18,12 +19,14 @@ class StreamError(Exception):
     ----------
     cause : short label under which failures are counted.
     detail : what exactly was seen.
+    code : the error code of an API's error body.
     """
 
-    def __init__(self, cause: str, detail: str) -> None:
+    def __init__(self, cause: str, detail: str, *, code: str | None = None) -> None:
         super().__init__(detail)
         self.cause = cause
         self.detail = detail
+        self.code = code
 
 
 class AnswerStream:
@@ -33,7 +36,7 @@ class AnswerStream:
     not depend on how chatty a server's framing is.
     """
 
-    __slots__ = ("_is_done", "_parser", "delivery_times", "finish_reason", "texts", "usage")
+    __slots__ = ("_is_done", "_parser", "delivery_times", "finish_reason", "texts", "usage", "verdict")
 
     def __init__(self) -> None:
         self._parser = EventStreamParser()
@@ -42,6 +45,7 @@ class AnswerStream:
         self.texts: list[str] = []
         self.usage: dict[str, Any] | None = None
         self.finish_reason: str | None = None
+        self.verdict: ServerVerdict | None = None
 
     def feed(self, piece: bytes, now: float) -> None:
         """Take bytes that arrived at `now` (seconds).
@@ -81,9 +85,11 @@ class AnswerStream:
         if not isinstance(message, dict):
             raise StreamError("malformed chunk", f"not a JSON object: {data[:120]!r}")
         if message.get("error"):
-            raise StreamError("error in stream", error_text(message))
+            raise StreamError("error in stream", error_text(message), code=error_code(message))
         if message.get("usage"):
             self.usage = message["usage"]
+        if isinstance(message.get("slo"), dict):
+            self.verdict = ServerVerdict.parse(message["slo"])
         text = ""
         for choice in message.get("choices") or ():
             text += choice_text(choice)
@@ -98,3 +104,10 @@ def error_text(message: dict[str, Any]) -> str:
     error = message.get("error", message)
     text = error.get("message") if isinstance(error, dict) else None
     return str(text or error)[:300]
+
+
+def error_code(message: dict[str, Any]) -> str | None:
+    """Return the code of an OpenAI error body; None if it has none, or a number as some servers send."""
+    error = message.get("error")
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else None

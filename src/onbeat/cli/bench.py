@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -123,6 +124,7 @@ async def _measure(
 
 
 def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+    from onbeat.bench.outcome_table import outcome_tables
     from onbeat.bench.result import group_errors
     from onbeat.cli import bench_settings as settings
     from onbeat.report.result import merge_warnings
@@ -131,7 +133,8 @@ def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> 
     console = _result_console()
     percentiles = settings.summary_options(args).percentiles
     if len(results) == 1:
-        for table in run_tables(results[0], settings.table_metrics(args), percentiles):
+        tables = run_tables(results[0], settings.table_metrics(args), percentiles)
+        for table in (*tables, *outcome_tables(results[0].summary)):
             console.print(table)
     else:
         console.print(sweep_table(results))
@@ -168,9 +171,13 @@ def _saves_under_name(args: argparse.Namespace) -> bool:
 
 
 def _report(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+    from onbeat.bench.outcome_table import outcome_notes
     from onbeat.cli import bench_settings as settings
     from onbeat.report.run_report import write_report
 
+    noted = [
+        replace(result, warnings=(*result.warnings, *outcome_notes(result.summary))) for result in results
+    ]
     hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
     shown = {
         name: str(value) if isinstance(value, Path) else value
@@ -178,7 +185,7 @@ def _report(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -
         if name not in hidden and value not in (None, [], False)
     }
     percentiles = settings.summary_options(args).percentiles
-    write_report(args.report, results, percentiles=percentiles, settings=shown)
+    write_report(args.report, noted, percentiles=percentiles, settings=shown)
 
 
 def _compare(args: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from onbeat.bench.config import DATASET_NAMES
 from onbeat.bench.payload import Api
+from onbeat.bench.promise import SEND_SLO
 from onbeat.cli.args import seed
 from onbeat.cli.workload_options import add_arrival_arguments, add_slo_arguments
 from onbeat.metrics.summary import METRICS
@@ -98,6 +99,22 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
         "--random-range-ratio", type=float, default=0.0, help="lengths vary by this share around the mean"
     )
     group.add_argument(
+        "--random-output-range-ratio",
+        type=float,
+        metavar="X",
+        help="the same of output tokens alone (default: --random-range-ratio)",
+    )
+    group.add_argument(
+        "--random-long-share",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="share of random's requests with long prompts, evenly spread; both kinds are reported apart",
+    )
+    group.add_argument(
+        "--random-long-input-len", type=positive, metavar="N", help="tokens of those (default: 1500)"
+    )
+    group.add_argument(
         "--random-prefix-len", type=natural, default=0, help="tokens that all prompts of random share"
     )
     group.add_argument("--sharegpt-output-len", type=positive, help="replaces the recorded answer lengths")
@@ -125,6 +142,17 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     add_slo_arguments(parser)
+    telling = parser.add_argument_group("what the server is told of objectives")
+    telling.add_argument(
+        "--send-slo",
+        choices=SEND_SLO,
+        default="auto",
+        help="in the body, as x-slo-ttft-ms and x-slo-tpot-ms headers, or not at all; auto: in the body if "
+        "the server says that it is onbeat (default: auto)",
+    )
+    telling.add_argument(
+        "--shed", action="store_true", help="ask it to refuse requests that it predicts to be late"
+    )
     group = parser.add_argument_group("load")
     group.add_argument(
         "--request-rate", type=float, default=math.inf, metavar="R", help="requests/s; inf = no schedule"

@@ -61,6 +61,8 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         extra_body=_extra_body(args),
         summary=summary_options(args),
         slo_classes=slo_options(args).classes,
+        send_slo=args.send_slo,
+        asks_to_shed=args.shed,
         num_gpus=args.num_gpus,
         metadata=_pairs("--metadata", args.metadata),
         keep_text=args.save_detailed,
@@ -80,12 +82,17 @@ def dataset_config(args: argparse.Namespace) -> DatasetConfig:
     own_input = args.random_input_len if name == "random" else None
     own_output = {"random": args.random_output_len, "sharegpt": args.sharegpt_output_len}.get(name)
     _refuse_foreign(args, name)
+    if args.random_long_input_len is not None and not args.random_long_share:
+        raise ConfigError("--random-long-input-len needs --random-long-share")
     return DatasetConfig(
         name=name,
         path=path,
         input_len=args.input_len or own_input or 1024,
         output_len=args.output_len or own_output,
         range_ratio=args.random_range_ratio,
+        output_range_ratio=args.random_output_range_ratio,
+        long_share=args.random_long_share,
+        long_input_len=args.random_long_input_len or 1500,
         prefix_len=args.random_prefix_len,
         num_prefixes=args.prefix_repetition_num_prefixes or 10,
         repeated_prefix_len=args.prefix_repetition_prefix_len or 256,
@@ -103,6 +110,9 @@ def _refuse_foreign(args: argparse.Namespace, name: str) -> None:
         "random_output_len": "random",
         "random_range_ratio": "random",
         "random_prefix_len": "random",
+        "random_output_range_ratio": "random",
+        "random_long_share": "random",
+        "random_long_input_len": "random",
         "sharegpt_output_len": "sharegpt",
         "zipf_exponent": "zipf",
         "prefix_repetition_prefix_len": "prefix_repetition",

@@ -22,6 +22,8 @@ class RequestSpec:
     num_prompt_tokens: int
     """As planned; special tokens included, a chat template's own tokens not."""
     max_tokens: int
+    group: str | None = None
+    """Kind of prompt, where the workload mixes several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +36,8 @@ class Workload:
     max_tokens: NDArray[np.int64]
     times: NDArray[np.float64] | None = None
     """Recorded arrivals, seconds from any origin, ascending; None where there are none."""
+    groups: tuple[str, ...] | None = None
+    """Kind of prompt of each request; None where there is one kind."""
 
     def __post_init__(self) -> None:
         if not len(self.num_prompt_tokens):
@@ -49,6 +53,7 @@ class Workload:
             self.prompts.text(index),
             int(self.num_prompt_tokens[index]),
             int(self.max_tokens[index]),
+            None if self.groups is None else self.groups[index],
         )
 
 

@@ -134,6 +134,46 @@ def test_objectives_by_class_are_scored_apart(server: Background, tmp_path: Path
     assert result["attainment"] == sum(group["good"] for group in result["classes"].values()) / 8
 
 
+def test_refusals_and_groups_are_shown_saved_and_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = FakeOpenAI(
+        owned_by="onbeat", verdict={"met": True, "ttft_ms": 1.0}, fail_every=4, fault="status:429"
+    )
+    path, page = tmp_path / "r.json", tmp_path / "r.html"
+    flags = ["--num-prompts", "16", "--max-concurrency", "2", "--slo-ttft-ms", "60000", "--shed"]
+    flags += ["--random-long-share", "0.25", "--random-long-input-len", "30"]
+
+    with Background(fake) as background:
+        code = bench(background, *SMALL, *flags, "--json", str(path), "--report", str(page))
+
+    assert code == 0
+    assert fake.bodies[0]["slo"] == {"ttft_ms": 60000.0, "shed": True}
+    assert load(path)["attainment_admitted"] == 1.0
+    out = capsys.readouterr().out
+    for text in (out, page.read_text()):
+        for wanted in ("12 of 16", "objectives met, of admitted", "refused after P50 / P99 / max", "long"):
+            assert wanted in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--shed"], "--shed needs objectives"),
+        (["--shed", "--slo-ttft-ms", "100"], "does not say that it is onbeat"),
+        (["--send-slo", "headers"], "has nothing to send"),
+        (["--random-long-input-len", "9"], "needs --random-long-share"),
+        (["--random-long-share", "0.5", "--dataset-name", "zipf"], "is for --dataset-name random"),
+        (["--random-long-share", "1.5"], r"must lie in [0, 1)"),
+    ],
+)
+def test_objectives_and_long_prompts_that_cannot_be_had_are_refused(
+    server: Background, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert bench(server, *flags) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
 def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
 

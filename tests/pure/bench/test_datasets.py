@@ -143,3 +143,31 @@ def test_arrivals_depend_on_the_seed_and_not_on_the_words() -> None:
 
 def test_a_closed_loop_has_no_schedule() -> None:
     assert schedule(LoadConfig(max_concurrency=2), load(DatasetConfig()), np.random.default_rng(0)) is None
+
+
+def test_random_with_long_prompts_among_short_ones() -> None:
+    config = DatasetConfig(input_len=20, range_ratio=0.5, long_share=0.125, long_input_len=100)
+    workload = load(config, 24)
+    plain = load(DatasetConfig(input_len=20, range_ratio=0.5), 24)
+
+    assert workload.groups is not None
+    assert [i for i, group in enumerate(workload.groups) if group == "long"] == [7, 15, 23]
+    assert count_words(workload.request(7).prompt) == 100 == workload.num_prompt_tokens[7]
+    assert workload.request(7).group == "long"
+    # The other requests, and all output lengths, are those of the load without long prompts.
+    assert workload.request(0).prompt == plain.request(0).prompt
+    assert workload.max_tokens.tolist() == plain.max_tokens.tolist()
+
+
+def test_output_lengths_can_have_a_spread_of_their_own() -> None:
+    workload = load(
+        DatasetConfig(input_len=350, output_len=60, range_ratio=0.0, output_range_ratio=2 / 3), 400
+    )
+
+    assert set(workload.num_prompt_tokens) == {350}
+    assert (workload.max_tokens.min(), workload.max_tokens.max()) == (20, 100)
+
+
+def test_long_prompts_and_a_shared_prefix_do_not_go_together() -> None:
+    with pytest.raises(ConfigError, match="do not go together"):
+        DatasetConfig(long_share=0.1, prefix_len=5)

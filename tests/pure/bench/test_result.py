@@ -76,11 +76,20 @@ OWN_KEYS = {
     "num_gpus",
     "output_throughput_per_gpu",
     "errors_by_cause",
+    "expired",
+    "admitted",
+    "attainment_admitted",
+    "median_rejected_predicted_ttft_ms",
+    "median_retry_after_ms",
+    "slo_sent",
+    "server_verdicts",
+    "groups",
     "max_dispatch_lag_ms",
     "p99_dispatch_lag_ms",
     *(
-        f"{statistic}_client_queue_time_ms"
+        f"{statistic}_{name}_ms"
         for statistic in ("mean", "median", "std", "max", "p50", "p90", "p99")
+        for name in ("client_queue_time", "rejection", "expiry")
     ),
     *(
         f"{statistic}_{metric}_ms"
@@ -101,7 +110,9 @@ def test_details_add_one_entry_a_request() -> None:
     document = to_document([result], detailed=True)
 
     added = set(document) - KEYS_OF_VLLM - OWN_KEYS
-    assert added == DETAILS_OF_VLLM | {"end_times", "statuses"}
+    assert added == DETAILS_OF_VLLM | {
+        *("end_times", "statuses", "request_classes", "request_groups", "verdicts", "predicted_ttfts")
+    }
     assert {len(document[key]) for key in added} == {4}
     assert document["ttfts"][3] is None
     assert document["errors"] == ["", "", "", "HTTP 500: boom"]

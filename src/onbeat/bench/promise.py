@@ -1,0 +1,113 @@
+"""What each request of a run is promised, and how the server is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+
+from onbeat.bench.record import RequestRecord
+from onbeat.core.errors import ConfigError
+from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes
+
+SendSLO = Literal["auto", "body", "headers", "none"]
+SEND_SLO: tuple[SendSLO, ...] = get_args(SendSLO)
+
+UNNAMED_CLASS = "default"
+"""Class of objectives that come from flags: a name of our own tables, which no server knows."""
+
+TTFT_HEADER = "x-slo-ttft-ms"
+TPOT_HEADER = "x-slo-tpot-ms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLOTransport:
+    """How the server hears of a request's objectives.
+
+    Parameters
+    ----------
+    how : `body` is an object `slo`, `headers` are those that inference-perf sends, `none` keeps the
+        objectives to the client, which scores by them all the same.
+    asks_to_shed : ask the server to refuse the request where it predicts that its TTFT cannot be kept.
+    """
+
+    how: Literal["body", "headers", "none"] = "none"
+    asks_to_shed: bool = False
+
+    def body(self, record: RequestRecord) -> dict[str, Any]:
+        """Return the fields that a request's body gets."""
+        if self.how != "body" or record.slo is None or record.slo.is_empty:
+            return {}
+        fields: dict[str, Any] = {
+            f"{name}_ms": limit * 1e3
+            for name in ("ttft", "tbt", "e2e")
+            if (limit := getattr(record.slo, name)) is not None
+        }
+        if record.request_class not in {None, UNNAMED_CLASS}:
+            fields["class"] = record.request_class
+        if self.asks_to_shed:
+            fields["shed"] = True
+        return {"slo": fields}
+
+    def headers(self, record: RequestRecord) -> dict[str, str]:
+        """Return the headers that a request gets."""
+        if self.how != "headers" or record.slo is None:
+            return {}
+        limits = {TTFT_HEADER: record.slo.ttft, TPOT_HEADER: record.slo.tbt}
+        return {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+
+
+def check_transport(send: SendSLO, classes: Sequence[SLOClass], *, asks_to_shed: bool) -> None:
+    """Refuse ways of telling that would leave something out.
+
+    Raises
+    ------
+    ConfigError : there is nothing to tell, or no word for it.
+    """
+    if not classes:
+        if asks_to_shed:
+            raise ConfigError("--shed needs objectives: give --slo-ttft-ms or --slo-config")
+        if send in {"body", "headers"}:
+            raise ConfigError(
+                f"--send-slo {send} has nothing to send: give --slo-ttft-ms, --slo-tbt-ms or --slo-config"
+            )
+        return
+    if asks_to_shed and send not in {"auto", "body"}:
+        raise ConfigError(f"--shed is asked for in the body: --send-slo {send} does not send one")
+    if send == "headers" and any(each.slo.e2e is not None for each in classes):
+        raise ConfigError("--send-slo headers has no header for an e2e objective: use --send-slo body")
+
+
+def choose_transport(send: SendSLO, *, is_onbeat: bool, asks_to_shed: bool) -> SLOTransport:
+    """Return how this server is told: `auto` speaks only to servers known to listen.
+
+    Raises
+    ------
+    ConfigError : `--shed` was given for a server that would not be asked.
+    """
+    how = send if send != "auto" else "body" if is_onbeat else "none"
+    if asks_to_shed and how != "body":
+        raise ConfigError(
+            "--shed asks the server to refuse requests, and this one does not say that it is onbeat: leave "
+            "--shed out, or insist with --send-slo body"
+        )
+    return SLOTransport(how=how, asks_to_shed=asks_to_shed)
+
+
+class Promises:
+    """Which class of objectives each request of a run has: by share, decided by the seed."""
+
+    def __init__(self, classes: Sequence[SLOClass], num_requests: int, seed: int) -> None:
+        self._classes = tuple(classes)
+        self._class_ids: ClassIds | None = None
+        if classes:
+            self._class_ids = assign_classes(num_requests, classes, np.random.default_rng([seed, 2]))
+
+    def note(self, record: RequestRecord) -> None:
+        """Note in a record the objectives that its request is held to."""
+        if self._class_ids is None:
+            return
+        own = self._classes[int(self._class_ids[record.index])]
+        record.slo, record.request_class = own.slo, own.name

@@ -1,0 +1,103 @@
+"""What requests are promised, and how the server is told."""
+
+from __future__ import annotations
+
+import orjson
+import pytest
+
+from onbeat.bench.config import BenchConfig, TargetConfig
+from onbeat.bench.payload import PayloadBuilder
+from onbeat.bench.promise import Promises, SendSLO, SLOTransport, choose_transport
+from onbeat.bench.record import RequestRecord
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.workload.slo_classes import SLOClass
+
+TIGHT = SLOClass(name="tight", slo=SLO(ttft=0.25, tbt=0.05), share=0.25)
+LOOSE = SLOClass(name="loose", slo=SLO(e2e=60.0), share=0.75)
+
+
+def record(own: SLOClass | None = None, index: int = 0) -> RequestRecord:
+    made = RequestRecord(index=index, num_prompt_tokens=4, max_tokens=4)
+    if own is not None:
+        made.slo, made.request_class = own.slo, own.name
+    return made
+
+
+def test_the_body_names_class_and_objectives_in_milliseconds() -> None:
+    transport = SLOTransport(how="body", asks_to_shed=True)
+
+    assert transport.body(record(TIGHT)) == {
+        "slo": {"ttft_ms": 250.0, "tbt_ms": 50.0, "class": "tight", "shed": True}
+    }
+    assert transport.headers(record(TIGHT)) == {}
+
+
+def test_a_class_made_of_flags_has_no_name_for_the_server() -> None:
+    own = SLOClass(name="default", slo=SLO(ttft=0.5))
+
+    assert SLOTransport(how="body").body(record(own)) == {"slo": {"ttft_ms": 500.0}}
+
+
+def test_headers_carry_ttft_and_tpot() -> None:
+    transport = SLOTransport(how="headers")
+
+    assert transport.headers(record(TIGHT)) == {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "50"}
+    assert transport.body(record(TIGHT)) == {}
+
+
+@pytest.mark.parametrize("how", ["body", "headers", "none"])
+def test_a_request_without_objectives_says_nothing(how: str) -> None:
+    transport = SLOTransport(how=how)  # type: ignore[arg-type]
+
+    assert (transport.body(record()), transport.headers(record())) == ({}, {})
+
+
+def test_fields_of_one_request_stand_beside_those_of_all() -> None:
+    payload = PayloadBuilder(api="chat", model="m", extra={"temperature": 0.0})
+
+    body = orjson.loads(payload.build("hi", 3, {"slo": {"ttft_ms": 1}}))
+
+    assert (body["slo"], body["temperature"], body["max_tokens"]) == ({"ttft_ms": 1}, 0.0, 3)
+
+
+@pytest.mark.parametrize(
+    ("send", "is_onbeat", "how"),
+    [("auto", True, "body"), ("auto", False, "none"), ("headers", True, "headers"), ("body", False, "body")],
+)
+def test_auto_speaks_only_to_onbeat(send: SendSLO, is_onbeat: bool, how: str) -> None:
+    assert choose_transport(send, is_onbeat=is_onbeat, asks_to_shed=False).how == how
+
+
+def test_shedding_cannot_be_asked_of_a_server_that_is_not_told() -> None:
+    with pytest.raises(ConfigError, match="does not say that it is onbeat"):
+        choose_transport("auto", is_onbeat=False, asks_to_shed=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"asks_to_shed": True}, "--shed needs objectives"),
+        ({"send_slo": "body"}, "has nothing to send"),
+        (
+            {"send_slo": "headers", "asks_to_shed": True, "slo_classes": (TIGHT, LOOSE)},
+            "asked for in the body",
+        ),
+        ({"send_slo": "headers", "slo_classes": (TIGHT, LOOSE)}, "no header for an e2e objective"),
+    ],
+)
+def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        BenchConfig(target=TargetConfig(), **options)  # type: ignore[arg-type]
+
+
+def test_classes_are_shared_out_exactly_and_by_the_seed() -> None:
+    def names(seed: int) -> list[str | None]:
+        promises = Promises((TIGHT, LOOSE), 20, seed)
+        records = [record(index=index) for index in range(20)]
+        for each in records:
+            promises.note(each)
+        return [each.request_class for each in records]
+
+    assert names(1).count("tight") == 5
+    assert names(1) == names(1) != names(2)
