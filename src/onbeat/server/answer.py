@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,12 +13,17 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from onbeat.core.errors import OnbeatError
+from onbeat.core.slo import SLOMode
 from onbeat.server import sse
+from onbeat.server.answer_head import NO_EXTRAS, Extras
+from onbeat.server.choice import Choice, ChoiceDelta, ShownToken
 from onbeat.server.context import HttpContext, context_of
 from onbeat.server.disconnect import ClientGone, cancelled_on_disconnect
 from onbeat.server.errors import error_reply
-from onbeat.server.generation import Choice, ChoiceDelta, Generator, ShownToken, TextOptions
+from onbeat.server.generation import Generator, TextOptions
 from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.slo_answer import slo_report
+from onbeat.server.slo_headers import predicted_ttft_header
 from onbeat.server.usage import usage_of
 
 logger = logging.getLogger("onbeat.server")
@@ -37,15 +42,15 @@ class FinishedChoice:
 class AnswerFormat(Protocol):
     """How one endpoint writes its answers."""
 
-    def events(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
-        """Return the events of one delta; `usage` is the usage so far, if each chunk shall carry it."""
+    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
+        """Return the events of one delta."""
         ...
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
+    def usage_event(self, extras: Extras) -> bytes:
         """Return the event with the final usage and no choices."""
         ...
 
-    def response(self, choices: Sequence[FinishedChoice], usage: dict[str, Any]) -> dict[str, Any]:
+    def response(self, choices: Sequence[FinishedChoice], extras: Extras) -> dict[str, Any]:
         """Return the whole answer as one object."""
         ...
 
@@ -63,6 +68,8 @@ class Job:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    slo_mode: SLOMode
+    """What keeping a TBT objective means."""
 
 
 class AnswerResponse(Response):
@@ -76,6 +83,7 @@ class AnswerResponse(Response):
         self._job = job
         self._generator = generator
         self._lifecycle = lifecycle
+        self._num_finished = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         job = self._job
@@ -109,14 +117,16 @@ class AnswerResponse(Response):
             finished[index].finish_reason = delta.finish_reason
         for choice, pieces in zip(finished, texts, strict=True):
             choice.text = "".join(pieces)
-        return orjson.dumps(job.answer_format.response(finished, usage_of(job.choices)))
+        extras = Extras(usage=usage_of(job.choices), slo=slo_report(job.choices, job.slo_mode))
+        return orjson.dumps(job.answer_format.response(finished, extras))
 
     async def _stream(
         self, deltas: AsyncGenerator[ChoiceDelta, None], send: Send, context: HttpContext
     ) -> bytes:
         """Send all deltas and return the last bytes of the stream."""
         first = await anext(deltas)
-        headers = [(name.encode(), value.encode()) for name, value in sse.HEADERS.items()]
+        own = {**sse.HEADERS, **_predicted_ttft(self._job.choices)}
+        headers = [(name.encode(), value.encode()) for name, value in own.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             await self._send_delta(first, send)
@@ -127,20 +137,31 @@ class AnswerResponse(Response):
             if not isinstance(error, OnbeatError):
                 logger.exception("%s failed while streaming", self._job.completion_id)
             return sse.error_event(error) + sse.DONE
-        if not self._job.include_usage:
+        job = self._job
+        if not job.include_usage:
             return sse.DONE
-        return self._job.answer_format.usage_event(usage_of(self._job.choices)) + sse.DONE
+        extras = Extras(usage=usage_of(job.choices), slo=slo_report(job.choices, job.slo_mode))
+        return job.answer_format.usage_event(extras) + sse.DONE
 
     async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
-        usage = usage_of([delta.choice]) if self._job.continuous_usage else None
-        body = self._job.answer_format.events(delta, usage)
+        body = self._job.answer_format.events(delta, self._extras(delta))
         await send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def _extras(self, delta: ChoiceDelta) -> Extras:
+        """Return what goes along with a delta; the end of the last choice has how the promise was kept."""
+        job = self._job
+        usage = usage_of([delta.choice]) if job.continuous_usage else None
+        self._num_finished += delta.finish_reason is not None
+        if job.include_usage or self._num_finished < len(job.choices):
+            return NO_EXTRAS if usage is None else Extras(usage=usage)
+        return Extras(usage=usage, slo=slo_report(job.choices, job.slo_mode))
 
     async def _finish(self, last: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         if self._job.stream:
             await send({"type": "http.response.body", "body": last, "more_body": False})
         else:
-            await Response(last, media_type="application/json")(scope, receive, send)
+            headers = _predicted_ttft(self._job.choices)
+            await Response(last, headers=headers, media_type="application/json")(scope, receive, send)
 
     def _describe(self, context: HttpContext) -> None:
         choices = self._job.choices
@@ -153,6 +174,12 @@ class AnswerResponse(Response):
         if context.finish is None:
             reasons = dict.fromkeys(choice.finish_reason.value for choice in choices if choice.finish_reason)
             context.finish = ",".join(reasons) or None
+
+
+def _predicted_ttft(choices: Sequence[Choice]) -> Mapping[str, str]:
+    """Return the header that tells the latest TTFT predicted for any choice, if one was."""
+    known = [choice.predicted_ttft for choice in choices if choice.predicted_ttft is not None]
+    return predicted_ttft_header(max(known, default=None))
 
 
 def _code_of(error: Exception) -> str:

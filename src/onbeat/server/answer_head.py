@@ -28,6 +28,24 @@ class AnswerHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What goes beside the choices of a chunk or of a whole answer."""
+
+    usage: dict[str, Any] | None = None
+    """Tokens so far; null is not sent where the caller did not ask for it."""
+    slo: dict[str, Any] | None = None
+    """How the promise was kept; on the last chunk alone, and only if there was one."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that are there."""
+        given = {"usage": self.usage, "slo": self.slo}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+NO_EXTRAS = Extras()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerOptions:
     """What the caller wants to see beside the text."""
 

@@ -24,6 +24,7 @@ from onbeat.server.prompts import PromptEncoder
 from onbeat.server.routes_models import model_routes
 from onbeat.server.routes_openai import REQUEST_BODIES, openai_routes
 from onbeat.server.services import Services
+from onbeat.server.slo_headers import PREDICTED_TTFT_HEADER
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 
@@ -35,6 +36,11 @@ ENDPOINTS = frozenset(
     )
 )
 """The paths that the log and the metrics tell apart."""
+EXPOSED_HEADERS = (
+    *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
+    PREDICTED_TTFT_HEADER,
+)
+"""Headers of answers that pages of other origins may read."""
 
 
 def create_app(
@@ -103,7 +109,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
             allow_origins=list(config.allowed_origins),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "openai-processing-ms", "retry-after"],
+            expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(
         RequestLog,

@@ -79,7 +79,7 @@ def parse_body(
 def _first_error(error: ValidationError) -> InvalidRequest:
     first, *others = error.errors(include_url=False)
     location = first["loc"]
-    field = str(location[0]) if location else None
+    field = _param(location)
     if first["type"] == "missing":
         name = _dotted(location)
         return InvalidRequest(f"{name} is missing", param=name, code="missing_required_parameter")
@@ -99,6 +99,16 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(
         f"{_dotted(location)} is {reprlib.repr(first['input'])}; {reason}", param=field, code="invalid_value"
     )
+
+
+def _param(location: Sequence[int | str]) -> str | None:
+    """Return the field at fault: as deep as fields go, without positions in lists and keys of maps."""
+    names: list[str] = []
+    for part in location:
+        if isinstance(part, int) or not (part.isidentifier() and _is_field(part)):
+            break
+        names.append(part)
+    return ".".join(names)[:_MOST_QUOTED] or None
 
 
 def _dotted(location: Sequence[int | str]) -> str:

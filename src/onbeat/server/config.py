@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
+from onbeat.server.slo_defaults import SLODefaults, key_digest
 
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request."""
@@ -39,6 +40,8 @@ class ServerConfig:
     """Whether to log a line for each request."""
     metrics_aliases: Literal["vllm"] | None = None
     """Export the metrics under this server's names as well."""
+    slo: SLODefaults = field(default_factory=SLODefaults)
+    """What requests are promised that do not say it themselves."""
     response_role: str = "assistant"
 
     def __post_init__(self) -> None:
@@ -52,6 +55,10 @@ class ServerConfig:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key is empty or not ASCII; leave it out or choose another")
+        if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:
+            raise ConfigError(
+                "terms are given for an API key that opens nothing here; add it to the API keys"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")
         if self.metrics_aliases not in (None, "vllm"):

@@ -9,7 +9,9 @@ missing or wrong API key                  401     invalid_request_error / invali
 unknown model                             404     invalid_request_error / model_not_found
 unknown path, wrong method                404/5   invalid_request_error / not_found, method_not_allowed
 body over the limit                       413     invalid_request_error / request_too_large
+SLOUnattainable                           429     rate_limit_error / slo_unattainable
 Overloaded                                503     server_error / server_overloaded or its own code
+SLOUnattainable, waited in vain           504     server_error / deadline_exceeded
 EngineDead                                503     server_error / engine_dead
 EngineError                               500     server_error / engine_error
 anything else                             500     server_error / internal_error
@@ -18,16 +20,26 @@ anything else                             500     server_error / internal_error
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.core.errors import EngineDead, EngineError, InvalidRequest, Overloaded, RequestRejected
+from onbeat.core.errors import (
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    RequestRejected,
+    SLOUnattainable,
+)
+from onbeat.core.request import Request as EngineRequest
+from onbeat.server.slo_headers import predicted_ttft_header
 
 CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
@@ -45,6 +57,7 @@ class ApiError(RequestRejected):
     param : the request field at fault.
     code : the body's `code`.
     headers : sent along.
+    details : further fields of the body's error.
     """
 
     def __init__(
@@ -55,10 +68,12 @@ class ApiError(RequestRejected):
         code: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.status = status
         self.headers = dict(headers or {})
+        self.details = dict(details or {})
 
 
 class ErrorReply(NamedTuple):
@@ -66,7 +81,7 @@ class ErrorReply(NamedTuple):
 
     status: int
     body: bytes
-    """JSON: `{"error": {"message", "type", "param", "code"}}`."""
+    """JSON: `{"error": {"message", "type", "param", "code"}}`, and what the kind of error adds."""
     headers: dict[str, str]
 
 
@@ -79,9 +94,11 @@ def error_reply(error: Exception) -> ErrorReply:
     """Return the status, body and headers that an exception becomes."""
     param: str | None = None
     headers: dict[str, str] = {}
+    details: dict[str, Any] = {}
     match error:
         case ApiError():
-            status, code, param, headers = error.status, error.code, error.param, error.headers
+            status, code, param = error.status, error.code, error.param
+            headers, details = error.headers, error.details
         case Overloaded():
             status, code, param = 503, error.code or "server_overloaded", error.param
             headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
@@ -95,7 +112,7 @@ def error_reply(error: Exception) -> ErrorReply:
             return _http_exception_reply(error)
         case _:
             return ErrorReply(500, error_body(500, "the server failed on this request", "internal_error"), {})
-    return ErrorReply(status, error_body(status, str(error), code, param), headers)
+    return ErrorReply(status, error_body(status, str(error), code, param, details), headers)
 
 
 def _http_exception_reply(error: HTTPException) -> ErrorReply:
@@ -108,7 +125,43 @@ def _http_exception_reply(error: HTTPException) -> ErrorReply:
     )
 
 
-def error_body(status: int, message: str, code: str | None, param: str | None = None) -> bytes:
+def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
+    """Return what a caller gets to know whose objectives cannot be kept: 429 at once, 504 after a wait."""
+    has_waited = error.code == "deadline_exceeded"
+    predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None
+    slo = request.slo
+    objectives = {f"{name}_ms": _milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
+    return ApiError(
+        504 if has_waited else 429,
+        str(error),
+        code=error.code or "slo_unattainable",
+        param=error.param,
+        headers={**_retry_headers(error.retry_after), **predicted_ttft_header(predicted)},
+        details={
+            "reason": "ttft_passed_while_waiting" if has_waited else "predicted_ttft_above_objective",
+            "predicted_ttft_ms": _milliseconds(predicted),
+            "slo": {**objectives, "class": request.slo_class},
+        },
+    )
+
+
+def _retry_headers(seconds: float) -> dict[str, str]:
+    """Return when to try again: as the standard has it, and as OpenAI's clients read it first."""
+    seconds = seconds if seconds > 0 else RETRY_AFTER_SECONDS
+    return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1e3))}
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
+
+
+def error_body(
+    status: int,
+    message: str,
+    code: str | None,
+    param: str | None = None,
+    details: Mapping[str, Any] | None = None,
+) -> bytes:
     """Return the JSON of an error."""
     if status >= 500:
         kind = "server_error"
@@ -116,7 +169,8 @@ def error_body(status: int, message: str, code: str | None, param: str | None = 
         kind = "rate_limit_error" if status == 429 else "invalid_request_error"
     # A message may quote half a surrogate pair from the request, which JSON cannot carry.
     message = message.encode(errors="backslashreplace").decode()
-    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+    error = {"message": message, "type": kind, "param": param, "code": code, **(details or {})}
+    return orjson.dumps({"error": error})
 
 
 def error_response(error: Exception) -> Response:

@@ -9,8 +9,8 @@ import orjson
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.answer import FinishedChoice
-from onbeat.server.answer_head import AnswerHead, AnswerOptions
-from onbeat.server.generation import ChoiceDelta
+from onbeat.server.answer_head import NO_EXTRAS, AnswerHead, AnswerOptions, Extras
+from onbeat.server.choice import ChoiceDelta
 from onbeat.server.logprobs import chat_logprobs
 from onbeat.server.sse import ChunkTemplate, event
 
@@ -27,28 +27,27 @@ class ChatFormat:
         self._template = ChunkTemplate(self._chunk_fields, has_usage=options.include_usage)
         self._started: set[int] = set()
 
-    def events(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
+    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
         index = delta.choice.index
         if index in self._started:
-            return self._template.chunk(self._choice(delta), usage)
+            return self._template.chunk(self._choice(delta), extras)
         self._started.add(index)
-        start = self._start(delta, usage)
+        start = self._start(delta, extras.usage)
         if not delta.text and delta.finish_reason is None:
             return start
-        return start + self._template.chunk(self._choice(delta), usage)
+        return start + self._template.chunk(self._choice(delta), extras)
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
-        return event({**self._chunk_fields, "choices": [], "usage": usage})
+    def usage_event(self, extras: Extras) -> bytes:
+        return event({**self._chunk_fields, "choices": [], **extras.fields()})
 
-    def response(self, choices: Sequence[FinishedChoice], usage: dict[str, Any]) -> dict[str, Any]:
+    def response(self, choices: Sequence[FinishedChoice], extras: Extras) -> dict[str, Any]:
         answer = {
             **self._head.fields("chat.completion"),
             "choices": [self._whole(choice) for choice in choices],
         }
         if self._options.token_ids:
             answer["prompt_token_ids"] = list(choices[0].choice.request.prompt_token_ids)
-        answer["usage"] = usage
-        return answer
+        return answer | extras.fields()
 
     def _start(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
         """Return the chunk that names the role of a choice."""
@@ -60,9 +59,10 @@ class ChatFormat:
         }
         if self._options.token_ids:
             choice["prompt_token_ids"] = list(delta.choice.request.prompt_token_ids)
-        if usage is not None:
-            usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return self._template.chunk(orjson.dumps(choice), usage)
+        if usage is None:
+            return self._template.chunk(orjson.dumps(choice), NO_EXTRAS)
+        usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        return self._template.chunk(orjson.dumps(choice), Extras(usage=usage))
 
     def _choice(self, delta: ChoiceDelta) -> bytes:
         content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"

@@ -9,8 +9,8 @@ import orjson
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.answer import FinishedChoice
-from onbeat.server.answer_head import AnswerHead, AnswerOptions
-from onbeat.server.generation import ChoiceDelta, ShownToken
+from onbeat.server.answer_head import AnswerHead, AnswerOptions, Extras
+from onbeat.server.choice import ChoiceDelta, ShownToken
 from onbeat.server.logprobs import completion_logprobs
 from onbeat.server.sse import ChunkTemplate, event
 
@@ -36,7 +36,7 @@ class CompletionFormat:
         self._template = ChunkTemplate(self._fields, has_usage=options.include_usage)
         self._started: set[int] = set()
 
-    def events(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
+    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
         choice, text = delta.choice, delta.text
         is_first = choice.index not in self._started
         if is_first:
@@ -53,13 +53,13 @@ class CompletionFormat:
         else:
             reason, stop = orjson.dumps(delta.finish_reason), orjson.dumps(choice.stop_reason)
             parts += (b',"finish_reason":', reason, b',"stop_reason":', stop, b"}")
-        return self._template.chunk(b"".join(parts), usage)
+        return self._template.chunk(b"".join(parts), extras)
 
-    def usage_event(self, usage: dict[str, Any]) -> bytes:
-        return event({**self._fields, "choices": [], "usage": usage})
+    def usage_event(self, extras: Extras) -> bytes:
+        return event({**self._fields, "choices": [], **extras.fields()})
 
-    def response(self, choices: Sequence[FinishedChoice], usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._fields, "choices": [self._whole(choice) for choice in choices], "usage": usage}
+    def response(self, choices: Sequence[FinishedChoice], extras: Extras) -> dict[str, Any]:
+        return {**self._fields, "choices": [self._whole(choice) for choice in choices], **extras.fields()}
 
     def _whole(self, finished: FinishedChoice) -> dict[str, Any]:
         choice = finished.choice

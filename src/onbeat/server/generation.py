@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from onbeat.core.errors import EngineError, Overloaded
+from onbeat.core.errors import EngineError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
-from onbeat.core.request import FinishReason, Request, TokenLogprobs
+from onbeat.core.request import FinishReason, RequestOutput, TokenLogprobs
+from onbeat.core.slo import ShedMode
 from onbeat.metrics.tracker import RequestTracker
+from onbeat.server.choice import Choice, ChoiceDelta, ShownToken
+from onbeat.server.errors import unattainable
 from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.merge import held_until_all_begin, merge
 from onbeat.text.stream import TextStream
 
 
@@ -25,47 +29,6 @@ class TextOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """No stop string ends the text within this many tokens."""
-
-
-@dataclass(slots=True)
-class ChoiceDelta:
-    """What one delivery adds to a choice: never nothing."""
-
-    choice: Choice
-    text: str
-    tokens: list[ShownToken]
-    token_ids: list[int]
-    """The new output tokens, a stop token included."""
-    finish_reason: str | None
-    """`stop` or `length` on the last delta."""
-
-
-@dataclass(slots=True)
-class ShownToken:
-    """A token of the answer. The stop token that ended it is not one."""
-
-    token_id: int
-    text_offset: int
-    """Characters of the answer before it."""
-    logprobs: TokenLogprobs | None
-
-
-@dataclass(slots=True, kw_only=True)
-class Choice:
-    """One choice of an answer while it is generated."""
-
-    index: int
-    prompt_index: int
-    request: Request
-    first_delivery: float | None = None
-    last_delivery: float | None = None
-    num_output_tokens: int = 0
-    num_cached_tokens: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    """The stop string, or the caller's stop token, that ended it."""
-    token_ids: list[int] = field(default_factory=list)
-    """All output tokens."""
 
 
 class _ChoiceText:
@@ -89,12 +52,16 @@ class _ChoiceText:
     def take(self, delivery: Delivery) -> ChoiceDelta | None:
         """Return what a delivery adds, or None if all of its text is held back."""
         choice, output = self._choice, delivery.output
-        _check_alive(output.finish_reason, output.error)
-        if choice.first_delivery is None:
-            choice.first_delivery = delivery.time
-            choice.num_cached_tokens = output.num_cached_tokens
-        choice.last_delivery = delivery.time
+        if output.predicted_ttft is not None:
+            choice.predicted_ttft = output.predicted_ttft
+        _check_alive(output, choice)
+        choice.is_relegated |= output.is_relegated
         token_ids = output.new_token_ids
+        if not choice.delivery_times:
+            choice.num_cached_tokens = output.num_cached_tokens
+        if token_ids:
+            choice.delivery_times.append(delivery.time)
+            choice.delivery_sizes.append(len(token_ids))
         choice.token_ids += token_ids
         choice.num_output_tokens += len(token_ids)
         choice.finish_reason = output.finish_reason
@@ -125,10 +92,18 @@ class _ChoiceText:
         return ChoiceDelta(choice, piece.text, shown, new_ids, reason)
 
 
-def _check_alive(finish_reason: FinishReason | None, error: str | None) -> None:
-    if finish_reason is FinishReason.ERROR:
-        raise EngineError(error or "the engine failed on this request")
-    if finish_reason is FinishReason.ABORT:
+def _check_alive(output: RequestOutput, choice: Choice) -> None:
+    """Raise what a request ended with, if it did not end well."""
+    reason = output.finish_reason
+    if reason is FinishReason.ERROR:
+        raise EngineError(output.error or "the engine failed on this request")
+    if reason is FinishReason.EXPIRED:
+        raise SLOUnattainable(
+            output.error or "the TTFT objective passed while the request waited",
+            predicted_ttft=math.nan if choice.predicted_ttft is None else choice.predicted_ttft,
+            code="deadline_exceeded",
+        )
+    if reason is FinishReason.ABORT:
         raise Overloaded("the request was aborted by the server, which is shutting down", code="aborted")
 
 
@@ -159,7 +134,13 @@ class Generator:
         RequestRejected, EngineDead, EngineError : as the engine does; the other choices are aborted.
         """
         streams = [self._run_one(choice, options) for choice in choices]
-        async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as deltas:
+        if len(streams) == 1:
+            together = streams[0]
+        elif any(choice.request.shed is ShedMode.REJECT for choice in choices):
+            together = held_until_all_begin(merge(streams), len(streams))
+        else:
+            together = merge(streams)
+        async with aclosing(together) as deltas:
             async for delta in deltas:
                 yield delta
 
@@ -168,7 +149,7 @@ class Generator:
         text = _ChoiceText(choice, self._tokenizer, options)
         last: ChoiceDelta | None = None
         ended, end = FinishReason.ABORT, None
-        self._tracker.open(request)
+        self._tracker.open(request, is_streamed=choice.is_streamed)
         try:
             with self._lifecycle.engine_request(request.request_id):
                 async with aclosing(self._engine.generate(request)) as deliveries:
@@ -179,6 +160,12 @@ class Generator:
                             break
                         if delta is not None:
                             yield delta
+        except SLOUnattainable as error:
+            self._tracker.refuse(request.request_id, error, time.monotonic())
+            raise unattainable(error, request) from error
+        except RequestRejected as error:
+            self._tracker.refuse(request.request_id, error, time.monotonic())
+            raise
         except Exception:
             ended = FinishReason.ERROR
             raise
@@ -187,35 +174,3 @@ class Generator:
         # Only now: after a stop string the engine must not go on while the client is slow to read.
         if last is not None:
             yield last
-
-
-async def _merge(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:
-    """Stream what several generators make, as it comes; the first error ends all of them."""
-    # bounded: a client that reads slowly holds the choices back instead of filling memory
-    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
-
-    async def pump(stream: AsyncGenerator[ChoiceDelta, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    await queue.put(delta)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    num_running = len(tasks)
-    try:
-        while num_running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                num_running -= 1
-            else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.server.context import HttpContext, put_context
 from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
+from onbeat.server.slo_headers import bearer_key
 
 logger = logging.getLogger("onbeat.server")
 
@@ -124,7 +125,7 @@ class ApiKeys:
         is_guarded = (
             scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.fullmatch(scope["path"])
         )
-        if not self._keys or not is_guarded or self._is_known(Headers(scope=scope).get("authorization", "")):
+        if not self._keys or not is_guarded or self._is_known(bearer_key(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -135,12 +136,11 @@ class ApiKeys:
         )
         await error_response(error)(scope, receive, send)
 
-    def _is_known(self, header: str) -> bool:
-        scheme, _, key = header.partition(" ")
-        given = key.strip().encode(errors="replace")
+    def _is_known(self, key: str | None) -> bool:
+        given = (key or "").encode(errors="replace")
         # every key is compared, each in constant time: the time tells nothing about them
         matches = [hmac.compare_digest(given, known) for known in self._keys]
-        return scheme.lower() == "bearer" and any(matches)
+        return any(matches)
 
 
 class BodyLimit:

@@ -16,6 +16,7 @@ from onbeat.server.prompts import EncodeOptions, chat_prompt, fit_max_tokens, tr
 from onbeat.server.protocol_chat import ChatCompletionRequest, check_chat
 from onbeat.server.sampling_fields import SamplingFields, check_common, sampling_params
 from onbeat.server.services import Services, make_choices
+from onbeat.server.slo_terms import read_terms
 
 
 async def answer_chat(request: Request, services: Services) -> AnswerResponse:
@@ -32,6 +33,7 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
     model = services.check_model(body.model)
     check_common(body, services.config, services.info)
     check_chat(body, services.config)
+    terms = read_terms(body, request.headers, services.config)
     prompt = await encode_chat(body, services)
     max_tokens = fit_max_tokens(
         len(prompt),
@@ -54,12 +56,15 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
     job = Job(
         completion_id=head.completion_id,
         arrival=arrival,
-        choices=make_choices(body, [prompt], [sampling], completion_id=head.completion_id, arrival=arrival),
+        choices=make_choices(
+            body, [prompt], [sampling], completion_id=head.completion_id, arrival=arrival, terms=terms
+        ),
         text_options=text_options(body),
         answer_format=ChatFormat(head, options, services.tokenizer, services.config.response_role),
         stream=bool(body.stream),
         include_usage=body.includes_usage,
         continuous_usage=body.has_continuous_usage,
+        slo_mode=services.config.slo.mode,
     )
     return AnswerResponse(job, services.generator, services.lifecycle)
 

@@ -16,6 +16,7 @@ from onbeat.server.protocol_completion import CompletionRequest, PromptInput, ch
 from onbeat.server.routes_chat import text_options
 from onbeat.server.sampling_fields import check_common, sampling_params
 from onbeat.server.services import Services, make_choices
+from onbeat.server.slo_terms import read_terms
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -36,6 +37,7 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     model = services.check_model(body.model)
     check_common(body, services.config, services.info)
     check_completion(body, services.config)
+    terms = read_terms(body, request.headers, services.config)
     encode_options = _encode_options(body, services)
     prompts = [await services.encoder.encode(prompt, encode_options) for prompt in body.prompt]
     samplings = [_sampling(body, services, len(token_ids)) for token_ids in prompts]
@@ -52,12 +54,15 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     job = Job(
         completion_id=head.completion_id,
         arrival=arrival,
-        choices=make_choices(body, prompts, samplings, completion_id=head.completion_id, arrival=arrival),
+        choices=make_choices(
+            body, prompts, samplings, completion_id=head.completion_id, arrival=arrival, terms=terms
+        ),
         text_options=text_options(body),
         answer_format=CompletionFormat(head, options, services.tokenizer, echoes),
         stream=bool(body.stream),
         include_usage=body.includes_usage,
         continuous_usage=body.has_continuous_usage,
+        slo_mode=services.config.slo.mode,
     )
     return AnswerResponse(job, services.generator, services.lifecycle)
 

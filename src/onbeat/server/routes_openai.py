@@ -46,7 +46,7 @@ def openai_routes(services: Services) -> APIRouter:
     Bodies are parsed by hand: FastAPI would accept NaN and answer mistakes with its own 422.
     """
     router = APIRouter()
-    generation_errors = error_answers(400, 401, 404, 413, 429, 500, 503)
+    generation_errors = error_answers(400, 401, 404, 413, 429, 500, 503, 504)
     tokenizer_errors = error_answers(400, 401, 404, 413)
 
     @router.post(

@@ -12,6 +12,7 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import SamplingParams
 from onbeat.server.config import MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.slo_fields import PromiseFields
 
 _SEED_MASK = 2**63 - 1
 _INT64 = 2**63
@@ -32,7 +33,7 @@ class StreamOptions(BaseModel):
     """OpenAI's padding against traffic analysis; accepted, never added."""
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(PromiseFields):
     """Fields of both completion endpoints. Null means the default everywhere."""
 
     model_config = ConfigDict(extra="forbid", strict=True)

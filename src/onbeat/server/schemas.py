@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+
+
+class Objectives(BaseModel):
+    """What a request was promised."""
+
+    slo_class: str | None = Field(alias="class")
+    ttft_ms: float | None
+    tbt_ms: float | None
+    e2e_ms: float | None
 
 
 class ErrorDetail(BaseModel):
@@ -12,6 +21,9 @@ class ErrorDetail(BaseModel):
     type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
     param: str | None
     code: str | None
+    reason: str | None = None
+    predicted_ttft_ms: float | None = None
+    slo: Objectives | None = None
 
 
 class ErrorBody(BaseModel):
@@ -70,6 +82,18 @@ class ChatChoice(_Choice):
     logprobs: ChatLogprobs | None
 
 
+class SLOReport(BaseModel):
+    """How a promise was kept; of several choices, for the worst."""
+
+    slo_class: str | None = Field(alias="class")
+    ttft_ms: float | None
+    tbt_p99_ms: float | None
+    token_attainment: float | None
+    met: bool
+    predicted_ttft_ms: float | None
+    relegated: bool
+
+
 class ChatCompletion(BaseModel):
     id: str
     object: Literal["chat.completion"]
@@ -78,6 +102,7 @@ class ChatCompletion(BaseModel):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
+    slo: SLOReport | None = None
     prompt_token_ids: list[int] | None = None
 
 
@@ -102,6 +127,7 @@ class Completion(BaseModel):
     system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage
+    slo: SLOReport | None = None
 
 
 class ModelCard(BaseModel):
@@ -145,6 +171,7 @@ _MEANINGS = {
     429: "The server sheds this request; see Retry-After",
     500: "The engine failed on this request",
     503: "The server is overloaded, shutting down, or its engine is dead",
+    504: "The TTFT objective passed while the request waited",
 }
 
 

@@ -12,11 +12,13 @@ from onbeat.core.protocols import EngineClient, EngineInfo, Tokenizer
 from onbeat.core.request import Request, SamplingParams
 from onbeat.server.answer_head import AnswerHead
 from onbeat.server.body import unknown_model
+from onbeat.server.choice import Choice
 from onbeat.server.config import ServerConfig
-from onbeat.server.generation import Choice, Generator
+from onbeat.server.generation import Generator
 from onbeat.server.lifecycle import Lifecycle
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.sampling_fields import SamplingFields, seed_of_choice
+from onbeat.server.slo_terms import Terms
 from onbeat.text.chat_template import ChatTemplate
 
 
@@ -73,6 +75,7 @@ def make_choices(
     *,
     completion_id: str,
     arrival: float,
+    terms: Terms,
 ) -> list[Choice]:
     """Return `n` choices for each prompt; each is a request of its own to the engine.
 
@@ -82,6 +85,7 @@ def make_choices(
     prompts, samplings : token ids of each prompt and how to sample its first choice.
     completion_id : the answer's id; the requests' ids start with it.
     arrival : when the whole request had been received.
+    terms : what each choice is promised.
     """
     choices: list[Choice] = []
     is_single = len(prompts) * fields.num_choices == 1
@@ -98,6 +102,15 @@ def make_choices(
                 arrival=arrival,
                 priority=fields.priority or 0,
                 cache_salt=fields.cache_salt,
+                slo=terms.slo,
+                slo_class=terms.slo_class,
+                weight=terms.weight,
+                tenant=terms.tenant,
+                shed=terms.shed,
             )
-            choices.append(Choice(index=index, prompt_index=prompt_index, request=request))
+            choices.append(
+                Choice(
+                    index=index, prompt_index=prompt_index, request=request, is_streamed=bool(fields.stream)
+                )
+            )
     return choices

@@ -6,6 +6,7 @@ from typing import Any
 
 import orjson
 
+from onbeat.server.answer_head import Extras
 from onbeat.server.errors import error_reply
 
 HEADERS = {
@@ -41,10 +42,16 @@ class ChunkTemplate:
 
     def __init__(self, head: dict[str, Any], *, has_usage: bool) -> None:
         self._start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
-        self._end = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
+        self._has_usage = has_usage
 
-    def chunk(self, choice: bytes, usage: dict[str, Any] | None = None) -> bytes:
+    def chunk(self, choice: bytes, extras: Extras) -> bytes:
         """Return the event of one choice's JSON."""
-        if usage is None:
-            return self._start + choice + self._end
-        return self._start + choice + b'],"usage":' + orjson.dumps(usage) + b"}\n\n"
+        parts = [self._start, choice, b"]"]
+        if extras.usage is not None:
+            parts += (b',"usage":', orjson.dumps(extras.usage))
+        elif self._has_usage:
+            parts.append(b',"usage":null')
+        if extras.slo is not None:
+            parts += (b',"slo":', orjson.dumps(extras.slo))
+        parts.append(b"}\n\n")
+        return b"".join(parts)

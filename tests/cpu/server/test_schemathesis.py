@@ -59,7 +59,7 @@ def test_the_description_names_all_endpoints() -> None:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_the_description_is_honest_about_errors(path: str) -> None:
     responses = APP.openapi()["paths"][path]["post"]["responses"]
-    assert responses.keys() == {"200", "400", "401", "404", "413", "429", "500", "503"}
+    assert responses.keys() == {"200", "400", "401", "404", "413", "429", "500", "503", "504"}
     assert responses["200"]["content"].keys() == {"application/json", "text/event-stream"}
     for status in responses.keys() - {"200"}:
         reference = responses[status]["content"]["application/json"]["schema"]["$ref"]

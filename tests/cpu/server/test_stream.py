@@ -10,7 +10,8 @@ import pytest
 from onbeat import __version__
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.tracker import RequestTracker
-from onbeat.server.generation import Choice, Generator, TextOptions
+from onbeat.server.choice import Choice
+from onbeat.server.generation import Generator, TextOptions
 from onbeat.server.lifecycle import Lifecycle
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.fakes_engine import EOS, ByteTokenizer, FakeEngine
@@ -131,7 +132,10 @@ async def test_a_stop_string_ends_the_request_before_its_text_is_sent(engine: Fa
     generator = Generator(engine, ByteTokenizer(), Lifecycle(), tracker)
     sampling = SamplingParams(max_tokens=100, stop_token_ids=(EOS,))
     choice = Choice(
-        index=0, prompt_index=0, request=Request(request_id="r", prompt_token_ids=(1,), sampling=sampling)
+        index=0,
+        prompt_index=0,
+        request=Request(request_id="r", prompt_token_ids=(1,), sampling=sampling),
+        is_streamed=True,
     )
     async with aclosing(generator.run([choice], TextOptions(stop=(",",)))) as deltas:
         async for delta in deltas:

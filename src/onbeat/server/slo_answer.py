@@ -1,0 +1,93 @@
+"""What an answer says of the promise that was made for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.slo import SLO, SLOMode
+from onbeat.metrics.attainment import GAP_PERCENTILE, TOLERANCE, good_requests
+from onbeat.metrics.record import RequestRecord
+from onbeat.server.choice import Choice
+
+
+def slo_report(choices: Sequence[Choice], mode: SLOMode) -> dict[str, Any] | None:
+    """Return the `slo` object of a finished answer: how its worst choice fared. None if nothing was promised.
+
+    Parameters
+    ----------
+    choices : of one request, all of them finished.
+    mode : what keeping a TBT objective means.
+
+    Notes
+    -----
+    The worst is the first by: objectives not met, fewer tokens in time, later first token. Times are those of
+    the engine's deliveries; what the network adds is not in them.
+    """
+    reports = [
+        _report(choice, choice.request.slo, mode)
+        for choice in choices
+        if choice.request.slo is not None and not choice.request.slo.is_empty
+    ]
+    return min(reports, key=_goodness) if reports else None
+
+
+def _goodness(report: dict[str, Any]) -> tuple[bool, float, float]:
+    attained, ttft = report["token_attainment"], report["ttft_ms"]
+    return report["met"], 1.0 if attained is None else attained, -(math.inf if ttft is None else ttft)
+
+
+def _report(choice: Choice, slo: SLO, mode: SLOMode) -> dict[str, Any]:
+    times = np.asarray(choice.delivery_times, dtype=np.float64)
+    gaps = np.diff(times)
+    record = _record(choice)
+    return {
+        "class": choice.request.slo_class,
+        "ttft_ms": _milliseconds(record.ttft),
+        "tbt_p99_ms": _milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
+        "token_attainment": _token_attainment(record, gaps, slo, mode),
+        "met": bool(good_requests([record], mode=mode)[0]),
+        "predicted_ttft_ms": _milliseconds(choice.predicted_ttft),
+        "relegated": choice.is_relegated,
+    }
+
+
+def _record(choice: Choice) -> RequestRecord:
+    request, times = choice.request, choice.delivery_times
+    return RequestRecord(
+        request_id=request.request_id,
+        arrival=request.arrival,
+        num_prompt_tokens=len(request.prompt_token_ids),
+        slo=request.slo,
+        is_streamed=choice.is_streamed,
+        delivery_times=times,
+        delivery_sizes=choice.delivery_sizes,
+        num_output_tokens=sum(choice.delivery_sizes),
+        finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
+        end=times[-1] if times else math.nan,
+    )
+
+
+def _token_attainment(
+    record: RequestRecord, gaps: NDArray[np.float64], slo: SLO, mode: SLOMode
+) -> float | None:
+    """Return the share of tokens (in `gap` mode, of gaps) in time; None where they had no deadline."""
+    if slo.tbt is None or not record.is_streamed or not record.delivery_times:
+        return None
+    if mode == "gap":
+        return float(np.mean(gaps <= slo.tbt + TOLERANCE)) if len(gaps) else 1.0
+    sizes = np.asarray(record.delivery_sizes, dtype=np.int64)
+    times = np.asarray(record.delivery_times, dtype=np.float64)
+    first = max(record.delivery_times[0], record.arrival + (slo.ttft or -math.inf))
+    # Of a delivery, the tokens below this index had their deadline before it.
+    num_overdue = np.ceil((times - first - TOLERANCE) / slo.tbt)
+    num_late = np.clip(num_overdue - (np.cumsum(sizes) - sizes), 0, sizes)
+    return float(1 - num_late.sum() / sizes.sum())
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1e3, 3)
