@@ -1,0 +1,152 @@
+"""How much load policies carry within latency objectives: capacities in simulation, cell by cell.
+
+    python benchmarks/slo_study.py run [--set-up mistral] [--workload azure-code] [--slo 1s-50ms]
+        [--mode gap] [--policy slo sarathi-512] [--seeds 5] [--jobs 2] [--minutes 30] [--tag NAME]
+    python benchmarks/slo_study.py probe --rate 6 7 8 --policy slo,sarathi-512 [selection]
+    python benchmarks/slo_study.py report
+
+A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. In each,
+the capacity of a policy is the highest rate at which 90 %, or 99 %, of the requests are good, found by
+bisection to 1 % for each seed. Requests that an idle machine with an empty prefix cache could not serve in
+time are counted apart. `run` appends to a file of JSON lines and skips what is there. Step times are the
+uncalibrated roofline, as in `onbeat simulate`; every request declares exactly its output length. The folder
+of the traces is named by ONBEAT_SHARED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from slo_study.cells import OBJECTIVES, SET_UPS, STATIC_POLICIES, WORKLOADS, all_cells
+from slo_study.probe import Probe, run_probe
+from slo_study.store import Line, Store
+from slo_study.tasks import Plan, make_tasks, run_task
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO_MODES
+from onbeat.planner.parallel import run_tasks
+
+NUM_REQUESTS = {"poisson": 600, "azure-code": 600, "azure-conv": 600, "mooncake": 400}
+RESULTS = Path(__file__).parent / "results" / "slo-study.jsonl"
+PLANNING_POLICIES = ("slo", "niyama", "edf")
+FOREVER = 1e18
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+    except ConfigError as error:
+        sys.exit(f"slo_study: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    store = Store(args.results)
+    plan = Plan(
+        cells=_cells(args),
+        policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
+        num_seeds=args.seeds,
+        num_requests=_num_requests(args),
+        loose_factor=args.loose_factor,
+        tag=args.tag,
+        deadline=time.time() + args.minutes * 60 if args.minutes else FOREVER,
+    )
+    tasks = make_tasks(plan, store.read())
+    total = sum(len(task.seeds) * len(task.cells) for task in tasks)
+    print(f"{total} of {len(plan.cells) * len(plan.policies) * plan.num_seeds} searches are left")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("searches", total=total)
+
+        def on_event(index: int, lines: list[Line]) -> None:
+            store.append(lines)
+            for line in lines:
+                if not progress.console.is_terminal or args.verbose:
+                    _show(line)
+            progress.update(bar, advance=len(lines), description=str(tasks[index]))
+
+        run_tasks(run_task, tasks, jobs=args.jobs, on_event=on_event)
+
+
+def _show(line: Line) -> None:
+    rates = " ".join(f"{share}: {rate:.3f}" for share, rate in line.capacity.items())
+    loose = " ".join(f"{share}: {rate:.3f}" for share, rate in line.loose.items())
+    print(
+        f"{line.cell} {line.policy} seed {line.seed}: {rates}{f' (loose {loose})' if loose else ''} "
+        f"[{line.num_hopeless} of {line.num_requests} hopeless, {line.num_skipped} over-long; "
+        f"{line.num_runs} runs, {line.seconds:.1f} s]",
+        flush=True,
+    )
+
+
+def probe(args: argparse.Namespace) -> None:
+    for cell in _cells(args):
+        num_requests = _num_requests(args)[cell.workload]
+        run_probe(
+            Probe(
+                cell=cell,
+                policies=args.policy or [*STATIC_POLICIES],
+                rates=args.rate,
+                seeds=range(args.seeds),
+                num_requests=num_requests,
+            )
+        )
+
+
+def report(args: argparse.Namespace) -> None:
+    from slo_study.report import write_report
+
+    write_report(Store(args.results).read(), args)
+
+
+def _cells(args: argparse.Namespace) -> list[Any]:
+    return all_cells(args.set_up, args.workload, args.slo, args.mode)
+
+
+def _num_requests(args: argparse.Namespace) -> dict[str, int]:
+    return {name: args.requests or count for name, count in NUM_REQUESTS.items()}
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--set-up", nargs="+", choices=tuple(SET_UPS), default=())
+    shared.add_argument("--workload", nargs="+", choices=WORKLOADS, default=())
+    shared.add_argument("--slo", nargs="+", choices=tuple(OBJECTIVES), default=())
+    shared.add_argument("--mode", nargs="+", choices=SLO_MODES, default=())
+    shared.add_argument("--policy", type=_names, action="extend", help="names, separated by commas")
+    shared.add_argument("--seeds", type=int, default=5, help="how many, from 0")
+    shared.add_argument("--requests", type=int, help="of each seed, in place of the workload's own number")
+    shared.add_argument("--results", type=Path, default=RESULTS)
+    each = commands.add_parser("run", parents=[shared], help="find capacities")
+    each.add_argument("--jobs", type=int, default=2)
+    each.add_argument("--minutes", type=float, help="stop after this long with what there is")
+    each.add_argument("--loose-factor", type=int, default=4, help="windows of runs with loose objectives")
+    each.add_argument("--tag", default="", help="version of the policies that plan with objectives")
+    each.add_argument("--verbose", action="store_true", help="print each result")
+    each.set_defaults(command=run)
+    each = commands.add_parser("probe", parents=[shared], help="print attainment at given rates")
+    each.add_argument("--rate", type=float, nargs="+", required=True)
+    each.set_defaults(command=probe)
+    each = commands.add_parser("report", parents=[shared], help="tables and charts of what was found")
+    each.add_argument("--tag", default="", help="as given to run")
+    each.set_defaults(command=report)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A quick look: attainment of some policies at some rates."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from onbeat.metrics.record import RequestRecord
+from slo_study.cells import Cell
+from slo_study.loads import LoadKey
+from slo_study.trials import Question, Trials, max_model_len
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Probe:
+    """What to look at."""
+
+    cell: Cell
+    policies: Sequence[str]
+    rates: Sequence[float]
+    """Requests per second."""
+    seeds: Sequence[int]
+    num_requests: int
+
+
+def run_probe(probe: Probe) -> None:
+    """Print a table: per policy, rate and seed the attainment, and what TTFT and gaps were."""
+    cell = probe.cell
+    print(f"\n{cell}, {probe.num_requests} requests")
+    print(f"{'policy':14} {'rate':>7} {'seed':>4} {'good %':>7} {'TTFT %':>7} {'TTFT p50':>9} {'p99 s':>7} "
+          f"{'gap p99 ms':>10} {'preempt':>7} {'wall s':>6}")  # fmt: skip
+    question = Question(slo=cell.slo, mode=cell.mode)
+    longest = max_model_len(cell.set_up)
+    for policy in probe.policies:
+        for seed in probe.seeds:
+            key = LoadKey(
+                workload=cell.workload, seed=seed, num_requests=probe.num_requests, max_model_len=longest
+            )
+            trials = Trials(cell.set_up, policy, key, [question], inf)
+            for rate in probe.rates:
+                _show(trials, question, policy, seed, rate)
+
+
+def _show(trials: Trials, question: Question, policy: str, seed: int, rate: float) -> None:
+    started = time.perf_counter()
+    records = trials.records(rate)
+    seconds = time.perf_counter() - started
+    share = trials.score(records, question)
+    hopeless = trials.hopeless(question)
+    counted = [record for record in records if not hopeless[int(record.request_id)]]
+    ttfts = np.array([inf if record.ttft is None else record.ttft for record in counted])
+    in_time = sum(map(_meets_ttft, counted)) / max(1, len(counted))
+    gaps = np.concatenate([np.diff(record.delivery_times) for record in counted] or [np.zeros(1)])
+    print(
+        f"{policy:14} {rate:7.3f} {seed:4} {share * 100:7.2f} {in_time * 100:7.2f} "
+        f"{np.percentile(ttfts, 50):9.3f} {np.percentile(ttfts, 99):7.2f} "
+        f"{np.percentile(gaps, 99) * 1e3 if gaps.size else 0:10.1f} "
+        f"{sum(record.num_preemptions for record in records):7} {seconds:6.2f}",
+        flush=True,
+    )
+
+
+def _meets_ttft(record: RequestRecord) -> bool:
+    limit = record.slo.ttft if record.slo else None
+    return limit is None or (record.ttft is not None and record.ttft <= limit + 1e-9)

@@ -1,0 +1,226 @@
+"""The pieces of work of the study: one policy on some cells that share their runs, seed after seed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from statistics import mean
+
+from onbeat.planner.parallel import TaskContext
+from slo_study.cells import Cell, is_blind
+from slo_study.grid_search import Found, index_near, search_grid
+from slo_study.loads import LoadKey
+from slo_study.store import Line, fingerprint
+from slo_study.trials import OutOfTime, Question, Trials, max_model_len
+
+SHARES = (0.9, 0.99)
+LOWEST_INDEX, HIGHEST_INDEX = index_near(0.02), index_near(200.0)
+START_INDEX = index_near(4.0)
+
+Anchors = Mapping[tuple[int, float], float]
+"""(seed, share) -> capacity of another policy there, from which a search starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One policy on cells of one set-up and workload."""
+
+    cells: tuple[Cell, ...]
+    """More than one only for policies that look at no objective."""
+    policy: str
+    seeds: tuple[int, ...]
+    num_requests: int
+    loose_factor: int
+    """Requests of runs with loosened objectives, in windows: there, a short one would saturate nothing."""
+    fingerprint: str
+    anchors: Anchors
+    deadline: float
+    """Seconds since 1970."""
+
+    def __str__(self) -> str:
+        cell = self.cells[0]
+        which = f"{cell.slo} {cell.mode}" if len(self.cells) == 1 else f"{len(self.cells)} cells"
+        return f"{cell.set_up} {cell.workload} {which}: {self.policy}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a slice of the study is asked to do."""
+
+    cells: Sequence[Cell]
+    policies: Sequence[str]
+    num_seeds: int
+    num_requests: Mapping[str, int]
+    """Workload -> requests of a seed."""
+    loose_factor: int
+    tag: str
+    deadline: float
+
+
+def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
+    """Return the work that is left, the quick policies first: their answers start the others' searches."""
+    lines = list(done)
+    have = {(line.key, line.fingerprint) for line in lines}
+    anchors = _anchors(lines)
+    policies = sorted(plan.policies, key=lambda name: not is_blind(name))
+    tasks: list[Task] = []
+    for policy in policies:
+        for (set_up, workload), group in groupby(sorted(plan.cells), key=lambda c: (c.set_up, c.workload)):
+            cells = tuple(group)
+            num_requests = plan.num_requests[workload]
+            mark = fingerprint(set_up, policy, num_requests, plan.loose_factor, plan.tag)
+            for together in [cells] if is_blind(policy) else [(cell,) for cell in cells]:
+                seeds = tuple(
+                    seed
+                    for seed in range(plan.num_seeds)
+                    if any(((cell, policy, seed), mark) not in have for cell in together)
+                )
+                if seeds:
+                    tasks.append(
+                        Task(
+                            cells=together,
+                            policy=policy,
+                            seeds=seeds,
+                            num_requests=num_requests,
+                            loose_factor=plan.loose_factor,
+                            fingerprint=mark,
+                            anchors=anchors.get(together[0], {}),
+                            deadline=plan.deadline,
+                        )
+                    )
+    return tasks
+
+
+def _anchors(lines: Sequence[Line]) -> dict[Cell, dict[tuple[int, float], float]]:
+    """Return the best capacity of hand-tuned policies that is known, per cell, seed and share."""
+    best: dict[Cell, dict[tuple[int, float], float]] = {}
+    for line in lines:
+        if not is_blind(line.policy):
+            continue
+        own = best.setdefault(line.cell, {})
+        for share, rate in line.capacity.items():
+            key = line.seed, float(share)
+            own[key] = max(own.get(key, 0.0), rate)
+    return best
+
+
+def run_task(task: Task, context: TaskContext) -> int:
+    """Search each seed of a task and report its lines; return how many. A worker of `run_tasks`."""
+    guess = Guess(task.anchors)
+    count = 0
+    for seed in task.seeds:
+        if context.is_stopped() or time.time() > task.deadline:
+            break
+        try:
+            lines = _run_seed(task, seed, guess)
+        except OutOfTime:
+            break
+        count += len(lines)
+        context.report(lines)
+    return count
+
+
+class Guess:
+    """Where a search should start: by an anchor and what earlier seeds found beside theirs."""
+
+    def __init__(self, anchors: Anchors) -> None:
+        self._anchors = anchors
+        self._found: dict[object, list[float]] = {}
+
+    def start(self, topic: object, seed: int, share: float) -> int:
+        """Return a rate's index.
+
+        Parameters
+        ----------
+        topic : what is searched; answers of earlier seeds on it count.
+        """
+        anchor = self._anchor(seed, share)
+        earlier = self._found.get((topic, share))
+        if earlier:
+            return round(anchor + mean(earlier))
+        return round(anchor)
+
+    def learn(self, topic: object, seed: int, share: float, found: Found) -> None:
+        """Take in an answer."""
+        if found.index is not None and found.is_bounded:
+            self._found.setdefault((topic, share), []).append(found.index - self._anchor(seed, share))
+
+    def _anchor(self, seed: int, share: float) -> float:
+        rate = self._anchors.get((seed, share), 0.0)
+        return index_near(rate) if rate > 0 else START_INDEX
+
+
+def _run_seed(task: Task, seed: int, guess: Guess) -> list[Line]:
+    started = time.perf_counter()
+    tight = _Answers(task, seed, guess, is_loose=False)
+    loose = _Answers(task, seed, guess, is_loose=True) if is_blind(task.policy) else None
+    seconds = (time.perf_counter() - started) / len(task.cells)
+    return [_line(task, cell, seed, (tight, loose), seconds) for cell in task.cells]
+
+
+class _Answers:
+    """Capacities of one policy and seed in the cells of a task."""
+
+    def __init__(self, task: Task, seed: int, guess: Guess, *, is_loose: bool) -> None:
+        set_up, workload = task.cells[0].set_up, task.cells[0].workload
+        self.questions = {
+            cell: Question(slo=cell.slo, mode=cell.mode, is_loose=is_loose) for cell in task.cells
+        }
+        key = LoadKey(
+            workload=workload,
+            seed=seed,
+            num_requests=task.num_requests * (task.loose_factor if is_loose else 1),
+            max_model_len=max_model_len(set_up),
+        )
+        self.trials = Trials(set_up, task.policy, key, self.questions.values(), task.deadline)
+        self._found = {
+            (cell, share): self._search(question, share, seed, guess)
+            for cell, question in self.questions.items()
+            for share in SHARES
+        }
+
+    def capacity(self, cell: Cell) -> dict[str, float]:
+        """Return share -> requests per second."""
+        return {f"{share:g}": self._found[cell, share].rate for share in SHARES}
+
+    def unbounded(self, cell: Cell) -> list[str]:
+        """Return the shares that all rates keep."""
+        return [f"{share:g}" for share in SHARES if not self._found[cell, share].is_bounded]
+
+    def _search(self, question: Question, share: float, seed: int, guess: Guess) -> Found:
+        found = search_grid(
+            lambda index: self.trials.keeps(index, question, share),
+            start=guess.start(question, seed, share),
+            low=LOWEST_INDEX,
+            high=HIGHEST_INDEX,
+        )
+        guess.learn(question, seed, share, found)
+        return found
+
+
+def _line(
+    task: Task, cell: Cell, seed: int, answers: tuple[_Answers, _Answers | None], seconds: float
+) -> Line:
+    tight, loose = answers
+    question = tight.questions[cell]
+    return Line(
+        set_up=cell.set_up,
+        workload=cell.workload,
+        slo=cell.slo,
+        mode=cell.mode,
+        policy=task.policy,
+        seed=seed,
+        fingerprint=task.fingerprint,
+        num_requests=len(tight.trials.load(question)),
+        num_hopeless=int(tight.trials.hopeless(question).sum()),
+        num_skipped=tight.trials.num_skipped,
+        capacity=tight.capacity(cell),
+        loose=loose.capacity(cell) if loose else {},
+        unbounded=tight.unbounded(cell)
+        + [f"loose {share}" for share in (loose.unbounded(cell) if loose else [])],
+        curve=tight.trials.curve(question),
+        num_runs=tight.trials.num_runs,
+        seconds=round(seconds, 2),
+    )
