@@ -36,13 +36,17 @@ class RequestRecord:
     end: float = float("nan")
     """When it ended, however it did."""
     finish_reason: str | None = None
-    """`stop`, `length`, `abort`, `error`; None while it runs."""
+    """`stop`, `length`, `abort`, `error`, `expired`, `rejected`; None while it runs."""
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held."""
     num_preemptions: int = 0
+    predicted_ttft: float | None = None
+    """TTFT that was predicted at its arrival, seconds; None where nobody predicted."""
+    is_relegated: bool = False
+    """Whether it ended as best effort: its objectives could not be kept."""
     predicted_wait: float | None = None
-    """Seconds; set only for a request that was rejected because of it."""
+    """The predicted TTFT of a request that was rejected because of it, seconds; None for all others."""
     is_rejected: bool = False
     """Refused for want of capacity."""
 

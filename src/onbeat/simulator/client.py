@@ -13,6 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import RoutingRequest
+from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 STOP = 0
@@ -42,30 +43,29 @@ class Clients:
     Parameters
     ----------
     load : the requests.
-    block_size : tokens of the scheduler's KV blocks.
-    max_concurrency : most requests under way; a load without arrivals needs it.
-    declared_max_tokens : output limit that each request declares; None: exactly its output length.
+    config : how many requests may be under way (a load without arrivals needs a limit), and what each
+        declares and asks for.
     rows : rows of the load to send, ascending; None is all of them.
     """
 
     def __init__(
         self,
         load: OfferedLoad,
+        config: SimulationConfig,
         *,
-        block_size: int,
-        max_concurrency: int | None = None,
-        declared_max_tokens: int | None = None,
         rows: NDArray[np.int64] | None = None,
     ) -> None:
+        max_concurrency = config.max_concurrency
         if load.arrivals is None and max_concurrency is None:
             raise ConfigError(
                 f"the {load.name} load is a closed loop; say how many requests are under way at once "
                 "(max_concurrency), or give it arrivals"
             )
         self._load = load
-        self._hashes = None if load.block_ids is None else _BlockHashes(load, block_size)
+        self._hashes = None if load.block_ids is None else _BlockHashes(load, config.scheduler.block_size)
         self._max_concurrency = inf if max_concurrency is None else max_concurrency
-        self._declared_max_tokens = declared_max_tokens
+        self._declared_max_tokens = config.declared_max_tokens
+        self._shed = config.shed
         self._rows = rows
         self.num_requests = len(load) if rows is None else len(rows)
         self._num_sent = 0
@@ -87,21 +87,28 @@ class Clients:
         request_id = str(index)
         load = self._load
         request_class = load.request_class(index)
+        name, slo, weight = None, None, 1.0
+        if request_class is not None:
+            name, slo, weight = request_class.name, request_class.slo, request_class.weight
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
             sampling=_sampling(num_output_tokens, self._declared_max_tokens),
             arrival=now,
             block_hashes=() if self._hashes is None else self._hashes.of(index),
+            slo=slo,
+            slo_class=name,
+            weight=weight,
+            shed=self._shed,
         )
         record = RequestRecord(
             request_id=request_id,
             arrival=now,
             num_prompt_tokens=num_prompt_tokens,
             offered_output_tokens=num_output_tokens,
+            request_class=name,
+            slo=slo,
         )
-        if request_class is not None:
-            record.request_class, record.slo = request_class.name, request_class.slo
         return OfferedRequest(index, request, record)
 
     def on_finish(self, now: float) -> None:

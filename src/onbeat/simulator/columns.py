@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import isnan, nan
 
 from onbeat.metrics.record import RequestRecord
 from onbeat.workload.offered import OfferedLoad
@@ -29,21 +30,28 @@ class RecordColumns:
     delivery_times: array[float] = field(default_factory=lambda: array("d"))
     """Of all requests, one after the other."""
     finish_reasons: list[str] = field(default_factory=list)
+    predicted_ttfts: array[float] = field(default_factory=lambda: array("d"))
+    predicted_waits: array[float] = field(default_factory=lambda: array("d"))
+    is_rejected: bytearray = field(default_factory=bytearray)
+    is_relegated: bytearray = field(default_factory=bytearray)
 
     def append(self, row: int, record: RequestRecord) -> None:
         """Add the record of a request that ended; each delivery is of one token."""
-        assert record.scheduled is not None
         assert record.finish_reason is not None
         assert record.num_output_tokens == len(record.delivery_times)
         self.rows.append(row)
         self.arrivals.append(record.arrival)
-        self.scheduled.append(record.scheduled)
+        self.scheduled.append(_or_nan(record.scheduled))
         self.ends.append(record.end)
         self.num_cached_tokens.append(record.num_cached_tokens)
         self.num_preemptions.append(record.num_preemptions)
         self.num_deliveries.append(len(record.delivery_times))
         self.delivery_times.extend(record.delivery_times)
         self.finish_reasons.append(record.finish_reason)
+        self.predicted_ttfts.append(_or_nan(record.predicted_ttft))
+        self.predicted_waits.append(_or_nan(record.predicted_wait))
+        self.is_rejected.append(record.is_rejected)
+        self.is_relegated.append(record.is_relegated)
 
     def records(self, load: OfferedLoad) -> Iterable[tuple[int, RequestRecord]]:
         """Return (row of the load, record) as they were added."""
@@ -61,7 +69,7 @@ class RecordColumns:
                     slo=None if request_class is None else request_class.slo,
                     offered_output_tokens=int(load.num_output_tokens[row]),
                     replica=self.replica,
-                    scheduled=self.scheduled[place],
+                    scheduled=_or_none(self.scheduled[place]),
                     delivery_times=self.delivery_times[start:stop],
                     delivery_sizes=array("B", b"\x01" * (stop - start)),
                     end=self.ends[place],
@@ -69,5 +77,17 @@ class RecordColumns:
                     num_output_tokens=stop - start,
                     num_cached_tokens=self.num_cached_tokens[place],
                     num_preemptions=self.num_preemptions[place],
+                    predicted_ttft=_or_none(self.predicted_ttfts[place]),
+                    predicted_wait=_or_none(self.predicted_waits[place]),
+                    is_rejected=bool(self.is_rejected[place]),
+                    is_relegated=bool(self.is_relegated[place]),
                 ),
             )
+
+
+def _or_nan(value: float | None) -> float:
+    return nan if value is None else value
+
+
+def _or_none(value: float) -> float | None:
+    return None if isnan(value) else value

@@ -7,6 +7,7 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.config import SchedulerConfig
 
@@ -20,8 +21,8 @@ class SimulationConfig:
 
     Raises
     ------
-    ConfigError : an unknown router, a count below 1, a negative overhead, or a pipeline whose degree is not
-        the scheduler's number of micro-batches.
+    ConfigError : an unknown router, a count below 1, a negative overhead or noise, or a pipeline whose degree
+        is not the scheduler's number of micro-batches.
     """
 
     scheduler: SchedulerConfig
@@ -33,13 +34,17 @@ class SimulationConfig:
     pipeline: int = 1
     """Pipeline stages of a replica, each with an equal share of a step."""
     seed: int = 0
-    """Of the `random` router."""
+    """Of the `random` router, and of the noise."""
     max_concurrency: int | None = None
     """Most requests that the clients have under way; the next is sent when one ends. None sets no limit."""
     declared_max_tokens: int | None = None
     """Output limit that every request declares, and that a policy with reservations sets memory aside for,
     while its output ends at the load's own length; a longer output is its own limit. None: the limit is
     exactly the output length."""
+    shed: ShedMode = ShedMode.OFF
+    """What every request asks for where its TTFT objective is predicted to be missed."""
+    step_noise: float = 0.0
+    """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
 
@@ -52,6 +57,10 @@ class SimulationConfig:
         if not (isfinite(self.host_overhead) and self.host_overhead >= 0):
             raise ConfigError(
                 f"host_overhead is {self.host_overhead:g} s; it must be a finite time, 0 or more"
+            )
+        if not (isfinite(self.step_noise) and self.step_noise >= 0):
+            raise ConfigError(
+                f"step_noise is {self.step_noise:g}; it must be a finite number, 0 or more, such as 0.05"
             )
         if self.scheduler.num_micro_batches not in (1, self.pipeline):
             raise ConfigError(

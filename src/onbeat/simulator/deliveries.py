@@ -45,11 +45,24 @@ class Deliveries:
         for output in outputs:
             offered = is_opened[output.request_id]
             offered.record.delivery_times.extend(ends)
+            if output.predicted_ttft is not None:
+                offered.record.predicted_ttft = output.predicted_ttft
             if output.finish_reason is not None:
                 del is_opened[output.request_id]
                 _close(offered, output, ends[-1])
                 finished.append(offered)
         return finished
+
+    def expire(self, outputs: Iterable[RequestOutput], now: float) -> list[OfferedRequest]:
+        """Write that requests were given up in the queue; return them."""
+        expired = []
+        for output in outputs:
+            offered = self._open.pop(output.request_id)
+            if output.predicted_ttft is not None:
+                offered.record.predicted_ttft = output.predicted_ttft
+            _close(offered, output, now)
+            expired.append(offered)
+        return expired
 
     def first(self, outputs: Iterable[RequestOutput]) -> list[OfferedRequest]:
         """Return the requests whose first token is in the outputs that are about to be taken."""
@@ -63,8 +76,9 @@ def _close(offered: OfferedRequest, output: RequestOutput, end: float) -> None:
     num_tokens = len(record.delivery_times)
     record.delivery_sizes = array("B", b"\x01" * num_tokens)
     record.num_output_tokens = num_tokens
-    record.scheduled = output.scheduled_time
+    record.scheduled = output.scheduled_time if output.scheduled_time >= 0 else None
     record.num_cached_tokens = output.num_cached_tokens
     record.num_preemptions = output.num_preemptions
+    record.is_relegated = output.is_relegated
     record.finish_reason = reason.value
     record.end = end

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.client import Clients
 from onbeat.simulator.collector import Collector
 from onbeat.simulator.config import SimulationConfig
@@ -50,7 +51,8 @@ class DisaggregationConfig:
 
     Raises
     ------
-    ConfigError : a policy that cannot hand requests over, or a cap below the longest request.
+    ConfigError : a policy that cannot hand requests over or plans with deadlines, or a cap below the longest
+        request.
     """
 
     prefill: PoolConfig
@@ -64,6 +66,12 @@ class DisaggregationConfig:
             raise ConfigError(
                 "a prefill replica cannot run policy static: it would hold whole batches; use orca"
             )
+        for pool in (self.prefill, self.decode):
+            if make_policy(pool.scheduler).needs_step_time:
+                raise ConfigError(
+                    f"policy {pool.scheduler.policy!r} plans a request from its arrival to its last token, "
+                    "of which a pool sees a part only: use sarathi for prompts and for generation"
+                )
         cap, longest = self.decode_kv_cap_tokens, self.decode.scheduler.max_model_len
         if (
             cap is not None
@@ -81,8 +89,11 @@ class DisaggregationConfig:
 
     @property
     def decode_scheduler(self) -> SchedulerConfig:
-        """Limits of a decode replica, the cap included."""
-        scheduler = self.decode.scheduler
+        """Limits of a decode replica, the cap included.
+
+        Its queue has none: who comes here was taken at its arrival, and has its first token.
+        """
+        scheduler = replace(self.decode.scheduler, max_num_queued_reqs=None, max_num_queued_tokens=None)
         if self.decode_kv_cap_tokens is None:
             return scheduler
         num_blocks = min(scheduler.num_blocks, self.decode_kv_cap_tokens // scheduler.block_size)
@@ -111,12 +122,7 @@ def run_disaggregated(
     pools = config.disaggregation
     assert pools is not None
     load.check_lengths(pools.max_model_len, overlong="error")
-    clients = Clients(
-        load,
-        block_size=pools.prefill.scheduler.block_size,
-        max_concurrency=config.max_concurrency,
-        declared_max_tokens=config.declared_max_tokens,
-    )
+    clients = Clients(load, _pool_config(pools.prefill.scheduler, config))
     prefill = _make_pool(0, pools.prefill, pools.prefill.scheduler, config, observer)
     decode = _make_pool(len(prefill), pools.decode, pools.decode_scheduler, config, observer)
     is_complete = True
@@ -128,6 +134,10 @@ def run_disaggregated(
     return [replica.counters() for replica in (*prefill, *decode)], is_complete
 
 
+def _pool_config(scheduler: SchedulerConfig, config: SimulationConfig) -> SimulationConfig:
+    return replace(config, scheduler=scheduler, pipeline=scheduler.num_micro_batches, disaggregation=None)
+
+
 def _make_pool(
     first: int,
     pool: PoolConfig,
@@ -135,6 +145,6 @@ def _make_pool(
     config: SimulationConfig,
     observer: SimulationObserver | None,
 ) -> list[VirtualReplica]:
-    own = replace(config, scheduler=scheduler, pipeline=scheduler.num_micro_batches, disaggregation=None)
+    own = _pool_config(scheduler, config)
     indices = range(first, first + pool.num_replicas)
     return [make_replica(index, own, pool.step_time, observer=observer) for index in indices]

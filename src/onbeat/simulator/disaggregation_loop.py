@@ -9,10 +9,12 @@ from math import inf, nan
 
 from onbeat.core.errors import ConfigError, RequestRejected
 from onbeat.core.request import Request
+from onbeat.core.slo import ShedMode
 from onbeat.scheduler.cluster.routers import LeastOutstanding, RoutingRequest
 from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.collector import Collector
 from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.refusal import REFUSALS, write_refusal
 from onbeat.simulator.replica import VirtualReplica
 
 
@@ -125,13 +127,18 @@ class DisaggregatedLoop:
         request = offered.request
         routing = RoutingRequest(request.request_id)
         index = self._prefill_router.route(routing)
-        self._journeys[request.request_id] = _Journey(offered, routing, index)
+        journey = self._journeys[request.request_id] = _Journey(offered, routing, index)
         self._collector.on_request(offered)
         num_output_tokens = offered.record.offered_output_tokens
         assert num_output_tokens is not None
         first_token_alone = replace(request.sampling, max_tokens=1)
         request = replace(request, sampling=first_token_alone, keeps_kv=num_output_tokens > 1)
-        self._add(index, OfferedRequest(offered.index, request, offered.record), now)
+        try:
+            self._add(index, OfferedRequest(offered.index, request, offered.record), now)
+        except REFUSALS as refusal:
+            write_refusal(offered.record, refusal, now)
+            self._prefill_router.on_finish(index, routing)
+            self._finish(journey, now)
         return index
 
     def _hand_over(self, journey: _Journey, now: float) -> int:
@@ -161,6 +168,8 @@ class DisaggregatedLoop:
     def _add(self, index: int, offered: OfferedRequest, now: float) -> None:
         try:
             self._replicas[index].add(offered, now)
+        except REFUSALS:
+            raise
         except RequestRejected as error:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
 
@@ -169,7 +178,10 @@ class DisaggregatedLoop:
         replica, next_arrival = self._replicas[index], self._clients.next_time
         if replica.next_time <= now:  # a run that was cut at this very instant; none of it ends
             replica.end(now, next_arrival)
-        replica.start(now, next_arrival)
+        for offered in replica.start(now, next_arrival):  # only who waits for a first token can wait in vain
+            journey = self._journeys[offered.request.request_id]
+            self._prefill_router.on_finish(journey.prefill, journey.routing)
+            self._finish(journey, now)
         if replica.next_time < inf:
             heappush(self._steps, (replica.next_time, index))
         for pull in replica.scheduler.take_pulls():
@@ -179,7 +191,10 @@ class DisaggregatedLoop:
 
 
 def _decode_request(request: Request, now: float) -> Request:
-    """Return what is left of a request after its first token: all but that token is computed."""
+    """Return what is left of a request after its first token: all but that token is computed.
+
+    Its TTFT objective is behind it, and it has been taken: it is not asked again.
+    """
     num_prompt_tokens = len(request.prompt_token_ids)
     return replace(
         request,
@@ -187,4 +202,6 @@ def _decode_request(request: Request, now: float) -> Request:
         sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - 1),
         arrival=now,
         num_external_tokens=num_prompt_tokens,
+        slo=None if request.slo is None else replace(request.slo, ttft=None, e2e=None),
+        shed=ShedMode.OFF,
     )

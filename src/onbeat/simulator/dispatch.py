@@ -86,10 +86,12 @@ class Dispatcher:
                 self._router.on_first_token(replica, offered.routing)
 
     def on_finish(self, replica: int, offered: OfferedRequest) -> None:
-        """Tell the router of a request that ended."""
+        """Tell the router of a request that ended, perhaps before its first token."""
         if self._is_told:
             assert self._router is not None
             assert offered.routing is not None
+            if not offered.record.delivery_times:
+                self._router.on_first_token(replica, offered.routing)
             self._router.on_finish(replica, offered.routing)
 
 

@@ -49,12 +49,7 @@ def run_together(
         make_replica(index, config, step_time, observer=observer, is_alone=is_alone)
         for index in range(config.num_replicas)
     ]
-    clients = Clients(
-        load,
-        block_size=config.scheduler.block_size,
-        max_concurrency=config.max_concurrency,
-        declared_max_tokens=config.declared_max_tokens,
-    )
+    clients = Clients(load, config)
     work = None
     if router.weighs_work:
         work = WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))

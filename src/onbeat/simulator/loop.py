@@ -7,9 +7,10 @@ from heapq import heappop, heappush
 from math import inf
 
 from onbeat.core.errors import ConfigError, RequestRejected
-from onbeat.simulator.client import Clients
+from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.collector import Collector
 from onbeat.simulator.dispatch import Dispatcher
+from onbeat.simulator.refusal import REFUSALS, write_refusal
 from onbeat.simulator.replica import VirtualReplica
 
 
@@ -17,7 +18,8 @@ class EventLoop:
     """Runs requests through replicas until all have ended.
 
     At each instant, steps end first, by ascending replica; then requests are sent, those of a closed loop
-    that another's end lets go included; then replicas plan. So the outcome depends neither on the order in
+    that another's end lets go included, and taken or refused; then replicas plan, and give up requests that
+    have waited in vain. So the outcome depends neither on the order in
     which events were found, nor on whether a run of steps was taken at once.
     """
 
@@ -57,7 +59,8 @@ class EventLoop:
                 replica = replicas[index]
                 if replica.next_time <= now:  # a run that was cut at this very instant; none of it ends
                     replica.end(now, clients.next_time)
-                replica.start(now, clients.next_time)
+                for offered in replica.start(now, clients.next_time):
+                    self._close(index, offered, now)
                 if replica.next_time < inf:
                     heappush(heap, (replica.next_time, index))
 
@@ -75,18 +78,26 @@ class EventLoop:
             if replica.started:
                 self._dispatcher.on_first_tokens(index, replica.started)
             for offered in finished:
-                clients.on_finish(now)
-                self._dispatcher.on_finish(index, offered)
-                self._collector.on_finish(offered, now)
+                self._close(index, offered, now)
         return called
 
     def _send(self, now: float) -> int:
-        """Send a request; return the replica that took it."""
+        """Send a request; return the replica that was asked to take it."""
         offered = self._clients.send(now)
         index = self._dispatcher.choose(offered)
         self._collector.on_request(offered)
         try:
             self._replicas[index].add(offered, now)
+        except REFUSALS as refusal:
+            offered.record.replica = self._replicas[index].name
+            write_refusal(offered.record, refusal, now)
+            self._close(index, offered, now)
         except RequestRejected as error:
             raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
         return index
+
+    def _close(self, index: int, offered: OfferedRequest, now: float) -> None:
+        """Tell everybody of a request that ended, however it did."""
+        self._clients.on_finish(now)
+        self._dispatcher.on_finish(index, offered)
+        self._collector.on_finish(offered, now)

@@ -16,7 +16,8 @@ class SimulationObserver(Protocol):
 
     wants_every_step: bool
     """False where a run of decode steps that differ in token counts alone may be told as one step: from the
-    start of its first to the end of its last, with the shape of the first."""
+    start of its first to the end of its last, with the shape of the first. The scheduler's state
+    (`StepStats.scheduler`) is told only to those who want every step."""
 
     def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that was sent to a replica; the record fills up while it runs."""

@@ -9,15 +9,15 @@ from math import inf
 
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
-from onbeat.simulator.replica import plan_step
+from onbeat.simulator.planning import make_scheduler, plan_step
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.sampling import VirtualSampler
 from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
+from onbeat.simulator.step_noise import make_noise
 from onbeat.simulator.step_times import predict
 
 
@@ -27,6 +27,8 @@ class _MicroBatch:
     counts: tuple[PlanningCounts, PlanningCounts]
     start: float
     end: float
+    predicted: float | None
+    """What the scheduler's own model expects, seconds."""
 
 
 class PipelineReplica:
@@ -46,13 +48,15 @@ class PipelineReplica:
         *,
         observer: SimulationObserver | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config.replica_scheduler)
+        self.name = name
+        self.scheduler = make_scheduler(config.replica_scheduler, step_time)
         self.next_time = inf
         self.started: list[OfferedRequest] = []
         self._index = int(name)
         self._num_stages = config.pipeline
         self._model = step_time
         self._overhead = config.host_overhead
+        self._noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self._observer = observer
         self._deliveries = Deliveries(name)
         self._sampler = VirtualSampler(self._deliveries, may_stop=config.declared_max_tokens is not None)
@@ -65,9 +69,9 @@ class PipelineReplica:
         self._busy_seconds = 0.0
         self._stage_seconds = 0.0
 
-    def add(self, offered: OfferedRequest, now: float) -> None:  # noqa: ARG002 (micro-batches go on as they are)
-        """Take a request."""
-        self.scheduler.add(offered.request)
+    def add(self, offered: OfferedRequest, now: float) -> None:
+        """Take a request; micro-batches under way go on as they are."""
+        self.scheduler.add(offered.request, now)
         self._deliveries.open(offered)
 
     def interrupt(self, now: float) -> None:
@@ -84,18 +88,18 @@ class PipelineReplica:
             self._busy_since = inf
         return finished
 
-    def start(self, now: float, next_arrival: float) -> None:  # noqa: ARG002
+    def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:  # noqa: ARG002
         """Plan the next micro-batch, if the first stage is free."""
         if len(self._under_way) < self._num_stages and self._free_at[0] <= now:
             before = planning_counts(self.scheduler)
             scheduled = plan_step(self.scheduler, now)
             if scheduled is not None:
                 counts = (before, planning_counts(self.scheduler))
-                end = self._run(scheduled, now)
-                self._under_way.append(_MicroBatch(scheduled, counts, now, end))
+                self._under_way.append(self._run(scheduled, counts, now))
                 if self._busy_since == inf:
                     self._busy_since = now
         self.next_time = self._find_next(now)
+        return self._deliveries.expire(self.scheduler.take_expired(), now)
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
@@ -106,15 +110,22 @@ class PipelineReplica:
             counters.bubble_seconds = self._num_stages * self._busy_seconds - self._stage_seconds
         return counters
 
-    def _run(self, scheduled: SchedulerOutput, now: float) -> float:
-        """Send a micro-batch through the stages; return when it leaves the last."""
+    def _run(
+        self, scheduled: SchedulerOutput, counts: tuple[PlanningCounts, PlanningCounts], now: float
+    ) -> _MicroBatch:
+        """Send a micro-batch through the stages, and find out when it leaves the last."""
         seconds = predict(self._model, scheduled.shape) / self._num_stages
+        if self._noise is not None:
+            seconds *= self._noise.factor(self._num_steps + len(self._under_way))
         end = now + self._overhead
         for stage, free_at in enumerate(self._free_at):
             end = max(end, free_at) + seconds
             self._free_at[stage] = end
         self._stage_seconds += seconds * self._num_stages
-        return end
+        predicted = None
+        if self.scheduler.step_time_model is not None:
+            predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
+        return _MicroBatch(scheduled, counts, now, end, predicted)
 
     def _end_oldest(self) -> list[OfferedRequest]:
         batch = self._under_way.popleft()
@@ -127,6 +138,10 @@ class PipelineReplica:
         finished = self._deliveries.take(outputs, array("d", [batch.end]))
         if self._observer is not None:
             stats = step_stats(self.scheduler, scheduled, batch.counts, batch.start, batch.end)
+            if batch.predicted is not None:
+                stats.predicted_seconds = batch.predicted
+            if self._observer.wants_every_step:
+                stats.scheduler = self.scheduler.state()
             self._observer.on_step(self._index, stats)
         return finished
 

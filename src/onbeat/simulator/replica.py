@@ -14,9 +14,11 @@ from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.planning import make_scheduler, plan_step
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.sampling import VirtualSampler
 from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
+from onbeat.simulator.step_noise import make_noise
 from onbeat.simulator.step_times import refuse
 
 _STEPS_AT_ONCE = 8
@@ -26,6 +28,8 @@ _STEPS_AT_ONCE = 8
 class VirtualReplica(Protocol):
     """A replica as the event loop sees it. At an instant the loop calls `end`, then `add`, then `start`."""
 
+    name: str
+    """As records carry it."""
     scheduler: Scheduler
     next_time: float
     """When it wants to be called next; infinite while nothing runs."""
@@ -33,7 +37,12 @@ class VirtualReplica(Protocol):
     """Requests that got their first token in the last `end`, if there is a router to be told."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
-        """Take a request."""
+        """Take a request.
+
+        Raises
+        ------
+        RequestRejected : as `Scheduler.add`; the replica goes on as if it had not been asked.
+        """
         ...
 
     def interrupt(self, now: float) -> None:
@@ -44,8 +53,8 @@ class VirtualReplica(Protocol):
         """End what is due; return the requests that ended."""
         ...
 
-    def start(self, now: float, next_arrival: float) -> None:
-        """Begin a step, if the replica is free and has work."""
+    def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
+        """Begin a step, if the replica is free and has work; return requests that have waited in vain."""
         ...
 
     def counters(self) -> ReplicaCounters:
@@ -76,12 +85,14 @@ class SerialReplica:
         observer: SimulationObserver | None = None,
         is_alone: bool = False,
     ) -> None:
-        self.scheduler = Scheduler(config.replica_scheduler)
+        self.name = name
+        self.scheduler = make_scheduler(config.replica_scheduler, step_time)
         self.next_time = inf
         self.started: list[OfferedRequest] = []
         self._index = int(name)
         self._model = step_time
         self._overhead = config.host_overhead
+        self._noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self._observer = observer
         self._repeats = observer is None or not observer.wants_every_step
         self._tells_first_tokens = not is_alone
@@ -103,12 +114,14 @@ class SerialReplica:
         self._busy_seconds = 0.0
         self._counts = (PlanningCounts(0, 0, 0), PlanningCounts(0, 0, 0))
         """Before and after the step under way was planned."""
+        self._predicted: float | None = None
+        """What the scheduler's own model expects of the step under way, seconds."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
-        self.scheduler.add(offered.request)
+        self.interrupt(now)  # even a refusal changes what a policy expects
+        self.scheduler.add(offered.request, now)
         self._deliveries.open(offered)
-        self.interrupt(now)
 
     def interrupt(self, now: float) -> None:
         """Stop a run under way at the end of its current step."""
@@ -138,13 +151,17 @@ class SerialReplica:
         if self._observer is not None:
             scheduled.shape.decode_context_tokens = self._first_context
             stats = step_stats(self.scheduler, scheduled, self._counts, self._start, now)
+            if self._predicted is not None:
+                stats.predicted_seconds = self._predicted if num_steps == 1 else None
+            if self._observer.wants_every_step:
+                stats.scheduler = self.scheduler.state()
             self._observer.on_step(self._index, stats)
         return finished
 
-    def start(self, now: float, next_arrival: float) -> None:
+    def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
         """Plan the next step and predict when it ends."""
         if self._scheduled is not None:
-            return
+            return []
         if self._busy_since == inf:
             self._busy_since = now
         if self._observer is None:
@@ -153,15 +170,19 @@ class SerialReplica:
             before = planning_counts(self.scheduler)
             scheduled = plan_step(self.scheduler, now, repeats=self._repeats)
             self._counts = (before, planning_counts(self.scheduler))
+        expired = self._deliveries.expire(self.scheduler.take_expired(), now)
         if scheduled is None:
             self._busy_seconds += now - self._busy_since
             self._busy_since = inf
-            return
+            return expired
         self._scheduled, self._start = scheduled, now
         self._first_context = scheduled.shape.decode_context_tokens
         self._num_left = self._sampler.max_steps(scheduled)
         self._ends = array("d")
+        if self._observer is not None and self.scheduler.step_time_model is not None:
+            self._predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
         self._look_ahead(scheduled, now, next_arrival)
+        return expired
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
@@ -174,7 +195,8 @@ class SerialReplica:
 
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
-        shape, step_time, overhead = scheduled.shape, self._model.step_time, self._overhead
+        shape, step_time = scheduled.shape, self._model.step_time
+        overhead, noise = self._overhead, self._noise
         ends, num_left = self._ends, self._num_left
         num_rows = shape.num_lm_head_rows
         num_free = num_left - self._lookahead
@@ -182,6 +204,8 @@ class SerialReplica:
             seconds = step_time(shape)
             if not 0.0 < seconds < inf:
                 refuse(seconds, shape)
+            if noise is not None:
+                seconds *= noise.factor(self._num_steps + len(ends))
             end = end + (seconds + overhead)
             ends.append(end)
             num_left -= 1
@@ -190,16 +214,3 @@ class SerialReplica:
                 break
         self._num_left = num_left
         self.next_time = end
-
-
-def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
-    """Plan a step; None where nothing can run before something else happens.
-
-    A scheduler may also plan nothing because it only preempted: the next plan, at the same time, is another.
-    """
-    while scheduler.num_unfinished:
-        num_preemptions = scheduler.num_preemptions
-        scheduled = scheduler.schedule(now, repeats=repeats)
-        if scheduled is not None or scheduler.num_preemptions == num_preemptions:
-            return scheduled
-    return None

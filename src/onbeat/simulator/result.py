@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from onbeat.core.request import FinishReason
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 
@@ -47,6 +48,26 @@ class SimulationResult:
     is_complete: bool
     """False where the run was interrupted: the records are those of requests that had ended."""
     replicas: list[ReplicaCounters] = field(default_factory=list)
+
+    @property
+    def num_completed(self) -> int:
+        """Requests that got their whole answer."""
+        return sum(record.is_completed for record in self.records)
+
+    @property
+    def num_rejected(self) -> int:
+        """Requests refused at their arrival."""
+        return sum(record.is_rejected for record in self.records)
+
+    @property
+    def num_expired(self) -> int:
+        """Requests given up in the queue, since their TTFT deadline had passed."""
+        return sum(record.finish_reason == FinishReason.EXPIRED for record in self.records)
+
+    @property
+    def num_relegated(self) -> int:
+        """Requests that ended as best effort."""
+        return sum(record.is_relegated for record in self.records)
 
     @property
     def num_steps(self) -> int:

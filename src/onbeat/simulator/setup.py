@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.memory import KVCapacity, kv_capacity
@@ -72,6 +73,16 @@ class ReplicaSettings:
     max_concurrency: int | None = None
     declared_max_tokens: int | None = None
     """Output limit that every request declares; None: exactly its output length."""
+    slo_mode: SLOMode = "stream"
+    """What keeping a TBT objective means to a policy that plans with deadlines."""
+    shed: ShedMode = ShedMode.OFF
+    """What every request asks for where its TTFT objective is predicted to be missed."""
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait at a replica; None sets no limit."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens that wait at a replica."""
+    step_noise: float = 0.0
+    """Standard deviation of the logarithm of a step's time over its prediction."""
     disaggregation: DisaggregationSettings | None = None
 
     @property
@@ -152,6 +163,9 @@ def build_simulation(
         scheduling_policy=settings.scheduling_policy,
         enable_prefix_caching=settings.enable_prefix_caching,
         num_micro_batches=settings.pipeline_parallel,
+        slo_mode=settings.slo_mode,
+        max_num_queued_reqs=settings.max_num_queued_reqs,
+        max_num_queued_tokens=settings.max_num_queued_tokens,
     )
     make_policy(scheduler)  # refuses what does not go together before anything runs
     return Simulation(
@@ -164,6 +178,8 @@ def build_simulation(
             seed=settings.seed,
             max_concurrency=settings.max_concurrency,
             declared_max_tokens=settings.declared_max_tokens,
+            shed=settings.shed,
+            step_noise=settings.step_noise,
             disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
         ),
         step_time=step_time,

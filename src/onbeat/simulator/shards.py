@@ -69,12 +69,7 @@ class IndependentReplicas:
         replica = make_replica(index, config, self._step_time, is_alone=True)
         is_complete = True
         if rows.size:
-            clients = Clients(
-                self.load,
-                block_size=config.scheduler.block_size,
-                declared_max_tokens=config.declared_max_tokens,
-                rows=rows,
-            )
+            clients = Clients(self.load, config, rows=rows)
             collector = Collector(keep, on_progress=on_progress)
             try:
                 EventLoop(clients, [replica], Dispatcher(None), collector).run()

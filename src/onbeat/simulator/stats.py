@@ -53,6 +53,8 @@ def step_stats(
         update_seconds=0.0,
         chunk_request_ids=[row.request_id for row in scheduled.rows if row.num_new_tokens > 1],
         predicted_seconds=end - start,
+        budget_seconds=scheduled.budget,
+        budget_request_id=scheduled.budget_request_id,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +23,25 @@ class SLOClass:
 
     Raises
     ------
-    ConfigError : no name, or a share outside (0, 1].
+    ConfigError : no name, a share outside (0, 1], or a weight that is not above 0.
     """
 
     name: str
     slo: SLO
     share: float = 1.0
     """Of all requests, in (0, 1]."""
+    weight: float = 1.0
+    """Worth of keeping the promise of one of its requests beside one of another class, above 0."""
 
     def __post_init__(self) -> None:
         if not self.name:
             raise ConfigError("a class of objectives needs a name")
         if not 0 < self.share <= 1:
             raise ConfigError(f"the share of class {self.name!r} is {self.share:g}; it must lie in (0, 1]")
+        if not (isfinite(self.weight) and self.weight > 0):
+            raise ConfigError(
+                f"the weight of class {self.name!r} is {self.weight:g}; it must be a finite number above 0"
+            )
 
 
 def check_classes(classes: Sequence[SLOClass]) -> None:

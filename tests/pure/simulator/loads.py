@@ -8,6 +8,7 @@ import numpy as np
 
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.record import RequestRecord
+from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.config import SimulationConfig
@@ -30,6 +31,10 @@ class ShapeTime:
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         raise AssertionError("the simulator teaches the model nothing")
+
+    def with_learning(self) -> Predictor:
+        """Return a model for a scheduler of its own, which may ask and teach it anything."""
+        return Predictor(self.seconds).with_learning()
 
 
 def linear_time() -> ShapeTime:

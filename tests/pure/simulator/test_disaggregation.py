@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
 from onbeat.simulator.kv_transfer import KVTransfer
@@ -168,7 +169,39 @@ class TestInvariants:
         assert single.records == together.records == run(load, config).records
 
 
+class TestRefusals:
+    def test_a_full_prefill_queue_refuses_and_the_rest_goes_on(self):
+        config = make_config(prefill={"max_num_seqs": 1, "max_num_queued_reqs": 1})
+        load = make_load([100] * 5, [4] * 5, [0.0, 0.1, 0.2, 0.3, 2.5])
+        result = run(load, config)
+        assert [record.finish_reason for record in result.records] == [
+            *("length", "length", "rejected", "rejected", "length")
+        ]
+        refused = result.records[2]
+        assert (refused.is_rejected, refused.replica, refused.arrival, refused.end) == (True, "0", 0.2, 0.2)
+        assert all(each.num_leaked_blocks == 0 for each in result.replicas)
+
+    def test_closed_loop(self):
+        config = make_config(
+            prefill={"max_num_seqs": 1, "max_num_queued_reqs": 1}, max_concurrency=4, num_prefill=2
+        )
+        result = run(make_load([50] * 30, [3] * 30), config)
+        assert result.num_completed + result.num_rejected == 30
+        assert result.num_rejected > 0
+
+    def test_the_decode_pool_takes_all_that_have_their_first_token(self):
+        config = make_config(decode={"max_num_seqs": 1, "max_num_queued_reqs": 1})
+        assert run(make_load([50] * 8, [6] * 8, [0.0] * 8), config).num_completed == 8
+
+
 class TestBadInput:
+    def test_policies_that_plan_with_deadlines(self, monkeypatch):
+        monkeypatch.setitem(
+            POLICIES, "clairvoyant", lambda: replace(POLICIES["sarathi"](), needs_step_time=True)
+        )
+        with pytest.raises(ConfigError, match="'clairvoyant' plans a request from its arrival"):
+            make_config(decode={"policy": "clairvoyant"})
+
     def test_cap_below_a_request(self):
         with pytest.raises(ConfigError, match="decode_kv_cap_tokens is 200"):
             make_config(cap=200)

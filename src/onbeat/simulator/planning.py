@@ -1,0 +1,59 @@
+"""The scheduler of a virtual replica, and how it is asked for steps."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+
+@runtime_checkable
+class Learner(Protocol):
+    """A step-time model that each replica can have for itself, to learn from its own steps."""
+
+    def with_learning(self) -> StepTimeModel:
+        """Return the same model as it was before any step."""
+        ...
+
+
+def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel) -> Scheduler:
+    """Return the scheduler of one replica.
+
+    A policy that plans by predicted times gets a model of its own, which it corrects by the steps that it
+    sees, as a live engine does; what the device does is not its to see.
+
+    Parameters
+    ----------
+    step_time : what the device is simulated by.
+
+    Raises
+    ------
+    ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
+    """
+    if not make_policy(config).needs_step_time:
+        return Scheduler(config)
+    if not isinstance(step_time, Learner):
+        raise ConfigError(
+            f"policy {config.policy!r} predicts the times of its steps, but {type(step_time).__name__} "
+            "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
+        )
+    return Scheduler(config, step_time.with_learning())
+
+
+def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> SchedulerOutput | None:
+    """Plan a step; None where nothing can run before something else happens.
+
+    A scheduler may also plan nothing because it only preempted or gave up requests: the next plan, at the
+    same time, is another.
+    """
+    while scheduler.num_unfinished:
+        before = (scheduler.num_preemptions, scheduler.num_unfinished)
+        scheduled = scheduler.schedule(now, repeats=repeats)
+        if scheduled is not None or (scheduler.num_preemptions, scheduler.num_unfinished) == before:
+            return scheduled
+    return None

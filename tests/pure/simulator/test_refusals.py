@@ -1,0 +1,234 @@
+"""Requests that a replica does not take, or gives up: none is lost, and clients go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import SLOUnattainable
+from onbeat.core.request import FinishReason, Request
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.metrics.attainment import good_requests
+from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.replica import scheduler as scheduler_module
+from onbeat.scheduler.replica.delivery import last_output
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator import planning
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.slo_classes import SLOClass
+from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
+
+CLASSES = (
+    SLOClass(name="fast", slo=SLO(ttft=0.3, tbt=0.1), share=0.5, weight=2.0),
+    SLOClass(name="slow", slo=SLO(ttft=1.0), share=0.5),
+)
+PATIENCE = 3
+
+
+class SheddingScheduler(Scheduler):
+    """Refuses what finds `PATIENCE` requests waiting, gives up what waits past its TTFT, relegates the rest.
+
+    A policy with deadlines does the same with better judgement.
+    """
+
+    added: list[Request]
+
+    def add(self, request: Request, now: float | None = None) -> None:
+        assert now is not None
+        if request.shed is ShedMode.REJECT and len(self.waiting) >= PATIENCE:
+            raise SLOUnattainable("too many wait", predicted_ttft=float(len(self.waiting)))
+        super().add(request, now)
+
+    def schedule(self, now, *, repeats=False):
+        late = [
+            state
+            for state in self.waiting
+            if state.request.shed is ShedMode.REJECT
+            and not state.num_preemptions
+            and now > state.request.arrival + state.request.slo.ttft
+        ]
+        for state in late:
+            output = last_output(state, FinishReason.EXPIRED)
+            output.predicted_ttft = 0.25
+            self._expired.append(output)
+            self._drop(state)
+        return super().schedule(now)
+
+    def update(self, scheduled, result, now):
+        outputs = super().update(scheduled, result, now)
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is not None and state.num_output_tokens == 1:
+                output.predicted_ttft = 0.125
+            output.is_relegated = int(output.request_id) % 2 == 1
+        return outputs
+
+
+@pytest.fixture
+def shedding(monkeypatch):
+    monkeypatch.setattr(planning, "Scheduler", SheddingScheduler)
+
+
+def outcomes(result) -> Counter[str]:
+    return Counter(record.finish_reason for record in result.records)
+
+
+class TestHardCaps:
+    def test_by_hand(self):
+        """One runs, one waits, and the third finds the queue full."""
+        load = make_load([8, 8, 8], [4, 4, 4], [0.0, 0.5, 0.6])
+        config = make_config(scheduler={"max_num_seqs": 1, "max_num_queued_reqs": 1})
+        result = simulate(load, config, ShapeTime(lambda shape: 1.0))
+        assert [record.finish_reason for record in result.records] == ["length", "length", "rejected"]
+        refused = result.records[2]
+        assert refused.is_rejected
+        assert not refused.is_completed
+        assert refused.arrival == refused.end == 0.6
+        assert refused.scheduled is refused.ttft is refused.predicted_wait is None
+        assert refused.replica == "0"
+        assert (result.num_completed, result.num_rejected, result.num_expired) == (2, 1, 0)
+        assert result.duration == 8.0
+
+    def test_a_closed_loop_goes_on(self):
+        load = make_load([8] * 20, [3] * 20)
+        config = make_config(
+            scheduler={"max_num_seqs": 1, "max_num_queued_reqs": 1}, max_concurrency=3, router="round-robin"
+        )
+        result = simulate(load, config, ShapeTime(lambda shape: 1.0))
+        assert result.num_completed + result.num_rejected == 20
+        assert result.num_rejected > 0
+
+    @given(
+        router=st.sampled_from(sorted(ROUTERS)),
+        num_replicas=st.integers(1, 3),
+        pipeline=st.integers(1, 2),
+        max_requests=st.sampled_from([None, 1, 4]),
+        max_tokens=st.sampled_from([None, 50, 200]),
+        concurrency=st.sampled_from([None, 6]),
+        seed=st.integers(0, 1000),
+        noise=st.sampled_from([0.0, 0.3]),
+    )
+    @settings(deadline=None, max_examples=40)
+    def test_all_that_was_offered_is_accounted_for(
+        self, router, num_replicas, pipeline, max_requests, max_tokens, concurrency, seed, noise
+    ):
+        load = random_load(60, rate=150, seed=seed).with_classes(CLASSES, seed=seed)
+        config = make_config(
+            scheduler={
+                "max_num_seqs": 4,
+                "max_num_queued_reqs": max_requests,
+                "max_num_queued_tokens": max_tokens,
+            },
+            router=router,
+            num_replicas=num_replicas,
+            pipeline=pipeline,
+            max_concurrency=concurrency,
+            step_noise=noise,
+        )
+        observer = StepByStep()
+        result = simulate(load, config, linear_time(), observer=observer)
+        assert [record.request_id for record in result.records] == [str(row) for row in range(60)]
+        assert outcomes(result) == {
+            reason: count
+            for reason, count in (("length", result.num_completed), ("rejected", result.num_rejected))
+            if count
+        }
+        assert len(observer.requests) == len(observer.finished) == 60
+        assert sum(each.num_leaked_blocks for each in result.replicas) == 0
+        assert simulate(load, config, linear_time()).records == result.records
+
+
+@pytest.mark.usefixtures("shedding")
+class TestShedding:
+    @pytest.mark.parametrize("changes", [{}, {"pipeline": 2}, {"num_replicas": 3, "router": "least-work"}])
+    @pytest.mark.parametrize("concurrency", [None, 30])
+    def test_all_that_was_offered_is_accounted_for(self, changes, concurrency):
+        load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)
+        config = make_config(
+            scheduler={"max_num_seqs": 2}, shed=ShedMode.REJECT, max_concurrency=concurrency, **changes
+        )
+        result = simulate(load, config, ShapeTime(lambda shape: 0.1))
+        assert len(result.records) == 300
+        assert outcomes(result) == {
+            "length": result.num_completed,
+            "rejected": result.num_rejected,
+            "expired": result.num_expired,
+        }
+        assert min(outcomes(result).values()) > 0
+        good = good_requests(result.records)
+        for record, is_good in zip(result.records, good, strict=True):
+            assert record.is_completed or not is_good
+            if record.is_rejected:
+                assert record.predicted_ttft == record.predicted_wait >= PATIENCE
+                assert record.end == record.arrival
+            elif record.finish_reason == "expired":
+                assert record.predicted_ttft == 0.25
+                assert record.end > record.arrival + record.slo.ttft
+                assert record.scheduled is None
+                assert not record.delivery_times
+            else:
+                assert record.predicted_ttft in (0.125, None)  # None: a single token
+                assert record.predicted_wait is None
+                assert record.is_relegated == (int(record.request_id) % 2 == 1)
+        assert result.num_relegated == sum(record.is_relegated for record in result.records) > 0
+
+    def test_processes_change_nothing(self):
+        load = random_load(300, rate=300, seed=1).with_classes(CLASSES, seed=1)
+        config = make_config(scheduler={"max_num_seqs": 2}, shed=ShedMode.REJECT, num_replicas=3)
+        model = ShapeTime(lambda shape: 0.1)
+        together = simulate(load, config, model, observer=StepByStep())
+        one_by_one = simulate(load, config, model)
+        spread = simulate(load, config, model, jobs=2)
+        assert together.records == one_by_one.records == spread.records
+        assert len(outcomes(spread)) == 3
+
+    def test_with_shedding_off_all_are_served(self):
+        load = random_load(100, rate=300, seed=1).with_classes(CLASSES, seed=1)
+        result = simulate(load, make_config(scheduler={"max_num_seqs": 2}), ShapeTime(lambda shape: 0.1))
+        assert outcomes(result) == {"length": 100}
+
+
+def test_requests_carry_what_they_were_promised(monkeypatch):
+    added = []
+
+    class Listening(Scheduler):
+        def add(self, request, now=None):
+            added.append(request)
+            super().add(request, now)
+
+    monkeypatch.setattr(planning, "Scheduler", Listening)
+    load = random_load(40, rate=20, seed=0).with_classes(CLASSES, seed=0)
+    simulate(load, make_config(shed=ShedMode.RELEGATE), linear_time())
+    assert {(request.slo_class, request.slo, request.weight, request.shed) for request in added} == {
+        ("fast", CLASSES[0].slo, 2.0, ShedMode.RELEGATE),
+        ("slow", CLASSES[1].slo, 1.0, ShedMode.RELEGATE),
+    }
+    added.clear()
+    simulate(random_load(3, rate=20, seed=0), make_config(), linear_time())
+    assert {(request.slo_class, request.slo, request.weight, request.shed) for request in added} == {
+        (None, None, 1.0, ShedMode.OFF)
+    }
+
+
+def test_a_router_forgets_the_work_of_requests_that_were_refused(monkeypatch):
+    """Replica 0 refuses all: with its work still counted, it would hardly be asked again."""
+
+    class Refusing(Scheduler):
+        def add(self, request, now=None):
+            raise SLOUnattainable("never", predicted_ttft=9.0)
+
+    monkeypatch.setattr(planning, "Scheduler", Refusing)
+    load = make_load([100] * 6, [10] * 6, [float(second) for second in range(6)])
+    config = make_config(router="least-work", num_replicas=2)
+    records = simulate(load, config, linear_time()).records
+    assert [record.replica for record in records] == ["0", "1"] * 3
+
+
+def test_the_schedulers_of_replicas_are_the_live_ones():
+    assert planning.Scheduler is scheduler_module.Scheduler
+    config = replace(make_config().scheduler, max_num_queued_reqs=3)
+    assert type(planning.make_scheduler(config, linear_time())) is Scheduler
