@@ -88,11 +88,28 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
         help="order of requests; priority: lower `priority` first, strictly",
     )
     add_batch_arguments(group)
+    add_queue_arguments(group)
     group.add_argument(
         "--async-scheduling",
         action=argparse.BooleanOptionalAction,
         default=False,
         help="plan the next step while the current one runs",
+    )
+
+
+def add_queue_arguments(group: argparse._ArgumentGroup) -> None:
+    """Limit what may wait: a fuse, whatever the objectives."""
+    group.add_argument(
+        "--max-num-queued-reqs",
+        type=count,
+        metavar="N",
+        help="most requests that wait; more are refused with 503 (default: no limit)",
+    )
+    group.add_argument(
+        "--max-num-queued-tokens",
+        type=count,
+        metavar="N",
+        help="most prompt tokens that wait, likewise (default: no limit)",
     )
 
 
@@ -160,4 +177,7 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         scheduling_policy=args.scheduling_policy,
         enable_prefix_caching=args.enable_prefix_caching,
         async_scheduling=args.async_scheduling,
+        slo_mode=args.slo_mode,
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        max_num_queued_tokens=args.max_num_queued_tokens,
     )

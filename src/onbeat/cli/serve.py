@@ -26,7 +26,12 @@ from onbeat.cli.engine_args import (
     find_model,
 )
 from onbeat.cli.extras import check_packages
-from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
+from onbeat.cli.serve_args import (
+    API_KEY_VARIABLE,
+    add_objective_arguments,
+    add_server_arguments,
+    server_config,
+)
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -52,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_engine_arguments(parser)
     add_scheduler_arguments(parser)
+    add_objective_arguments(parser)
     add_server_arguments(parser)
 
 
@@ -69,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
-        engine = replace(engine_config(args, files), record=args.record)
+        engine = replace(engine_config(args, files), record=args.record, slo_classes=config.slo.promises())
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 
-from onbeat.cli.args import count
+from onbeat.cli.args import checked, count
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
 from onbeat.server.config import ServerConfig
+from onbeat.server.slo_classes_file import ClassesFile, read_classes_file
+from onbeat.server.slo_defaults import SLODefaults
 
 API_KEY_VARIABLE = "ONBEAT_API_KEY"
 
@@ -57,6 +61,75 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _milliseconds(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+milliseconds = checked(_milliseconds, "milliseconds, such as 500")
+
+
+def add_objective_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what requests are promised that do not say it themselves."""
+    group = parser.add_argument_group("objectives")
+    group.add_argument(
+        "--slo-ttft-ms",
+        type=milliseconds,
+        metavar="MS",
+        help="to the first token, for requests without a class",
+    )
+    group.add_argument("--slo-tbt-ms", type=milliseconds, metavar="MS", help="between tokens, likewise")
+    group.add_argument("--slo-e2e-ms", type=milliseconds, metavar="MS", help="to the last token, likewise")
+    group.add_argument(
+        "--slo-class",
+        metavar="NAME",
+        help=f"class of requests that name none: {', '.join(SLO_CLASSES)}, or one of --slo-classes",
+    )
+    group.add_argument(
+        "--slo-classes", type=Path, metavar="FILE.yaml", help="more classes, and the classes of API keys"
+    )
+    group.add_argument(
+        "--slo-mode",
+        choices=SLO_MODES,
+        default="stream",
+        help="TBT is kept if 99%% of the tokens meet their deadlines (stream), or if the P99 gap is "
+        "within it (gap)",
+    )
+    group.add_argument(
+        "--shed",
+        choices=tuple(mode.value for mode in ShedMode),
+        default=ShedMode.RELEGATE.value,
+        help="a request that is predicted to miss its TTFT objective takes its turn all the same (off), is "
+        "served from what others leave (relegate), or is refused with 429 (reject)",
+    )
+
+
+def slo_defaults(args: argparse.Namespace) -> SLODefaults:
+    """Build from parsed flags, classes file and environment what requests are promised.
+
+    Raises
+    ------
+    ConfigError : an objective is out of range, a class does not exist, or the file is wrong.
+    """
+    file = ClassesFile() if args.slo_classes is None else read_classes_file(args.slo_classes, os.environ)
+    return SLODefaults(
+        classes=file.classes,
+        slo=SLO(
+            ttft=_seconds(args.slo_ttft_ms), tbt=_seconds(args.slo_tbt_ms), e2e=_seconds(args.slo_e2e_ms)
+        ),
+        slo_class=args.slo_class,
+        shed=ShedMode(args.shed),
+        mode=args.slo_mode,
+        keys=file.keys,
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
 def server_config(args: argparse.Namespace) -> ServerConfig:
     """Build the server's configuration from parsed flags, key file and environment."""
     return ServerConfig(
@@ -73,6 +146,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         shutdown_timeout=args.shutdown_timeout,
         log_requests=args.log_requests,
         metrics_aliases=args.metrics_aliases,
+        slo=slo_defaults(args),
     )
 
 

@@ -12,10 +12,11 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel, OnProgress, prepare_model
-from onbeat.engine.step_time_choice import choose_step_time
+from onbeat.engine.step_time_choice import StepTime, choose_step_time
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.idle_check import idle_misses
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 
@@ -30,6 +31,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     start_record = create_record(config.record) if config.record else None
     loaded = loader.load(on_progress)
     step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
+    _say_idle_misses(config, loaded, step_time, on_progress)
     info = _describe(loaded)
     max_in_flight_steps = 2 if config.async_scheduling else 1
     recorder = None
@@ -46,6 +48,17 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         watch=step_time.watch,
     )
     return core, info
+
+
+def _say_idle_misses(
+    config: EngineConfig, loaded: LoadedModel, step_time: StepTime, on_progress: OnProgress
+) -> None:
+    """Say which objectives are out of reach, before somebody waits for them."""
+    if step_time.model is None:
+        return
+    short, long = (min(num_tokens, loaded.limits.max_model_len) for num_tokens in (128, 1024))
+    for miss in idle_misses(step_time.model, config.slo_classes, prompt_tokens=(short, long), context=long):
+        on_progress(miss)
 
 
 def _describe(loaded: LoadedModel) -> EngineInfo:

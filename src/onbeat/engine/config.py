@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO, SLOMode
 from onbeat.hub.files import ModelFiles
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -41,6 +43,14 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
     """Plan the next step while the current one runs."""
+    slo_mode: SLOMode = "stream"
+    """What keeping a TBT objective means (`core.slo.SLO_MODES`)."""
+    max_num_queued_reqs: int | None = None
+    """Most requests that wait; more are refused. None sets no limit."""
+    max_num_queued_tokens: int | None = None
+    """Most prompt tokens that wait, likewise."""
+    slo_classes: Mapping[str, SLO] = field(default_factory=dict)
+    """Objectives that requests may carry, by class: at start the engine says which it cannot meet."""
     step_time_profile: str = DEFAULT_STEP_TIME
     """What predicts step times: a file of `onbeat profile`, or one of `STEP_TIME_CHOICES`."""
     record: Path | None = None

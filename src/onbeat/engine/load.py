@@ -133,6 +133,9 @@ def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfi
         policy=config.policy,
         scheduling_policy=config.scheduling_policy,
         enable_prefix_caching=config.enable_prefix_caching,
+        slo_mode=config.slo_mode,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
     )
 
 

@@ -1,0 +1,147 @@
+"""Classes of objectives, and the terms of API keys, from a YAML file.
+
+Either list may be left out. The built-in classes stay unless a class of the file has their name; one that
+gives no objectives keeps those built in. A key is named by its hash or by the environment variable that
+holds it, so that the file holds no secret::
+
+    classes:
+      - {name: chat, ttft_ms: 800, tbt_ms: 60, weight: 2, shed: true}
+      - {name: batch, weight: 0.5}
+    api_keys:
+      - {key_env: TEAM_A_KEY, class: chat}
+      - {key_sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08, weight: 3}
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode
+from onbeat.server.slo_defaults import ClassTerms, KeyTerms, built_in_classes, key_digest
+from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_name, read_number, read_objectives, read_yaml
+
+_SECTIONS = ("classes", "api_keys")
+_CLASS_KEYS = ("name", *OBJECTIVE_KEYS, "weight", "shed")
+_KEY_KEYS = ("key_sha256", "key_env", "class", "weight")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassesFile:
+    """What such a file says, the built-in classes included."""
+
+    classes: Mapping[str, ClassTerms] = field(default_factory=built_in_classes)
+    keys: Mapping[str, KeyTerms] = field(default_factory=dict)
+    """SHA-256 of an API key, hexadecimal -> terms of its requests."""
+
+
+def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile:
+    """Return the classes and keys of a file.
+
+    Parameters
+    ----------
+    path : the YAML file.
+    environment : where `key_env` finds keys.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, or an entry is wrong; the message names it.
+    """
+    content = read_yaml(path)
+    sections = content.keys() if isinstance(content, dict) else set()
+    if not sections or sections - set(_SECTIONS):
+        raise ConfigError(
+            f"{path} must have 'classes:', a list of {{{', '.join(_CLASS_KEYS)}}}, or 'api_keys:', a list of "
+            f"{{{', '.join(_KEY_KEYS)}}}, and nothing else"
+        )
+    try:
+        return ClassesFile(
+            classes=built_in_classes() | _read_classes(_entries(content, "classes")),
+            keys=_read_keys(_entries(content, "api_keys"), environment),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _entries(content: Mapping[str, Any], section: str) -> list[Any]:
+    entries = content.get(section, [])
+    if not isinstance(entries, list) or (section in content and not entries):
+        raise ConfigError(f"{section} must be a list with an entry or more, got {entries!r}")
+    return entries
+
+
+def _read_classes(entries: list[Any]) -> dict[str, ClassTerms]:
+    classes: dict[str, ClassTerms] = {}
+    for entry in entries:
+        name = read_name(entry, _CLASS_KEYS)
+        if not name or name in classes:
+            raise ConfigError(f"class {name!r} has no name, or one that another has; give each its own")
+        classes[name] = _read_class(name, entry)
+    return classes
+
+
+def _read_class(name: str, entry: Mapping[str, Any]) -> ClassTerms:
+    shed = entry.get("shed")
+    if not (shed is None or isinstance(shed, bool)):
+        raise ConfigError(f"shed of class {name!r} must be true (refuse) or false (relegate), got {shed!r}")
+    weight = None if entry.get("weight") is None else read_number(name, "weight", entry)
+    try:
+        return ClassTerms(
+            slo=read_objectives(name, entry),
+            weight=weight,
+            shed=None if shed is None else ShedMode.REJECT if shed else ShedMode.RELEGATE,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"class {name!r}: {error}") from error
+
+
+def _read_keys(entries: list[Any], environment: Mapping[str, str]) -> dict[str, KeyTerms]:
+    keys: dict[str, KeyTerms] = {}
+    for number, entry in enumerate(entries):
+        where = f"api_keys[{number}]"
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where} must be a mapping, got {type(entry).__name__}")
+        if unknown := sorted(map(str, entry.keys() - set(_KEY_KEYS))):
+            raise ConfigError(f"{where} has an unknown key {unknown[0]!r}; known are {', '.join(_KEY_KEYS)}")
+        digest = _digest(where, entry, environment)
+        if digest in keys:
+            raise ConfigError(f"{where} is the same API key as an entry before; give its terms once")
+        keys[digest] = _key_terms(where, entry)
+    return keys
+
+
+def _digest(where: str, entry: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Return the hash of the key that an entry names. No message repeats what may be a key by mistake."""
+    digest, variable = entry.get("key_sha256"), entry.get("key_env")
+    if (digest is None) == (variable is None):
+        raise ConfigError(f"{where} must have either key_sha256 or key_env")
+    if digest is not None:
+        if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise ConfigError(
+                f"key_sha256 of {where} is not 64 hexadecimal digits in quotes; "
+                "make it with: printf %s KEY | sha256sum"
+            )
+        return digest.lower()
+    key = environment.get(variable) if isinstance(variable, str) else None
+    if not key:
+        raise ConfigError(f"key_env of {where} names no environment variable that is set")
+    return key_digest(key)
+
+
+def _key_terms(where: str, entry: Mapping[str, Any]) -> KeyTerms:
+    name, weight = entry.get("class"), entry.get("weight")
+    if name is None and weight is None:
+        raise ConfigError(f"{where} gives its key nothing; give a class, a weight or both")
+    if not (name is None or isinstance(name, str)):
+        raise ConfigError(f"the class of {where} must be a name, got {name!r}")
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
+        raise ConfigError(f"the weight of {where} must be a number, got {weight!r}")
+    try:
+        return KeyTerms(slo_class=name, weight=weight)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
