@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> None:
         policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
         num_seeds=args.seeds,
         num_requests=_num_requests(args),
-        loose_factor=args.loose_factor,
+        long_factor=args.long_factor,
         tag=args.tag,
         deadline=time.time() + args.minutes * 60 if args.minutes else FOREVER,
     )
@@ -135,7 +135,7 @@ def _parser() -> argparse.ArgumentParser:
     each = commands.add_parser("run", parents=[shared], help="find capacities")
     each.add_argument("--jobs", type=int, default=2)
     each.add_argument("--minutes", type=float, help="stop after this long with what there is")
-    each.add_argument("--loose-factor", type=int, default=4, help="windows of runs with loose objectives")
+    each.add_argument("--long-factor", type=int, default=2, help="windows of runs that say if a cell binds")
     each.add_argument("--tag", default="", help="version of the policies that plan with objectives")
     each.add_argument("--verbose", action="store_true", help="print each result")
     each.set_defaults(command=run)

@@ -10,14 +10,19 @@ from statistics import mean
 
 from onbeat.planner.parallel import TaskContext
 from slo_study.cells import Cell, is_blind
-from slo_study.grid_search import Found, index_near, search_grid
+from slo_study.grid_search import Found, Grid, index_near, search_grid
 from slo_study.loads import LoadKey
 from slo_study.store import Line, fingerprint
 from slo_study.trials import OutOfTime, Question, Trials, max_model_len
 
 SHARES = (0.9, 0.99)
-LOWEST_INDEX, HIGHEST_INDEX = index_near(0.02), index_near(200.0)
+GRID = Grid(low=index_near(0.02), high=index_near(200.0))
+ROUGH_GRID = Grid(low=GRID.low, high=GRID.high, precision=3)
 START_INDEX = index_near(4.0)
+BINDING_SEEDS = 2
+"""With so many seeds the hand-tuned policies run longer windows, once with the objectives and once with
+loosened ones: whether a cell binds is read off these, since a short window saturates nothing within loose
+objectives."""
 
 Anchors = Mapping[tuple[int, float], float]
 """(seed, share) -> capacity of another policy there, from which a search starts."""
@@ -32,8 +37,8 @@ class Task:
     policy: str
     seeds: tuple[int, ...]
     num_requests: int
-    loose_factor: int
-    """Requests of runs with loosened objectives, in windows: there, a short one would saturate nothing."""
+    long_factor: int
+    """Windows in a long run (`BINDING_SEEDS`)."""
     fingerprint: str
     anchors: Anchors
     deadline: float
@@ -54,7 +59,7 @@ class Plan:
     num_seeds: int
     num_requests: Mapping[str, int]
     """Workload -> requests of a seed."""
-    loose_factor: int
+    long_factor: int
     tag: str
     deadline: float
 
@@ -70,7 +75,7 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
         for (set_up, workload), group in groupby(sorted(plan.cells), key=lambda c: (c.set_up, c.workload)):
             cells = tuple(group)
             num_requests = plan.num_requests[workload]
-            mark = fingerprint(set_up, policy, num_requests, plan.loose_factor, plan.tag)
+            mark = fingerprint(set_up, policy, num_requests, plan.long_factor, plan.tag)
             for together in [cells] if is_blind(policy) else [(cell,) for cell in cells]:
                 seeds = tuple(
                     seed
@@ -84,7 +89,7 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
                             policy=policy,
                             seeds=seeds,
                             num_requests=num_requests,
-                            loose_factor=plan.loose_factor,
+                            long_factor=plan.long_factor,
                             fingerprint=mark,
                             anchors=anchors.get(together[0], {}),
                             deadline=plan.deadline,
@@ -154,16 +159,21 @@ class Guess:
 
 def _run_seed(task: Task, seed: int, guess: Guess) -> list[Line]:
     started = time.perf_counter()
-    tight = _Answers(task, seed, guess, is_loose=False)
-    loose = _Answers(task, seed, guess, is_loose=True) if is_blind(task.policy) else None
+    own = _Answers(task, seed, guess)
+    long = loose = None
+    if is_blind(task.policy) and seed < BINDING_SEEDS:
+        long = _Answers(task, seed, guess, is_long=True)
+        loose = _Answers(task, seed, guess, is_long=True, is_loose=True)
     seconds = (time.perf_counter() - started) / len(task.cells)
-    return [_line(task, cell, seed, (tight, loose), seconds) for cell in task.cells]
+    return [_line(task, cell, seed, (own, long, loose), seconds) for cell in task.cells]
 
 
 class _Answers:
     """Capacities of one policy and seed in the cells of a task."""
 
-    def __init__(self, task: Task, seed: int, guess: Guess, *, is_loose: bool) -> None:
+    def __init__(
+        self, task: Task, seed: int, guess: Guess, *, is_long: bool = False, is_loose: bool = False
+    ) -> None:
         set_up, workload = task.cells[0].set_up, task.cells[0].workload
         self.questions = {
             cell: Question(slo=cell.slo, mode=cell.mode, is_loose=is_loose) for cell in task.cells
@@ -171,9 +181,10 @@ class _Answers:
         key = LoadKey(
             workload=workload,
             seed=seed,
-            num_requests=task.num_requests * (task.loose_factor if is_loose else 1),
+            num_requests=task.num_requests * (task.long_factor if is_long else 1),
             max_model_len=max_model_len(set_up),
         )
+        self._grid = ROUGH_GRID if is_long else GRID
         self.trials = Trials(set_up, task.policy, key, self.questions.values(), task.deadline)
         self._found = {
             (cell, share): self._search(question, share, seed, guess)
@@ -193,18 +204,22 @@ class _Answers:
         found = search_grid(
             lambda index: self.trials.keeps(index, question, share),
             start=guess.start(question, seed, share),
-            low=LOWEST_INDEX,
-            high=HIGHEST_INDEX,
+            grid=self._grid,
+            known=self.trials.known(question, share),
         )
         guess.learn(question, seed, share, found)
         return found
 
 
 def _line(
-    task: Task, cell: Cell, seed: int, answers: tuple[_Answers, _Answers | None], seconds: float
+    task: Task,
+    cell: Cell,
+    seed: int,
+    answers: tuple[_Answers, _Answers | None, _Answers | None],
+    seconds: float,
 ) -> Line:
-    tight, loose = answers
-    question = tight.questions[cell]
+    own, long, loose = answers
+    question = own.questions[cell]
     return Line(
         set_up=cell.set_up,
         workload=cell.workload,
@@ -213,14 +228,14 @@ def _line(
         policy=task.policy,
         seed=seed,
         fingerprint=task.fingerprint,
-        num_requests=len(tight.trials.load(question)),
-        num_hopeless=int(tight.trials.hopeless(question).sum()),
-        num_skipped=tight.trials.num_skipped,
-        capacity=tight.capacity(cell),
+        num_requests=len(own.trials.load(question)),
+        num_hopeless=int(own.trials.hopeless(question).sum()),
+        num_skipped=own.trials.num_skipped,
+        capacity=own.capacity(cell),
+        long=long.capacity(cell) if long else {},
         loose=loose.capacity(cell) if loose else {},
-        unbounded=tight.unbounded(cell)
-        + [f"loose {share}" for share in (loose.unbounded(cell) if loose else [])],
-        curve=tight.trials.curve(question),
-        num_runs=tight.trials.num_runs,
+        unbounded=own.unbounded(cell),
+        curve=own.trials.curve(question),
+        num_runs=own.trials.num_runs,
         seconds=round(seconds, 2),
     )

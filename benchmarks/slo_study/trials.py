@@ -16,7 +16,7 @@ from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 from slo_study.cells import OBJECTIVES, SET_UPS, is_blind, loosened, settings_of
-from slo_study.grid_search import rate_at
+from slo_study.grid_search import Known, known_from, rate_at
 from slo_study.idle import hopeless_rows
 from slo_study.loads import LoadKey, make_load
 from slo_study.watch import LossWatch, Lost
@@ -33,6 +33,7 @@ class Question:
     slo: str
     mode: SLOMode
     is_loose: bool = False
+    """Whether its objectives are `LOOSE_FACTOR` times as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +90,17 @@ class Trials:
             self._answers[index] = self.run(index, None if self._is_blind else share)
             answer = self._answers[index][question]
         return answer.at_most >= share
+
+    def known(self, question: Question, share: float) -> Known:
+        """Return what the runs so far say of a share."""
+        answers = ((index, each[question]) for index, each in self._answers.items())
+        return known_from(
+            {
+                index: answer.at_most >= share
+                for index, answer in answers
+                if answer.is_exact or answer.at_most < share
+            }
+        )
 
     def run(self, index: int, share: float | None) -> Mapping[Question, Answer]:
         """Run the load at a rate.
