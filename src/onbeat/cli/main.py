@@ -13,6 +13,7 @@ from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 
 COMMANDS = {
     "serve": "onbeat.cli.serve",
+    "top": "onbeat.cli.top",
     "bench": "onbeat.cli.bench",
     "simulate": "onbeat.cli.simulate",
     "profile": "onbeat.cli.profile",

@@ -55,6 +55,7 @@ def sub_parser(*names: str) -> argparse.ArgumentParser:
         ("capacity_flags.txt", ("capacity",)),
         ("profile_flags.txt", ("profile",)),
         ("replay_flags.txt", ("replay",)),
+        ("top_flags.txt", ("top",)),
     ],
 )
 def test_flags_are_frozen(file: str, names: tuple[str, ...]) -> None:

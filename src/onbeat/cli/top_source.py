@@ -1,0 +1,107 @@
+"""Fetch the metrics of a server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from onbeat.core.errors import ConfigError
+from onbeat.metrics.exposition import Scrape, read_exposition
+from onbeat.report.live_view import is_onbeat
+
+TIMEOUT = aiohttp.ClientTimeout(total=5.0)
+PATH = "/metrics"
+
+
+class ServerAway(ConfigError):
+    """No server answers at the address, for now."""
+
+
+class MetricsSource:
+    """The metrics of one server.
+
+    Parameters
+    ----------
+    session : with the headers to send.
+    root : the server's address without a path.
+    """
+
+    def __init__(self, session: aiohttp.ClientSession, root: str) -> None:
+        self._session = session
+        self._url = root + PATH
+
+    async def fetch(self) -> Scrape:
+        """Return the metrics as they stand.
+
+        Raises
+        ------
+        ServerAway : no answer, or one of a server that is not well.
+        ConfigError : an answer that no onbeat server gives.
+        """
+        try:
+            async with self._session.get(self._url) as response:
+                _check_status(self._url, response.status)
+                text = await response.text()
+        except (TimeoutError, aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
+            raise ServerAway(
+                f"no server answers at {self._url} ({_problem(error)}); start one with `onbeat serve`, or "
+                "name another: `onbeat top URL`"
+            ) from error
+        try:
+            scrape = read_exposition(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"{self._url} is not an onbeat server's: it shows no metrics ({error})"
+            ) from error
+        if not is_onbeat(scrape):
+            raise ConfigError(f"{self._url} is not an onbeat server's: it has no onbeat_requests_running")
+        return scrape
+
+
+@asynccontextmanager
+async def open_source(root: str, api_key: str | None) -> AsyncIterator[MetricsSource]:
+    """Connect to a server while the block runs; it need not be there yet."""
+    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+    async with aiohttp.ClientSession(headers=headers, timeout=TIMEOUT) as session:
+        yield MetricsSource(session, root)
+
+
+def server_root(url: str) -> str:
+    """Return a server's address from what a person gives for it: a host and port, or one of its URLs.
+
+    Raises
+    ------
+    ConfigError : it is no address.
+    """
+    full = url if "://" in url else f"http://{url}"
+    try:
+        parts = urlsplit(full)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_address = False
+    if not is_address or parts.query or parts.fragment:
+        raise ConfigError(f"{url!r} is no server's address; expected one such as http://127.0.0.1:8000")
+    return full.rstrip("/").removesuffix(PATH).removesuffix("/v1").rstrip("/")
+
+
+def _problem(error: Exception) -> str:
+    """Say in a few words why there was no answer."""
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, aiohttp.ClientConnectorError):
+        number = error.os_error.errno or 0
+        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error)
+    return str(error) or type(error).__name__
+
+
+def _check_status(url: str, status: int) -> None:
+    if status in (401, 403):
+        raise ConfigError(f"{url} answers HTTP {status}: give its key with --api-key")
+    if status >= 500:
+        raise ServerAway(f"{url} answers HTTP {status}; see that server's log")
+    if status != 200:
+        raise ConfigError(f"{url} is not an onbeat server's: it answers HTTP {status}")

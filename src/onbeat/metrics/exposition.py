@@ -1,0 +1,114 @@
+"""Read the text that a server shows Prometheus.
+
+A reader of our own, since the base install has no Prometheus client: names, labels and values, no more.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+Labels = frozenset[tuple[str, str]]
+
+_LINE = re.compile(r"([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")
+_LABEL = re.compile(r'\s*(\w+)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+_ESCAPE = re.compile(r"\\(.)")
+
+
+class Scrape:
+    """The samples of one moment.
+
+    Parameters
+    ----------
+    samples : name as in the text -> labels -> value.
+    """
+
+    def __init__(self, samples: Mapping[str, Mapping[Labels, float]]) -> None:
+        self._samples = samples
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """Return a sample's value; None where there is none with exactly these labels."""
+        return self._samples.get(name, {}).get(frozenset(labels.items()))
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Return the sum over all samples that have these labels, whatever else; None of none."""
+        wanted = labels.items()
+        values = [value for own, value in self._samples.get(name, {}).items() if wanted <= own]
+        return sum(values) if values else None
+
+    def label_values(self, name: str, label: str) -> list[str]:
+        """Return the values of a label, each once, in the order of the text."""
+        found = (dict(labels).get(label) for labels in self._samples.get(name, {}))
+        return list(dict.fromkeys(value for value in found if value is not None))
+
+    def buckets(self, name: str, **labels: str) -> dict[float, float]:
+        """Return a histogram's upper bounds and the values up to them, ascending; empty without one."""
+        wanted = labels.items()
+        found = {}
+        for own, value in self._samples.get(f"{name}_bucket", {}).items():
+            if wanted <= own:
+                found[float(dict(own)["le"])] = value
+        return dict(sorted(found.items()))
+
+
+def read_exposition(text: str) -> Scrape:
+    """Read Prometheus' text format.
+
+    Raises
+    ------
+    ValueError : a line is neither a comment nor a sample.
+    """
+    samples: dict[str, dict[Labels, float]] = {}
+    for line in text.split("\n"):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise ValueError(f"not a sample: {line[:80]!r}")
+        name, labels, value = found.groups()
+        samples.setdefault(name, {})[_read_labels(labels or "")] = float(value)
+    return Scrape(samples)
+
+
+def _read_labels(text: str) -> Labels:
+    labels = set()
+    position = 0
+    while position < len(text):
+        found = _LABEL.match(text, position)
+        if found is None:
+            raise ValueError(f"not labels: {text[:80]!r}")
+        labels.add((found[1], _ESCAPE.sub(_unescape, found[2])))
+        position = found.end()
+    return frozenset(labels)
+
+
+def _unescape(escape: re.Match[str]) -> str:
+    return "\n" if escape[1] == "n" else escape[1]
+
+
+def quantile(buckets: Mapping[float, float], q: float) -> float | None:
+    """Estimate a quantile from cumulative buckets, evenly spread within each; None of no values.
+
+    Parameters
+    ----------
+    buckets : upper bound -> values up to it, ascending, the last bound infinite.
+    q : in [0, 1].
+
+    Notes
+    -----
+    As Prometheus' `histogram_quantile`: the first bucket starts at 0 (or is its bound, below 0), and a value
+    beyond the last finite bound is that bound.
+    """
+    total = max(buckets.values(), default=0.0)
+    if total <= 0:
+        return None
+    rank = q * total
+    low, below = 0.0, 0.0
+    for bound, count in buckets.items():
+        if count >= rank and count > below:
+            if math.isinf(bound) or bound <= low:
+                return low if math.isinf(bound) else bound
+            return low + (bound - low) * (rank - below) / (count - below)
+        low, below = bound, count
+    return low

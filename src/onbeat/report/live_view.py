@@ -1,0 +1,287 @@
+"""The state of a running server, from its metrics, as plain numbers. Times are seconds."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from math import inf
+
+from onbeat.metrics.exposition import Scrape
+from onbeat.metrics.scrape_window import ScrapeWindow
+
+RATE_SECONDS = 10.0
+"""Rates and means are over so long."""
+LATENCY_SECONDS = 60.0
+"""Percentiles are over so long, as the server's own attainment is."""
+HISTORY_LENGTH = 240
+"""Looks at the server that are kept to be drawn."""
+
+_TTFT = "onbeat_slo_time_to_first_token_seconds"
+_TBT = "onbeat_slo_time_between_tokens_seconds"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Percentiles:
+    """A latency of a class beside its objective; None where there is none."""
+
+    p50: float | None
+    p99: float | None
+    objective: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassView:
+    """One class of objectives."""
+
+    name: str
+    rate: float | None
+    """Ended requests per second, refused ones included."""
+    attainment: float | None
+    goodput: float | None
+    ttft: Percentiles
+    tbt: Percentiles
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """Steps, on average, and the plans behind them."""
+
+    rate: float | None
+    seconds: float | None
+    predicted: float | None
+    budget: float | None
+    """Of the steps that had one."""
+    over_budget: float | None
+    """Share of the steps with a budget that took longer."""
+    decodes: float | None
+    chunk_tokens: float | None
+    error_p50: float | None
+    """|predicted - actual| / actual."""
+    error_p99: float | None
+    bias: float | None
+    """Actual / predicted."""
+    planner_p99: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadView:
+    """What comes, what goes, and what the policy expects."""
+
+    arrivals: float | None
+    """Requests per second, counted."""
+    finished: float | None
+    prompt_tokens: float | None
+    """Per second."""
+    output_tokens: float | None
+    cached_share: float | None
+    """Of the prompt tokens, those from the prefix cache."""
+    estimated_arrivals: float | None
+    utilisation: float | None
+    predicted_wait: float | None
+    stationary_wait: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerView:
+    """All that a frame shows."""
+
+    info: dict[str, str]
+    """`version`, `model`, `policy`, `slo_mode`."""
+    span: float | None
+    """Seconds that rates cover; None: since the server's start."""
+    latency_span: float | None
+    """The same of percentiles."""
+    uptime: float | None
+    running: float
+    waiting: float
+    best_effort: float
+    used_blocks: float
+    blocks: float
+    load: LoadView
+    steps: StepView
+    classes: tuple[ClassView, ...]
+    refused: dict[str, float]
+    """Reason -> requests since the start."""
+    relegated: float
+    lost: float
+    preempted: float
+
+
+def is_onbeat(scrape: Scrape) -> bool:
+    """Return whether these are metrics of an onbeat server."""
+    return scrape.value("onbeat_requests_running") is not None
+
+
+class ServerHistory:
+    """What was seen of one server; forgets it when the server has been started anew."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, Scrape]] = deque()
+        self.attainment: deque[float | None] = deque(maxlen=HISTORY_LENGTH)
+        """Share of good requests of late, of all classes, at each look; None where none had ended."""
+        self.step_seconds: deque[float | None] = deque(maxlen=HISTORY_LENGTH)
+        """Mean step time since the look before; None without a step."""
+
+    def add(self, scrape: Scrape, now: float) -> None:
+        """Take in a look at the server.
+
+        Parameters
+        ----------
+        now : seconds of any clock that goes forward.
+        """
+        if self._seen and _is_restarted(self._seen[-1][1], scrape):
+            self._seen.clear()
+        last = self._seen[-1] if self._seen else None
+        self._seen.append((now, scrape))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - LATENCY_SECONDS:
+            self._seen.popleft()
+        if last is not None:
+            step = ScrapeWindow(last[1], scrape, now - last[0])
+            self.step_seconds.append(step.mean("onbeat_step_seconds"))
+            self.attainment.append(_attainment(self.window(LATENCY_SECONDS)))
+
+    def window(self, seconds: float, *, uptime: float | None = None) -> ScrapeWindow:
+        """Return the latest so many seconds, or as much of them as was seen.
+
+        Parameters
+        ----------
+        uptime : the window's length where the server was seen only once; the window is then all its life.
+        """
+        now, new = self._seen[-1]
+        if len(self._seen) == 1:
+            return ScrapeWindow(None, new, uptime)
+        start, old = next(
+            ((time, scrape) for time, scrape in reversed(self._seen) if time <= now - seconds), self._seen[0]
+        )
+        return ScrapeWindow(old, new, now - start)
+
+    def view(self, unix_time: float) -> ServerView:
+        """Return the state as of the last look, at least one of which there must have been.
+
+        Parameters
+        ----------
+        unix_time : of the last look.
+        """
+        new = self._seen[-1][1]
+        started = new.value("process_start_time_seconds")
+        uptime = None if started is None else max(unix_time - started, 1.0)
+        recent = self.window(RATE_SECONDS, uptime=uptime)
+        longer = self.window(LATENCY_SECONDS, uptime=uptime)
+        return ServerView(
+            info=_info(new),
+            span=None if recent.old is None else recent.seconds,
+            latency_span=None if longer.old is None else longer.seconds,
+            uptime=uptime,
+            running=new.value("onbeat_requests_running") or 0.0,
+            waiting=new.value("onbeat_requests_waiting") or 0.0,
+            best_effort=new.value("onbeat_requests_best_effort") or 0.0,
+            used_blocks=new.value("onbeat_kv_blocks_used") or 0.0,
+            blocks=new.value("onbeat_kv_blocks") or 0.0,
+            load=_load(recent),
+            steps=_steps(recent, longer),
+            classes=_classes(recent, longer),
+            refused=_by_reason(new),
+            relegated=new.value("onbeat_requests_relegated_total") or 0.0,
+            lost=new.value("onbeat_requests_lost_total") or 0.0,
+            preempted=new.value("onbeat_preemptions_total") or 0.0,
+        )
+
+
+def _is_restarted(old: Scrape, new: Scrape) -> bool:
+    """Return whether two scrapes are of different processes, or of one whose counters went back."""
+    name = "process_start_time_seconds"
+    if old.value(name) != new.value(name):
+        return True
+    return (new.value("onbeat_steps_total") or 0.0) < (old.value("onbeat_steps_total") or 0.0)
+
+
+def _info(scrape: Scrape) -> dict[str, str]:
+    name = "onbeat_server_info"
+    return {
+        label: next(iter(scrape.label_values(name, label)), "")
+        for label in ("version", "model", "policy", "slo_mode")
+    }
+
+
+def _by_reason(scrape: Scrape) -> dict[str, float]:
+    name = "onbeat_requests_rejected_total"
+    return {
+        reason: scrape.total(name, reason=reason) or 0.0 for reason in scrape.label_values(name, "reason")
+    }
+
+
+def _load(window: ScrapeWindow) -> LoadView:
+    new = window.new
+    finished = window.delta("onbeat_requests_total")
+    arrivals = finished
+    if finished is not None:
+        arrivals = finished + _open(new) - (0.0 if window.old is None else _open(window.old))
+    return LoadView(
+        arrivals=None if arrivals is None or not window.seconds else max(arrivals, 0.0) / window.seconds,
+        finished=window.rate("onbeat_requests_total"),
+        prompt_tokens=window.rate("onbeat_prompt_tokens_total"),
+        output_tokens=window.rate("onbeat_output_tokens_total"),
+        cached_share=window.share("onbeat_prompt_tokens_cached_total", "onbeat_prompt_tokens_total"),
+        estimated_arrivals=new.value("onbeat_arrival_rate"),
+        utilisation=new.value("onbeat_utilisation"),
+        predicted_wait=new.value("onbeat_predicted_wait_seconds"),
+        stationary_wait=new.value("onbeat_stationary_wait_seconds"),
+    )
+
+
+def _open(scrape: Scrape) -> float:
+    return (scrape.value("onbeat_requests_running") or 0.0) + (scrape.value("onbeat_requests_waiting") or 0.0)
+
+
+def _steps(recent: ScrapeWindow, longer: ScrapeWindow) -> StepView:
+    return StepView(
+        rate=recent.rate("onbeat_steps_total"),
+        seconds=recent.mean("onbeat_step_seconds"),
+        predicted=recent.mean("onbeat_step_predicted_seconds"),
+        budget=recent.mean("onbeat_step_budget_seconds"),
+        over_budget=longer.share("onbeat_steps_over_budget_total", "onbeat_step_budget_seconds_count"),
+        decodes=recent.mean("onbeat_step_decodes"),
+        chunk_tokens=recent.mean("onbeat_step_chunk_tokens"),
+        error_p50=longer.quantile("onbeat_step_prediction_error_ratio", 0.5),
+        error_p99=longer.quantile("onbeat_step_prediction_error_ratio", 0.99),
+        bias=recent.new.value("onbeat_step_prediction_bias_ratio"),
+        planner_p99=longer.quantile("onbeat_planner_seconds", 0.99),
+    )
+
+
+def _classes(recent: ScrapeWindow, longer: ScrapeWindow) -> tuple[ClassView, ...]:
+    """Return the classes, the most urgent first."""
+    names = recent.new.label_values(f"{_TTFT}_count", "slo_class")
+    classes = [_class(name, recent, longer) for name in names]
+    return tuple(
+        sorted(classes, key=lambda own: (own.ttft.objective or inf, own.tbt.objective or inf, own.name))
+    )
+
+
+def _class(name: str, recent: ScrapeWindow, longer: ScrapeWindow) -> ClassView:
+    new = recent.new
+
+    def percentiles(histogram: str, objective: str) -> Percentiles:
+        return Percentiles(
+            p50=longer.quantile(histogram, 0.5, slo_class=name),
+            p99=longer.quantile(histogram, 0.99, slo_class=name),
+            objective=new.value("onbeat_slo_objective_seconds", slo_class=name, objective=objective),
+        )
+
+    return ClassView(
+        name=name,
+        rate=recent.rate("onbeat_slo_requests_total", slo_class=name),
+        attainment=new.value("onbeat_slo_attainment", slo_class=name),
+        goodput=new.value("onbeat_goodput_requests_per_second", slo_class=name),
+        ttft=percentiles(_TTFT, "ttft"),
+        tbt=percentiles(_TBT, "tbt"),
+    )
+
+
+def _attainment(window: ScrapeWindow) -> float | None:
+    name = "onbeat_slo_requests_total"
+    ended = window.delta(name)
+    if ended is None:
+        return None
+    judged = ended - (window.delta(name, outcome="abandoned") or 0.0)
+    return (window.delta(name, outcome="good") or 0.0) / judged if judged > 0 else None

@@ -1,0 +1,61 @@
+"""Numbers for people: short, with a unit, the same width whatever their size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BARS = "▁▂▃▄▅▆▇█"
+NOTHING = "-"
+
+
+def short(value: float | None) -> str:
+    """Return three significant digits, no fewer than those before the point; `-` for None."""
+    if value is None:
+        return NOTHING
+    size = abs(value)
+    if size >= 99.95 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if size >= 9.995 else f"{value:.2f}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return a time in the unit that suits it, from microseconds to hours."""
+    if seconds is None:
+        return NOTHING
+    if seconds < 0.9995e-3:
+        return f"{short(seconds * 1e6)} µs"
+    if seconds < 0.9995:
+        return f"{short(seconds * 1e3)} ms"
+    if seconds < 120:
+        return f"{short(seconds)} s"
+    return f"{short(seconds / 60)} min" if seconds < 7200 else f"{short(seconds / 3600)} h"
+
+
+def percent(share: float | None) -> str:
+    """Return a share in percent."""
+    return NOTHING if share is None else f"{short(share * 100)} %"
+
+
+def against(value: float | None, objective: float | None) -> str:
+    """Return a time beside its objective, in the objective's unit, as far as they are known.
+
+    `410 ≤ 500 ms`, `612 > 500 ms`, `≤ 500 ms`, `410 ms`.
+    """
+    if objective is None:
+        return duration(value)
+    is_short = objective < 0.9995
+    unit, scale = ("ms", 1e3) if is_short else ("s", 1.0)
+    limit = f"{short(objective * scale)} {unit}"
+    if value is None:
+        return f"≤ {limit}"
+    return f"{short(value * scale)} {'≤' if value <= objective else '>'} {limit}"
+
+
+def sparkline(values: Sequence[float | None], *, low: float, high: float) -> str:
+    """Return one bar for each value, from `low` (the lowest bar) to `high`; a blank for None."""
+    top = len(BARS) - 1
+    span = high - low
+    return "".join(
+        " " if value is None else BARS[min(max(round((value - low) / span * top), 0), top) if span > 0 else 0]
+        for value in values
+    )
