@@ -110,7 +110,13 @@ async def _serve(
         if not await _finishes_before_sigterm(client.start):
             return EXIT_TERMINATED
         async with client:
-            telemetry = Telemetry(config, client.info.model_name, listeners)
+            telemetry = Telemetry(
+                config,
+                client.info.model_name,
+                listeners,
+                policy=client.info.policy,
+                slo_mode=config.slo.mode,
+            )
             client.add_observer(telemetry.tracker)
             app = create_app(client, tokenizer, chat_template, config, telemetry)
             served_name = (*config.served_model_names, client.info.model_name)[0]

@@ -45,6 +45,8 @@ CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
 
 RETRY_AFTER_SECONDS = 1
+LONGEST_RETRY_SECONDS = 24 * 3600
+"""Stands for every longer wait, and for one that nobody can tell the end of."""
 
 
 class ApiError(RequestRejected):
@@ -147,7 +149,7 @@ def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
 
 def _retry_headers(seconds: float) -> dict[str, str]:
     """Return when to try again: as the standard has it, and as OpenAI's clients read it first."""
-    seconds = seconds if seconds > 0 else RETRY_AFTER_SECONDS
+    seconds = min(seconds, LONGEST_RETRY_SECONDS) if seconds > 0 else RETRY_AFTER_SECONDS
     return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1e3))}
 
 

@@ -52,7 +52,7 @@ class _ChoiceText:
     def take(self, delivery: Delivery) -> ChoiceDelta | None:
         """Return what a delivery adds, or None if all of its text is held back."""
         choice, output = self._choice, delivery.output
-        if output.predicted_ttft is not None:
+        if output.predicted_ttft is not None and math.isfinite(output.predicted_ttft):
             choice.predicted_ttft = output.predicted_ttft
         _check_alive(output, choice)
         choice.is_relegated |= output.is_relegated
