@@ -16,6 +16,8 @@ CODES = {
     "deadline_exceeded": Status.EXPIRED,
 }
 """The same in an error event of a stream that had already begun."""
+BREAKDOWNS = frozenset({"engine_dead"})
+"""Codes of a 503 that refuses nobody: the server has failed."""
 
 
 def refusal(
@@ -29,14 +31,15 @@ def refusal(
     """
     error = (message or {}).get("error")
     fields = error if isinstance(error, dict) else {}
-    if status in STATUSES:
+    code = None if message is None else error_code(message)
+    if status in STATUSES and code not in BREAKDOWNS:
         record.status = STATUSES[status]
         record.predicted_ttft = milliseconds(fields.get("predicted_ttft_ms"))
         record.retry_after = _retry_after(headers)
     return StreamError(
         f"HTTP {status}",
         error_text(message) if message is not None else "",
-        code=None if message is None else error_code(message),
+        code=code,
     )
 
 

@@ -144,6 +144,14 @@ def test_the_status_says_what_kind_of_refusal_it_is(status: int, expected: Statu
     assert record.retry_after == (None if status == 500 else 2.0)
 
 
+def test_a_dead_engine_refuses_nobody_it_has_failed() -> None:
+    record = RequestRecord(index=0, num_prompt_tokens=1, max_tokens=1)
+
+    refusal(record, 503, {}, {"error": {"message": "gone", "code": "engine_dead"}})
+
+    assert record.status is Status.FAILED
+
+
 @pytest.mark.parametrize(
     ("headers", "seconds"),
     [

@@ -1,0 +1,48 @@
+"""Plots as PNG files, drawn by plotly and a headless browser."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import plotly.graph_objects as go
+
+COLOURS = ("#2e6f95", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#7a7a7a")
+WIDTH, HEIGHT = 900, 480
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def figure(title: str, x: str, y: str) -> go.Figure:
+    made = go.Figure()
+    made.update_layout(
+        title=title,
+        xaxis_title=x,
+        yaxis_title=y,
+        template="plotly_white",
+        width=WIDTH,
+        height=HEIGHT,
+        legend={"orientation": "h", "x": 0, "y": 1.1},
+    )
+    return made
+
+
+def save(made: go.Figure, path: Path) -> str:
+    """Write a PNG; returns the Markdown that shows it, or says that no browser was there to draw it."""
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        print(f"no browser ({', '.join(BROWSERS)}) to draw {path.name}", flush=True)
+        return ""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        page = Path(folder) / "plot.html"
+        made.write_html(page, include_plotlyjs=True, config={"displayModeBar": False, "staticPlot": True})
+        command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+        command += [f"--user-data-dir={folder}/profile", f"--window-size={WIDTH + 20},{HEIGHT + 20}"]
+        command += ["--virtual-time-budget=5000", f"--screenshot={path}", page.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    if done.returncode or not path.exists():
+        print(f"{path.name} could not be drawn: {done.stderr[-300:]}", flush=True)
+        return ""
+    return f"![{made.layout.title.text}](../../docs/images/{path.name})"
