@@ -22,7 +22,6 @@ from onbeat.core.errors import (
     EngineError,
     InvalidRequest,
     OnbeatError,
-    PromptTooLong,
 )
 from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
 from onbeat.core.request import FinishReason, Request
@@ -32,7 +31,6 @@ from onbeat.engine.messages import (
     FromEngine,
     Progress,
     Ready,
-    Rejected,
     Shutdown,
     StartFailed,
     Stepped,
@@ -41,6 +39,7 @@ from onbeat.engine.messages import (
     encode,
 )
 from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_process
+from onbeat.engine.rejection import Rejected, unpack_rejection
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -263,9 +262,9 @@ class ProcessEngineClient:
                     for output in outputs.outputs:
                         if stream := self._streams.get(output.request_id):
                             stream.put_nowait(Delivery(outputs.now, output))
-                case Rejected(request_id, message, param, code):
-                    if stream := self._streams.get(request_id):
-                        stream.put_nowait(_rejection(message, param, code))
+                case Rejected() as rejected:
+                    if stream := self._streams.get(rejected.request_id):
+                        stream.put_nowait(unpack_rejection(rejected))
 
 
 @contextlib.contextmanager
@@ -279,9 +278,3 @@ def _sigint_ignored() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-
-
-def _rejection(message: str, param: str | None, code: str | None) -> OnbeatError:
-    if code == "context_length_exceeded":
-        return PromptTooLong(message, param=param)
-    return InvalidRequest(message, param=param, code=code)

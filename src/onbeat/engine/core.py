@@ -61,20 +61,37 @@ class EngineCore:
         self._recorder = recorder
         self._watch = watch
         self._in_flight: deque[_StepInFlight] = deque()
+        self._expired: list[RequestOutput] = []
         self._last_end = 0.0
 
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.num_unfinished > 0
 
+    @property
+    def has_room(self) -> bool:
+        """Whether another step may be launched before the oldest has come back."""
+        return len(self._in_flight) < self._max_in_flight_steps
+
+    @property
+    def oldest_step(self) -> Future[ModelRunnerOutput] | None:
+        """What `collect` would wait for; None where no step is under way."""
+        return self._in_flight[0].future if self._in_flight else None
+
     def add(self, request: Request) -> None:
-        """Queue a request; raises `RequestRejected` where it can never run."""
-        self.scheduler.add(request)
+        """Queue a request; steps may be under way.
+
+        Raises
+        ------
+        RequestRejected : as `Scheduler.add`.
+        """
+        now = self._clock()
+        self.scheduler.add(request, now)
         if self._recorder is not None:
-            self._recorder.add(request, self._clock())
+            self._recorder.add(request, now)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Drop requests; their blocks are free for the next step."""
+        """Drop requests; their blocks are free for the next step. Steps may be under way."""
         request_ids = tuple(request_ids)
         outputs = self.scheduler.abort(request_ids)
         if self._recorder is not None:
@@ -82,11 +99,23 @@ class EngineCore:
         return outputs
 
     def step(self) -> StepOutputs | None:
-        """Launch the next step; collect the oldest one once `max_in_flight_steps` run or no more can."""
-        launched = self._launch()
-        if not self._in_flight or (launched and len(self._in_flight) < self._max_in_flight_steps):
+        """Launch the next step; collect the oldest one once `max_in_flight_steps` run or no more can.
+
+        The synchronous loop: who takes messages meanwhile calls `launch`, `take_expired` and `collect`.
+        """
+        launched = self.launch()
+        if (expired := self.take_expired()) is not None:
+            return expired
+        if not self._in_flight or (launched and self.has_room):
             return None
-        return self._collect(self._in_flight.popleft())
+        return self.collect()
+
+    def take_expired(self) -> StepOutputs | None:
+        """Return the last outputs of requests that the scheduler has given up; None where there are none."""
+        if not self._expired:
+            return None
+        expired, self._expired = self._expired, []
+        return StepOutputs(self._clock(), expired)
 
     def shutdown(self) -> None:
         """Wait for steps in flight and let the executor go."""
@@ -94,11 +123,15 @@ class EngineCore:
         if self._recorder is not None:
             self._recorder.close()
 
-    def _launch(self) -> bool:
+    def launch(self) -> bool:
+        """Plan the next step and start it; return whether there is one, and room for it."""
+        if not self.has_room:
+            return False
         scheduler = self.scheduler
         before = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
         start = self._clock()
         scheduled = scheduler.schedule(start)
+        self._expired += scheduler.take_expired()
         num_preemptions = scheduler.num_preemptions - before[0]
         predicted_seconds = None
         if scheduled is not None:
@@ -124,7 +157,9 @@ class EngineCore:
             )
         return scheduled is not None
 
-    def _collect(self, step: _StepInFlight) -> StepOutputs:
+    def collect(self) -> StepOutputs:
+        """Wait for the oldest step and take its results."""
+        step = self._in_flight.popleft()
         try:
             result = step.future.result()
         except Exception as error:
@@ -165,6 +200,9 @@ class EngineCore:
                 else []
             ),
             predicted_seconds=step.predicted_seconds,
+            budget_seconds=scheduled.budget,
+            budget_request_id=scheduled.budget_request_id,
+            scheduler=scheduler.state(),
         )
 
 

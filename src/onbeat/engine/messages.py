@@ -7,6 +7,7 @@ import msgspec
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request
 from onbeat.core.step import StepOutputs
+from onbeat.engine.rejection import Rejected
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
@@ -36,15 +37,6 @@ class StartFailed(msgspec.Struct, tag="start-failed", array_like=True):
 
     message: str
     is_user_error: bool
-
-
-class Rejected(msgspec.Struct, tag="rejected", array_like=True):
-    """`add` raised `RequestRejected`."""
-
-    request_id: str
-    message: str
-    param: str | None
-    code: str | None
 
 
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):

@@ -14,7 +14,6 @@ import zmq
 
 from onbeat.core.errors import OnbeatError, RequestRejected
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.request import RequestOutput
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.messages import (
@@ -22,13 +21,14 @@ from onbeat.engine.messages import (
     AddRequest,
     Progress,
     Ready,
-    Rejected,
     Shutdown,
     StartFailed,
     Stepped,
     decode_to_engine,
     encode,
 )
+from onbeat.engine.rejection import pack_rejection
+from onbeat.engine.step_wait import StepWait
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -68,19 +68,25 @@ def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
         outbox.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         outbox.send(encode(Ready(info)))
-        _EngineLoop(core, inbox, outbox).run()
+        loop = _EngineLoop(core, inbox, outbox)
+        loop.run()
         core.shutdown()
+        loop.close()
     finally:
         context.destroy(linger=1000)
 
 
 class _EngineLoop:
-    """Alternates between the inbox and the step; sleeps on the inbox when there is nothing to run."""
+    """Launches steps, and takes messages while they run; sleeps on the inbox when there is nothing to run.
+
+    A request is queued, refused or aborted when it comes, not when the step under way has ended.
+    """
 
     def __init__(self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
+        self._wait = StepWait(inbox)
         # Not getppid(): the parent may have died while the model was loaded.
         parent = multiprocessing.parent_process()
         self._parent_id = parent.pid if parent else os.getppid()
@@ -88,15 +94,24 @@ class _EngineLoop:
         self._stopped = False
 
     def run(self) -> None:
+        core = self._core
         while not self._stopped and self._has_parent():
-            if not self._core.has_work:
-                self._core.scheduler.check_invariants()
+            if not core.has_work:
+                core.scheduler.check_invariants()
                 if not self._inbox.poll(timeout=int(IDLE_POLL_SECONDS * 1000)):
                     continue
             self._read_inbox()
-            outputs = self._core.step()
-            if outputs is not None:
-                self._outbox.send(encode(Stepped(outputs)))
+            launched = core.launch()
+            self._send(core.take_expired())
+            step = core.oldest_step
+            if step is None or (launched and core.has_room):
+                continue
+            self._wait.until_done(step, self._read_inbox)
+            self._send(core.collect())
+
+    def close(self) -> None:
+        """Let go of what a step under way might still use; call it when none runs any more."""
+        self._wait.close()
 
     def _has_parent(self) -> bool:
         now = time.monotonic()
@@ -117,7 +132,9 @@ class _EngineLoop:
                 case AddRequest():
                     self._add(message)
                 case AbortRequests():
-                    self._send(self._core.abort(message.request_ids))
+                    outputs = self._core.abort(message.request_ids)
+                    if outputs:
+                        self._send(StepOutputs(time.monotonic(), outputs))
                 case Shutdown():
                     self._stopped = True
 
@@ -126,8 +143,8 @@ class _EngineLoop:
         try:
             self._core.add(message.request)
         except RequestRejected as error:
-            self._outbox.send(encode(Rejected(request_id, str(error), error.param, error.code)))
+            self._outbox.send(encode(pack_rejection(request_id, error)))
 
-    def _send(self, outputs: list[RequestOutput]) -> None:
-        if outputs:
-            self._outbox.send(encode(Stepped(StepOutputs(time.monotonic(), outputs))))
+    def _send(self, outputs: StepOutputs | None) -> None:
+        if outputs is not None:
+            self._outbox.send(encode(Stepped(outputs)))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.request import FinishReason, Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.config import SchedulerConfig
+from tests.cpu.core.shedding import shedding_core
 from tests.fake_runner import build_fake_engine
 
 
@@ -92,3 +95,58 @@ def test_stats_describe_the_steps():
     assert stats[-1].num_used_blocks == 0
     assert stats[0].num_blocks == info.num_blocks
     assert sum(entry.num_prefix_queries for entry in stats) == 104
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1e-3
+        return self.now
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_waited_in_vain_is_told_at_once(depth):
+    clock = Clock()
+    config = SchedulerConfig(num_blocks=64, max_model_len=256, max_num_seqs=1)
+    core = shedding_core(config, depth=depth, clock=clock)
+    impatient = Request(
+        request_id="late", prompt_token_ids=(1, 2), slo=SLO(ttft=0.1), shed=ShedMode.REJECT, arrival=0.0
+    )
+    core.add(make_requests((5, 7))[0])
+    core.add(impatient)
+    core.launch()
+    assert core.take_expired() is None
+    clock.now = 1.0
+    core.launch()  # at depth 1 there is no room for another step: nothing is asked
+    if depth == 1:
+        assert core.take_expired() is None
+        core.collect()
+        core.launch()
+    expired = core.take_expired()
+    assert [output.finish_reason for output in expired.outputs] == [FinishReason.EXPIRED]
+    assert expired.stats is None
+    assert core.take_expired() is None
+    core.shutdown()
+
+
+def test_the_synchronous_loop_tells_too_even_where_nothing_runs():
+    core = shedding_core(SchedulerConfig(num_blocks=64, max_model_len=256), clock=Clock())
+    core.add(
+        Request(
+            request_id="late", prompt_token_ids=(1,), slo=SLO(ttft=0.1), shed=ShedMode.REJECT, arrival=-5.0
+        )
+    )
+    message = core.step()
+    assert [output.request_id for output in message.outputs] == ["late"]
+    assert not core.has_work
+    core.shutdown()
+
+
+def test_stats_carry_budget_and_promises():
+    core = shedding_core(SchedulerConfig(num_blocks=64, max_model_len=256))
+    core.add(make_requests((5, 7))[0])
+    message = core.step()
+    assert message.stats.scheduler.decode_slacks == [0.5]
+    assert message.stats.budget_seconds is message.stats.budget_request_id is None
+    core.shutdown()

@@ -10,9 +10,19 @@ from functools import partial
 
 import pytest
 
-from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, PromptTooLong
+from onbeat.core.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    InvalidRequest,
+    Overloaded,
+    PromptTooLong,
+    SLOUnattainable,
+)
 from onbeat.core.request import FinishReason, Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.engine.client import ProcessEngineClient
+from tests.cpu.core.shedding import build_shedding_engine
 from tests.fake_runner import build_fake_engine
 
 
@@ -24,12 +34,13 @@ class StepLog:
         self.messages.append(message)
 
 
-def make_request(request_id="a", num_prompt=5, max_tokens=8):
+def make_request(request_id="a", num_prompt=5, max_tokens=8, **fields):
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(range(num_prompt)),
         sampling=SamplingParams(max_tokens=max_tokens),
         arrival=time.monotonic(),
+        **fields,
     )
 
 
@@ -159,3 +170,100 @@ async def test_stop_ends_the_process():
         process_id = client.process_id
     with pytest.raises(ProcessLookupError):
         os.kill(process_id, 0)
+
+
+STEP_SECONDS = 0.3
+PROMPT_ANSWER_SECONDS = 0.1
+
+
+def shedding(**options):
+    return ProcessEngineClient(partial(build_shedding_engine, **options))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+class TestWhileAStepRuns:
+    """Nothing that needs no step waits for one."""
+
+    async def test_a_refusal_comes_at_once(self, depth):
+        async with shedding(step_seconds=STEP_SECONDS, depth=depth) as client:
+            busy = asyncio.create_task(collect(client, make_request(max_tokens=6)))
+            await asyncio.sleep(0.1)
+            waits = []
+            for index in range(12):  # over all phases of a step
+                await asyncio.sleep(0.037)
+                request = make_request(f"late{index}", slo=SLO(ttft=0.01), shed=ShedMode.REJECT)
+                start = time.monotonic()
+                with pytest.raises(SLOUnattainable, match=r"after 0\.75 s, not 0\.01 s") as caught:
+                    await collect(client, request)
+                waits.append(time.monotonic() - start)
+                assert caught.value.predicted_ttft == 0.75
+                assert caught.value.retry_after == 1.5
+                assert caught.value.code == "slo_unattainable"
+            assert max(waits) < PROMPT_ANSWER_SECONDS
+            tokens, _ = await busy
+            assert len(tokens) == 6
+
+    async def test_an_abort_is_answered_at_once(self, depth):
+        async with engine(step_seconds=STEP_SECONDS, max_in_flight_steps=depth) as client:
+            tasks = [asyncio.create_task(collect(client, make_request(name, max_tokens=6))) for name in "ab"]
+            await asyncio.sleep(0.15)
+            start = time.monotonic()
+            await client.abort(["a"])
+            _, reason = await tasks[0]
+            assert time.monotonic() - start < PROMPT_ANSWER_SECONDS
+            assert reason is FinishReason.ABORT
+            tokens, _ = await tasks[1]
+            assert len(tokens) == 6
+
+    async def test_requests_that_come_meanwhile_share_the_next_step(self, depth):
+        log = StepLog()
+        client = ProcessEngineClient(
+            partial(build_fake_engine, step_seconds=STEP_SECONDS, max_in_flight_steps=depth), observers=[log]
+        )
+        async with client:
+            tasks = [asyncio.create_task(collect(client, make_request("a", max_tokens=5)))]
+            for name in "bcd":
+                await asyncio.sleep(0.05)
+                tasks.append(asyncio.create_task(collect(client, make_request(name, max_tokens=2))))
+            await asyncio.gather(*tasks)
+        assert max(message.stats.shape.num_sequences for message in log.messages) == 4
+
+    async def test_a_stop_waits_for_no_more_than_the_steps_under_way(self, depth):
+        async with engine(step_seconds=STEP_SECONDS, max_in_flight_steps=depth) as client:
+            task = asyncio.create_task(collect(client, make_request(max_tokens=900)))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            start = time.monotonic()
+        assert time.monotonic() - start < (depth + 1) * STEP_SECONDS + 1.0
+
+
+async def test_a_full_queue_refuses():
+    async with engine(step_seconds=0.05, max_num_seqs=1, max_num_queued_reqs=1) as client:
+        tasks = []
+        for name in "ab":
+            tasks.append(asyncio.create_task(collect(client, make_request(name, max_tokens=20))))
+            await asyncio.sleep(0.15)
+        with pytest.raises(Overloaded, match="max_num_queued_reqs") as caught:
+            await collect(client, make_request("c"))
+        assert caught.value.code == "server_overloaded"
+        await client.abort(["a", "b"])
+        await asyncio.gather(*tasks)
+
+
+async def test_a_request_that_waited_in_vain_hears_so():
+    log = StepLog()
+    client = ProcessEngineClient(
+        partial(build_shedding_engine, step_seconds=0.02, max_num_seqs=1), observers=[log]
+    )
+    async with client:
+        busy = asyncio.create_task(collect(client, make_request(max_tokens=40)))
+        await asyncio.sleep(0.05)
+        request = make_request("late", slo=SLO(ttft=0.2), shed=ShedMode.REJECT)
+        [delivery] = [each async for each in client.generate(request)]
+        assert delivery.output.finish_reason is FinishReason.EXPIRED
+        assert delivery.output.error == "its TTFT objective passed in the queue"
+        assert request.arrival + 0.2 < delivery.time < request.arrival + 0.4
+        tokens, _ = await busy
+        assert len(tokens) == 40
+    states = [message.stats.scheduler for message in log.messages if message.stats is not None]
+    assert all(state.decode_slacks == [0.5] for state in states)

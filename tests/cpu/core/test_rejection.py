@@ -1,0 +1,37 @@
+"""What the engine process raised is what its client raises."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong, RequestRejected, SLOUnattainable
+from onbeat.engine.messages import decode_from_engine, encode
+from onbeat.engine.rejection import pack_rejection, unpack_rejection
+
+ERRORS = [
+    InvalidRequest("an empty prompt", param="prompt", code="invalid_value"),
+    InvalidRequest("no code"),
+    PromptTooLong("4,000 tokens"),
+    PromptTooLong("prompt and output", param="max_tokens"),
+    Overloaded("queue full", code="server_overloaded"),
+    SLOUnattainable("too late", predicted_ttft=1.25, retry_after=0.5),
+    SLOUnattainable("too late", predicted_ttft=1.25, code="deadline_exceeded"),
+    RequestRejected("for reasons of its own", param="user", code="odd"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: f"{type(error).__name__}-{error.code}")
+def test_type_message_and_fields_survive(error):
+    message = decode_from_engine(encode(pack_rejection("r1", error)))
+    assert message.request_id == "r1"
+    unpacked = unpack_rejection(message)
+    assert type(unpacked) is type(error)
+    assert str(unpacked) == str(error)
+    assert vars(unpacked) == vars(error)
+
+
+def test_a_subclass_goes_as_what_the_client_knows():
+    class Stranger(Overloaded):
+        pass
+
+    assert type(unpack_rejection(pack_rejection("r1", Stranger("full")))) is Overloaded
