@@ -24,7 +24,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from slo_study.cells import OBJECTIVES, SET_UPS, STATIC_POLICIES, WORKLOADS, all_cells
+from slo_study.cells import BOUND, OBJECTIVES, SET_UPS, STATIC_POLICIES, WORKLOADS, all_cells
 from slo_study.probe import Probe, run_probe
 from slo_study.store import Line, Store
 from slo_study.tasks import Plan, make_tasks, run_task
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> None:
     store = Store(args.results)
     plan = Plan(
         cells=_cells(args),
-        policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
+        policies=args.policy or [BOUND, *STATIC_POLICIES, *PLANNING_POLICIES],
         num_seeds=args.seeds,
         num_requests=_num_requests(args),
         long_factor=args.long_factor,

@@ -49,6 +49,8 @@ STATIC_POLICIES = (
     "sarathi-2048",
 )
 """Tuned by hand: they look at no objective, so that one run of theirs is scored for all of them."""
+BOUND = "bound"
+"""Stands among the policies for the rate that none can pass (`planner.fluid_bound`)."""
 _BLIND = frozenset({"static", "orca", "prefill-first", "sarathi", "hybrid-only", "chunk-only"})
 
 
@@ -118,10 +120,10 @@ def split_policy(name: str) -> tuple[str, int | None]:
 
 def is_blind(name: str) -> bool:
     """Whether a policy looks at no objective."""
-    return split_policy(name)[0] in _BLIND
+    return name != BOUND and split_policy(name)[0] in _BLIND
 
 
 def settings_of(set_up: str, policy: str) -> ReplicaSettings:
     """Return the replica of a set-up under a policy."""
-    name, budget = split_policy(policy)
+    name, budget = split_policy("sarathi" if policy == BOUND else policy)
     return replace(SET_UPS[set_up], policy=name, max_num_batched_tokens=budget)

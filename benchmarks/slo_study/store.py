@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slo_study.cells import Cell, is_blind, settings_of
+from slo_study.cells import BOUND, Cell, is_blind, settings_of
 from slo_study.grid_search import RATE_STEP
 
 STUDY_VERSION = 1
@@ -33,7 +33,8 @@ class Line:
     capacity: dict[str, float]
     """Share -> the highest rate that keeps it; 0 where none does."""
     long: dict[str, float] = field(default_factory=dict)
-    """Likewise in a longer window, to 3 %; only of hand-tuned policies, for the first seeds."""
+    """Likewise in a longer window, to 3 %; only of hand-tuned policies, for the first seeds.
+    Of the bound: what can be sustained for ever."""
     loose: dict[str, float] = field(default_factory=dict)
     """Likewise in the longer window with loosened objectives."""
     unbounded: list[str] = field(default_factory=list)
@@ -65,7 +66,7 @@ def fingerprint(set_up: str, policy: str, num_requests: int, long_factor: int, t
         "replica": str(settings_of(set_up, policy)),
         "num_requests": num_requests,
         "long": long_factor if is_blind(policy) else None,
-        "tag": "" if is_blind(policy) else tag,
+        "tag": "" if policy == BOUND or is_blind(policy) else tag,
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from statistics import mean
 
+from onbeat.planner.fluid_bound import BoundQuestion, fluid_bound, sustained_bound
 from onbeat.planner.parallel import TaskContext
-from slo_study.cells import Cell, is_blind
+from slo_study.cells import BOUND, MAX_NUM_SEQS, Cell, is_blind
 from slo_study.grid_search import Found, Grid, index_near, search_grid
 from slo_study.loads import LoadKey
 from slo_study.store import Line, fingerprint
@@ -119,7 +120,7 @@ def run_task(task: Task, context: TaskContext) -> int:
         if context.is_stopped() or time.time() > task.deadline:
             break
         try:
-            lines = _run_seed(task, seed, guess)
+            lines = [_bound(task, seed)] if task.policy == BOUND else _run_seed(task, seed, guess)
         except OutOfTime:
             break
         count += len(lines)
@@ -168,24 +169,62 @@ def _run_seed(task: Task, seed: int, guess: Guess) -> list[Line]:
     return [_line(task, cell, seed, (own, long, loose), seconds) for cell in task.cells]
 
 
+def _bound(task: Task, seed: int) -> Line:
+    """Return the line of the bound that no policy passes, on the very requests of a seed."""
+    started = time.perf_counter()
+    cell = task.cells[0]
+    question = Question(slo=cell.slo, mode=cell.mode)
+    trials = Trials(cell.set_up, task.policy, _load_key(task, seed), [question], task.deadline)
+    load, hopeless = trials.load(question), trials.hopeless(question)
+
+    def rates(bound: Callable[..., float]) -> dict[str, float]:
+        wanted = {
+            f"{share:g}": BoundQuestion(
+                share=share, mode=cell.mode, max_num_seqs=MAX_NUM_SEQS, hopeless=hopeless
+            )
+            for share in SHARES
+        }
+        return {share: bound(load, trials.step_time, each) for share, each in wanted.items()}
+
+    return Line(
+        set_up=cell.set_up,
+        workload=cell.workload,
+        slo=cell.slo,
+        mode=cell.mode,
+        policy=task.policy,
+        seed=seed,
+        fingerprint=task.fingerprint,
+        num_requests=len(load),
+        num_hopeless=int(hopeless.sum()),
+        num_skipped=trials.num_skipped,
+        capacity=rates(fluid_bound),
+        long=rates(sustained_bound),
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def _load_key(task: Task, seed: int, num_windows: int = 1) -> LoadKey:
+    cell = task.cells[0]
+    return LoadKey(
+        workload=cell.workload,
+        seed=seed,
+        num_requests=task.num_requests * num_windows,
+        max_model_len=max_model_len(cell.set_up),
+    )
+
+
 class _Answers:
     """Capacities of one policy and seed in the cells of a task."""
 
     def __init__(
         self, task: Task, seed: int, guess: Guess, *, is_long: bool = False, is_loose: bool = False
     ) -> None:
-        set_up, workload = task.cells[0].set_up, task.cells[0].workload
         self.questions = {
             cell: Question(slo=cell.slo, mode=cell.mode, is_loose=is_loose) for cell in task.cells
         }
-        key = LoadKey(
-            workload=workload,
-            seed=seed,
-            num_requests=task.num_requests * (task.long_factor if is_long else 1),
-            max_model_len=max_model_len(set_up),
-        )
+        key = _load_key(task, seed, task.long_factor if is_long else 1)
         self._grid = ROUGH_GRID if is_long else GRID
-        self.trials = Trials(set_up, task.policy, key, self.questions.values(), task.deadline)
+        self.trials = Trials(task.cells[0].set_up, task.policy, key, self.questions.values(), task.deadline)
         self._found = {
             (cell, share): self._search(question, share, seed, guess)
             for cell, question in self.questions.items()

@@ -65,11 +65,11 @@ class Trials:
         self, set_up: str, policy: str, key: LoadKey, questions: Iterable[Question], deadline: float
     ) -> None:
         self.questions = tuple(questions)
-        assert is_blind(policy) or len(self.questions) == 1, "its runs depend on the objectives"
+        assert len(self.questions) == 1 or is_blind(policy), "its runs depend on the objectives"
         simulation = build_simulation(settings_of(set_up, policy))
         scheduler = replace(simulation.config.scheduler, slo_mode=self.questions[0].mode)
         self._config = replace(simulation.config, scheduler=scheduler)
-        self._step_time = simulation.step_time
+        self.step_time = simulation.step_time
         self._is_blind = is_blind(policy)
         self._deadline = deadline
         bare = make_load(key)
@@ -117,7 +117,7 @@ class Trials:
             result = simulate(
                 scored.load.at_rate(rate_at(index)),
                 self._config,
-                self._step_time,
+                self.step_time,
                 observer=watch,
                 on_progress=self._stop_in_time,
             )
@@ -128,7 +128,7 @@ class Trials:
     def records(self, rate: float) -> list[RequestRecord]:
         """Run the load of the first question to its end at a rate (requests per second)."""
         load = self._scored[self.questions[0]].load.at_rate(rate)
-        return simulate(load, self._config, self._step_time).records
+        return simulate(load, self._config, self.step_time).records
 
     def score(self, records: list[RequestRecord], question: Question) -> float:
         """Return the share of good requests among those that are not hopeless."""
@@ -150,7 +150,7 @@ class Trials:
         if question.is_loose:
             classes = loosened(classes)
         load = bare.with_classes(classes, seed=seed)
-        return _Scored(load=load, hopeless=hopeless_rows(load, self._step_time))
+        return _Scored(load=load, hopeless=hopeless_rows(load, self.step_time))
 
     def _share(self, records: list[RequestRecord], question: Question) -> float:
         scored = self._scored[question]

@@ -1,0 +1,80 @@
+"""Ratios of paired measurements: both sides ran on the same requests, so what they share cancels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import exp, inf, log, sqrt
+
+import numpy as np
+from scipy.special import stdtrit
+
+from onbeat.core.errors import ConfigError
+
+LEVEL = 0.95
+"""Confidence of the intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean and its confidence interval; without end where there is a single value."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g} [{self.low:.3g}, {self.high:.3g}]"
+
+
+def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
+    """Return the mean of independent values with Student's t interval.
+
+    Raises
+    ------
+    ConfigError : no values, or a level outside (0, 1).
+    """
+    if not values:
+        raise ConfigError("an interval needs at least one value, got none")
+    if not 0 < level < 1:
+        raise ConfigError(f"the level of an interval is {level:g}; it must lie in (0, 1), such as 0.95")
+    mean = float(np.mean(values))
+    if len(values) == 1:
+        return Interval(mean, -inf, inf)
+    count = len(values)
+    half = float(stdtrit(count - 1, (1 + level) / 2)) * float(np.std(values, ddof=1)) / sqrt(count)
+    return Interval(mean, mean - half, mean + half)
+
+
+def ratio_interval(
+    numerators: Sequence[float], denominators: Sequence[float], *, level: float = LEVEL
+) -> Interval:
+    """Return the geometric mean of the ratios of pairs, with the interval of their logarithms.
+
+    Parameters
+    ----------
+    numerators, denominators : one pair an experiment, all above 0.
+
+    Raises
+    ------
+    ConfigError : different numbers of values, none, or one that is not above 0.
+    """
+    if len(numerators) != len(denominators):
+        raise ConfigError(f"{len(numerators)} values cannot be paired with {len(denominators)}")
+    if not all(value > 0 for value in (*numerators, *denominators)):
+        raise ConfigError("ratios need values above 0: leave out pairs in which a side has none")
+    logs = [log(a / b) for a, b in zip(numerators, denominators, strict=True)]
+    found = mean_interval(logs, level=level)
+    return Interval(exp(found.mean), exp(found.low), inf if found.high == inf else exp(found.high))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the n-th root of the product of values above 0.
+
+    Raises
+    ------
+    ConfigError : no values, or one that is not above 0.
+    """
+    if not values or not all(value > 0 for value in values):
+        raise ConfigError(f"a geometric mean needs values above 0, got {list(values)}")
+    return exp(sum(map(log, values)) / len(values))
