@@ -222,8 +222,8 @@ class TestWhileAStepRuns:
         )
         async with client:
             tasks = [asyncio.create_task(collect(client, make_request("a", max_tokens=5)))]
+            await asyncio.sleep(0.1)
             for name in "bcd":
-                await asyncio.sleep(0.05)
                 tasks.append(asyncio.create_task(collect(client, make_request(name, max_tokens=2))))
             await asyncio.gather(*tasks)
         assert max(message.stats.shape.num_sequences for message in log.messages) == 4
