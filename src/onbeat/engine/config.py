@@ -63,7 +63,10 @@ class EngineConfig:
             raise ConfigError(
                 f"unknown load format {self.load_format!r}; choose one of {', '.join(LOAD_FORMATS)}"
             )
-        for name in ("threads", "kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"):
+        for name in (
+            *("threads", "kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"),
+            *("max_num_queued_reqs", "max_num_queued_tokens"),
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")

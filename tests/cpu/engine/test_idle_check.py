@@ -1,0 +1,61 @@
+"""What an engine says at its start of objectives that it cannot meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.slo import SLO
+from onbeat.engine.build import build_engine
+from onbeat.engine.config import EngineConfig
+from onbeat.hub.resolve import resolve_model
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
+    return EngineConfig(
+        model=resolve_model(str(directory), needs_weights=False),
+        load_format="dummy",
+        dtype="float32",
+        max_model_len=64,
+        kv_cache_memory_bytes=2**20,
+        threads=1,
+        step_time_profile="roofline",
+        max_num_queued_reqs=7,
+        max_num_queued_tokens=700,
+        slo_mode="gap",
+    )
+
+
+def said(config: EngineConfig) -> list[str]:
+    lines: list[str] = []
+    core, _ = build_engine(config, lines.append)
+    core.shutdown()
+    return [line for line in lines if line.startswith("class ")]
+
+
+def test_classes_out_of_reach_are_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the tiny model is fast; a roofline of a thousandth of the speed is not
+    from onbeat.perfmodel.predictor import Predictor
+
+    true_time = Predictor.step_time
+    monkeypatch.setattr(Predictor, "step_time", lambda self, shape, q=None: 1e3 * true_time(self, shape, q))
+    classes = {"fast": SLO(tbt=0.001), "slow": SLO(ttft=3600.0, tbt=3600.0, e2e=86400.0)}
+    (line,) = said(replace(config, slo_classes=classes))
+    assert line.startswith("class fast: TBT 1 ms, but one decode alone takes ")
+
+
+def test_without_a_step_time_model_nothing_is_said(config: EngineConfig, tmp_path: Path) -> None:
+    classes = {"fast": SLO(ttft=0.001, tbt=0.001)}
+    assert said(replace(config, slo_classes=classes, step_time_profile="none")) == []
+
+
+def test_the_scheduler_gets_its_limits_and_mode(config: EngineConfig) -> None:
+    core, _ = build_engine(config, lambda _: None)
+    core.shutdown()
+    limits = core.scheduler.config
+    assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens, limits.slo_mode) == (7, 700, "gap")

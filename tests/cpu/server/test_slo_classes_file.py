@@ -1,0 +1,111 @@
+"""The file with classes of objectives and the terms of API keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
+from onbeat.server.slo_classes_file import ClassesFile, read_classes_file
+from onbeat.server.slo_defaults import ClassTerms, KeyTerms, key_digest
+
+DIGEST = key_digest("team-b")
+
+
+def read(tmp_path: Path, text: str, **environment: str) -> ClassesFile:
+    path = tmp_path / "classes.yaml"
+    path.write_text(text)
+    return read_classes_file(path, environment)
+
+
+def test_a_full_file(tmp_path: Path) -> None:
+    file = read(
+        tmp_path,
+        f"""
+        classes:
+          - {{name: chat, ttft_ms: 800, tbt_ms: 60, e2e_ms: 30000, weight: 2, shed: true}}
+          - {{name: batch, weight: 0.5, shed: false}}
+          - {{name: interactive, ttft_ms: 300}}
+        api_keys:
+          - {{key_env: TEAM_A_KEY, class: chat}}
+          - {{key_sha256: "{DIGEST.upper()}", class: batch, weight: 3}}
+        """,
+        TEAM_A_KEY="team-a",
+    )
+    assert file.classes == {
+        "interactive": ClassTerms(slo=SLO(ttft=0.3)),
+        "standard": ClassTerms(slo=SLO_CLASSES["standard"]),
+        "batch": ClassTerms(slo=SLO_CLASSES["batch"], weight=0.5, shed=ShedMode.RELEGATE),
+        "chat": ClassTerms(slo=SLO(ttft=0.8, tbt=0.06, e2e=30.0), weight=2.0, shed=ShedMode.REJECT),
+    }
+    assert file.keys == {
+        key_digest("team-a"): KeyTerms(slo_class="chat"),
+        DIGEST: KeyTerms(slo_class="batch", weight=3.0),
+    }
+
+
+def test_either_section_may_be_left_out(tmp_path: Path) -> None:
+    assert read(tmp_path, "classes: [{name: a, e2e_ms: 5}]").keys == {}
+    assert read(tmp_path, f"api_keys: [{{key_sha256: '{DIGEST}', weight: 2}}]").classes.keys() == (
+        SLO_CLASSES.keys()
+    )
+
+
+BAD_FILES = {
+    "": "must have 'classes:'",
+    "[1, 2]": "must have 'classes:'",
+    "classes: [{name: a, e2e_ms: 5}]\nkeys: []": "nothing else",
+    "classes: {name: a}": "classes must be a list",
+    "classes: []": "with an entry or more",
+    "classes: [a]": "a class is a mapping with a name, got 'a'",
+    "classes: [{ttft_ms: 5}]": "a class is a mapping with a name",
+    "classes: [{name: 5, ttft_ms: 5}]": "a class is a mapping with a name",
+    "classes: [{name: '', ttft_ms: 5}]": "has no name",
+    "classes: [{name: a, ttft_ms: 5}, {name: a, ttft_ms: 6}]": "class 'a' has no name, or one that another",
+    "classes: [{name: a, ttft: 5}]": "class 'a' has an unknown key 'ttft'; known are name, ttft_ms",
+    "classes: [{name: a, share: 1, ttft_ms: 5}]": "unknown key 'share'",
+    "classes: [{name: a}]": "class 'a' has no objectives, and none are built in",
+    "classes: [{name: a, ttft_ms: 0.5}]": "class 'a': the ttft objective is 0.5 ms",
+    "classes: [{name: a, ttft_ms: .nan}]": "class 'a': the ttft objective is nan ms",
+    "classes: [{name: a, ttft_ms: .inf}]": "the ttft objective is inf ms",
+    "classes: [{name: a, ttft_ms: true}]": "ttft_ms of class 'a' must be a number, got True",
+    "classes: [{name: a, ttft_ms: '5'}]": "ttft_ms of class 'a' must be a number, got '5'",
+    "classes: [{name: a, ttft_ms: 5, weight: 0}]": "class 'a': the weight is 0",
+    "classes: [{name: a, ttft_ms: 5, weight: yes}]": "weight of class 'a' must be a number",
+    "classes: [{name: a, ttft_ms: 5, shed: reject}]": "must be true (refuse) or false (relegate)",
+    "classes: [{name: a, ttft_ms: 5, shed: 1}]": "must be true (refuse) or false (relegate)",
+    "classes: [": "cannot read",
+    "api_keys: [secret]": "api_keys[0] must be a mapping, got str",
+    "api_keys: [{class: batch}]": "api_keys[0] must have either key_sha256 or key_env",
+    "api_keys: [{key_env: SET, key_sha256: a, class: b}]": "must have either key_sha256 or key_env",
+    "api_keys: [{key: secret, class: batch}]": "unknown key 'key'; known are key_sha256, key_env",
+    "api_keys: [{key_sha256: secret, class: batch}]": "is not 64 hexadecimal digits",
+    "api_keys: [{key_sha256: 123, class: batch}]": "is not 64 hexadecimal digits",
+    "api_keys: [{key_env: UNSET, class: batch}]": "key_env of api_keys[0] names no environment variable",
+    "api_keys: [{key_env: EMPTY, class: batch}]": "names no environment variable that is set",
+    "api_keys: [{key_env: [a], class: batch}]": "names no environment variable",
+    "api_keys: [{key_env: SET}]": "gives its key nothing",
+    "api_keys: [{key_env: SET, class: 5}]": "the class of api_keys[0] must be a name",
+    "api_keys: [{key_env: SET, weight: true}]": "the weight of api_keys[0] must be a number",
+    "api_keys: [{key_env: SET, weight: -1}]": "api_keys[0]: the weight is -1",
+    "api_keys: [{key_env: SET, weight: 1}, {key_env: SAME, weight: 2}]": "api_keys[1] is the same API key",
+}
+
+
+@pytest.mark.parametrize("text", BAD_FILES)
+def test_bad_files_name_the_place(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        read(tmp_path, text, SET="secret", SAME="secret", EMPTY="")
+    message = str(refused.value)
+    assert BAD_FILES[text] in message
+    assert "classes.yaml" in message
+    assert "secret" not in message  # a key in the wrong place is not repeated
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read .*none\.yaml"):
+        read_classes_file(tmp_path / "none.yaml", {})
+    with pytest.raises(ConfigError, match="did you mean the built-in class interactive"):
+        read_classes_file(Path("interactiv"), {})

@@ -1,0 +1,110 @@
+"""The flags of `onbeat serve` about objectives, and what becomes of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.cli.args import parse
+from onbeat.cli.engine_args import engine_config
+from onbeat.cli.main import build_parser, main
+from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
+from onbeat.hub.files import ModelFiles
+from onbeat.server.slo_defaults import KeyTerms, SLODefaults, key_digest
+
+
+def defaults(*arguments: str) -> SLODefaults:
+    return server_config(parse(build_parser(), ["serve", *arguments])).slo
+
+
+@pytest.fixture(autouse=True)
+def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+
+
+def test_without_flags_nothing_is_promised() -> None:
+    plain = defaults()
+    assert plain == SLODefaults()
+    assert (plain.slo.is_empty, plain.slo_class, plain.shed, plain.mode) == (
+        True,
+        None,
+        ShedMode.RELEGATE,
+        "stream",
+    )
+    assert plain.promises() == SLO_CLASSES
+
+
+def test_flags_become_defaults() -> None:
+    given = defaults(
+        *("--slo-ttft-ms", "500", "--slo-tbt-ms=50.5", "--slo-e2e-ms", "1e4", "--slo-class", "batch"),
+        *("--slo-mode", "gap", "--shed", "reject"),
+    )
+    assert given.slo == SLO(ttft=0.5, tbt=0.0505, e2e=10.0)
+    assert (given.slo_class, given.mode, given.shed) == ("batch", "gap", ShedMode.REJECT)
+    assert given.promises() == {"default": given.slo, **SLO_CLASSES}
+
+
+def test_the_classes_file_names_classes_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_A_KEY", "team-a")
+    file = tmp_path / "classes.yaml"
+    file.write_text("classes: [{name: chat, ttft_ms: 800}]\napi_keys: [{key_env: TEAM_A_KEY, class: chat}]")
+    given = defaults("--slo-classes", str(file), "--slo-class", "chat", "--api-key", "team-a", "team-b")
+    assert given.classes["chat"].slo == SLO(ttft=0.8)
+    assert given.keys == {key_digest("team-a"): KeyTerms(slo_class="chat")}
+    with pytest.raises(ConfigError, match="an API key that opens nothing here"):
+        defaults("--slo-classes", str(file), "--api-key", "team-b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--slo-ttft-ms", "0.5"], "the ttft objective is 0.5 ms; it must lie between 1 ms and 24 h"),
+        (["--slo-tbt-ms", "0"], "the tbt objective is 0 ms"),
+        (["--slo-e2e-ms", "86400001"], "the e2e objective is"),
+        (["--slo-class", "chat"], "there is no class 'chat' of objectives; known are batch, interactive"),
+        (["--slo-classes", "/no/such/file.yaml"], "cannot read /no/such/file.yaml"),
+    ],
+)
+def test_settings_that_cannot_be(arguments: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        defaults(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--slo-ttft-ms", "fast"], "expected milliseconds, such as 500, got 'fast'"),
+        (["--slo-ttft-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
+        (["--slo-ttft-ms", "inf"], "got 'inf'"),
+        (["--shed", "rejct"], "did you mean reject?"),
+        (["--slo-mode", "gaps"], "did you mean gap?"),
+        (["--slo-clases", "x"], "unknown flag --slo-clases; did you mean --slo-classes?"),
+        (["--max-num-queued-reqs", "many"], "expected a whole number"),
+        (["--slo-class", "chat"], "there is no class 'chat'"),
+    ],
+)
+def test_mistakes_end_with_one_line_and_code_2(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code: object
+    try:
+        code = main(["serve", "--port", "0", *arguments])
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert (code, captured.out, captured.err.count("\n")) == (2, "", 1)
+    assert expected in captured.err
+
+
+def test_limits_of_the_queue_and_the_mode_reach_the_engine(tmp_path: Path) -> None:
+    files = ModelFiles(kind="hf", path=tmp_path, name="tiny")
+    arguments = ["--max-num-queued-reqs", "8", "--max-num-queued-tokens", "32k", "--slo-mode", "gap"]
+    config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
+    assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (8, 32_000)
+    assert config.slo_mode == "gap"
+    for flag in ("--max-num-queued-reqs", "--max-num-queued-tokens"):
+        with pytest.raises(ConfigError, match="it must be at least 1"):
+            engine_config(parse(build_parser(), ["serve", flag, "0"]), files)
