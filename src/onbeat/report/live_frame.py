@@ -137,24 +137,25 @@ def _steps(steps: StepView) -> RenderableType:
         "step",
         _fields(
             (duration(steps.seconds), "actual"),
-            *_known((duration(steps.predicted), "predicted"), (duration(steps.budget), "budget")),
+            *_known((duration(steps.predicted), "predicted"), (duration(steps.budget_p50), "budget P50")),
             (short(steps.rate), "steps/s"),
         ),
     )
     rows.add_row(
-        "batch", _fields((short(steps.decodes), "decodes"), (short(steps.chunk_tokens), "chunk tokens"))
-    )
-    rows.add_row(
-        "plan",
+        "batch",
         _fields(
-            *_known(
-                (percent(steps.error_p50), "error P50"),
-                (percent(steps.error_p99), "P99"),
-                (percent(steps.over_budget), "over budget"),
-            ),
+            (short(steps.decodes), "decodes"),
+            (short(steps.chunk_tokens), "chunk tokens"),
             (duration(steps.planner_p99), "planner P99"),
         ),
     )
+    plan = _known(
+        (percent(steps.error_p50), "prediction error P50"),
+        (percent(steps.error_p99), "P99"),
+        (percent(steps.over_budget), "over budget"),
+    )
+    if plan:
+        rows.add_row("plan", _fields(*plan))
     return rows
 
 

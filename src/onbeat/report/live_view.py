@@ -49,8 +49,8 @@ class StepView:
     rate: float | None
     seconds: float | None
     predicted: float | None
-    budget: float | None
-    """Of the steps that had one."""
+    budget_p50: float | None
+    """Of the steps that had one: a mean would be that of the few that hardly had a limit."""
     over_budget: float | None
     """Share of the steps with a budget that took longer."""
     decodes: float | None
@@ -238,7 +238,7 @@ def _steps(recent: ScrapeWindow, longer: ScrapeWindow) -> StepView:
         rate=recent.rate("onbeat_steps_total"),
         seconds=recent.mean("onbeat_step_seconds"),
         predicted=recent.mean("onbeat_step_predicted_seconds"),
-        budget=recent.mean("onbeat_step_budget_seconds"),
+        budget_p50=recent.quantile("onbeat_step_budget_seconds", 0.5),
         over_budget=longer.share("onbeat_steps_over_budget_total", "onbeat_step_budget_seconds_count"),
         decodes=recent.mean("onbeat_step_decodes"),
         chunk_tokens=recent.mean("onbeat_step_chunk_tokens"),

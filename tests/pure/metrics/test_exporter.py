@@ -39,9 +39,8 @@ VLLM_NAMES = {
 """As vLLM's dashboards ask for them."""
 
 
-def samples(exporter: MetricsExporter) -> dict[str, float]:
+def samples(text: str) -> dict[str, float]:
     """Return all samples by name, labels in braces except those of the aliases."""
-    text = exporter.render()[0].decode()
     result = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -49,6 +48,10 @@ def samples(exporter: MetricsExporter) -> dict[str, float]:
             inside = ",".join(f"{k}={v}" for k, v in labels.items())
             result[sample.name + (f"{{{inside}}}" if inside else "")] = sample.value
     return result
+
+
+def shown_by(exporter: MetricsExporter) -> dict[str, float]:
+    return samples(exporter.render()[0].decode())
 
 
 @pytest.fixture
@@ -61,7 +64,7 @@ def test_a_run_is_counted(counts: RunCounts) -> None:
     run_one(tracker)
     tracker.open(request("gone", arrival=20.0))
     tracker.close("gone", FinishReason.ABORT, 21.0)
-    got = samples(MetricsExporter(counts, model_name="m"))
+    got = shown_by(MetricsExporter(counts, model_name="m"))
     expected = {
         "onbeat_prompt_tokens_total": 10,
         "onbeat_prompt_tokens_cached_total": 4,
@@ -92,7 +95,7 @@ def test_gauges_follow_requests_between_steps(counts: RunCounts) -> None:
     tracker = RequestTracker([counts])
 
     def gauges() -> tuple[float, ...]:
-        got = samples(MetricsExporter(counts, model_name="m"))
+        got = shown_by(MetricsExporter(counts, model_name="m"))
         return tuple(
             got[f"onbeat_{name}"] for name in ("requests_running", "requests_waiting", "kv_blocks_used")
         )
@@ -110,7 +113,7 @@ def test_gauges_follow_requests_between_steps(counts: RunCounts) -> None:
 
 def test_predictions_and_utilisation_are_absent_where_nobody_predicts(counts: RunCounts) -> None:
     run_one(RequestTracker([counts]))
-    got = samples(MetricsExporter(counts, model_name="m"))
+    got = shown_by(MetricsExporter(counts, model_name="m"))
     assert got["onbeat_step_predicted_seconds_count"] == got["onbeat_step_mbu_count"] == 0
     gauges = {f"onbeat_step_{name}_ratio" for name in ("mbu", "mfu", "prediction_bias")}
     assert not gauges & got.keys()
@@ -119,7 +122,7 @@ def test_predictions_and_utilisation_are_absent_where_nobody_predicts(counts: Ru
 @pytest.mark.parametrize(("is_drifting", "shown"), [(None, None), (False, 0.0), (True, 1.0)])
 def test_the_drift_alarm_is_a_gauge(counts: RunCounts, is_drifting, shown) -> None:
     counts.on_step(stats(10.0, 10.5, predicted_seconds=0.4, is_drifting=is_drifting))
-    got = samples(MetricsExporter(counts, model_name="m"))
+    got = shown_by(MetricsExporter(counts, model_name="m"))
     assert got.get("onbeat_step_prediction_drift") == shown
 
 
@@ -127,7 +130,7 @@ def test_predictions_are_compared_with_the_clock(counts: RunCounts) -> None:
     for _ in range(3):
         counts.on_step(stats(10.0, 10.5, predicted_seconds=0.4, mbu=0.25, mfu=0.05))
     counts.on_step(stats(11.0, 11.0, predicted_seconds=0.4))  # a clock that stood still says nothing
-    got = samples(MetricsExporter(counts, model_name="m"))
+    got = shown_by(MetricsExporter(counts, model_name="m"))
     expected = {
         "onbeat_step_predicted_seconds_count": 3,
         "onbeat_step_predicted_seconds_sum": 1.2,
@@ -153,7 +156,7 @@ def test_http_requests_are_counted_by_endpoint_and_status(counts: RunCounts) -> 
     exporter.count_http("/v1/completions", 200)
     exporter.count_http("unmatched", 404)
     exporter.count_stream_error("engine_dead")
-    got = samples(exporter)
+    got = shown_by(exporter)
     assert got["onbeat_http_requests_total{endpoint=/v1/completions,status=200}"] == 2
     assert got["onbeat_http_requests_total{endpoint=unmatched,status=404}"] == 1
     assert got["onbeat_stream_errors_total{code=engine_dead}"] == 1
@@ -163,9 +166,9 @@ def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
     tracker = RequestTracker([counts])
     run_one(tracker)
     tracker.open(request("open", arrival=20.0))
-    plain = samples(MetricsExporter(counts, model_name="m"))
+    plain = shown_by(MetricsExporter(counts, model_name="m"))
     assert not [name for name in plain if name.startswith("vllm:")]
-    aliased = samples(MetricsExporter(counts, model_name="m", aliases="vllm"))
+    aliased = shown_by(MetricsExporter(counts, model_name="m", aliases="vllm"))
     families = {name.split("{")[0] for name in aliased if name.startswith("vllm:")}
     for suffix in ("_bucket", "_sum", "_count"):
         families = {name.removesuffix(suffix) for name in families}

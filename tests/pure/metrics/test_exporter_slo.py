@@ -12,38 +12,15 @@ from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO
 from onbeat.core.step import SchedulerState, StepOutputs
-from onbeat.metrics.counts import RunCounts
-from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.slo_counts import OUTCOMES
-from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import output, request, stats
+from tests.pure.metrics.fake_server import FakeServer
+from tests.pure.metrics.runs import output
 from tests.pure.metrics.test_exporter import samples
 
-CHAT = SLO(ttft=1.0, tbt=0.1)
 
-
-class Server:
-    """A tracker, its counts and a clock that a test sets."""
-
-    def __init__(self, **options) -> None:
-        self.now = 0.0
-        self.counts = RunCounts(**options)
-        self.tracker = RequestTracker([self.counts])
-        self.exporter = MetricsExporter(self.counts, model_name="m", clock=lambda: self.now)
-
-    def metrics(self, now: float) -> dict[str, float]:
-        self.now = now
-        return samples(self.exporter)
-
-    def serve(self, name: str, arrival: float, times: list[float], slo: SLO | None = CHAT, **fields) -> None:
-        """Deliver one token at each time after the arrival; the last ends the request."""
-        fields = {"slo_class": "chat", **fields}
-        is_streamed = fields.pop("is_streamed", True)
-        self.tracker.open(request(name, arrival=arrival, slo=slo, **fields), is_streamed=is_streamed)
-        for number, time in enumerate(times, start=1):
-            reason = FinishReason.STOP if number == len(times) else None
-            self.tracker.on_step(StepOutputs(arrival + time, [output(name, finish_reason=reason)]))
+def metrics(server: FakeServer, now: float) -> dict[str, float]:
+    return samples(server.text(now))
 
 
 def outcomes(got: dict[str, float], slo_class: str = "chat") -> dict[str, float]:
@@ -55,13 +32,13 @@ def outcomes(got: dict[str, float], slo_class: str = "chat") -> dict[str, float]
 
 
 def test_requests_are_judged_by_class() -> None:
-    server = Server()
+    server = FakeServer()
     server.serve("in time", 0.0, [0.5, 0.6, 0.7])
     server.serve("late", 0.0, [1.5, 1.6])
     server.serve("loose", 0.0, [1.5, 1.6], slo=SLO(ttft=10.0), slo_class="batch")
     server.serve("nothing promised", 0.0, [50.0], slo=None, slo_class=None)
     server.serve("own terms", 0.0, [0.5], slo_class=None)
-    got = server.metrics(10.0)
+    got = metrics(server, 10.0)
     assert outcomes(got) == {"good": 1, "bad": 1}
     assert outcomes(got, "batch") == outcomes(got, "unnamed") == {"good": 1}
     assert got["onbeat_slo_attainment{slo_class=chat}"] == 0.5
@@ -75,40 +52,40 @@ def test_requests_are_judged_by_class() -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [("stream", "good"), ("gap", "bad")])
 def test_the_mode_decides_what_in_time_means(mode, expected: str) -> None:
-    server = Server(slo_mode=mode)
+    server = FakeServer(slo_mode=mode)
     server.serve("stalls", 0.0, [0.1, 0.7])  # ahead of its deadlines, with one gap of 0.6 s
-    assert outcomes(server.metrics(1.0)) == {expected: 1}
+    assert outcomes(metrics(server, 1.0)) == {expected: 1}
 
 
 def test_an_answer_that_is_not_streamed_has_no_gaps() -> None:
-    server = Server(slo_mode="gap")
+    server = FakeServer(slo_mode="gap")
     server.serve("whole", 0.0, [0.1, 0.7], is_streamed=False)
-    assert outcomes(server.metrics(1.0)) == {"good": 1}
+    assert outcomes(metrics(server, 1.0)) == {"good": 1}
 
 
 def test_attainment_is_of_the_last_minute_and_counters_of_all_time() -> None:
-    server = Server()
+    server = FakeServer()
     server.serve("late", 0.0, [2.0])
     server.serve("in time", 50.0, [0.5])
-    assert server.metrics(55.0)["onbeat_slo_attainment{slo_class=chat}"] == 0.5
-    got = server.metrics(100.0)
+    assert metrics(server, 55.0)["onbeat_slo_attainment{slo_class=chat}"] == 0.5
+    got = metrics(server, 100.0)
     assert got["onbeat_slo_attainment{slo_class=chat}"] == 1.0
     assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == pytest.approx(1 / 60)
     assert outcomes(got) == {"good": 1, "bad": 1}
-    got = server.metrics(200.0)
+    got = metrics(server, 200.0)
     assert "onbeat_slo_attainment{slo_class=chat}" not in got  # of nothing
     assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == 0
 
 
 def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
-    server = Server()
+    server = FakeServer()
     for name in ("a", "b", "c"):
-        server.tracker.open(request(name, arrival=1.0, slo=CHAT, slo_class="chat"))
+        server.open(name, 1.0)
     server.tracker.refuse("a", SLOUnattainable("no", predicted_ttft=9.0), 1.0)
     server.tracker.refuse("b", Overloaded("full", code="server_overloaded"), 1.0)
     server.tracker.on_step(StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
     server.serve("in time", 2.0, [0.5])
-    got = server.metrics(3.0)
+    got = metrics(server, 3.0)
     for reason in ("slo_unattainable", "queue_full", "deadline_exceeded"):
         assert got[f"onbeat_requests_rejected_total{{reason={reason}}}"] == 1
     assert outcomes(got) == {"good": 1, "rejected": 2, "expired": 1}
@@ -120,26 +97,25 @@ def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
 
 @pytest.mark.parametrize(("left_at", "expected"), [(1.5, "abandoned"), (3.0, "bad")])
 def test_a_caller_who_leaves_counts_against_the_server_only_once_it_was_late(left_at, expected) -> None:
-    server = Server()
-    server.tracker.open(request("r", arrival=1.0, slo=CHAT, slo_class="chat"))
+    server = FakeServer()
+    server.open("r", 1.0)
     server.tracker.close("r", FinishReason.ABORT, left_at)
-    got = server.metrics(4.0)
+    got = metrics(server, 4.0)
     assert outcomes(got) == {expected: 1}
     assert ("onbeat_slo_attainment{slo_class=chat}" in got) == (expected == "bad")
 
 
 def test_plans_are_counted() -> None:
-    server = Server()
+    server = FakeServer()
     state = SchedulerState(
         num_best_effort=3, num_relegated=5, num_lost=2, decode_slacks=[-0.15, 0.015, 0.045, 0.3]
     )
     common = {"num_running": 1, "scheduler": state}
-    server.tracker.open(request("r", arrival=0.0))
+    server.open("r", 0.0)
     for end in (1.04, 1.06):
-        step = stats(1.0, end, rows=[(10, 1), (0, 8)], budget_seconds=0.05, **common)
-        server.tracker.on_step(StepOutputs(end, [], step))
-    server.tracker.on_step(StepOutputs(2.0, [], stats(1.5, 2.0)))  # nothing bound it
-    got = server.metrics(2.0)
+        server.step(1.0, end, rows=[(10, 1), (0, 8)], budget_seconds=0.05, **common)
+    server.step(1.5, 2.0)  # nothing bound it
+    got = metrics(server, 2.0)
     expected = {
         "onbeat_step_budget_seconds_count": 2,
         "onbeat_step_budget_seconds_sum": 0.1,
@@ -175,27 +151,27 @@ NAMES = ("arrival_rate", "utilisation", "stationary_wait_seconds", "predicted_wa
     ],
 )
 def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expected) -> None:
-    server = Server()
+    server = FakeServer()
     if is_open:
-        server.tracker.open(request("r", arrival=9.0))
-    server.tracker.on_step(StepOutputs(10.0, [], stats(9.5, 10.0, scheduler=SchedulerState(**LOAD))))
-    got = server.metrics(now)
+        server.open("r", 9.0)
+    server.step(9.5, 10.0, scheduler=SchedulerState(**LOAD))
+    got = metrics(server, now)
     assert [got[f"onbeat_{name}"] for name in NAMES] == pytest.approx(expected)
 
 
 def test_an_overloaded_queue_has_no_stationary_wait() -> None:
-    server = Server()
+    server = FakeServer()
     state = SchedulerState(arrival_rate=2.0, utilisation=1.2, stationary_wait=None)
-    server.tracker.on_step(StepOutputs(10.0, [], stats(9.5, 10.0, scheduler=state)))
-    got = server.metrics(10.0)
+    server.step(9.5, 10.0, scheduler=state)
+    got = metrics(server, 10.0)
     assert got["onbeat_utilisation"] == 1.2
     assert "onbeat_stationary_wait_seconds" not in got
 
 
 def test_policies_without_deadlines_show_no_load() -> None:
-    server = Server()
-    server.tracker.on_step(StepOutputs(1.0, [], stats(0.5, 1.0)))
-    got = server.metrics(1.0)
+    server = FakeServer()
+    server.step(0.5, 1.0)
+    got = metrics(server, 1.0)
     assert not {f"onbeat_{name}" for name in (*NAMES, "requests_relegated_total")} & got.keys()
     assert got["onbeat_step_budget_seconds_count"] == 0
 

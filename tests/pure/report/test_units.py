@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.report.units import BARS, against, duration, percent, short, sparkline
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (7, "7"),
+        (1.234, "1.23"),
+        (9.996, "10.0"),
+        (12.34, "12.3"),
+        (99.96, "100"),
+        (12345.6, "12,346"),
+    ],
+)
+def test_short(value: float | None, text: str) -> None:
+    assert short(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        *((None, "-"), (0.00012, "120 µs"), (0.0123, "12.3 ms"), (0.9994, "999 ms"), (0.9999, "1.00 s")),
+        *((2.5, "2.50 s"), (119.0, "119 s"), (150.0, "2.50 min"), (9000.0, "2.50 h")),
+    ],
+)
+def test_durations_have_the_unit_that_suits_them(seconds: float | None, text: str) -> None:
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "objective", "text"),
+    [
+        (0.41, 0.5, "410 ≤ 500 ms"),
+        (1.4, 0.5, "1,400 > 500 ms"),
+        (0.41, 2.0, "0.41 ≤ 2 s"),
+        (None, 0.05, "≤ 50 ms"),
+        (0.41, None, "410 ms"),
+        (None, None, "-"),
+    ],
+)
+def test_a_latency_beside_its_objective(value, objective, text: str) -> None:
+    assert against(value, objective) == text
+
+
+def test_shares_are_in_percent() -> None:
+    assert (percent(0.982), percent(1.0), percent(None)) == ("98.2 %", "100 %", "-")
+
+
+def test_a_sparkline_spans_its_range() -> None:
+    assert sparkline([0.0, 0.5, None, 1.0, 2.0, -1.0], low=0.0, high=1.0) == "▁▅ ██▁"
+    assert sparkline([3.0, 3.0], low=3.0, high=3.0) == "▁▁"
+
+
+@given(st.lists(st.none() | st.floats(-10, 10)))
+def test_a_sparkline_has_one_place_for_each_value(values: list[float | None]) -> None:
+    line = sparkline(values, low=-1.0, high=1.0)
+    assert len(line) == len(values)
+    assert set(line) <= {*BARS, " "}
