@@ -9,6 +9,7 @@ from dataclasses import replace
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.online_quantile import OnlineQuantile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.shape_range import ShapeRange
 
@@ -32,9 +33,10 @@ class Predictor:
     shape_range : the batches behind the closure; None where it holds everywhere.
     correction : online factors; None to keep the closure as it is.
     alarm : looks at every observed step; None for none.
+    recent : quantiles of observed steps, which replace those of `residual` once there are enough.
     """
 
-    __slots__ = ("_alarm", "_correction", "_inflation", "_residual", "_seconds", "_shape_range")
+    __slots__ = ("_alarm", "_correction", "_inflation", "_recent", "_residual", "_seconds", "_shape_range")
 
     def __init__(
         self,
@@ -43,6 +45,7 @@ class Predictor:
         shape_range: ShapeRange | None = None,
         correction: OnlineCorrection | None = None,
         alarm: DriftAlarm | None = None,
+        recent: OnlineQuantile | None = None,
     ) -> None:
         self._seconds = seconds
         self._residual = residual
@@ -50,10 +53,18 @@ class Predictor:
         self._inflation = None if shape_range is None else shape_range.inflation
         self._correction = correction
         self._alarm = alarm
+        self._recent = recent
 
     def with_learning(self) -> Predictor:
-        """Return the same model with online correction and a drift alarm, for an engine that runs steps."""
-        return Predictor(self._seconds, self._residual, self._shape_range, OnlineCorrection(), DriftAlarm())
+        """Return the same model, but one that learns from steps: factors, quantiles, and an alarm."""
+        return Predictor(
+            self._seconds,
+            self._residual,
+            self._shape_range,
+            OnlineCorrection(),
+            DriftAlarm(),
+            OnlineQuantile(),
+        )
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:
         """Return the expected time, or its q-quantile. See `core.StepTimeModel`."""
@@ -83,7 +94,7 @@ class Predictor:
 
         A time that is not positive (a clock that stood still) teaches nothing and is passed over.
         """
-        if self._correction is None and self._alarm is None:
+        if self._correction is None and self._alarm is None and self._recent is None:
             return
         if not (shape.num_new_tokens and 0 < seconds < math.inf):
             return
@@ -91,6 +102,9 @@ class Predictor:
         if self._inflation is not None:
             expected *= self._inflation(shape)
         ratio = seconds / expected
+        if self._recent is not None:
+            factor = 1.0 if self._correction is None else self._correction.factor(shape)
+            self._recent.observe(ratio / factor)
         if self._correction is not None:
             self._correction.observe(shape, ratio)
         if self._alarm is not None:
@@ -102,6 +116,8 @@ class Predictor:
         return None if self._alarm is None else self._alarm.state
 
     def _quantile_factor(self, q: float) -> float:
+        if self._recent is not None and (recent := self._recent.factor(q)) is not None:
+            return recent
         if self._residual is None:
             raise ConfigError(
                 f"this step-time model knows no quantiles (asked for {q}): its error was never measured. "

@@ -85,6 +85,10 @@ class StepPlan:
         return min(self._config.max_num_seqs - num_running, self._max_rows - num_rows)
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._config.max_num_seqs
+
+    @property
     def block_size(self) -> int:
         return self._kv.block_size
 

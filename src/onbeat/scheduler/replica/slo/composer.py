@@ -31,6 +31,8 @@ class SLOTuning:
     """Whether prompts are left behind for the sake of others."""
     best_effort_share: float = 0.05
     """Of the time, for best effort, however little is left over."""
+    aging: float = 30.0
+    """Seconds after its arrival from which best effort is owed its share for its prompt."""
     pace_margin: float = 2.0
     """How much faster than needed prompts are run while they have time."""
 
@@ -109,9 +111,12 @@ class _StepComposer:
         plan, view, policy = self._plan, self._view, self._policy
         jobs, lost = policy.jobs(plan, view.prefills)
         plan.lost = lost
+        self._make_room(jobs)
         everyone = [*view.streams, *view.loose]
         shape = decode_shape(everyone)
         slack = view.due - plan.now
+        if self._is_blocked(jobs):
+            jobs = []
         if not jobs and not self._best_effort():
             self._decode_only(everyone, shape, slack)
             return
@@ -137,6 +142,26 @@ class _StepComposer:
         is_full = self._fill(filler, served, limit, is_urgent=is_urgent)
         if not is_full:
             filler.fill(self._best_effort(), limit)
+        if plan.is_empty and view.loose:
+            filler.decode(view.loose, decode_shape(view.loose))
+
+    def _make_room(self, jobs: list[Job]) -> None:
+        """Preempt best-effort requests that hold the slots which prompts with deadlines need."""
+        plan, view = self._plan, self._view
+        num_waiting = sum(not job.state.block_ids for job in jobs)
+        if plan.num_slots_left > 0 or not num_waiting:
+            return
+        victims = sorted(
+            (state for state in view.loose if state.is_best_effort and not state.num_in_flight_tokens),
+            key=lambda state: state.num_computed_tokens,
+        )[: min(num_waiting, 4)]
+        for victim in victims:
+            plan.preempt(victim)
+            view.loose.remove(victim)
+
+    def _is_blocked(self, jobs: list[Job]) -> bool:
+        """Whether no prompt with a deadline can run before a request ends."""
+        return self._plan.num_slots_left < 1 and not any(job.state.block_ids for job in jobs)
 
     # --- the step's time ------------------------------------------------------------------------------
 
@@ -202,14 +227,18 @@ class _StepComposer:
         """Return the streams that cannot sit out a step of this length, and its shape."""
         if not self._tuning.skips or budget == inf:
             return everyone, decode_shape(everyone)
-        all_seconds = self._seconds(decode_shape(self._view.streams))
-        horizon = self._plan.now + budget + all_seconds
+        # Whoever sits out must have a whole natural step left after this one: else the next would be short,
+        # and short steps waste the time that reading the weights takes.
+        horizon = self._plan.now + budget + self._view.tightest
         chosen = [state for state in self._view.streams if next_due(state) < horizon]
-        loose = decode_shape(self._view.loose)
-        if self._view.loose and self._seconds(loose) <= self._policy.credit:
-            self._policy.spend(self._seconds(loose))
-            chosen += self._view.loose
-        return chosen, decode_shape(chosen)
+        shape = decode_shape(chosen)
+        if self._view.loose:
+            with_loose = decode_shape([*chosen, *self._view.loose])
+            cost = self._seconds(with_loose) - self._seconds(shape)
+            if cost <= self._policy.credit:
+                self._policy.spend(cost)
+                return [*chosen, *self._view.loose], with_loose
+        return chosen, shape
 
     def _fit_decodes(
         self, states: list[RequestState], shape: BatchShape, budget: float
@@ -232,10 +261,11 @@ class _StepComposer:
         """Put prompts in; return whether nothing else may follow."""
         policy = self._policy
         owed = self._best_effort()
-        if is_urgent and owed and policy.credit > 0:
-            spent = filler.fill_for(owed, min(limit, inf), policy.credit)
+        aged = [state for state in owed if self._plan.now - state.request.arrival > self._tuning.aging]
+        if is_urgent and aged and policy.credit > self._work.seconds(self._work.efficient_chunk // 4, 0):
+            spent = filler.fill_for(aged, limit, policy.credit)
             policy.spend(spent)
         is_full = filler.fill([job.state for job in served], limit)
-        if owed:
+        if aged or self._view.loose:
             policy.grant(self._seconds(filler.shape))
         return is_full

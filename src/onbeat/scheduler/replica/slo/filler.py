@@ -10,6 +10,7 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import Reservation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
 from onbeat.scheduler.replica.slo.view import decode_shape
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -114,7 +115,9 @@ class StepFiller:
         plan = self._plan
         if state.num_in_flight_tokens or state.is_in_flight:
             return True
-        if plan.num_slots_left < 1 or plan.ran_out_of_blocks:
+        # Best effort leaves some slots to those who are in a hurry.
+        num_kept_free = plan.max_num_seqs // 16 if state.sort_key[0] >= BEST_EFFORT_RANK else 0
+        if plan.num_slots_left <= num_kept_free or plan.ran_out_of_blocks:
             return False
         cached_block_ids = plan.match(state)
         num_cached = len(cached_block_ids) * plan.block_size

@@ -1,0 +1,46 @@
+"""How far steps lie from their prediction of late: quantiles of the newest ratios."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_REFRESH_EVERY = 32
+"""Steps between two looks at the window: a quantile moves slowly, and sorting takes time."""
+
+
+class OnlineQuantile:
+    """Quantiles of measured / predicted over the last steps.
+
+    Parameters
+    ----------
+    window : steps that are remembered.
+    ready_after : steps that must have been seen; before that, whoever asks relies on what was known before.
+    """
+
+    __slots__ = ("_factors", "_num_left", "_ratios", "_ready_after", "_sorted")
+
+    def __init__(self, *, window: int = 512, ready_after: int = 64) -> None:
+        self._ratios: deque[float] = deque(maxlen=window)
+        self._ready_after = ready_after
+        self._num_left = ready_after
+        self._sorted: list[float] = []
+        self._factors: dict[float, float] = {}
+
+    def observe(self, ratio: float) -> None:
+        """Count one step's measured / predicted time; positive and finite."""
+        self._ratios.append(ratio)
+        self._num_left -= 1
+        if self._num_left <= 0:
+            self._num_left = _REFRESH_EVERY
+            self._sorted = sorted(self._ratios)
+            self._factors.clear()
+
+    def factor(self, q: float) -> float | None:
+        """Return the q-quantile, the mean rank's neighbour above; None until enough steps were seen."""
+        if not self._sorted:
+            return None
+        found = self._factors.get(q)
+        if found is None:
+            index = min(int(q * len(self._sorted)), len(self._sorted) - 1)
+            found = self._factors[q] = self._sorted[index]
+        return found
