@@ -133,14 +133,16 @@ def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
     predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None
     slo = request.slo
     objectives = {f"{name}_ms": _milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
+    # After a wait there is no estimate unless the engine gives one; clients then back off by themselves.
+    retry = {} if has_waited and not error.retry_after > 0 else _retry_headers(error.retry_after)
     return ApiError(
         504 if has_waited else 429,
         str(error),
         code=error.code or "slo_unattainable",
         param=error.param,
-        headers={**_retry_headers(error.retry_after), **predicted_ttft_header(predicted)},
+        headers={**retry, **predicted_ttft_header(predicted)},
         details={
-            "reason": "ttft_passed_while_waiting" if has_waited else "predicted_ttft_above_objective",
+            "reason": "ttft_out_of_reach_after_waiting" if has_waited else "predicted_ttft_above_objective",
             "predicted_ttft_ms": _milliseconds(predicted),
             "slo": {**objectives, "class": request.slo_class},
         },

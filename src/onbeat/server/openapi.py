@@ -9,7 +9,9 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 
+from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
+from onbeat.server.slo_headers import LONGEST_TENANT, TBT_HEADERS, TENANT_HEADER, TTFT_HEADERS
 
 _COMPONENT = "#/components/schemas/{model}"
 
@@ -18,6 +20,21 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     """Return the description of a body that a route parses by hand; `describe` adds its schema."""
     schema = {"$ref": _COMPONENT.format(model=model.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def slo_headers() -> list[dict[str, Any]]:
+    """Return the description of the headers that say what a request is promised, and for whom it is."""
+    objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}
+    tenant = {"type": "string", "maxLength": LONGEST_TENANT}
+    described = [
+        *((name, "TTFT objective, milliseconds", objective) for name in TTFT_HEADERS),
+        *((name, "TBT objective, milliseconds", objective) for name in TBT_HEADERS),
+        (TENANT_HEADER, "Who shares the server fairly with others", tenant),
+    ]
+    return [
+        {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
+        for name, text, schema in described
+    ]
 
 
 def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool) -> None:

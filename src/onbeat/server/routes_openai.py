@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.server.openapi import json_body
+from onbeat.server.openapi import json_body, slo_headers
 from onbeat.server.protocol_chat import ChatCompletionRequest
 from onbeat.server.protocol_completion import CompletionRequest
 from onbeat.server.routes_chat import answer_chat
@@ -54,7 +54,7 @@ def openai_routes(services: Services) -> APIRouter:
         tags=["generation"],
         response_model=ChatCompletion,
         responses={200: _STREAM, **generation_errors},
-        openapi_extra=json_body(ChatCompletionRequest),
+        openapi_extra={**json_body(ChatCompletionRequest), "parameters": slo_headers()},
     )
     async def chat_completions(request: Request) -> Response:
         """Answer a chat."""
@@ -65,7 +65,7 @@ def openai_routes(services: Services) -> APIRouter:
         tags=["generation"],
         response_model=Completion,
         responses={200: _STREAM, **generation_errors},
-        openapi_extra=json_body(CompletionRequest),
+        openapi_extra={**json_body(CompletionRequest), "parameters": slo_headers()},
     )
     async def completions(request: Request) -> Response:
         """Go on writing a text."""

@@ -171,7 +171,7 @@ _MEANINGS = {
     429: "The server sheds this request; see Retry-After",
     500: "The engine failed on this request",
     503: "The server is overloaded, shutting down, or its engine is dead",
-    504: "The TTFT objective passed while the request waited",
+    504: "The TTFT objective is out of reach after a wait in the queue",
 }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import schemathesis
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, assume, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
@@ -47,6 +47,8 @@ def map_body(context: Any, body: Any) -> Any:
     suppress_health_check=list(HealthCheck),
 )
 def test_api_keeps_its_description(case: Any) -> None:
+    # a header that nobody knows counts as wrong, but any client and proxy may send one
+    assume(not any("unknown-property" in name for name in case.headers or {}))
     case.call_and_validate(checks=CHECKS)
 
 

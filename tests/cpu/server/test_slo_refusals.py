@@ -91,17 +91,21 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_504(
     assert answer.status == 504
     error = answer.error
     assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
-    assert (error["reason"], error["predicted_ttft_ms"]) == ("ttft_passed_while_waiting", 400.0)
+    assert (error["reason"], error["predicted_ttft_ms"]) == ("ttft_out_of_reach_after_waiting", 400.0)
     assert error["message"] == "waited 600 ms, the TTFT objective is 500 ms"
     assert "finish_reason" not in answer.body.decode()
+    assert "retry-after" not in answer.headers  # nobody knows
 
 
 async def test_an_engine_that_raises_for_a_passed_deadline_is_a_504_too(
     served: Served, engine: PromisingEngine
 ) -> None:
-    engine.refusals[""] = SLOUnattainable("late", predicted_ttft=0.4, code="deadline_exceeded")
+    engine.refusals[""] = SLOUnattainable(
+        "late", predicted_ttft=0.4, retry_after=3.0, code="deadline_exceeded"
+    )
     answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO})
     assert (answer.status, answer.error["code"]) == (504, "deadline_exceeded")
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "3000")
 
 
 async def test_a_full_queue_is_a_503(served: Served, engine: PromisingEngine) -> None:
