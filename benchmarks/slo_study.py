@@ -3,7 +3,8 @@
     python benchmarks/slo_study.py run [--set-up mistral] [--workload azure-code] [--slo 1s-50ms]
         [--mode gap] [--policy slo sarathi-512] [--seeds 5] [--jobs 2] [--minutes 30] [--tag NAME]
     python benchmarks/slo_study.py probe --rate 6 7 8 --policy slo,sarathi-512 [selection]
-    python benchmarks/slo_study.py report
+    python benchmarks/slo_study.py report [--write]
+    python benchmarks/slo_study.py curve --set-up .. --workload .. --slo .. --mode .. --rate 4 5 6 7
 
 A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. In each,
 the capacity of a policy is the highest rate at which 90 %, or 99 %, of the requests are good, found by
@@ -25,7 +26,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from slo_study.cells import BOUND, OBJECTIVES, SET_UPS, STATIC_POLICIES, WORKLOADS, all_cells
-from slo_study.probe import Probe, run_probe
+from slo_study.charts import attainment_chart, ratio_chart, write_image
+from slo_study.probe import Probe, measure_curves, run_probe
+from slo_study.report import Study, markdown
 from slo_study.store import Line, Store
 from slo_study.tasks import Plan, make_tasks, run_task
 
@@ -35,8 +38,24 @@ from onbeat.planner.parallel import run_tasks
 
 NUM_REQUESTS = {"poisson": 600, "azure-code": 600, "azure-conv": 600, "mooncake": 400}
 RESULTS = Path(__file__).parent / "results" / "slo-study.jsonl"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PLANNING_POLICIES = ("slo", "niyama", "edf")
 FOREVER = 1e18
+NOTE = """
+Made by `python benchmarks/slo_study.py run`, then `report --write`. Mistral-7B-v0.3 on one A100-80G SXM
+and Llama-3.1-8B on one H100 SXM, uncalibrated roofline step times as in `onbeat simulate`; `max-num-
+seqs` 256 for every policy, whole-prompt policies with the token budget that they need. Every request
+declares exactly its output length, which is what `orca` reserves memory for. `poisson` draws lengths
+from the Azure conversation trace; on the traces a seed is a window that starts elsewhere, and the rate
+is set by squeezing its times. A capacity is the highest rate at which the share of the requests is good,
+to 1 %, with Student's t interval over the seeds; ratios are of pairs (equal requests), with the interval
+of their logarithms. Requests that an idle machine with an empty prefix cache could not serve in time
+(*hopeless*) count neither way; those that do not fit the context (*over-long*) are left out. Both
+columns are means over the seeds. A cell *binds* where the best hand-tuned policy's capacity is 5 to 95 %
+of its own with both objectives ten times looser (the percentage shown; from windows twice as long). The
+bound of these very requests is what no policy can pass; that for ever longer loads leaves out the work
+that a finite run may do after its last arrival, so a run may pass it (`onbeat.planner.fluid_bound`).
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -101,9 +120,31 @@ def probe(args: argparse.Namespace) -> None:
 
 
 def report(args: argparse.Namespace) -> None:
-    from slo_study.report import write_report
+    lines = Store(args.results).read()
+    cells = set(_cells(args))
+    study = Study([line for line in lines if line.cell in cells], tag=args.tag or None)
+    note = f"{time.strftime('%Y-%m-%d')}. {NOTE.strip()}"
+    text = markdown(study, note)
+    print(text)
+    if args.write:
+        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-study.md"
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}, {write_image(ratio_chart(study), IMAGES / 'slo-ratios.png')}")
 
-    write_report(Store(args.results).read(), args)
+
+def curve(args: argparse.Namespace) -> None:
+    (cell,) = _cells(args)
+    points, bound = measure_curves(
+        Probe(
+            cell=cell,
+            policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
+            rates=args.rate,
+            seeds=range(args.seeds),
+            num_requests=_num_requests(args)[cell.workload],
+        )
+    )
+    title = f"Attainment: {cell} ({args.seeds} seeds)"
+    print(f"written: {write_image(attainment_chart(title, points, bound), IMAGES / 'slo-attainment.png')}")
 
 
 def _cells(args: argparse.Namespace) -> list[Any]:
@@ -144,7 +185,11 @@ def _parser() -> argparse.ArgumentParser:
     each.set_defaults(command=probe)
     each = commands.add_parser("report", parents=[shared], help="tables and charts of what was found")
     each.add_argument("--tag", default="", help="as given to run")
+    each.add_argument("--write", action="store_true", help="into benchmarks/results and docs/images")
     each.set_defaults(command=report)
+    each = commands.add_parser("curve", parents=[shared], help="chart of attainment against rate in a cell")
+    each.add_argument("--rate", type=float, nargs="+", required=True)
+    each.set_defaults(command=curve)
     return parser
 
 

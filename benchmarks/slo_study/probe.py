@@ -10,7 +10,8 @@ from math import inf
 import numpy as np
 
 from onbeat.metrics.record import RequestRecord
-from slo_study.cells import Cell
+from onbeat.planner.fluid_bound import BoundQuestion, fluid_bound
+from slo_study.cells import MAX_NUM_SEQS, Cell
 from slo_study.loads import LoadKey
 from slo_study.trials import Question, Trials, max_model_len
 
@@ -43,6 +44,34 @@ def run_probe(probe: Probe) -> None:
             trials = Trials(cell.set_up, policy, key, [question], inf)
             for rate in probe.rates:
                 _show(trials, question, policy, seed, rate)
+
+
+def measure_curves(probe: Probe) -> tuple[dict[str, list[tuple[float, float]]], float]:
+    """Return policy -> (rate, attainment), and the bound of 90 %; both as means over the seeds."""
+    cell = probe.cell
+    question = Question(slo=cell.slo, mode=cell.mode)
+    longest = max_model_len(cell.set_up)
+    shares: dict[str, dict[float, list[float]]] = {}
+    bounds = []
+    for seed in probe.seeds:
+        key = LoadKey(
+            workload=cell.workload, seed=seed, num_requests=probe.num_requests, max_model_len=longest
+        )
+        for policy in probe.policies:
+            trials = Trials(cell.set_up, policy, key, [question], inf)
+            for rate in probe.rates:
+                share = trials.score(trials.records(rate), question)
+                shares.setdefault(policy, {}).setdefault(rate, []).append(share)
+            print(f"seed {seed}: {policy}", flush=True)
+        asked = BoundQuestion(
+            share=0.9, mode=cell.mode, max_num_seqs=MAX_NUM_SEQS, hopeless=trials.hopeless(question)
+        )
+        bounds.append(fluid_bound(trials.load(question), trials.step_time, asked))
+    curves = {
+        policy: [(rate, float(np.mean(values))) for rate, values in rates.items()]
+        for policy, rates in shares.items()
+    }
+    return curves, float(np.mean(bounds))
 
 
 def _show(trials: Trials, question: Question, policy: str, seed: int, rate: float) -> None:

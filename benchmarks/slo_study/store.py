@@ -27,7 +27,10 @@ class Line:
     policy: str
     seed: int
     fingerprint: str
+    tag: str
+    """Version of a policy that plans with objectives; empty for all else."""
     num_requests: int
+    """Without those that are over-long."""
     num_hopeless: int
     num_skipped: int
     capacity: dict[str, float]
@@ -66,9 +69,14 @@ def fingerprint(set_up: str, policy: str, num_requests: int, long_factor: int, t
         "replica": str(settings_of(set_up, policy)),
         "num_requests": num_requests,
         "long": long_factor if is_blind(policy) else None,
-        "tag": "" if policy == BOUND or is_blind(policy) else tag,
+        "tag": tag_of(policy, tag),
     }
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def tag_of(policy: str, tag: str) -> str:
+    """Return the version that a policy's lines carry: hand-tuned ones and the bound are older than any."""
+    return "" if policy == BOUND or is_blind(policy) else tag
 
 
 class Store:

@@ -13,7 +13,7 @@ from onbeat.planner.parallel import TaskContext
 from slo_study.cells import BOUND, MAX_NUM_SEQS, Cell, is_blind
 from slo_study.grid_search import Found, Grid, index_near, search_grid
 from slo_study.loads import LoadKey
-from slo_study.store import Line, fingerprint
+from slo_study.store import Line, fingerprint, tag_of
 from slo_study.trials import OutOfTime, Question, Trials, max_model_len
 
 SHARES = (0.9, 0.99)
@@ -41,6 +41,7 @@ class Task:
     long_factor: int
     """Windows in a long run (`BINDING_SEEDS`)."""
     fingerprint: str
+    tag: str
     anchors: Anchors
     deadline: float
     """Seconds since 1970."""
@@ -92,6 +93,7 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
                             num_requests=num_requests,
                             long_factor=plan.long_factor,
                             fingerprint=mark,
+                            tag=tag_of(policy, plan.tag),
                             anchors=anchors.get(together[0], {}),
                             deadline=plan.deadline,
                         )
@@ -194,6 +196,7 @@ def _bound(task: Task, seed: int) -> Line:
         policy=task.policy,
         seed=seed,
         fingerprint=task.fingerprint,
+        tag=task.tag,
         num_requests=len(load),
         num_hopeless=int(hopeless.sum()),
         num_skipped=trials.num_skipped,
@@ -267,6 +270,7 @@ def _line(
         policy=task.policy,
         seed=seed,
         fingerprint=task.fingerprint,
+        tag=task.tag,
         num_requests=len(own.trials.load(question)),
         num_hopeless=int(own.trials.hopeless(question).sum()),
         num_skipped=own.trials.num_skipped,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.slo import SLOMode
+from onbeat.core.slo import ShedMode, SLOMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.setup import build_simulation
@@ -68,7 +68,7 @@ class Trials:
         assert len(self.questions) == 1 or is_blind(policy), "its runs depend on the objectives"
         simulation = build_simulation(settings_of(set_up, policy))
         scheduler = replace(simulation.config.scheduler, slo_mode=self.questions[0].mode)
-        self._config = replace(simulation.config, scheduler=scheduler)
+        self._config = replace(simulation.config, scheduler=scheduler, shed=ShedMode.RELEGATE)
         self.step_time = simulation.step_time
         self._is_blind = is_blind(policy)
         self._deadline = deadline
