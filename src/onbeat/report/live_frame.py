@@ -81,16 +81,14 @@ def _queues(view: ServerView) -> RenderableType:
             (short(view.best_effort), "best effort"),
         ),
     )
-    rows.add_row(
-        "load",
-        _fields(
-            (short(load.arrivals), "req/s in"),
-            (short(load.finished), "req/s out"),
-            *_known(
-                (percent(load.utilisation), "utilisation"), (duration(load.predicted_wait), "predicted wait")
-            ),
-        ),
+    rows.add_row("load", _fields((short(load.arrivals), "req/s in"), (short(load.finished), "req/s out")))
+    forecast = _known(
+        (percent(load.utilisation), "utilisation"),
+        (duration(load.predicted_wait), "predicted wait"),
+        (duration(load.stationary_wait), "in the long run"),
     )
+    if forecast:
+        rows.add_row("forecast", _fields(*forecast))
     rows.add_row(
         "tokens",
         _fields(

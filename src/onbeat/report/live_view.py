@@ -75,7 +75,6 @@ class LoadView:
     output_tokens: float | None
     cached_share: float | None
     """Of the prompt tokens, those from the prefix cache."""
-    estimated_arrivals: float | None
     utilisation: float | None
     predicted_wait: float | None
     stationary_wait: float | None
@@ -222,7 +221,6 @@ def _load(window: ScrapeWindow) -> LoadView:
         prompt_tokens=window.rate("onbeat_prompt_tokens_total"),
         output_tokens=window.rate("onbeat_output_tokens_total"),
         cached_share=window.share("onbeat_prompt_tokens_cached_total", "onbeat_prompt_tokens_total"),
-        estimated_arrivals=new.value("onbeat_arrival_rate"),
         utilisation=new.value("onbeat_utilisation"),
         predicted_wait=new.value("onbeat_predicted_wait_seconds"),
         stationary_wait=new.value("onbeat_stationary_wait_seconds"),

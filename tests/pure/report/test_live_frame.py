@@ -1,0 +1,102 @@
+"""A frame of `onbeat top`, from the metrics of a server as they were stored."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from onbeat.metrics.exposition import read_exposition
+from onbeat.report.live_frame import live_frame
+from onbeat.report.live_view import ServerHistory
+from tests.pure.metrics.fake_server import FakeServer
+
+STORED = (Path(__file__).parents[2] / "data" / "top_metrics.txt").read_text()
+STARTED = 1795257153.74
+"""When the stored server was started."""
+
+
+def draw(text: str = STORED, *, width: int = 80, console: dict[str, Any] | None = None, **frame: Any) -> str:
+    history = ServerHistory()
+    history.add(read_exposition(text), 0.0)
+    file = StringIO()
+    Console(file=file, width=width, highlight=False, **(console or {})).print(
+        live_frame(history.view(STARTED + 68.0), url="http://localhost:8000", **frame)
+    )
+    return file.getvalue()
+
+
+def lines(text: str = STORED, **options: Any) -> list[str]:
+    return [line.rstrip() for line in draw(text, **options).splitlines()]
+
+
+def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
+    assert lines() == [
+        "onbeat 0.1.0  smollm2-135m-instruct  slo stream                          up 68 s",
+        "http://localhost:8000",
+        "─" * 80,
+        "requests    9 running   9 waiting   2 best effort",
+        "load        0.56 req/s in   0.29 req/s out",
+        "forecast    87 % utilisation   420 ms predicted wait   1.30 s in the long run",
+        "tokens      48.9 prompt/s   10.1 output/s   0 % of prompts cached",
+        "KV cache    ━━━                  15.4 %  112 of 728 blocks",
+        "",
+        "class         req/s  good/s  attained  TTFT P50         TTFT P99         TBT P99",
+        "─" * 80,
+        "interactive    0.16       0       0 %    650 ms  14,675 > 500 ms   1,515 > 50 ms",
+        "standard       0.10    0.02    14.3 %    1.75 s       2.48 > 2 s  1,070 > 100 ms",
+        "batch          0.03    0.04     100 %       4 s      7.96 ≤ 10 s  3,894 > 500 ms",
+        "",
+        "step        161 ms actual   109 ms predicted   299 ms budget P50   4.49 steps/s",
+        "batch       2.18 decodes   11.4 chunk tokens   1.95 ms planner P99",
+        "plan        27.8 % prediction error P50   74.2 % P99   16.1 % over budget",
+        "decisions   2 refused   3 relegated   1 lost   0 preempted",
+        "refused for 2 slo_unattainable",
+        "─" * 80,
+        "Since the server started; attainment and good/s of the last minute.",
+    ]
+
+
+def test_history_is_drawn_with_its_scale() -> None:
+    drawn = lines(attainment=[0.5, None, 0.9], step_seconds=[0.1, 0.2, 0.05])
+    assert drawn[-4:-2] == ["attainment  ▅ ▇  90 %", "step time   ▅█▃  max 200 ms"]
+
+
+def test_a_long_history_shows_its_end() -> None:
+    drawn = lines(step_seconds=[1.0] * 100 + [0.0] * 60)
+    (line,) = (line for line in drawn if line.startswith("step time"))
+    assert len(line) == 80
+    assert line.endswith("▁" * 56 + "  max 1 s")
+
+
+def test_a_note_stands_at_the_foot() -> None:
+    assert lines(note="Out of date since noon")[-1] == "Out of date since noon"
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+def test_nothing_is_wider_than_the_terminal_or_cut_off(width: int) -> None:
+    drawn = lines(width=width, attainment=[0.5] * 300, step_seconds=[0.1] * 300)
+    assert max(map(len, drawn)) == width
+    assert not [line for line in drawn if "…" in line]
+
+
+def test_a_narrow_terminal_cuts_lines_off() -> None:
+    assert max(map(len, lines(width=50, step_seconds=[0.1] * 300))) <= 50
+
+
+def test_a_server_without_requests_or_objectives_has_a_frame() -> None:
+    drawn = lines(FakeServer().text(0.0))
+    assert "no request with objectives so far" in drawn
+    assert "requests    0 running   0 waiting   0 best effort" in drawn
+    assert "step        - actual   0 steps/s" in drawn
+    assert not [line for line in drawn if line.startswith(("forecast", "plan", "refused for"))]
+
+
+def test_colour_adds_nothing_and_can_be_left_out() -> None:
+    terminal = {"force_terminal": True, "color_system": "truecolor"}
+    assert "\x1b[1;31m" in draw(console=terminal)  # attainment of 0 % is red
+    without = draw(console={**terminal, "no_color": True})
+    assert not [code for code in ("\x1b[31m", "[1;31m", "[33m", "[36m", "38;5", "38;2") if code in without]
