@@ -169,6 +169,6 @@ def test_intervals_that_cannot_be(interval: str, capsys: pytest.CaptureFixture[s
 
 
 def test_the_base_install_is_enough() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    code = f"from onbeat.cli.main import main\nassert main(['top', '{url}']) == 2\nimport onbeat.report.live_frame"
+    command = f"main(['top', 'http://127.0.0.1:{free_port()}'])"
+    code = f"from onbeat.cli.main import main\nassert {command} == 2\nimport onbeat.report.live_frame"
     modules_after(refuse_serve_extra() + code)
