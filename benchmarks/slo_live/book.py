@@ -66,12 +66,25 @@ def head() -> str:
 
 
 def replace_section(page: str, heading: str, body: str) -> str:
-    """Return the page with the section of that heading replaced, or added at the end."""
-    section = f"## {heading}\n\n{body.strip()}\n"
-    pattern = re.compile(rf"^## {re.escape(heading)}\n.*?(?=^## |\Z)", re.MULTILINE | re.DOTALL)
-    if not pattern.search(page):
-        return f"{page.rstrip()}\n\n{section}"
-    return pattern.sub(lambda _: section + "\n", page, count=1).rstrip() + "\n"
+    """Return the page with the section of that heading replaced, or added before the first later number."""
+    top, *sections = re.split(r"^## ", page, flags=re.MULTILINE)
+    made = f"{heading}\n\n{body.strip()}"
+    headings = [section.split("\n", 1)[0] for section in sections]
+    if heading in headings:
+        sections[headings.index(heading)] = made
+    else:
+        later = [i for i, other in enumerate(headings) if place(other) > place(heading)]
+        sections.insert(min(later, default=len(sections)), made)
+    return "\n\n".join([top.strip(), *(f"## {section.strip()}" for section in sections)]) + "\n"
+
+
+def place(heading: str) -> tuple[int, str]:
+    """Return where a section stands: the yardstick, then those with a number, then what else there is."""
+    number = re.match(r"\((\w+)\)", heading)
+    numerals = ("i", "ii", "iii", "iv", "v")
+    if number and number[1] in numerals:
+        return 1 + numerals.index(number[1]), heading
+    return (0 if heading.startswith("Yardstick") else len(numerals) + 1), heading
 
 
 def machine() -> str:
@@ -108,9 +121,9 @@ def percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.1%}"
 
 
-def middle(values: list[float], digits: int = 2) -> str:
-    """Return the median with minimum and maximum."""
-    ordered = sorted(values)
+def middle(values: list[float | None], digits: int = 2) -> str:
+    """Return the median with minimum and maximum; None is no value."""
+    ordered = sorted(value for value in values if value is not None)
     if not ordered:
         return "-"
     half = len(ordered) // 2

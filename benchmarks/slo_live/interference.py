@@ -67,7 +67,7 @@ def report(context: Context, rate: float, runs: list[dict[str, Any]], gaps: dict
                     middle([run[f"short_{key}_ttft_ms"] for run in of_server], 0)
                     for key in ("mean", "p50", "p99")
                 ),
-                middle([run["long_p50_ttft_ms"] for run in of_server], 0),
+                middle([run.get("long_p50_ttft_ms") for run in of_server], 0),
                 percent(float(np.mean([run["attainment"] for run in of_server]))),
             ]
         )
@@ -77,8 +77,8 @@ def report(context: Context, rate: float, runs: list[dict[str, Any]], gaps: dict
     image = plots.save(draw(gaps, objectives.tbt), context.book.images / "slo-live-interference.png")
     shown = ", ".join(f"{key} {middle(values)}" for key, values in ratios.items())
     text = f"""{objectives}; {rate:.2f} requests/s, prompts of 100 to 600 tokens, every
-eighth of {LONG_TOKENS:,}; gaps of all requests pooled over
-{context.rounds} rounds, TTFT as median over rounds (minimum to maximum).
+eighth of {LONG_TOKENS:,}; gaps of all requests and rounds
+pooled, TTFT as median over rounds (minimum to maximum).
 
 {markdown_table(columns, rows)}
 

@@ -81,8 +81,7 @@ def report(context: Context, rate: float, results: list[tuple[str, int, Result]]
 {markdown_table(columns, rows)}
 
 All rounds of `slo`: {percent(totals["attainment_admitted"])} of {totals["admitted"]} admitted requests good;
-{totals["refused"]} refused, P99 {text_ms(totals["p99_refusal_ms"])}, max {text_ms(totals["max_refusal_ms"])},
-{percent(totals["within"])} within {ANSWER_MS:.0f} ms.
+{of_refusals(totals)}.
 
 {image}
 """
@@ -104,8 +103,13 @@ def pooled(results: list[Result]) -> dict[str, Any]:
     }
 
 
-def text_ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.0f} ms"
+def of_refusals(totals: dict[str, Any]) -> str:
+    if not totals["refused"]:
+        return "none refused"
+    return (
+        f"{totals['refused']} refused, {percent(totals['within'])} within {ANSWER_MS:.0f} ms (P99 "
+        f"{totals['p99_refusal_ms']:.0f} ms, longest {totals['max_refusal_ms']:.0f} ms)"
+    )
 
 
 def draw(results: list[tuple[str, int, Result]], objective: float) -> Any:
