@@ -1,0 +1,116 @@
+"""One replica for the scenarios: any load, any policy, and what came of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from onbeat.core.slo import ShedMode, SLOMode
+from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.attainment import good_requests
+from onbeat.metrics.record import RequestRecord
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.offered import OfferedLoad
+from slo_study.cells import OBJECTIVES, settings_of
+from slo_study.grid_search import search_grid
+from slo_study.loads import LoadKey, make_load
+from slo_study.tasks import GRID, START_INDEX
+from slo_study.trials import Question, Trials, max_model_len
+
+FOREVER = 1e18
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Where the scenarios play."""
+
+    set_up: str = "mistral"
+    slo: str = "1s-100ms"
+    mode: SLOMode = "stream"
+    seeds: int = 5
+
+    @property
+    def ttft(self) -> float:
+        """Seconds; of the only class."""
+        limit = OBJECTIVES[self.slo][0].slo.ttft
+        assert limit is not None
+        return limit
+
+    @property
+    def tbt(self) -> float:
+        """Seconds; of the only class."""
+        limit = OBJECTIVES[self.slo][0].slo.tbt
+        assert limit is not None
+        return limit
+
+    def load(self, seed: int, num_requests: int) -> OfferedLoad:
+        """Return Poisson arrivals of one request per second with lengths of conversations."""
+        key = LoadKey(
+            workload="poisson",
+            seed=seed,
+            num_requests=num_requests,
+            max_model_len=max_model_len(self.set_up),
+        )
+        return make_load(key).with_classes(OBJECTIVES[self.slo], seed=seed)
+
+    def configure(self, policy: str, shed: ShedMode) -> tuple[SimulationConfig, StepTimeModel]:
+        """Return what a run of a policy needs."""
+        simulation = build_simulation(settings_of(self.set_up, policy))
+        scheduler = replace(simulation.config.scheduler, slo_mode=self.mode)
+        return replace(simulation.config, scheduler=scheduler, shed=shed), simulation.step_time
+
+    def run(
+        self,
+        load: OfferedLoad,
+        policy: str,
+        *,
+        shed: ShedMode = ShedMode.RELEGATE,
+        observer: SimulationObserver | None = None,
+    ) -> SimulationResult:
+        """Run a load."""
+        config, step_time = self.configure(policy, shed)
+        return simulate(load, config, step_time, observer=observer)
+
+    def capacity(self, policy: str, *, share: float = 0.9, num_requests: int = 1500) -> float:
+        """Return the highest rate at which a share is good, requests per second, with the first seed."""
+        key = LoadKey(
+            workload="poisson",
+            seed=0,
+            num_requests=num_requests,
+            max_model_len=max_model_len(self.set_up),
+        )
+        question = Question(slo=self.slo, mode=self.mode)
+        trials = Trials(self.set_up, policy, key, [question], FOREVER)
+        found = search_grid(
+            lambda index: trials.keeps(index, question, share), start=START_INDEX + 70, grid=GRID
+        )
+        return found.rate
+
+    def good(self, records: Sequence[RequestRecord]) -> float:
+        """Return the share of good requests; NaN of none."""
+        return float(good_requests(records, mode=self.mode).mean()) if records else float("nan")
+
+
+def gap_percentile(records: Sequence[RequestRecord], percent: float = 99) -> float:
+    """Return a percentile of all gaps of some requests, seconds; NaN where there is none."""
+    gaps = [np.diff(record.delivery_times) for record in records]
+    pooled = np.concatenate(gaps) if gaps else np.zeros(0)
+    return float(np.percentile(pooled, percent)) if pooled.size else float("nan")
+
+
+def account(records: Sequence[RequestRecord], num_offered: int) -> tuple[bool, str]:
+    """Return whether every offered request ended in one known way, and how many did in which."""
+    ways = Counter(
+        "relegated" if record.is_completed and record.is_relegated else str(record.finish_reason)
+        for record in records
+    )
+    ids = {record.request_id for record in records}
+    text = ", ".join(f"{count} {way}" for way, count in sorted(ways.items()))
+    return len(ids) == len(records) == num_offered and "None" not in ways, text
