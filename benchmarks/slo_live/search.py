@@ -153,5 +153,6 @@ def ramp_crossing(
     window = min(window, num_requests)
     shares = np.convolve(good, np.full(window, 1 / window), mode="valid")
     failing = np.flatnonzero(shares < level)
-    last = int(failing[0]) + window // 2 if failing.size else num_requests
+    # The window that fails first has just taken in the last bad request that it may not have.
+    last = int(failing[0]) + round(level * window) if failing.size else num_requests
     return start_rate + (end_rate - start_rate) * last / num_requests
