@@ -160,6 +160,7 @@ def _show_identity(console: Console, identity: ReplayResult) -> None:
             f"decisions: identical in {identity.num_steps:,} steps, {identity.num_rows:,} rows "
             f"({identity.num_requests:,} requests, {identity.num_preemptions:,} preemptions, "
             f"{identity.num_prefix_hits:,} prompt tokens from the prefix cache, "
+            f"{identity.num_rejected:,} rejected, {identity.num_expired:,} expired, "
             f"{identity.num_aborted:,} aborted, {identity.num_failed:,} failed)"
         )
         if identity.num_predictions:

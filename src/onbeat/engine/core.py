@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.protocols import Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
@@ -86,9 +87,15 @@ class EngineCore:
         RequestRejected : as `Scheduler.add`.
         """
         now = self._clock()
-        self.scheduler.add(request, now)
+        refusal = None
+        try:
+            self.scheduler.add(request, now)
+        except (Overloaded, SLOUnattainable) as error:
+            refusal = error
         if self._recorder is not None:
-            self._recorder.add(request, now)
+            self._recorder.add(request, now, refusal=refusal)
+        if refusal is not None:
+            raise refusal
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests; their blocks are free for the next step. Steps may be under way."""
@@ -131,7 +138,8 @@ class EngineCore:
         before = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
         start = self._clock()
         scheduled = scheduler.schedule(start)
-        self._expired += scheduler.take_expired()
+        expired = scheduler.take_expired()
+        self._expired += expired
         num_preemptions = scheduler.num_preemptions - before[0]
         predicted_seconds = None
         if scheduled is not None:
@@ -153,7 +161,11 @@ class EngineCore:
             )
         if self._recorder is not None:  # the step runs meanwhile
             self._recorder.schedule(
-                scheduled, start, num_preempted=num_preemptions, predicted_seconds=predicted_seconds
+                scheduled,
+                start,
+                num_preempted=num_preemptions,
+                predicted_seconds=predicted_seconds,
+                expired=expired,
             )
         return scheduled is not None
 

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 1, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 2, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, with the fields
    of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -10,6 +10,16 @@ The file is gzip-compressed text with one JSON object a line:
 Requests are numbered from 0 in the order of their ``add``; everywhere else the number stands for the id.
 Times are seconds of the recording machine's monotonic clock, written so that they read back exactly. There is
 no text and no token in the file: prompts are lengths, shared prefixes are shown by hashes of token blocks.
+
+Schema versions: a file is written in the newest, and every one of `READABLE_VERSIONS` is read; what an older
+one does not say has its default. The number rises when an older onbeat would take a newer file for what it is
+not.
+
+== ==================================================================================================
+1  as above, without what version 2 added
+2  ``add`` with objectives, weight, tenant and shed mode, also for requests that were refused for want of
+   capacity (`AddCall.refused`); ``schedule`` with the requests that it gave up (`ScheduleCall.expired`)
+== ==================================================================================================
 """
 
 from __future__ import annotations
@@ -18,8 +28,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from onbeat.core.slo import ShedMode
+
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+READABLE_VERSIONS = (1, 2)
 TRAILER = "end"
 
 
@@ -40,12 +53,22 @@ class RecordHeader:
     """The step-time model that the scheduler told its steps to; None without one."""
 
 
+class RecordedRefusal(NamedTuple):
+    """Why `Scheduler.add` did not take a request."""
+
+    code: str
+    """Of the exception: `server_overloaded`, `slo_unattainable`."""
+    predicted_ttft: float | None = None
+    """Seconds, as is the next; None where the limit of the queue was reached."""
+    retry_after: float | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AddCall:
-    """`Scheduler.add` of a request that it took."""
+    """`Scheduler.add` of a request that it took, or refused for want of capacity."""
 
     now: float
-    """When the engine took it."""
+    """What the scheduler was given."""
     request: int
     request_id: str
     arrival: float
@@ -54,6 +77,13 @@ class AddCall:
     priority: int = 0
     block_hashes: tuple[bytes, ...] = ()
     """Hashes of the prompt's full blocks; empty where the prefix cache is off."""
+    slo: tuple[float | None, float | None, float | None] | None = None
+    """TTFT, TBT and E2E objective, seconds."""
+    slo_class: str | None = None
+    weight: float = 1.0
+    tenant: str | None = None
+    shed: ShedMode = ShedMode.OFF
+    refused: RecordedRefusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +127,8 @@ class ScheduleCall:
     """Numbers; an id where the writer no longer knew the number."""
     predicted_seconds: float | None = None
     """What the scheduler's step-time model expected of the step, right after it was planned."""
+    expired: tuple[int, ...] = ()
+    """Requests that it gave up, since their TTFT deadline had passed."""
 
 
 @dataclass(frozen=True, slots=True)

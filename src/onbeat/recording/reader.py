@@ -10,15 +10,17 @@ from typing import Any
 import orjson
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode
 from onbeat.recording.lines import GzipLines
 from onbeat.recording.log import (
     FILE_KIND,
-    SCHEMA_VERSION,
+    READABLE_VERSIONS,
     TRAILER,
     AbortCall,
     AddCall,
     Call,
     RecordedAdmission,
+    RecordedRefusal,
     RecordedRow,
     RecordHeader,
     ScheduleCall,
@@ -118,10 +120,11 @@ class Recording:
             raise self._bad_line(1, line) from error
         if kind != FILE_KIND:
             raise self._bad_line(1, line)
-        if version != SCHEMA_VERSION:
+        if version not in READABLE_VERSIONS:
+            readable = " and ".join(map(str, READABLE_VERSIONS))
             raise ConfigError(
                 f"{self.path}, line 1: the record has schema version {version}, this onbeat reads "
-                f"{SCHEMA_VERSION}; replay it with onbeat {values.get('onbeat_version')}"
+                f"{readable}; replay it with onbeat {values.get('onbeat_version')}"
             )
         known = {field.name for field in fields(RecordHeader)}
         if unknown := values.keys() - known:
@@ -159,6 +162,7 @@ def _load(line: bytes) -> dict[str, Any]:
 
 
 def _add_call(values: Mapping[str, Any]) -> AddCall:
+    slo, refused = values.get("slo"), values.get("refused")
     return AddCall(
         now=values["now"],
         request=values["request"],
@@ -168,7 +172,19 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         max_tokens=values["max_tokens"],
         priority=values.get("priority", 0),
         block_hashes=_hashes(values.get("block_hashes", ())),
+        slo=None if slo is None else _three(*slo),
+        slo_class=values.get("slo_class"),
+        weight=values.get("weight", 1.0),
+        tenant=values.get("tenant"),
+        shed=ShedMode(values.get("shed", ShedMode.OFF)),
+        refused=None if refused is None else RecordedRefusal(*refused),
     )
+
+
+def _three(
+    ttft: float | None, tbt: float | None, e2e: float | None
+) -> tuple[float | None, float | None, float | None]:
+    return ttft, tbt, e2e
 
 
 def _abort_call(values: Mapping[str, Any]) -> AbortCall:
@@ -192,6 +208,7 @@ def _schedule_call(values: Mapping[str, Any]) -> ScheduleCall:
         ),
         released=tuple(values.get("released", ())),
         predicted_seconds=values.get("predicted_seconds"),
+        expired=tuple(values.get("expired", ())),
     )
 
 

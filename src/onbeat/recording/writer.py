@@ -11,7 +11,9 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 import orjson
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.slo import ShedMode
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.recording.background_file import BackgroundFile
 from onbeat.recording.hash_chain import HashChain
@@ -87,6 +89,7 @@ class RecordWriter:
         self._num_calls = 0
         self._is_idle = False
         """Whether the last call was one that planned nothing."""
+        self._logs_idle_plans = header.step_time is not None
         self._append({"file": FILE_KIND, "schema_version": SCHEMA_VERSION, **asdict(header)})
 
     @property
@@ -95,11 +98,21 @@ class RecordWriter:
         return len(self._open)
 
     @_guarded
-    def add(self, request: Request, now: float) -> None:
-        """Log a request that the scheduler took."""
+    def add(
+        self, request: Request, now: float, *, refusal: Overloaded | SLOUnattainable | None = None
+    ) -> None:
+        """Log a request that the scheduler took, or refused for want of capacity.
+
+        Parameters
+        ----------
+        now : the time that it was given; seconds.
+        refusal : what it raised.
+        """
         chain = HashChain(self._block_size, request.cache_salt) if self._logs_hashes else None
-        opened = self._open[request.request_id] = _OpenRequest(self._num_requests, chain)
+        opened = _OpenRequest(self._num_requests, chain)
         self._num_requests += 1
+        if refusal is None:
+            self._open[request.request_id] = opened
         call: dict[str, Any] = {
             "call": "add",
             "now": now,
@@ -113,6 +126,11 @@ class RecordWriter:
             call["priority"] = request.priority
         if chain is not None and (hashes := chain.extend(request.prompt_token_ids)):
             call["block_hashes"] = hashes
+        _put_promise(call, request)
+        if refusal is not None:
+            call["refused"] = [refusal.code]
+            if isinstance(refusal, SLOUnattainable):
+                call["refused"] += [refusal.predicted_ttft, refusal.retry_after]
         self._write(call)
 
     @_guarded
@@ -135,11 +153,13 @@ class RecordWriter:
         *,
         num_preempted: int,
         predicted_seconds: float | None = None,
+        expired: Sequence[RequestOutput] = (),
     ) -> None:
         """Log a plan.
 
-        Of calls in a row that neither plan nor preempt anything only the first is logged: they change
-        nothing, and an engine that asks again and again must not fill the disk.
+        Of calls in a row that neither plan nor preempt nor give up anything only the first is logged: they
+        change nothing, and an engine that asks again and again must not fill the disk. With a step-time model
+        all are, since a policy that plans by time may care when it is asked.
 
         Parameters
         ----------
@@ -147,13 +167,17 @@ class RecordWriter:
         now : the time that it was given; seconds.
         num_preempted : requests that it took out of the batch.
         predicted_seconds : what the scheduler's step-time model then expected of the step.
+        expired : last outputs of the requests that it gave up.
         """
+        call: dict[str, Any] = {"call": "schedule", "now": now}
+        if expired:
+            call["expired"] = [self._expire(output.request_id) for output in expired]
         if scheduled is None:
-            if num_preempted or not self._is_idle:
-                self._write({"call": "schedule", "now": now})
+            if num_preempted or expired or self._logs_idle_plans or not self._is_idle:
+                self._write(call)
                 self._is_idle = True
             return
-        call: dict[str, Any] = {"call": "schedule", "now": now, "step_id": scheduled.step_id}
+        call["step_id"] = scheduled.step_id
         if predicted_seconds is not None:
             call["predicted_seconds"] = predicted_seconds
         if scheduled.released_ids:
@@ -238,6 +262,11 @@ class RecordWriter:
         if not opened.is_in_batch:
             del self._open[request_id]
 
+    def _expire(self, request_id: str) -> int:
+        opened = self._open[request_id]
+        self._end(request_id, opened)
+        return opened.number
+
     def _release(self, request_id: str) -> int | str:
         opened = self._open.get(request_id)
         if opened is None:
@@ -265,6 +294,20 @@ def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
     """
     sink = BackgroundFile(path)
     return lambda header: RecordWriter(sink, header)
+
+
+def _put_promise(call: dict[str, Any], request: Request) -> None:
+    """Put in what decides how a request is treated beside others; defaults are left out."""
+    if (slo := request.slo) is not None:
+        call["slo"] = [slo.ttft, slo.tbt, slo.e2e]
+    if request.slo_class is not None:
+        call["slo_class"] = _printable(request.slo_class)
+    if request.weight != 1:
+        call["weight"] = request.weight
+    if request.tenant is not None:
+        call["tenant"] = _printable(request.tenant)
+    if request.shed is not ShedMode.OFF:
+        call["shed"] = request.shed.value
 
 
 def _delivered_counts(

@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields
 from math import isclose
 from typing import Any
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
+from onbeat.core.slo import SLO
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.recording.log import (
     AbortCall,
     AddCall,
     Call,
+    RecordedRefusal,
     RecordHeader,
     ScheduleCall,
     UpdateCall,
@@ -43,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedDelivery:
-    """What an `update` or an `abort` gave the requests."""
+    """What an `update`, an `abort` or a `schedule` (which gave them up) gave the requests."""
 
     now: float
     outputs: Sequence[RequestOutput]
@@ -56,6 +58,10 @@ class ReplayResult:
     num_calls: int = 0
     """Calls that were fed and compared."""
     num_requests: int = 0
+    num_rejected: int = 0
+    """Requests that were refused for want of capacity."""
+    num_expired: int = 0
+    """Requests that were given up in the queue."""
     num_aborted: int = 0
     num_failed: int = 0
     num_steps: int = 0
@@ -132,24 +138,36 @@ class Replay:
             case AbortCall():
                 return self._abort(call)
             case ScheduleCall():
-                self._schedule(call)
-                return []
+                return self._schedule(call)
             case UpdateCall():
                 return self._update(call)
 
     def _add(self, call: AddCall) -> None:
         self._ids[call.request] = call.request_id
         self.result.num_requests += 1
-        self.scheduler.add(
-            Request(
-                request_id=call.request_id,
-                prompt_token_ids=range(call.num_prompt_tokens),
-                sampling=SamplingParams(max_tokens=call.max_tokens, stop_token_ids=(STOP_TOKEN_ID,)),
-                arrival=call.arrival,
-                priority=call.priority,
-                block_hashes=self._recording.block_hashes(call.request),
-            )
+        request = Request(
+            request_id=call.request_id,
+            prompt_token_ids=range(call.num_prompt_tokens),
+            sampling=SamplingParams(max_tokens=call.max_tokens, stop_token_ids=(STOP_TOKEN_ID,)),
+            arrival=call.arrival,
+            priority=call.priority,
+            block_hashes=self._recording.block_hashes(call.request),
+            slo=recorded_slo(call),
+            slo_class=call.slo_class,
+            weight=call.weight,
+            tenant=call.tenant,
+            shed=call.shed,
         )
+        refusal = None
+        try:
+            self.scheduler.add(request, call.now)
+        except SLOUnattainable as error:
+            refusal = RecordedRefusal(str(error.code), error.predicted_ttft, error.retry_after)
+        except Overloaded as error:
+            refusal = RecordedRefusal(str(error.code))
+        self.result.num_rejected += refusal is not None
+        if not _is_same_refusal(call.refused, refusal):
+            self._compare(None, f"refusal of {call.request_id}", call.refused, refusal)
 
     def _abort(self, call: AbortCall) -> list[RequestOutput]:
         outputs = self.scheduler.abort([self._ids[request] for request in call.requests])
@@ -158,15 +176,23 @@ class Replay:
         self._compare(None, "aborted requests", [self._ids[request] for request in call.requests], aborted)
         return outputs
 
-    def _schedule(self, call: ScheduleCall) -> None:
+    def _schedule(self, call: ScheduleCall) -> list[RequestOutput]:
         scheduled = self.scheduler.schedule(call.now)
+        expired = self.scheduler.take_expired()
+        self.result.num_expired += len(expired)
+        given_up = [output.request_id for output in expired]
+        self._compare(call.step_id, "expired requests", [self._ids[each] for each in call.expired], given_up)
         if scheduled is not None:
             self._in_flight.append(scheduled)
         if call.step_id is None or scheduled is None:
             self._compare(
                 call.step_id, "step", call.step_id, None if scheduled is None else scheduled.step_id
             )
-            return
+        else:
+            self._compare_step(call, scheduled)
+        return expired
+
+    def _compare_step(self, call: ScheduleCall, scheduled: SchedulerOutput) -> None:
         self.result.num_steps += 1
         self.result.num_rows += len(call.rows)
         for what, recorded, replayed in self._sides(call, scheduled):
@@ -241,6 +267,23 @@ class Replay:
             self.result.difference = Difference(
                 self.result.num_calls, step_id, what, _shown(recorded), _shown(replayed)
             )
+
+
+def recorded_slo(call: AddCall) -> SLO | None:
+    """Return what a recorded request was promised."""
+    if call.slo is None:
+        return None
+    ttft, tbt, e2e = call.slo
+    return SLO(ttft=ttft, tbt=tbt, e2e=e2e)
+
+
+def _is_same_refusal(recorded: RecordedRefusal | None, replayed: RecordedRefusal | None) -> bool:
+    if recorded is None or replayed is None:
+        return recorded is replayed
+    return recorded.code == replayed.code and all(
+        before == now or (before is not None and now is not None and isclose(before, now, rel_tol=1e-9))
+        for before, now in zip(recorded[1:], replayed[1:], strict=True)
+    )
 
 
 def _row_sides(

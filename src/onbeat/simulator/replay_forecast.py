@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
@@ -16,10 +17,12 @@ from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.replay_history import RecordedRequest, RunHistory
+from onbeat.simulator.replay_model import learning_model
 from onbeat.simulator.replay_times import RecordedStepTimes, step_cycles
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.slo_classes import ClassIds, SLOClass
 
 PERCENTILES = (50.0, 90.0, 99.0)
 COMPARED = {"ttft": "TTFT", "itl": "TBT", "e2el": "E2E"}
@@ -63,10 +66,10 @@ def forecast_with_recorded_times(
     What remains is the error of the simulator itself: when requests are considered, and in which order
     things happen.
     """
-    times = RecordedStepTimes(step_cycles(history.steps))
+    times = RecordedStepTimes(step_cycles(history.steps), lambda: learning_model(recording.header))
     run = _Run(recording, history, lambda request: request.sent)
     # Told of every step, the simulator takes none of them at once, so each is asked for in its turn.
-    result = simulate(run.load, SimulationConfig(scheduler=config), times, observer=_EveryStep())
+    result = simulate(run.load, run.settings(config), times, observer=_EveryStep())
     return run.compare(result, history, num_matched_steps=times.num_matched)
 
 
@@ -85,7 +88,7 @@ def forecast_with_model(
     host_overhead : seconds from step to step; `RunHistory.host_overhead` is the run's own.
     """
     run = _Run(recording, history, lambda request: request.record.arrival)
-    settings = SimulationConfig(scheduler=config, host_overhead=host_overhead)
+    settings = replace(run.settings(config), host_overhead=host_overhead)
     return run.compare(simulate(run.load, settings, step_time), history)
 
 
@@ -108,7 +111,7 @@ class _Run:
     """The load of a recorded run, and its way back from simulated to recorded requests.
 
     A request that did not run to its end asks for as many tokens as it got, but at least one; one that no
-    step ever took is left out.
+    step ever took is left out: it was refused, given up or aborted.
     """
 
     def __init__(
@@ -122,7 +125,10 @@ class _Run:
         if not taken:
             raise ConfigError(f"{recording.path} has no request that was ever scheduled; record a busier run")
         taken.sort()
-        self._records = [history.requests[number].record for _, number in taken]
+        requests = [history.requests[number] for _, number in taken]
+        self._records = [request.record for request in requests]
+        self._is_relegating = any(request.shed is ShedMode.RELEGATE for request in requests)
+        classes, class_ids = _classes(requests)
         self._origin = min(taken[0][0], min(record.arrival for record in self._records))
         times = np.array([time for time, _ in taken]) - self._origin
         ids: dict[bytes, int] = {}
@@ -135,7 +141,15 @@ class _Run:
             block_ids=tuple(tuple(ids.setdefault(each, len(ids)) for each in hashes) for hashes in blocks),
             block_size=recording.header.scheduler["block_size"],
             ids_cover_output=True,
+            classes=classes,
+            class_ids=class_ids,
         )
+
+    def settings(self, config: SchedulerConfig) -> SimulationConfig:
+        """Return what is simulated: one replica that takes all that the recorded one took."""
+        limits = replace(config, max_num_queued_reqs=None, max_num_queued_tokens=None)
+        shed = ShedMode.RELEGATE if self._is_relegating else ShedMode.OFF
+        return SimulationConfig(scheduler=limits, shed=shed)
 
     def compare(
         self, result: SimulationResult, history: RunHistory, *, num_matched_steps: int | None = None
@@ -159,6 +173,24 @@ class _Run:
             num_recorded_steps=len(history.steps),
             num_matched_steps=num_matched_steps,
         )
+
+
+def _classes(requests: Sequence[RecordedRequest]) -> tuple[tuple[SLOClass, ...], ClassIds]:
+    """Group requests by what they were promised, and say of each in which group it is."""
+    numbers: dict[tuple[SLO, float], int] = {}
+    class_ids = np.array(
+        [
+            numbers.setdefault((request.record.slo or SLO(), request.weight), len(numbers))
+            for request in requests
+        ],
+        dtype=np.int16,
+    )
+    counts = np.bincount(class_ids)
+    classes = tuple(
+        SLOClass(name=str(number), slo=slo, weight=weight, share=counts[number] / len(requests))
+        for (slo, weight), number in numbers.items()
+    )
+    return classes, class_ids
 
 
 def percentile_errors(

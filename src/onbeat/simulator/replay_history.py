@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from onbeat.core.request import FinishReason
+from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
+from onbeat.simulator.refusal import REJECTED
+from onbeat.simulator.replay import recorded_slo
 
 _AHEAD = 1e-6
 """Seconds by which a request comes before a step ends: virtual times are sums, whose last digits differ."""
@@ -48,6 +51,8 @@ class RecordedRequest:
     A simulator plans a step when the one before ends, so this is just before that end; after idleness it is
     the engine's plan.
     """
+    weight: float = 1.0
+    shed: ShedMode = ShedMode.OFF
 
 
 @dataclass(slots=True)
@@ -88,6 +93,7 @@ def read_history(recording: Recording) -> RunHistory:
 class _HistoryReader:
     def __init__(self) -> None:
         self._records: list[RequestRecord] = []
+        self._adds: list[AddCall] = []
         self._first_steps: list[int] = []
         """For each request, the first step that was planned with it in the queue, counted from 0."""
         self._steps: list[RecordedStep] = []
@@ -99,8 +105,8 @@ class _HistoryReader:
         # A request that came after the last plan has no step.
         first_steps = self._first_steps + [len(self._steps)] * (len(self._records) - len(self._first_steps))
         requests = [
-            RecordedRequest(record, self._sent(record, index))
-            for record, index in zip(self._records, first_steps, strict=True)
+            RecordedRequest(record, self._sent(record, index), call.weight, call.shed)
+            for record, index, call in zip(self._records, first_steps, self._adds, strict=True)
         ]
         return RunHistory(requests, self._steps)
 
@@ -112,21 +118,28 @@ class _HistoryReader:
         return step.planned if step.follows_idleness else self._steps[index - 1].end - _AHEAD
 
     def add(self, call: AddCall) -> None:
-        self._open.add(call.request)
-        self._records.append(
-            RequestRecord(
-                request_id=call.request_id,
-                arrival=call.arrival,
-                num_prompt_tokens=call.num_prompt_tokens,
-                offered_output_tokens=None,
-            )
+        record = RequestRecord(
+            request_id=call.request_id,
+            arrival=call.arrival,
+            num_prompt_tokens=call.num_prompt_tokens,
+            request_class=call.slo_class,
+            slo=recorded_slo(call),
         )
+        self._adds.append(call)
+        self._records.append(record)
+        if call.refused is None:
+            self._open.add(call.request)
+            return
+        record.is_rejected, record.finish_reason, record.end = True, REJECTED, call.now
+        record.predicted_ttft = record.predicted_wait = call.refused.predicted_ttft
 
     def abort(self, call: AbortCall) -> None:
         for request in call.requests:
             self._end(request, call.now, FinishReason.ABORT)
 
     def schedule(self, call: ScheduleCall) -> None:
+        for request in call.expired:
+            self._end(request, call.now, FinishReason.EXPIRED)
         if call.step_id is None:
             return
         index = len(self._steps) + len(self._in_flight)

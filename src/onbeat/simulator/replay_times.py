@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.simulator.replay_history import RecordedStep
 
 _WINDOW = 32
@@ -42,6 +43,8 @@ class RecordedStepTimes:
     Parameters
     ----------
     cycles : at least one.
+    planner : returns the model that the recorded scheduler planned with, as it was before the first step, or
+        None where it had none. Asked only if the policy plans by predicted times.
 
     Attributes
     ----------
@@ -49,10 +52,13 @@ class RecordedStepTimes:
     num_matched : of these, steps whose batch was exactly a recorded one.
     """
 
-    def __init__(self, cycles: Sequence[StepCycle]) -> None:
+    def __init__(
+        self, cycles: Sequence[StepCycle], planner: Callable[[], StepTimeModel | None] = lambda: None
+    ) -> None:
         if not cycles:
             raise ConfigError("the record has no steps; record a run that served a request")
         self._cycles = cycles
+        self._planner = planner
         self._next = 0
         self.num_asked = 0
         self.num_matched = 0
@@ -79,6 +85,15 @@ class RecordedStepTimes:
             f"recorded step times cannot say how many tokens fit into {budget:g} s beside {shape} with "
             f"{cached_tokens} cached (quantile {q}); simulate this policy with --profile FILE"
         )
+
+    def with_learning(self) -> StepTimeModel:
+        """Return what the scheduler plans with: not these times, which it could not know beforehand."""
+        planner = self._planner()
+        if planner is None:
+            raise ConfigError(
+                "the recorded policy plans by predicted step times, but the record has no step-time model"
+            )
+        return planner
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn nothing: the times are given."""

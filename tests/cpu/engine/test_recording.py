@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.simulator import replay as replay_module
 from onbeat.simulator.replay import Replay
 from onbeat.simulator.replay_forecast import forecast_with_recorded_times
 from onbeat.simulator.replay_history import read_history
+from tests.cpu.core.shedding import SheddingScheduler, shedding_core
 from tests.fake_runner import FakeRunner
 from tests.pure.recording.recorded import make_header
 
@@ -181,3 +188,42 @@ def test_a_run_planned_ahead_is_simulated_closely(tmp_path: Path) -> None:
     assert forecast.num_matched_steps > 0.95 * forecast.num_steps
     for error in forecast.errors:
         assert error.simulated == pytest.approx(error.measured, rel=0.05), error
+
+
+def test_refusals_and_expiries_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SchedulerConfig(num_blocks=64, max_model_len=256, max_num_seqs=1, max_num_queued_reqs=2)
+    path = tmp_path / "run.gz"
+    recorder = create_record(path)(make_header(config))
+    ticks = itertools.count()
+    core = shedding_core(config, clock=lambda: next(ticks) * 0.005, recorder=recorder)
+    outcomes: Counter[str] = Counter()
+    for index in range(24):
+        slo = SLO(ttft=0.01 if index % 4 == 0 else 0.06)
+        request = Request(
+            request_id=f"r{index}",
+            prompt_token_ids=range(20),
+            sampling=SamplingParams(max_tokens=10),
+            arrival=core._clock(),
+            slo=slo,
+            shed=ShedMode.REJECT,
+        )
+        try:
+            core.add(request)
+        except (Overloaded, SLOUnattainable) as error:
+            outcomes[str(error.code)] += 1
+        outcomes.update(ended(core.step()))
+    while core.has_work:
+        outcomes.update(ended(core.step()))
+    core.shutdown()
+    assert outcomes.keys() == {"slo_unattainable", "server_overloaded", "expired", "length"}
+    assert outcomes.total() == 24
+    monkeypatch.setattr(replay_module, "Scheduler", SheddingScheduler)
+    result = Replay(Recording(path)).run()
+    assert result.is_identical
+    assert result.num_rejected == outcomes["slo_unattainable"] + outcomes["server_overloaded"]
+    assert result.num_expired == outcomes["expired"]
+
+
+def ended(message: StepOutputs | None) -> list[str]:
+    outputs = message.outputs if message is not None else []
+    return [output.finish_reason.value for output in outputs if output.finish_reason is not None]

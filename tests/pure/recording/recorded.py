@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import asdict
 from pathlib import Path
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
@@ -45,15 +46,22 @@ class RecordedRun:
         self.open: dict[str, None] = {}
         self.failing: set[str] = set()
         self.finished: dict[str, FinishReason] = {}
+        self.refused: dict[str, Overloaded | SLOUnattainable] = {}
 
     def tick(self) -> float:
         self.now += 0.1 + 1e-9 * len(self.steps)
         return self.now
 
     def add(self, request: Request) -> None:
-        self.scheduler.add(request)
-        self.open[request.request_id] = None
-        self.writer.add(request, self.tick())
+        now = self.tick()
+        try:
+            self.scheduler.add(request, now)
+        except (Overloaded, SLOUnattainable) as error:
+            self.refused[request.request_id] = error
+            self.writer.add(request, now, refusal=error)
+        else:
+            self.open[request.request_id] = None
+            self.writer.add(request, now)
 
     def abort(self, *request_ids: str) -> None:
         self.note(self.scheduler.abort(request_ids))
@@ -62,12 +70,15 @@ class RecordedRun:
     def step(self) -> None:
         now, before = self.tick(), self.scheduler.num_preemptions
         scheduled = self.scheduler.schedule(now)
+        expired = self.scheduler.take_expired()
+        self.note(expired)
         model = self.scheduler.step_time_model
         self.writer.schedule(
             scheduled,
             now,
             num_preempted=self.scheduler.num_preemptions - before,
             predicted_seconds=model.step_time(scheduled.shape) if model and scheduled else None,
+            expired=expired,
         )
         if scheduled is not None:
             self.steps.append(scheduled)
@@ -111,5 +122,6 @@ class RecordedRun:
 def start_run(
     path: Path, config: SchedulerConfig, *, depth: int = 1, model: StepTimeModel | None = None
 ) -> RecordedRun:
-    writer = create_record(path)(make_header(config, max_in_flight_steps=depth))
+    step_time = None if model is None else {"model": "of the test"}
+    writer = create_record(path)(make_header(config, max_in_flight_steps=depth, step_time=step_time))
     return RecordedRun(config, writer, depth=depth, model=model)

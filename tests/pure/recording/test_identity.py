@@ -10,10 +10,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from onbeat.core.request import FinishReason, Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.residual import ResidualModel
 from onbeat.recording.reader import Recording
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.replay import Replay
 from tests.pure.recording.recorded import start_run
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config
+
+
+def step_time_model() -> Predictor:
+    """Return a model with something to learn: the steps of the driver take about 0.1 s."""
+    residual = ResidualModel.log_normal(0.1)
+    return Predictor(lambda shape: 0.04 + 1e-3 * shape.num_new_tokens, residual).with_learning()
 
 
 class RecordedMachine(RuleBasedStateMachine):
@@ -25,14 +35,23 @@ class RecordedMachine(RuleBasedStateMachine):
         depth=st.sampled_from([1, 2]),
         num_blocks=st.integers(16, 40),
         prefix=st.booleans(),
+        max_requests=st.sampled_from([None, 2]),
+        max_tokens=st.sampled_from([None, 150]),
     )
-    def start(self, policy, order, depth, num_blocks, prefix):
+    def start(self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens):
+        if POLICIES[policy]().needs_step_time:
+            order = "fcfs"  # its own takes the place of priorities
         config = make_config(
-            policy, num_blocks=num_blocks, scheduling_policy=order, enable_prefix_caching=prefix
+            policy,
+            num_blocks=num_blocks,
+            scheduling_policy=order,
+            enable_prefix_caching=prefix,
+            max_num_queued_reqs=max_requests,
+            max_num_queued_tokens=max_tokens,
         )
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name, "run.gz")
-        self.run_ = start_run(self.path, config, depth=depth)
+        self.run_ = start_run(self.path, config, depth=depth, model=step_time_model())
         self.num_requests = 0
 
     @rule(
@@ -42,8 +61,12 @@ class RecordedMachine(RuleBasedStateMachine):
         first_token=st.integers(0, 1),
         salt=st.sampled_from([None, "a"]),
         stop=st.integers(0, 280),
+        slo=st.sampled_from([None, SLO(ttft=0.3, tbt=0.15), SLO(ttft=2.0), SLO(tbt=0.2), SLO(e2e=5.0)]),
+        weight=st.sampled_from([1.0, 4.0]),
+        tenant=st.sampled_from([None, "one", "two"]),
+        shed=st.sampled_from(ShedMode),
     )
-    def arrive(self, num_prompt, max_tokens, priority, first_token, salt, stop):
+    def arrive(self, num_prompt, max_tokens, priority, first_token, salt, stop, slo, weight, tenant, shed):
         self.run_.add(
             Request(
                 request_id=f"r{self.num_requests}",
@@ -52,6 +75,11 @@ class RecordedMachine(RuleBasedStateMachine):
                 arrival=self.run_.now,
                 priority=priority,
                 cache_salt=salt,
+                slo=slo,
+                slo_class=None if slo is None else "some",
+                weight=weight,
+                tenant=tenant,
+                shed=shed,
             )
         )
         self.num_requests += 1
@@ -80,7 +108,7 @@ class RecordedMachine(RuleBasedStateMachine):
     def check(self):
         self.run_.finish()
         recording = Recording(self.path)
-        replay = Replay(recording)
+        replay = Replay(recording, step_time_model())
         result = replay.run()
         assert result.difference is None
         assert result.num_steps == len(self.run_.steps) == recording.num_steps
@@ -90,6 +118,9 @@ class RecordedMachine(RuleBasedStateMachine):
         reasons = list(self.run_.finished.values())
         assert result.num_aborted == reasons.count(FinishReason.ABORT)
         assert result.num_failed == reasons.count(FinishReason.ERROR)
+        assert result.num_expired == reasons.count(FinishReason.EXPIRED)
+        assert result.num_rejected == len(self.run_.refused)
+        assert len(reasons) + len(self.run_.refused) == self.num_requests
         scheduler = self.run_.scheduler
         assert replay.scheduler.num_preemptions == scheduler.num_preemptions
         assert replay.scheduler.num_prefix_hits == scheduler.num_prefix_hits

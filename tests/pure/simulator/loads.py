@@ -9,6 +9,7 @@ import numpy as np
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.config import SimulationConfig
@@ -34,7 +35,7 @@ class ShapeTime:
 
     def with_learning(self) -> Predictor:
         """Return a model for a scheduler of its own, which may ask and teach it anything."""
-        return Predictor(self.seconds).with_learning()
+        return Predictor(self.seconds, ResidualModel.log_normal(0.0)).with_learning()
 
 
 def linear_time() -> ShapeTime:

@@ -10,62 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
-from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica import scheduler as scheduler_module
-from onbeat.scheduler.replica.delivery import last_output
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator import planning
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
+from tests.pure.simulator.shedding import PATIENCE, SheddingScheduler
 
 CLASSES = (
     SLOClass(name="fast", slo=SLO(ttft=0.3, tbt=0.1), share=0.5, weight=2.0),
     SLOClass(name="slow", slo=SLO(ttft=1.0), share=0.5),
 )
-PATIENCE = 3
-
-
-class SheddingScheduler(Scheduler):
-    """Refuses what finds `PATIENCE` requests waiting, gives up what waits past its TTFT, relegates the rest.
-
-    A policy with deadlines does the same with better judgement.
-    """
-
-    added: list[Request]
-
-    def add(self, request: Request, now: float | None = None) -> None:
-        assert now is not None
-        if request.shed is ShedMode.REJECT and len(self.waiting) >= PATIENCE:
-            raise SLOUnattainable("too many wait", predicted_ttft=float(len(self.waiting)))
-        super().add(request, now)
-
-    def schedule(self, now, *, repeats=False):
-        late = [
-            state
-            for state in self.waiting
-            if state.request.shed is ShedMode.REJECT
-            and not state.num_preemptions
-            and now > state.request.arrival + state.request.slo.ttft
-        ]
-        for state in late:
-            output = last_output(state, FinishReason.EXPIRED)
-            output.predicted_ttft = 0.25
-            self._expired.append(output)
-            self._drop(state)
-        return super().schedule(now)
-
-    def update(self, scheduled, result, now):
-        outputs = super().update(scheduled, result, now)
-        for output in outputs:
-            state = self._states.get(output.request_id)
-            if state is not None and state.num_output_tokens == 1:
-                output.predicted_ttft = 0.125
-            output.is_relegated = int(output.request_id) % 2 == 1
-        return outputs
 
 
 @pytest.fixture

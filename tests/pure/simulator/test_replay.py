@@ -6,20 +6,25 @@ import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.correction import OnlineCorrection
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.recording.reader import Recording
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator import replay_forecast
 from onbeat.simulator.replay import Replay, scheduler_config
 from onbeat.simulator.replay_forecast import forecast_with_model, forecast_with_recorded_times
 from onbeat.simulator.replay_history import RecordedStep, RunHistory, read_history
 from onbeat.simulator.replay_times import RecordedStepTimes, StepCycle, step_cycles
+from onbeat.simulator.simulate import simulate
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
 from tests.pure.scheduler.driver import make_config, make_request
 from tests.pure.simulator.loads import ShapeTime
@@ -235,6 +240,52 @@ def test_with_its_own_times_a_simulation_repeats_the_record(path: Path) -> None:
     assert {error.metric for error in forecast.errors} == {"ttft", "itl", "e2el"}
     for error in forecast.errors:
         assert error.relative_error == pytest.approx(0.0, abs=1e-9)
+
+
+def test_policies_that_plan_by_time_are_simulated_with_the_model_they_had(path: Path, monkeypatch) -> None:
+    monkeypatch.setitem(POLICIES, "clairvoyant", lambda: replace(POLICIES["sarathi"](), needs_step_time=True))
+    recording = timed_run(path, linear)
+    history = read_history(recording)
+    config = replace(make_config(), policy="clairvoyant")
+    with pytest.raises(ConfigError, match="the record has no step-time model"):
+        forecast_with_recorded_times(recording, history, config)
+    learner = Predictor(linear).with_learning()
+    monkeypatch.setattr(replay_forecast, "learning_model", lambda header: learner)
+    assert forecast_with_recorded_times(recording, history, config).num_matched_steps == len(history.steps)
+
+
+def test_a_simulation_of_a_record_promises_what_the_record_promised(path: Path, monkeypatch) -> None:
+    """What was refused is left out; limits of the queue refuse nothing a second time."""
+    tight = SLO(ttft=0.5, tbt=0.2)
+    promises: list[dict[str, Any]] = [
+        {"slo": tight, "slo_class": "a", "weight": 2.0, "shed": ShedMode.RELEGATE},
+        {"slo": tight, "weight": 2.0},
+        {},
+    ]
+    config = make_config(max_num_seqs=1, max_num_queued_reqs=2)
+    run = start_run(path, config)
+    for index in range(9):
+        request = make_request(f"r{index}", 20, 10, arrival=run.now)
+        run.add(replace(request, **promises[index % 3]))
+        run.step()
+    run.finish()
+    recording = Recording(path)
+    history = read_history(recording)
+    seen = []
+
+    def listen(load, settings, *args, **options):
+        seen.append((load, settings))
+        return simulate(load, settings, *args, **options)
+
+    monkeypatch.setattr(replay_forecast, "simulate", listen)
+    forecast = forecast_with_recorded_times(recording, history, config)
+    [(load, settings)] = seen
+    assert forecast.num_requests == len(load) == 9 - len(run.refused) < 9
+    assert settings.shed is ShedMode.RELEGATE
+    assert {(each.slo, each.weight) for each in load.classes} == {(tight, 2.0), (SLO(), 1.0)}
+    rejected = [request.record.is_rejected for request in history.requests]
+    wanted = [promises[index % 3].get("slo", SLO()) for index in range(9) if not rejected[index]]
+    assert [load.slo(row) for row in range(len(load))] == wanted
 
 
 def test_the_true_model_foretells_the_record(path: Path) -> None:

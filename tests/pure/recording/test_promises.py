@@ -1,0 +1,220 @@
+"""Objectives, refusals and requests given up: they are recorded, and a replay finds them again."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
+from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.recording.log import AddCall, RecordedRefusal, ScheduleCall
+from onbeat.recording.reader import Recording
+from onbeat.simulator import replay as replay_module
+from onbeat.simulator.replay import Replay
+from onbeat.simulator.replay_history import read_history
+from tests.pure.recording import recorded as recorded_module
+from tests.pure.recording.recorded import RecordedRun, start_run
+from tests.pure.scheduler.driver import make_config
+from tests.pure.simulator.shedding import PATIENCE, SheddingScheduler
+
+SLO_REJECT = SLO(ttft=1.0, tbt=0.5)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.gz"
+
+
+@pytest.fixture
+def shedding(monkeypatch):
+    monkeypatch.setattr(recorded_module, "Scheduler", SheddingScheduler)
+    monkeypatch.setattr(replay_module, "Scheduler", SheddingScheduler)
+
+
+def make_request(name: str, arrival: float, **fields) -> Request:
+    return Request(
+        request_id=name,
+        prompt_token_ids=range(40),
+        sampling=SamplingParams(max_tokens=20),
+        arrival=arrival,
+        **fields,
+    )
+
+
+def shedding_run(path: Path) -> RecordedRun:
+    """More than one at a time is too much: some are refused, some wait in vain."""
+    run = start_run(path, make_config(max_num_seqs=1))
+    for index in range(30):
+        run.add(make_request(str(index), run.now, slo=SLO_REJECT, shed=ShedMode.REJECT))
+        for _ in range(3 * (index % 3 == 0)):
+            run.step()
+    run.finish()
+    return run
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+
+
+def test_what_was_promised_reads_back(path: Path) -> None:
+    run = start_run(path, make_config())
+    run.add(make_request("plain", 1.0))
+    run.add(
+        make_request(
+            "rich",
+            2.0,
+            slo=SLO(ttft=0.5, e2e=9.0),
+            slo_class="gold",
+            weight=3.0,
+            tenant="half \ud800",
+            shed=ShedMode.RELEGATE,
+        )
+    )
+    run.finish()
+    plain, rich = (call for call in Recording(path).calls() if isinstance(call, AddCall))
+    assert (plain.slo, plain.slo_class, plain.weight, plain.tenant) == (None, None, 1.0, None)
+    assert plain.shed is ShedMode.OFF
+    assert rich.slo == (0.5, None, 9.0)
+    assert (rich.slo_class, rich.weight, rich.tenant) == ("gold", 3.0, "half \\ud800")
+    assert rich.shed is ShedMode.RELEGATE
+    assert Replay(Recording(path)).run().is_identical
+    written = lines_of(path)[1]
+    assert not written.keys() & {"slo", "slo_class", "weight", "tenant", "shed", "refused"}
+    records = [request.record for request in read_history(Recording(path)).requests]
+    assert [(record.slo, record.request_class) for record in records] == [
+        (None, None),
+        (SLO(ttft=0.5, e2e=9.0), "gold"),
+    ]
+
+
+def test_a_full_queue_is_recorded_and_found_again(path: Path) -> None:
+    run = start_run(path, make_config(max_num_seqs=1, max_num_queued_reqs=1))
+    for index in range(8):
+        run.add(make_request(str(index), run.now))
+        run.step()
+    run.finish()
+    assert all(isinstance(error, Overloaded) for error in run.refused.values())
+    adds = [call for call in Recording(path).calls() if isinstance(call, AddCall)]
+    assert {call.request_id for call in adds if call.refused} == run.refused.keys() != set()
+    assert {call.refused for call in adds} == {None, RecordedRefusal("server_overloaded")}
+    result = Replay(Recording(path)).run()
+    assert result.is_identical
+    assert (result.num_requests, result.num_rejected) == (8, len(run.refused))
+
+
+@pytest.mark.usefixtures("shedding")
+class TestShedding:
+    def test_refusals_and_expiries_are_found_again(self, path: Path) -> None:
+        run = shedding_run(path)
+        recording = Recording(path)
+        adds = [call for call in recording.calls() if isinstance(call, AddCall)]
+        refused = {call.request_id: call.refused for call in adds if call.refused}
+        assert refused.keys() == run.refused.keys() != set()
+        assert set(refused.values()) == {RecordedRefusal("slo_unattainable", float(PATIENCE), 0.0)}
+        expired = [
+            adds[number].request_id
+            for call in recording.calls()
+            if isinstance(call, ScheduleCall)
+            for number in call.expired
+        ]
+        assert expired == [name for name, reason in run.finished.items() if reason == "expired"] != []
+        result = Replay(recording).run()
+        assert result.is_identical
+        assert (result.num_rejected, result.num_expired) == (len(refused), len(expired))
+        assert run.writer.num_open_requests <= 1
+
+    def test_each_has_a_record_of_its_own(self, path: Path) -> None:
+        run = shedding_run(path)
+        requests = read_history(Recording(path)).requests
+        assert len(requests) == 30
+        for request in requests:
+            record = request.record
+            error = run.refused.get(record.request_id)
+            assert record.is_rejected == (error is not None)
+            if isinstance(error, SLOUnattainable):
+                assert record.finish_reason == "rejected"
+                assert record.predicted_ttft == record.predicted_wait == error.predicted_ttft
+                assert record.scheduled is None
+            else:
+                assert record.finish_reason == run.finished[record.request_id]
+            assert record.end >= record.arrival
+
+    @pytest.mark.parametrize(
+        ("change", "what"),
+        [
+            (lambda line: line.pop("refused"), "refusal of"),
+            (lambda line: line.__setitem__("refused", ["slo_unattainable", 2.5, 0.0]), "refusal of"),
+            (lambda line: line.__setitem__("refused", ["server_overloaded"]), "refusal of"),
+        ],
+    )
+    def test_another_refusal_is_a_difference(self, path: Path, change, what: str) -> None:
+        shedding_run(path)
+        lines = lines_of(path)
+        change(next(line for line in lines if "refused" in line))
+        write_lines(path, lines)
+        difference = Replay(Recording(path)).run().difference
+        assert difference is not None
+        assert difference.what.startswith(what)
+
+    def test_a_refusal_of_a_request_that_was_taken_is_a_difference(self, path: Path) -> None:
+        shedding_run(path)
+        lines = lines_of(path)
+        next(line for line in lines if line.get("call") == "add")["refused"] = ["slo_unattainable", 3.0, 0.0]
+        write_lines(path, lines)
+        difference = Replay(Recording(path)).run().difference
+        assert difference is not None
+        assert (difference.call_index, difference.replayed) == (0, "nothing")
+
+    def test_another_expiry_is_a_difference(self, path: Path) -> None:
+        shedding_run(path)
+        lines = lines_of(path)
+        del next(line for line in lines if "expired" in line)["expired"]
+        write_lines(path, lines)
+        difference = Replay(Recording(path)).run().difference
+        assert difference is not None
+        assert difference.what == "expired requests"
+
+
+class TestVersions:
+    def test_files_of_version_1_are_read(self, path: Path) -> None:
+        """They lack what version 2 added: fields of the configuration too."""
+        run = start_run(path, make_config())
+        for index in range(5):
+            run.add(make_request(str(index), run.now))
+            run.step()
+        run.finish()
+        lines = lines_of(path)
+        assert lines[0]["schema_version"] == 2
+        lines[0]["schema_version"] = 1
+        for name in ("slo_mode", "max_num_queued_reqs", "max_num_queued_tokens"):
+            del lines[0]["scheduler"][name]
+        write_lines(path, lines)
+        assert Replay(Recording(path)).run().is_identical
+
+    def test_files_of_another_version_are_not(self, path: Path) -> None:
+        start_run(path, make_config()).finish()
+        lines = lines_of(path)
+        lines[0]["schema_version"] = 3
+        write_lines(path, lines)
+        with pytest.raises(ConfigError, match=r"version 3, this onbeat reads 1 and 2; replay it with onbeat"):
+            Recording(path)
+
+
+def test_with_a_step_time_model_every_idle_plan_is_recorded(path: Path) -> None:
+    """A policy that plans by time may care when it is asked."""
+    from tests.pure.recording.test_identity import step_time_model
+
+    run = start_run(path, make_config(), model=step_time_model())
+    for _ in range(7):
+        run.step()
+    run.finish()
+    assert Recording(path).num_calls == 7

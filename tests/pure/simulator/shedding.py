@@ -1,0 +1,48 @@
+"""A scheduler that refuses, gives up and relegates requests by rules that a test can foresee."""
+
+from __future__ import annotations
+
+from onbeat.core.errors import SLOUnattainable
+from onbeat.core.request import FinishReason, Request
+from onbeat.core.slo import ShedMode
+from onbeat.scheduler.replica.delivery import last_output
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+PATIENCE = 3
+
+
+class SheddingScheduler(Scheduler):
+    """Refuses what finds `PATIENCE` requests waiting, gives up what waits past its TTFT, relegates the rest.
+
+    A policy with deadlines does the same with better judgement.
+    """
+
+    def add(self, request: Request, now: float | None = None) -> None:
+        assert now is not None
+        if request.shed is ShedMode.REJECT and len(self.waiting) >= PATIENCE:
+            raise SLOUnattainable("too many wait", predicted_ttft=float(len(self.waiting)))
+        super().add(request, now)
+
+    def schedule(self, now, *, repeats=False):
+        late = [
+            state
+            for state in self.waiting
+            if state.request.shed is ShedMode.REJECT
+            and not state.num_preemptions
+            and now > state.request.arrival + state.request.slo.ttft
+        ]
+        for state in late:
+            output = last_output(state, FinishReason.EXPIRED)
+            output.predicted_ttft = 0.25
+            self._expired.append(output)
+            self._drop(state)
+        return super().schedule(now)
+
+    def update(self, scheduled, result, now):
+        outputs = super().update(scheduled, result, now)
+        for output in outputs:
+            state = self._states.get(output.request_id)
+            if state is not None and state.num_output_tokens == 1:
+                output.predicted_ttft = 0.125
+            output.is_relegated = int(output.request_id) % 2 == 1
+        return outputs
