@@ -40,10 +40,11 @@ class ServerSpec:
 class Server:
     """A running server; suspended unless it is its turn."""
 
-    def __init__(self, spec: ServerSpec, process: subprocess.Popen[bytes], url: str) -> None:
+    def __init__(self, spec: ServerSpec, process: subprocess.Popen[bytes], log: Path) -> None:
         self.name = spec.name
-        self.url = url
+        self.url = ""
         self._process = process
+        self._log = log
 
     @contextmanager
     def turn(self) -> Iterator[str]:
@@ -63,6 +64,9 @@ class Server:
             self._signal(signal.SIGKILL)
             self._process.wait(10)
 
+    def log_tail(self, size: int = 3000) -> str:
+        return self._log.read_text(errors="replace")[-size:]
+
     def _signal(self, number: signal.Signals) -> None:
         # The process group is the server's own: it was started as the leader of a session.
         if self._process.poll() is None:
@@ -79,7 +83,10 @@ class Fleet:
     def __enter__(self) -> Fleet:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            for server in self.servers.values():
+                print(f"--- end of the log of {server.name}:\n{server.log_tail()}", flush=True)
         self._stack.close()
 
     def start(self, spec: ServerSpec) -> Server:
@@ -90,7 +97,7 @@ class Fleet:
             process = subprocess.Popen(
                 spec.command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
             )
-        server = Server(spec, process, "")
+        server = Server(spec, process, log)
         self._stack.callback(server.stop)
         server.url = _wait_until_ready(spec, process, log)
         server._signal(signal.SIGSTOP)

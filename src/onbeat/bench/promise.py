@@ -47,6 +47,8 @@ class SLOTransport:
         }
         if record.request_class not in {None, UNNAMED_CLASS}:
             fields["class"] = record.request_class
+        if record.weight != 1:
+            fields["weight"] = record.weight
         if self.asks_to_shed:
             fields["shed"] = True
         return {"slo": fields}
@@ -76,8 +78,8 @@ def check_transport(send: SendSLO, classes: Sequence[SLOClass], *, asks_to_shed:
         return
     if asks_to_shed and send not in {"auto", "body"}:
         raise ConfigError(f"--shed is asked for in the body: --send-slo {send} does not send one")
-    if send == "headers" and any(each.slo.e2e is not None for each in classes):
-        raise ConfigError("--send-slo headers has no header for an e2e objective: use --send-slo body")
+    if send == "headers" and any(each.slo.e2e is not None or each.weight != 1 for each in classes):
+        raise ConfigError("--send-slo headers has none for e2e objectives and weights: use --send-slo body")
 
 
 def choose_transport(send: SendSLO, *, is_onbeat: bool, asks_to_shed: bool) -> SLOTransport:
@@ -110,4 +112,4 @@ class Promises:
         if self._class_ids is None:
             return
         own = self._classes[int(self._class_ids[record.index])]
-        record.slo, record.request_class = own.slo, own.name
+        record.slo, record.request_class, record.weight = own.slo, own.name, own.weight

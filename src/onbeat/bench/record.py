@@ -66,6 +66,8 @@ class RequestRecord:
     slo: SLO | None = None
     """What the run holds it to; None is nothing."""
     request_class: str | None = None
+    weight: float = 1.0
+    """Worth of keeping its promise beside those of others."""
     group: str | None = None
     """Kind of prompt, where a data set mixes several."""
     verdict: ServerVerdict | None = None

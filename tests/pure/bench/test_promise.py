@@ -33,6 +33,14 @@ def test_the_body_names_class_and_objectives_in_milliseconds() -> None:
     assert transport.headers(record(TIGHT)) == {}
 
 
+def test_a_weight_is_sent_where_it_is_not_one() -> None:
+    heavy = SLOClass(name="heavy", slo=SLO(ttft=0.5), weight=3.0)
+    made = record()
+    Promises((heavy,), 1, seed=0).note(made)
+
+    assert SLOTransport(how="body").body(made)["slo"] == {"ttft_ms": 500.0, "class": "heavy", "weight": 3.0}
+
+
 def test_a_class_made_of_flags_has_no_name_for_the_server() -> None:
     own = SLOClass(name="default", slo=SLO(ttft=0.5))
 
@@ -83,7 +91,7 @@ def test_shedding_cannot_be_asked_of_a_server_that_is_not_told() -> None:
             {"send_slo": "headers", "asks_to_shed": True, "slo_classes": (TIGHT, LOOSE)},
             "asked for in the body",
         ),
-        ({"send_slo": "headers", "slo_classes": (TIGHT, LOOSE)}, "no header for an e2e objective"),
+        ({"send_slo": "headers", "slo_classes": (TIGHT, LOOSE)}, "none for e2e objectives and weights"),
     ],
 )
 def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str) -> None:
