@@ -83,7 +83,7 @@ def _ablation(args: argparse.Namespace) -> Finding:
         cells=CELLS,
         policies=[SUBJECT, *VARIANTS],
         num_seeds=args.seeds,
-        num_requests={cell.workload: args.requests for cell in CELLS},
+        num_requests=lambda _cell: args.requests,
         long_factor=1,
         tag=args.tag,
         deadline=time.time() + args.minutes * 60 if args.minutes else FOREVER,

@@ -19,13 +19,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from slo_study.cells import BOUND, OBJECTIVES, SET_UPS, STATIC_POLICIES, WORKLOADS, all_cells
+from slo_study.cells import (
+    BOUND,
+    MORE_WORKLOADS,
+    OBJECTIVES,
+    SET_UPS,
+    STATIC_POLICIES,
+    WORKLOADS,
+    Cell,
+    all_cells,
+)
 from slo_study.charts import attainment_chart, ratio_chart, write_image
 from slo_study.probe import Probe, measure_curves, run_probe
 from slo_study.report import Study, markdown
@@ -36,7 +44,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES
 from onbeat.planner.parallel import run_tasks
 
-NUM_REQUESTS = {"poisson": 600, "azure-code": 600, "azure-conv": 600, "mooncake": 400}
+NUM_REQUESTS = {"poisson": 600, "azure-code": 600, "azure-conv": 600, "mooncake": 300, "mooncake-ticks": 300}
+FASTER = {"poisson": 1000, "azure-conv": 1000}
+"""Of `llama`, which serves conversations so fast that fewer requests would last but seconds."""
 RESULTS = Path(__file__).parent / "results" / "slo-study.jsonl"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PLANNING_POLICIES = ("slo", "niyama", "edf")
@@ -47,14 +57,16 @@ and Llama-3.1-8B on one H100 SXM, uncalibrated roofline step times as in `onbeat
 seqs` 256 for every policy, whole-prompt policies with the token budget that they need. Every request
 declares exactly its output length, which is what `orca` reserves memory for. `poisson` draws lengths
 from the Azure conversation trace; on the traces a seed is a window that starts elsewhere, and the rate
-is set by squeezing its times. A capacity is the highest rate at which the share of the requests is good,
-to 1 %, with Student's t interval over the seeds; ratios are of pairs (equal requests), with the interval
-of their logarithms. Requests that an idle machine with an empty prefix cache could not serve in time
-(*hopeless*) count neither way; those that do not fit the context (*over-long*) are left out. Both
-columns are means over the seeds. A cell *binds* where the best hand-tuned policy's capacity is 5 to 95 %
-of its own with both objectives ten times looser (the percentage shown; from windows twice as long). The
-bound of these very requests is what no policy can pass; that for ever longer loads leaves out the work
-that a finite run may do after its last arrival, so a run may pass it (`onbeat.planner.fluid_bound`).
+is set by squeezing its times. Mooncake's clock ticks every 3 s; requests of one tick are spread over it
+at random (as recorded, some ten come at once at every rate, and no policy keeps even 90 %). A capacity
+is the highest rate at which the share of the requests is good, to 1 %, with Student's t interval over
+the seeds; ratios are of pairs (equal requests), with the interval of their logarithms. Requests that an
+idle machine with an empty prefix cache could not serve in time (*hopeless*) count neither way; those
+that do not fit the context (*over-long*) are left out. Both columns are means over the seeds. A cell
+*binds* where the best hand-tuned policy's capacity is 5 to 95 % of its own with both objectives ten
+times looser (the percentage shown; from windows twice as long). The bound of these very requests is what
+no policy can pass; that for ever longer loads leaves out the work that a finite run may do after its
+last arrival, so a run may pass it (`onbeat.planner.fluid_bound`).
 """
 
 
@@ -107,7 +119,7 @@ def _show(line: Line) -> None:
 
 def probe(args: argparse.Namespace) -> None:
     for cell in _cells(args):
-        num_requests = _num_requests(args)[cell.workload]
+        num_requests = _num_requests(args)(cell)
         run_probe(
             Probe(
                 cell=cell,
@@ -140,19 +152,24 @@ def curve(args: argparse.Namespace) -> None:
             policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
             rates=args.rate,
             seeds=range(args.seeds),
-            num_requests=_num_requests(args)[cell.workload],
+            num_requests=_num_requests(args)(cell),
         )
     )
     title = f"Attainment: {cell} ({args.seeds} seeds)"
     print(f"written: {write_image(attainment_chart(title, points, bound), IMAGES / 'slo-attainment.png')}")
 
 
-def _cells(args: argparse.Namespace) -> list[Any]:
+def _cells(args: argparse.Namespace) -> list[Cell]:
     return all_cells(args.set_up, args.workload, args.slo, args.mode)
 
 
-def _num_requests(args: argparse.Namespace) -> dict[str, int]:
-    return {name: args.requests or count for name, count in NUM_REQUESTS.items()}
+def _num_requests(args: argparse.Namespace) -> Callable[[Cell], int]:
+    def count(cell: Cell) -> int:
+        if args.requests:
+            return int(args.requests)
+        return (FASTER if cell.set_up == "llama" else {}).get(cell.workload, NUM_REQUESTS[cell.workload])
+
+    return count
 
 
 def _names(text: str) -> list[str]:
@@ -166,7 +183,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--set-up", nargs="+", choices=tuple(SET_UPS), default=())
-    shared.add_argument("--workload", nargs="+", choices=WORKLOADS, default=())
+    shared.add_argument("--workload", nargs="+", choices=(*WORKLOADS, *MORE_WORKLOADS), default=())
     shared.add_argument("--slo", nargs="+", choices=tuple(OBJECTIVES), default=())
     shared.add_argument("--mode", nargs="+", choices=SLO_MODES, default=())
     shared.add_argument("--policy", type=_names, action="extend", help="names, separated by commas")

@@ -26,6 +26,8 @@ SET_UPS = {
     "llama": ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm", max_num_seqs=MAX_NUM_SEQS),
 }
 WORKLOADS = ("poisson", "azure-code", "azure-conv", "mooncake")
+MORE_WORKLOADS = ("mooncake-ticks",)
+"""Only where they are asked for."""
 
 
 def _one(ttft: float, tbt: float) -> tuple[SLOClass, ...]:

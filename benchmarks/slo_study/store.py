@@ -12,7 +12,7 @@ from typing import Any
 from slo_study.cells import BOUND, Cell, is_blind, settings_of
 from slo_study.grid_search import RATE_STEP
 
-STUDY_VERSION = 1
+STUDY_VERSION = 2
 """Counts up with changes to loads or scoring that make earlier results incomparable."""
 
 
@@ -42,8 +42,6 @@ class Line:
     """Likewise in the longer window with loosened objectives."""
     unbounded: list[str] = field(default_factory=list)
     """Shares that even the highest rate of the search keeps."""
-    curve: list[tuple[int, float]] = field(default_factory=list)
-    """(index of a rate, attainment) of the runs that went to their end."""
     num_runs: int = 0
     seconds: float = 0.0
 
@@ -91,9 +89,7 @@ class Store:
             return []
         found: dict[Any, Line] = {}
         for text in self.path.read_text(encoding="utf-8").splitlines():
-            values = json.loads(text)
-            values["curve"] = [tuple(point) for point in values["curve"]]
-            line = Line(**values)
+            line = Line(**json.loads(text))
             found[line.key, line.fingerprint] = line
         return list(found.values())
 

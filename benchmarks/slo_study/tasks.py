@@ -59,8 +59,8 @@ class Plan:
     cells: Sequence[Cell]
     policies: Sequence[str]
     num_seeds: int
-    num_requests: Mapping[str, int]
-    """Workload -> requests of a seed."""
+    num_requests: Callable[[Cell], int]
+    """Requests of a seed of a cell; the same for cells of one set-up and workload."""
     long_factor: int
     tag: str
     deadline: float
@@ -74,9 +74,9 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
     policies = sorted(plan.policies, key=lambda name: not is_blind(name))
     tasks: list[Task] = []
     for policy in policies:
-        for (set_up, workload), group in groupby(sorted(plan.cells), key=lambda c: (c.set_up, c.workload)):
+        for (set_up, _), group in groupby(sorted(plan.cells), key=lambda c: (c.set_up, c.workload)):
             cells = tuple(group)
-            num_requests = plan.num_requests[workload]
+            num_requests = plan.num_requests(cells[0])
             mark = fingerprint(set_up, policy, num_requests, plan.long_factor, plan.tag)
             for together in [cells] if is_blind(policy) else [(cell,) for cell in cells]:
                 seeds = tuple(
@@ -278,7 +278,6 @@ def _line(
         long=long.capacity(cell) if long else {},
         loose=loose.capacity(cell) if loose else {},
         unbounded=own.unbounded(cell),
-        curve=own.trials.curve(question),
         num_runs=own.trials.num_runs,
         seconds=round(seconds, 2),
     )

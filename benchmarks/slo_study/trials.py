@@ -140,11 +140,6 @@ class Trials:
     def hopeless(self, question: Question) -> NDArray[np.bool_]:
         return self._scored[question].hopeless
 
-    def curve(self, question: Question) -> list[tuple[int, float]]:
-        """Return (rate's index, share) of the runs that went to their end."""
-        answers = ((index, each[question]) for index, each in sorted(self._answers.items()))
-        return [(index, round(answer.at_most, 5)) for index, answer in answers if answer.is_exact]
-
     def _score_with(self, bare: OfferedLoad, question: Question, seed: int) -> _Scored:
         classes = OBJECTIVES[question.slo]
         if question.is_loose:
