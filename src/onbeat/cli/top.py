@@ -61,7 +61,7 @@ async def _run(console: Console, root: str, api_key: str | None, interval: float
 
     async with open_source(root, api_key) as source:
         screen = _Screen(root)
-        screen.take(await source.fetch())
+        screen.take(await source.fetch(), has_engine=await source.has_engine())
         if interval is None:
             console.print(screen.frame())
         else:
@@ -74,7 +74,7 @@ async def _watch(console: Console, source: MetricsSource, screen: _Screen, inter
         while True:
             await asyncio.sleep(interval)
             try:
-                screen.take(await source.fetch())
+                screen.take(await source.fetch(), has_engine=await source.has_engine())
             except ConfigError as error:
                 screen.miss(error)
             live.update(screen.frame(), refresh=True)
@@ -91,10 +91,12 @@ class _Screen:
         self._seen_at = 0.0
         self._note = ""
 
-    def take(self, scrape: Scrape) -> None:
+    def take(self, scrape: Scrape, *, has_engine: bool) -> None:
         self._history.add(scrape, time.monotonic())
         self._seen_at = time.time()
-        self._note = ""
+        self._note = (
+            "" if has_engine else "The engine has ended: the server must be started again. See its log."
+        )
 
     def miss(self, error: ConfigError) -> None:
         since = time.strftime("%H:%M:%S", time.localtime(self._seen_at))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -32,7 +33,16 @@ class MetricsSource:
 
     def __init__(self, session: aiohttp.ClientSession, root: str) -> None:
         self._session = session
+        self._root = root
         self._url = root + PATH
+
+    async def has_engine(self) -> bool:
+        """Return whether the server's engine is alive, as far as it says so."""
+        try:
+            async with self._session.get(self._root + "/health") as response:
+                return response.status != HTTPStatus.SERVICE_UNAVAILABLE
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            return True  # the metrics tell whether the server is there
 
     async def fetch(self) -> Scrape:
         """Return the metrics as they stand.

@@ -9,17 +9,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class MetricsServer:
-    """Answers every path alike until stopped.
+    """Answers /health, and every other path alike, until stopped.
 
     Attributes
     ----------
-    text, status : of the answer.
+    text, status : of the metrics.
+    health : status of /health.
     paths, keys : what was asked for, and with which Authorization header.
     """
 
     def __init__(self, text: str, *, status: int = 200) -> None:
         self.text = text
         self.status = status
+        self.health = 200
         self.paths: list[str] = []
         self.keys: list[str | None] = []
         self._server: ThreadingHTTPServer | None = None
@@ -37,8 +39,9 @@ class MetricsServer:
             def do_GET(self) -> None:
                 shown.paths.append(self.path)
                 shown.keys.append(self.headers["Authorization"])
-                body = shown.text.encode()
-                self.send_response(shown.status)
+                is_health = self.path == "/health"
+                body = b"" if is_health else shown.text.encode()
+                self.send_response(shown.health if is_health else shown.status)
                 self.send_header("Content-Type", "text/plain; charset=utf-8")
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()

@@ -56,7 +56,7 @@ def test_without_a_terminal_it_prints_one_frame(flags: tuple[str, ...], run_top)
     assert "2 slo_unattainable" in run.stdout
     assert "\x1b" not in run.stdout
     assert max(map(len, run.stdout.splitlines())) == 80
-    assert server.paths == ["/metrics"]
+    assert server.paths == ["/metrics", "/health"]
 
 
 def test_once_in_a_terminal_prints_one_frame_and_ends() -> None:
@@ -70,7 +70,7 @@ def test_once_in_a_terminal_prints_one_frame_and_ends() -> None:
 def test_the_key_is_sent(run_top) -> None:
     with showing(STORED) as server:
         assert run_top(server.url, "--api-key", "secret").returncode == 0
-    assert server.keys == ["Bearer secret"]
+    assert set(server.keys) == {"Bearer secret"}
 
 
 def test_it_follows_the_server_and_ends_on_ctrl_c() -> None:
@@ -97,6 +97,15 @@ def test_a_server_that_goes_away_is_waited_for() -> None:
         terminal.wait_for("3 running")
         terminal.wait_for("last 0 s")  # a new server: nothing is compared with the old one
         assert terminal.press_ctrl_c() == 130
+
+
+@pytest.mark.parametrize(("health", "foot"), [(503, "The engine has ended"), (404, "Since the server")])
+def test_a_server_whose_engine_died_says_so(health: int, foot: str, run_top) -> None:
+    with showing(STORED) as server:
+        server.health = health
+        run = run_top(server.url)
+    assert run.returncode == 0
+    assert run.stdout.splitlines()[-1].startswith(foot)
 
 
 def test_another_server_in_its_place_is_no_end() -> None:
