@@ -61,10 +61,12 @@ def fingerprint(set_up: str, policy: str, num_requests: int, long_factor: int, t
     ----------
     tag : version of the policies that plan with objectives; hand-tuned ones are older than any.
     """
+    replica = settings_of(set_up, policy)
     settings = {
         "version": STUDY_VERSION,
         "step": RATE_STEP,
-        "replica": str(settings_of(set_up, policy)),
+        "replica": [replica.model, replica.device, replica.max_num_seqs, replica.max_num_batched_tokens],
+        "policy": policy,
         "num_requests": num_requests,
         "long": long_factor if is_blind(policy) else None,
         "tag": tag_of(policy, tag),
