@@ -27,6 +27,8 @@ class Book:
     def __init__(self, folder: Path, images: Path, *, day: str | None = None) -> None:
         self._stem = folder / f"{day or date.today().isoformat()}-slo-live"
         self.images = images
+        self.busy_share = 0.0
+        """Share of the machine's CPU time that others used when the study began."""
 
     @property
     def page(self) -> Path:
@@ -47,11 +49,12 @@ class Book:
         """Replace the section and the numbers of a study."""
         everything = json.loads(self.numbers.read_text(encoding="utf-8")) if self.numbers.exists() else {}
         stamp = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "commit": git_commit()}
-        everything[study] = stamp | numbers
+        everything[study] = stamp | {"busy_share_at_start": self.busy_share} | numbers
         self.numbers.parent.mkdir(parents=True, exist_ok=True)
         self.numbers.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
         page = self.page.read_text(encoding="utf-8") if self.page.exists() else head()
-        body = f"{stamp['at']}, commit {stamp['commit']}.\n\n{text.strip()}"
+        busy = f"others used {self.busy_share:.0%} of the CPU time at the start"
+        body = f"{stamp['at']}, commit {stamp['commit']}; {busy}.\n\n{text.strip()}"
         self.page.write_text(replace_section(page, heading, body), encoding="utf-8")
         print(f"\n## {heading}\n\n{body}\n\nwrote {self.page.name} and {self.numbers.name}", flush=True)
 

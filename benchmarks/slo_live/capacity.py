@@ -21,7 +21,7 @@ RAMP = (0.35, 1.15)
 FULL_BATCH = 16
 RUN_COLUMNS = ["server", "round", "req/s", "offered", "good", "good in gap mode"]
 RUN_COLUMNS += ["TTFT P50/P99, ms", "TBT P99, ms"]
-PROBE_SECONDS, RUN_SECONDS, RUNS_PER_ROUND = 20.0, 48.0, 2
+PROBE_SECONDS, RUN_SECONDS, RUNS_PER_ROUND = 20.0, 42.0, 2
 
 
 def run(context: Context) -> None:

@@ -99,8 +99,9 @@ class Context:
             f"{self.args.study}: {num_starts} servers, {len(run_seconds)} runs, about {total / 60:.1f} min",
             flush=True,
         )
-        if (busy := busy_share()) > NOISY_SHARE:
-            print(f"warning: {busy:.0%} of this machine's CPU time is in use by others", flush=True)
+        self.book.busy_share = busy_share()
+        if self.book.busy_share > NOISY_SHARE:
+            print(f"warning: others use {self.book.busy_share:.0%} of this machine's CPU time", flush=True)
 
     def turns(self, names: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield (round, server): A B, then B A, so that a drift of the machine favours nobody."""
