@@ -177,11 +177,12 @@ def _history(attainment: Sequence[float | None], step_seconds: Sequence[float | 
     rows = _grid()
     longest = max((value for value in step_seconds if value is not None), default=0.0)
     share = next((value for value in reversed(attainment) if value is not None), None)
+    scale = f"max {duration(longest)}"
     if share is not None:
-        rows.add_row("attainment", _Sparkline(attainment, high=1.0, last=percent(share), style="green"))
-    rows.add_row(
-        "step time", _Sparkline(step_seconds, high=longest, last=f"max {duration(longest)}", style="cyan")
-    )
+        # Padded, so that what was at the same time stands one above the other.
+        last = percent(share).ljust(len(scale))
+        rows.add_row("attainment", _Sparkline(attainment, high=1.0, last=last, style="green"))
+    rows.add_row("step time", _Sparkline(step_seconds, high=longest, last=scale, style="cyan"))
     return rows
 
 
