@@ -22,9 +22,9 @@ def duration(seconds: float | None) -> str:
     """Return a time in the unit that suits it, from microseconds to hours."""
     if seconds is None:
         return NOTHING
-    if seconds < 0.9995e-3:
+    if 0 < seconds < 0.9995e-3:
         return f"{short(seconds * 1e6)} µs"
-    if seconds < 0.9995:
+    if 0 < seconds < 0.9995:
         return f"{short(seconds * 1e3)} ms"
     if seconds < 120:
         return f"{short(seconds)} s"
