@@ -70,7 +70,7 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
     """Return the work that is left, the quick policies first: their answers start the others' searches."""
     lines = list(done)
     have = {(line.key, line.fingerprint) for line in lines}
-    anchors = _anchors(lines)
+    anchors = _Anchors(lines)
     policies = sorted(plan.policies, key=lambda name: not is_blind(name))
     tasks: list[Task] = []
     for policy in policies:
@@ -94,24 +94,33 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
                             long_factor=plan.long_factor,
                             fingerprint=mark,
                             tag=tag_of(policy, plan.tag),
-                            anchors=anchors.get(together[0], {}),
+                            anchors=anchors.of(together[0], policy, seeds),
                             deadline=plan.deadline,
                         )
                     )
     return tasks
 
 
-def _anchors(lines: Sequence[Line]) -> dict[Cell, dict[tuple[int, float], float]]:
-    """Return the best capacity of hand-tuned policies that is known, per cell, seed and share."""
-    best: dict[Cell, dict[tuple[int, float], float]] = {}
-    for line in lines:
-        if not is_blind(line.policy):
-            continue
-        own = best.setdefault(line.cell, {})
-        for share, rate in line.capacity.items():
-            key = line.seed, float(share)
-            own[key] = max(own.get(key, 0.0), rate)
-    return best
+class _Anchors:
+    """Capacities that are known, for searches to start from."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        self._own: dict[tuple[Cell, str], dict[tuple[int, float], float]] = {}
+        self._best: dict[Cell, dict[tuple[int, float], float]] = {}
+        """Of the hand-tuned policies."""
+        for line in lines:
+            for share, rate in line.capacity.items():
+                key = line.seed, float(share)
+                self._own.setdefault((line.cell, line.policy), {})[key] = rate
+                if is_blind(line.policy):
+                    best = self._best.setdefault(line.cell, {})
+                    best[key] = max(best.get(key, 0.0), rate)
+
+    def of(self, cell: Cell, policy: str, seeds: Sequence[int]) -> Anchors:
+        """Return the policy's own earlier capacities where all seeds have them, else the best of others."""
+        own = self._own.get((cell, policy), {})
+        has_all = all(own.get((seed, share), 0.0) > 0 for seed in seeds for share in SHARES)
+        return own if has_all else self._best.get(cell, {})
 
 
 def run_task(task: Task, context: TaskContext) -> int:
