@@ -100,13 +100,15 @@ def paired_ratios(runs: list[dict[str, Any]], key: str) -> list[float]:
 
 def draw(gaps: dict[str, np.ndarray], tbt: float) -> Any:
     made = plots.figure(
-        "Gaps between tokens while long prompts arrive", "gap (ms, log)", "gaps longer than this (%, log)"
+        "Gaps between tokens while long prompts arrive",
+        "gap (ms, log; dotted: the objective)",
+        "gaps longer than this (%, log)",
     )
     for (name, own), colour in zip(gaps.items(), plots.COLOURS, strict=False):
         ordered = np.sort(own)
         share = 100 * (1 - np.arange(len(ordered)) / len(ordered))
         made.add_scatter(x=ordered, y=share, mode="lines", line={"color": colour, "width": 2}, name=name)
-    made.add_vline(x=tbt * 1e3, line_dash="dot", line_color="#777")
+    made.add_vline(x=tbt * 1e3, **plots.OBJECTIVE)
     made.add_hline(y=1, line_dash="dot", line_color="#777")
-    made.update_layout(xaxis={"type": "log"}, yaxis={"type": "log"})
+    made.update_layout(xaxis=plots.LOG_AXIS, yaxis=plots.LOG_AXIS)
     return made

@@ -116,15 +116,15 @@ def draw(results: list[tuple[str, int, Result]], objective: float) -> Any:
     made = plots.figure(
         "Waiting for the first token, or for a refusal, at twice the capacity",
         "arrival (s)",
-        "time from arrival (ms, log)",
+        "time from arrival (ms, log; dotted: the objective)",
     )
     for (name, index, result), colour in zip(results[:2], plots.COLOURS, strict=False):
         if index:
             continue
         add_points(made, f"{name}: first token", colour, "circle", answers(result))
         add_points(made, f"{name}: refused", plots.COLOURS[2], "x", refusals(result))
-    made.add_hline(y=objective * 1e3, line_dash="dot", line_color="#777")
-    made.update_layout(yaxis={"type": "log"})
+    made.add_hline(y=objective * 1e3, **plots.OBJECTIVE)
+    made.update_layout(yaxis=plots.LOG_AXIS)
     return made
 
 

@@ -14,6 +14,12 @@ WIDTH, HEIGHT = 900, 480
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
+# Plotly's own ticks of a logarithmic axis leave out the zeros of most numbers.
+TICKS = [digit * 10.0**power for power in range(-3, 6) for digit in (1, 2, 5)]
+LOG_AXIS = {"type": "log", "tickvals": TICKS, "ticktext": [f"{tick:g}" for tick in TICKS]}
+OBJECTIVE = {"line_dash": "dot", "line_color": "#777"}
+
+
 def figure(title: str, x: str, y: str) -> go.Figure:
     made = go.Figure()
     made.update_layout(
