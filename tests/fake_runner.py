@@ -11,6 +11,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.fake_step_time import LinearStepTime
 
 
 class FakeRunner:
@@ -59,4 +60,6 @@ def build_fake_engine(
     on_progress("building a fake engine")
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | changes))
     executor = ThreadExecutor(FakeRunner(step_seconds))
-    return EngineCore(Scheduler(config), executor, max_in_flight_steps=max_in_flight_steps), fake_info(config)
+    return EngineCore(
+        Scheduler(config, LinearStepTime()), executor, max_in_flight_steps=max_in_flight_steps
+    ), fake_info(config)

@@ -136,7 +136,7 @@ class Request:
     """Worth of keeping its promise beside that of others, above 0; the larger, the more important."""
     tenant: str | None = None
     """Who shares what is scarce fairly with other tenants; None is one tenant of its own."""
-    shed: ShedMode = ShedMode.OFF
+    shed: ShedMode = ShedMode.RELEGATE
     """What to do where its TTFT objective is predicted to be missed."""
 
 

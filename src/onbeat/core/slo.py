@@ -61,7 +61,7 @@ class ShedMode(StrEnum):
     """What becomes of a request that is predicted to miss its TTFT objective."""
 
     OFF = "off"
-    """Nobody asks: it takes its turn like any other."""
+    """Nobody asks: it keeps its turn, by its deadline, even when that has passed."""
     RELEGATE = "relegate"
     """It is served as best effort, from what is left over."""
     REJECT = "reject"

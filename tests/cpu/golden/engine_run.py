@@ -13,6 +13,7 @@ from onbeat.engine.models.model import Model
 from onbeat.engine.sampler import Sampler
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.fake_step_time import LinearStepTime
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,9 @@ def run_engine(
         max_model_len=max_model_len,
         sampler=Sampler(model.config.vocab_size, model.device),
     )
-    core = EngineCore(Scheduler(config), ThreadExecutor(runner), max_in_flight_steps=setting.depth)
+    core = EngineCore(
+        Scheduler(config, LinearStepTime()), ThreadExecutor(runner), max_in_flight_steps=setting.depth
+    )
     tokens: dict[str, list[int]] = {}
     num_mixed_steps = 0
     for repeat in range(setting.repeats):

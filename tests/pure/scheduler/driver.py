@@ -9,6 +9,7 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.fake_step_time import LinearStepTime
 
 POLICY_NAMES = tuple(POLICIES)
 
@@ -55,7 +56,7 @@ class Driver:
     """
 
     def __init__(self, config: SchedulerConfig, *, depth: int = 1) -> None:
-        self.scheduler = Scheduler(config)
+        self.scheduler = Scheduler(config, LinearStepTime())
         self.depth = depth
         self.now = 0.0
         self.log: list[SchedulerOutput] = []

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config
 
 ARRIVALS = st.lists(
@@ -32,7 +33,7 @@ def request(index: int, num_prompt_tokens: int, max_tokens: int) -> Request:
 
 def run(config, arrivals, *, repeats: bool) -> list[tuple[object, ...]]:
     """Return what every step held and delivered, a step that was run n times as n entries."""
-    scheduler = Scheduler(config)
+    scheduler = Scheduler(config, LinearStepTime())
     waiting = sorted((step, index) for index, (step, _, _) in enumerate(arrivals))
     log: list[tuple[object, ...]] = []
     step, context = 0, 0
@@ -68,7 +69,7 @@ def test_repeated_steps_equal_single_steps(policy, arrivals, num_blocks, prefix)
 
 
 def test_a_long_decode_is_one_step() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = Scheduler(make_config(), LinearStepTime())
     scheduler.add(replace(request(0, 20, 100), block_hashes=()))
     first = scheduler.schedule(0.0, repeats=True)
     assert first is not None
@@ -83,7 +84,7 @@ def test_a_long_decode_is_one_step() -> None:
 
 
 def test_nothing_is_repeated_unasked() -> None:
-    scheduler = Scheduler(make_config())
+    scheduler = Scheduler(make_config(), LinearStepTime())
     scheduler.add(request(0, 1, 100))
     for step in range(2):
         scheduled = scheduler.schedule(float(step))

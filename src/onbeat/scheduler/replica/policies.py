@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
+from onbeat.scheduler.replica.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.parts import (
     QUEUE_ORDERS,
     ChunkedPrompts,
@@ -19,8 +20,9 @@ from onbeat.scheduler.replica.parts import (
     ReservePrompt,
     WholePrompts,
 )
-from onbeat.scheduler.replica.slo.composer import SLOComposer, SLOTuning
+from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
+from onbeat.scheduler.replica.slo.tuning import SLOTuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,8 @@ class Policy:
     """Whether it plans with predicted step times."""
     keeps_deadlines: bool = False
     """Whether it follows the deadlines of each request's tokens."""
+    promises: SLOComposer | None = None
+    """Who predicts what newcomers may expect and remembers what was promised; None where nobody does."""
 
 
 def _static() -> Policy:
@@ -71,11 +75,24 @@ def _edf() -> Policy:
 
 def make_slo_policy(tuning: SLOTuning | None = None) -> Policy:
     """Return the SLO policy, or a variant of it."""
+    composer = SLOComposer(tuning)
     return Policy(
-        SLOComposer(tuning),
+        composer,
         ReleaseAtOnce(),
         whole_prompts=False,
         order=EarliestDeadline(),
+        needs_step_time=True,
+        keeps_deadlines=True,
+        promises=composer,
+    )
+
+
+def _niyama() -> Policy:
+    return Policy(
+        NiyamaComposer(),
+        ReleaseAtOnce(),
+        whole_prompts=False,
+        order=HybridPriority(),
         needs_step_time=True,
         keeps_deadlines=True,
     )
@@ -90,6 +107,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "chunk-only": _chunk_only,
     "slo": make_slo_policy,
     "edf": _edf,
+    "niyama": _niyama,
 }
 """The last two are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4): whole prompts
 beside decodes, and chunks that take turns with decodes."""

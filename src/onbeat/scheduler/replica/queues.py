@@ -12,6 +12,10 @@ def _sort_key(state: RequestState) -> tuple[float, ...]:
     return state.sort_key
 
 
+def _rank(state: RequestState) -> float:
+    return state.sort_key[0]
+
+
 class WaitingQueue:
     """Requests by ascending `sort_key`.
 
@@ -34,9 +38,14 @@ class WaitingQueue:
         index = self._first + offset
         return self._items[index] if index < len(self._items) else None
 
+    def before(self, rank: float) -> list[RequestState]:
+        """Return the requests of a lower rank, in order."""
+        index = bisect_left(self._items, rank, lo=self._first, key=_rank)
+        return self._items[self._first : index]
+
     def first_from(self, rank: float, most: int = 32) -> list[RequestState]:
         """Return the first requests of at least this rank."""
-        index = bisect_left(self._items, rank, lo=self._first, key=lambda state: state.sort_key[0])
+        index = bisect_left(self._items, rank, lo=self._first, key=_rank)
         return self._items[index : index + most]
 
     def push(self, state: RequestState) -> None:

@@ -38,6 +38,7 @@ class RequestState:
         "is_best_effort",
         "is_in_flight",
         "last_delivery",
+        "last_preemption",
         "max_total_tokens",
         "next_deadline",
         "num_allocated_tokens",
@@ -109,6 +110,8 @@ class RequestState:
         self.predicted_ttft: float | None = None
         """Predicted at its arrival, seconds."""
         self.last_delivery = -inf
+        self.last_preemption = -inf
+        """When it was last preempted; kept by policies with deadlines."""
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
 

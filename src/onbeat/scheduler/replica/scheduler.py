@@ -84,6 +84,9 @@ class Scheduler:
         """(step id, rows, when it was planned)"""
         self._expired: list[RequestOutput] = []
         self._last_update = float("-inf")
+        self._promises = self._policy.promises
+        self._busy_until = float("-inf")
+        """When the last planned step is expected to end; kept for policies that ask."""
         self._num_added = 0
         self._num_steps = 0
 
@@ -117,7 +120,9 @@ class Scheduler:
         state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
         if self._policy.keeps_deadlines:
             set_deadlines(state)
-            state.num_hit_tokens = len(self.kv.match(state)) * self.kv.block_size
+        if self._promises is not None:
+            plan = self._new_plan(request.arrival if now is None else now)
+            self._promises.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
         self._states[request.request_id] = state
         self.waiting.push(state)
 
@@ -137,7 +142,7 @@ class Scheduler:
 
     def state(self) -> SchedulerState | None:
         """Return how queues and promises stand; None where the policy keeps no deadlines."""
-        return None
+        return None if self._promises is None else self._promises.report()
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
@@ -161,14 +166,8 @@ class Scheduler:
         """
         if not self.running and not self.waiting:
             return None
-        plan = StepPlan(
-            config=self.config,
-            kv=self.kv,
-            running=self.running,
-            waiting=self.waiting,
-            now=now,
-            model=self.step_time_model,
-        )
+        start = max(now, self._busy_until) if self._in_flight else now
+        plan = self._new_plan(start)
         self._policy.composer.compose(plan, self._order)
         self._commit_lost(plan.lost)
         if plan.is_empty and not (plan.preempted or plan.pulls):
@@ -217,7 +216,7 @@ class Scheduler:
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
-                    note_delivery(state, now, self.config.slo_mode)
+                    self._note_delivery(state, output, now)
             num_valid = num_computed + num_new + num_more
             # Not for a row planned before a preemption: its blocks belong to others by now.
             if (
@@ -273,11 +272,21 @@ class Scheduler:
 
     # --- commit ---------------------------------------------------------------------------------------
 
+    def _new_plan(self, now: float) -> StepPlan:
+        return StepPlan(
+            config=self.config,
+            kv=self.kv,
+            running=self.running,
+            waiting=self.waiting,
+            now=now,
+            model=self.step_time_model,
+        )
+
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes queues and blocks."""
         self.waiting.take_all([admission.state for admission in (*plan.admissions, *plan.pulls)])
         for state in plan.preempted:
-            self._preempt(state)
+            self._preempt(state, now)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
         for admission in (*plan.admissions, *plan.pulls):
             self.kv.pool.hold(admission.cached_block_ids)
@@ -304,6 +313,12 @@ class Scheduler:
         if self.config.num_micro_batches > 1:
             for state in states:
                 state.is_in_flight = True
+        if (
+            self._promises is not None
+            and self.step_time_model is not None
+            and self.config.num_micro_batches == 1
+        ):
+            self._busy_until = plan.now + self.step_time_model.step_time(shape)
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)
@@ -327,6 +342,8 @@ class Scheduler:
                 continue
             give_up(state)
             self.num_relegated += 1
+            if self._promises is not None:
+                self._promises.book.num_relegated += 1
             if is_waiting:
                 self.waiting.remove(state)
                 state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])
@@ -341,6 +358,8 @@ class Scheduler:
             "the first token can no longer come within the objective "
             f"({(state.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)"
         )
+        if self._promises is not None:
+            self._promises.book.reject("deadline_exceeded")
         self._drop(state)
         self._expired.append(output)
 
@@ -418,9 +437,14 @@ class Scheduler:
             state.num_cached_tokens = state.num_computed_tokens
             self.num_prefix_queries += state.num_prompt_tokens
             self.num_prefix_hits += state.num_cached_tokens
+            if self._promises is not None:
+                self._promises.book.on_start(state)
 
-    def _preempt(self, state: RequestState) -> None:
+    def _preempt(self, state: RequestState, now: float) -> None:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
+        state.last_preemption = now
+        if state.is_best_effort:
+            state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])
         assert state.status is RequestStatus.RUNNING
         self.running.remove(state)
         self.kv.free(state)
@@ -432,6 +456,16 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------
 
+    def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
+        """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
+        if self._promises is None:
+            note_delivery(state, now, self.config.slo_mode)
+            return
+        self._promises.book.on_delivery(state, len(output.new_token_ids), now, self.config.slo_mode)
+        output.is_relegated = state.is_best_effort
+        if state.predicted_ttft is not None:
+            output.predicted_ttft, state.predicted_ttft = state.predicted_ttft, None
+
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
         self.kv.pool.unregister(state.block_ids)
@@ -442,6 +476,8 @@ class Scheduler:
 
     def _finish(self, state: RequestState) -> None:
         """End a request that has all its tokens."""
+        if self._promises is not None:
+            self._promises.book.on_finish(state)
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
             state.status = RequestStatus.PADDING
             # A step in flight may have planned beyond the end: the padding row repeats the last known token.
@@ -453,7 +489,8 @@ class Scheduler:
 
     def _drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
         """Forget a request, wherever it is, and free what it holds, save for KV that is to be fetched."""
-        self._states.pop(state.request_id, None)
+        if self._states.pop(state.request_id, None) is not None and self._promises is not None:
+            self._promises.book.on_drop(state)
         if state.status is RequestStatus.WAITING:
             self.waiting.remove(state)
         else:

@@ -80,9 +80,25 @@ class StepPlan:
     @property
     def num_slots_left(self) -> int:
         """Waiting requests that may still join the batch in this step, tokens and blocks aside."""
-        num_rows = len(self.decodes) + len(self.chunks) + len(self.admissions)
         num_running = self.num_kept - len(self.victims) + self._num_admitted
-        return min(self._config.max_num_seqs - num_running, self._max_rows - num_rows)
+        return min(self._config.max_num_seqs - num_running, self.num_rows_left)
+
+    @property
+    def num_rows_left(self) -> int:
+        """Rows that the step may still take."""
+        return self._max_rows - len(self.decodes) - len(self.chunks) - len(self.admissions)
+
+    @property
+    def max_rows(self) -> int:
+        return self._max_rows
+
+    @property
+    def num_blocks(self) -> int:
+        return self._config.num_blocks
+
+    def num_freed_by(self, state: RequestState) -> int:
+        """Return the blocks that preempting a request would free."""
+        return len(self._kv.pool.exclusive_ids(state.block_ids))
 
     @property
     def max_num_seqs(self) -> int:

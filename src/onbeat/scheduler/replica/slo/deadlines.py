@@ -54,8 +54,8 @@ def queue_rank(state: RequestState) -> float:
     return BEST_EFFORT_RANK if state.is_best_effort else min(state.ttft_deadline, BEST_EFFORT_RANK)
 
 
-def note_delivery(state: RequestState, now: float, mode: SLOMode) -> None:
-    """Move on to the next token's deadline after a delivery.
+def note_delivery(state: RequestState, now: float, mode: SLOMode) -> bool:
+    """Move on to the next token's deadline after a delivery; return whether this broke the promise.
 
     `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack. In
     `gap` mode each delivery is due `tbt` after the one before.
@@ -63,18 +63,20 @@ def note_delivery(state: RequestState, now: float, mode: SLOMode) -> None:
     is_first, late = state.last_delivery == -inf, now > state.next_deadline + TOLERANCE
     state.last_delivery = now
     if state.is_best_effort:
-        return
+        return False
     state.num_late_tokens += late
     if is_first:
         if late:  # no later token can make up for the first
             give_up(state)
-            return
+            return True
         due = state.ttft_deadline
         state.next_deadline = (due if mode == "stream" and now < due < inf else now) + state.tbt
-        return
+        return False
     state.next_deadline = (state.next_deadline if mode == "stream" else now) + state.tbt
     if late and state.num_late_tokens * LATE_TOKENS_IN > state.max_total_tokens - state.num_prompt_tokens:
         give_up(state)
+        return True
+    return False
 
 
 def give_up(state: RequestState) -> None:

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from math import inf
+from typing import Protocol
 
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.memory_forecast import fits
 from onbeat.scheduler.replica.parts import Reservation
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.slo.book import PromiseBook
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
+from onbeat.scheduler.replica.slo.step_times import StepTimes
+from onbeat.scheduler.replica.slo.tuning import SLOTuning
+from onbeat.scheduler.replica.slo.victims import make_blocks_free
 from onbeat.scheduler.replica.slo.view import decode_shape
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -19,6 +23,18 @@ _LARGEST_TILE = 128
 _TILES_A_CHUNK = 16
 """A chunk is rounded down to a power of two of at most this share of it: little is lost where the kernels'
 tiles do not matter, and long chunks end at a tile's border where they do."""
+_SLOTS_KEPT = 16
+"""One in so many slots is kept from best effort, for those who are in a hurry."""
+_ROOMY = 0.3
+"""Share of free blocks above which nobody asks how long requests will go on."""
+
+
+class FillerPolicy(Protocol):
+    """What the filler needs of the policy."""
+
+    tuning: SLOTuning
+    book: PromiseBook
+    reservation: Reservation
 
 
 class StepFiller:
@@ -29,85 +45,64 @@ class StepFiller:
     shape : of the step so far.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        model: StepTimeModel,
-        work: PrefillWork,
-        quantile: float | None,
-        reservation: Reservation,
-    ) -> None:
+    def __init__(self, plan: StepPlan, times: StepTimes, policy: FillerPolicy) -> None:
         self.shape = BatchShape()
         self._plan = plan
-        self._model = model
-        self._work = work
-        self._q = quantile
-        self._reservation = reservation
+        self._times = times
+        self._book = policy.book
+        self._tuning = policy.tuning
+        self._reservation = policy.reservation
         self._has_run: set[str] = set()
+        self._rows: list[tuple[int, int]] | None = None
+
+    @property
+    def smallest_piece(self) -> int:
+        """Tokens below which a piece of a prompt is not worth a place in a step."""
+        return self._times.work.efficient_chunk // 4
 
     def decode(self, states: list[RequestState], shape: BatchShape) -> None:
-        """Give each request one token; where blocks run short, preempt those with the most time."""
+        """Give each request one token; where blocks run short, preempt the cheapest."""
         plan = self._plan
         growing = [state for state in states if state.num_computed_tokens >= state.num_allocated_tokens]
-        missing = len(growing) - plan.num_blocks_left
-        if missing > 0:
+        if len(growing) > plan.num_blocks_left:
             plan.ran_out_of_blocks = True
-            states = self._without_victims(states)
-            growing = [state for state in states if state.num_computed_tokens >= state.num_allocated_tokens]
+            states = make_blocks_free(plan, states, self._times, self._book)
             shape = decode_shape(states)
+            growing = [state for state in states if state.num_computed_tokens >= state.num_allocated_tokens]
         for _ in growing:
             plan.take_block()
         plan.decodes += states
         plan.num_tokens_left -= len(states)
         self.shape = replace(shape)
 
-    def _without_victims(self, states: list[RequestState]) -> list[RequestState]:
-        """Preempt requests until the others can grow."""
-        plan = self._plan
-        candidates = sorted(
-            (state for state in plan.running if not state.is_in_flight and not state.num_in_flight_tokens),
-            key=lambda state: (state.is_best_effort, state.next_deadline, state.sort_key),
-        )
-        kept = list(states)
-        while candidates:
-            num_growing = sum(state.num_computed_tokens >= state.num_allocated_tokens for state in kept)
-            if num_growing <= plan.num_blocks_left or len(candidates) == 1:
-                break
-            victim = candidates.pop()
-            plan.preempt(victim)
-            kept = [state for state in kept if state is not victim]
-        return kept
-
     def fill(self, states: Iterable[RequestState], limit: float) -> bool:
         """Add as much of these prompts, in this order, as the time allows; return whether it is used up."""
         for state in states:
             if state.request_id in self._has_run:
                 continue
-            if state.status is RequestStatus.WAITING:
-                outcome = self._admit(state, limit)
-            else:
-                outcome = self._continue(state, limit)
-            if outcome is False:
+            is_waiting = state.status is RequestStatus.WAITING
+            if not (self._admit(state, limit) if is_waiting else self._continue(state, limit)):
                 return True
         return False
 
     def fill_for(self, states: list[RequestState], limit: float, seconds: float) -> float:
-        """Add as much of the first prompts as so many seconds pay for; return the seconds spent."""
-        before = self._model.step_time(self.shape, self._q)
+        """Add as much of the first prompt as so many seconds pay for; return the seconds spent."""
+        before = self._times.of(self.shape)
         if before + seconds > limit:
             return 0.0
         self.fill(states[:1], before + seconds)
-        return self._model.step_time(self.shape, self._q) - before
+        return self._times.of(self.shape) - before
 
     def _continue(self, state: RequestState, limit: float) -> bool:
-        if state in self._plan.victims:
+        plan = self._plan
+        if state in plan.victims or plan.num_rows_left < 1:
             return True
         num_cached, num_wanted = state.num_computed_tokens, state.num_wanted_tokens
         num_new = self._chunk(num_cached, num_wanted, limit)
         if num_new == 0:
             return False
-        self._plan.chunks.append((state, num_new))
-        self._plan.num_tokens_left -= num_new
+        plan.chunks.append((state, num_new))
+        plan.num_tokens_left -= num_new
         self._add(state, num_cached, num_new)
         return num_new == num_wanted
 
@@ -115,9 +110,9 @@ class StepFiller:
         plan = self._plan
         if state.num_in_flight_tokens or state.is_in_flight:
             return True
-        # Best effort leaves some slots to those who are in a hurry.
-        num_kept_free = plan.max_num_seqs // 16 if state.sort_key[0] >= BEST_EFFORT_RANK else 0
-        if plan.num_slots_left <= num_kept_free or plan.ran_out_of_blocks:
+        is_best_effort = state.sort_key[0] >= BEST_EFFORT_RANK
+        num_kept = plan.max_num_seqs // _SLOTS_KEPT if is_best_effort else 0
+        if plan.num_slots_left <= num_kept or plan.ran_out_of_blocks or not self._has_memory_for(state):
             return False
         cached_block_ids = plan.match(state)
         num_cached = len(cached_block_ids) * plan.block_size
@@ -129,7 +124,8 @@ class StepFiller:
         if not plan.admit(state, cached_block_ids, num_new, self._reservation):
             return False
         self._add(state, num_cached, num_new)
-        return num_new == num_wanted
+        self._note_memory(state)
+        return num_new == num_wanted or num_new == 0
 
     def _add(self, state: RequestState, num_cached: int, num_new: int) -> None:
         self._has_run.add(state.request_id)
@@ -138,25 +134,47 @@ class StepFiller:
 
     def _chunk(self, num_cached: int, num_wanted: int, limit: float) -> int:
         """Return how much of a prompt fits."""
-        num_left = self._plan.num_tokens_left
-        if num_left < 1:
-            return 0
-        most = min(num_wanted, num_left, self._largest())
+        num_chunk_tokens = self.shape.num_new_tokens - self.shape.num_decodes
+        # Beyond an efficient chunk a longer step gains nothing, and whoever arrives waits for its end.
+        most = min(
+            num_wanted, self._plan.num_tokens_left, self._times.work.efficient_chunk - num_chunk_tokens
+        )
         if most < 1:
             return 0
-        if limit == inf:
-            return most if most == num_wanted else round_to_tile(most)
-        trial = replace(self.shape)
-        trial.add(num_cached, most, samples=True)
-        if self._model.step_time(trial, self._q) <= limit:
-            return most if most == num_wanted else round_to_tile(most)
-        fitting = self._model.max_chunk_tokens(self.shape, num_cached, limit, self._q)
-        return round_to_tile(min(fitting, most))
+        if limit < inf:
+            trial = replace(self.shape)
+            trial.add(num_cached, most, samples=True)
+            if self._times.of(trial) > limit:
+                most = min(most, self._times.max_chunk(self.shape, num_cached, limit))
+        return most if most == num_wanted else round_to_tile(most)
 
-    def _largest(self) -> int:
-        """Return the tokens of prompts after which longer steps gain nothing."""
-        num_chunk_tokens = self.shape.num_new_tokens - self.shape.num_decodes
-        return self._work.efficient_chunk - num_chunk_tokens
+    # --- memory ---------------------------------------------------------------------------------------
+
+    def _has_memory_for(self, state: RequestState) -> bool:
+        """Whether the KV of all running requests still fits when they are at their longest together."""
+        plan = self._plan
+        if plan.num_blocks_left > _ROOMY * plan.num_blocks or not plan.running:
+            return True
+        if self._rows is None:
+            self._rows = [self._row(other) for other in plan.running]
+        capacity = plan.num_blocks * plan.block_size
+        return fits(self._rows, self._row(state), capacity)
+
+    def _note_memory(self, state: RequestState) -> None:
+        if self._rows is not None:
+            self._rows.append(self._row(state))
+
+    def _row(self, state: RequestState) -> tuple[int, int]:
+        """Return the KV slots that a request holds, in whole blocks and one to spare, and will still need."""
+        size = self._plan.block_size
+        limit = max(1, state.max_total_tokens - state.num_tokens)
+        q = self._tuning.length_quantile
+        remaining = limit
+        if q is not None:
+            remaining = self._book.lengths.remaining(
+                state.request.slo_class, state.num_output_tokens, q=q, limit=limit
+            )
+        return -(-state.num_tokens // size) * size + size, remaining
 
 
 def round_to_tile(num_tokens: int) -> int:

@@ -8,10 +8,12 @@ from onbeat.core.step_time import StepTimeModel
 _SMALLEST_CHUNK = 32
 _LARGEST_CHUNK = 4096
 _CONTEXT = 2048
+_DECODE_CONTEXT = 1024
 _NEAR_BEST = 1.05
 """A chunk is large enough if no other is cheaper a token by more than this."""
-_STEPS_BETWEEN = 256
-"""Steps after which the coefficients are taken again, from a model that has learned meanwhile."""
+_MOST_STEPS_BETWEEN = 256
+"""Steps after which the coefficients are taken again, from a model that has learned meanwhile; at the start
+it learns quickly, so the first times come sooner."""
 
 
 class PrefillWork:
@@ -24,21 +26,27 @@ class PrefillWork:
     ----------
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     step_seconds : of a step's time, what does not grow with its tokens.
+    shortest_step : a step with a single token.
+    decode_seconds : what one more decode of a typical context adds to a step.
     """
 
     def __init__(self) -> None:
         self.efficient_chunk = _LARGEST_CHUNK
         self.step_seconds = 0.0
+        self.shortest_step = 0.0
+        self.decode_seconds = 0.0
         self._token = 0.0
         self._pair = 0.0
         self._num_steps = 0
+        self._steps_between = 8
 
     def refresh(self, model: StepTimeModel, q: float | None) -> None:
         """Take the coefficients from the model, if it is time."""
         self._num_steps -= 1
         if self._num_steps > 0:
             return
-        self._num_steps = _STEPS_BETWEEN
+        self._steps_between = min(2 * self._steps_between, _MOST_STEPS_BETWEEN)
+        self._num_steps = self._steps_between
         times: dict[int, float] = {}
         size = _SMALLEST_CHUNK
         while size <= _LARGEST_CHUNK:
@@ -47,6 +55,8 @@ class PrefillWork:
         best = min(seconds / size for size, seconds in times.items())
         chunk = next(size for size, seconds in times.items() if seconds <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk
+        self.shortest_step = chunk_seconds(model, 0, 1, q)
+        self.decode_seconds = _decode_seconds(model, q)
         with_context = chunk_seconds(model, _CONTEXT, chunk, q)
         self._pair = max(0.0, (with_context - times[chunk]) / (chunk * _CONTEXT))
         longer = times.get(2 * chunk) or chunk_seconds(model, 0, 2 * chunk, q)
@@ -62,9 +72,21 @@ class PrefillWork:
         """Return about how long the tokens take where nothing else runs."""
         return self.step_seconds + self.seconds(num_tokens, num_cached_tokens)
 
+    def recompute_seconds(self, num_cached_tokens: int, num_tokens: int) -> float:
+        """Return what computing lost tokens again takes."""
+        return self.idle_seconds(num_tokens, num_cached_tokens)
+
 
 def chunk_seconds(model: StepTimeModel, num_cached: int, num_tokens: int, q: float | None) -> float:
     """Return the time of a step with one chunk alone."""
     shape = BatchShape()
     shape.add(num_cached, num_tokens, samples=True)
     return model.step_time(shape, q)
+
+
+def _decode_seconds(model: StepTimeModel, q: float | None) -> float:
+    few, many = BatchShape(), BatchShape()
+    for shape, num_decodes in ((few, 16), (many, 32)):
+        for _ in range(num_decodes):
+            shape.add(_DECODE_CONTEXT, 1, samples=True)
+    return max(0.0, (model.step_time(many, q) - model.step_time(few, q)) / 16)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
 
 
@@ -19,12 +20,22 @@ class Job(NamedTuple):
     state: RequestState
 
 
-def select_feasible(jobs: Sequence[Job], *, start: float, share: float) -> tuple[list[Job], list[Job]]:
+class Worth:
+    """What keeping a promise is worth: its weight, less for tenants that have had more than others."""
+
+    def of(self, state: RequestState) -> float:
+        return state.request.weight
+
+
+def select_feasible(
+    jobs: Sequence[Job], *, start: float, share: float, worth: Worth
+) -> tuple[list[Job], list[Job]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
     Going through the jobs by deadline, whenever one would be late the one that takes the most time for its
-    weight is left behind. With equal weights no other choice has more jobs in time (Moore, "An n job, one
+    worth is left behind. With equal worths no other choice has more jobs in time (Moore, "An n job, one
     machine sequencing algorithm for minimizing the number of late jobs", Management Science 15, 1968).
+    Jobs that keep their turn whatever happens (`ShedMode.OFF`) are never left behind.
 
     Parameters
     ----------
@@ -37,8 +48,9 @@ def select_feasible(jobs: Sequence[Job], *, start: float, share: float) -> tuple
     end = start
     for index, (deadline, seconds, state) in enumerate(jobs):
         end += seconds / share
-        heappush(heap, (-seconds / state.request.weight, index))
-        if end > deadline:
+        if state.request.shed is not ShedMode.OFF:
+            heappush(heap, (-seconds / worth.of(state), index))
+        if end > deadline and heap:
             costliest = heappop(heap)[1]
             left_behind.add(costliest)
             end -= jobs[costliest].seconds / share

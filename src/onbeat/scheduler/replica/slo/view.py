@@ -12,42 +12,49 @@ from onbeat.scheduler.replica.request_state import RequestState
 class RunningView:
     """Running requests by what they want: one token each, or the rest of a prompt.
 
+    Parameters
+    ----------
+    running : all of them.
+    horizon : the earliest that a step can end, seconds. A token that is due before comes late whatever is
+        done, so its deadline does not bound the step.
+
     Attributes
     ----------
     streams : requests that want one token and have a deadline for it.
     loose : requests that want one token and have none: nothing was promised, or the promise is broken.
     prefills : requests in the middle of their prompt.
-    due : the earliest deadline of `streams`; infinite without any.
+    due : the earliest deadline of `streams` that can be met; infinite without any.
     due_state : whose it is.
     tightest : the shortest TBT objective of `streams`; infinite without any.
     """
 
-    def __init__(self, running: Iterable[RequestState]) -> None:
+    def __init__(self, running: Iterable[RequestState], horizon: float) -> None:
         self.streams: list[RequestState] = []
         self.loose: list[RequestState] = []
         self.prefills: list[RequestState] = []
         self.due = self.tightest = inf
         self.due_state: RequestState | None = None
-        self._look(running)
+        self._look(running, horizon)
 
-    def _look(self, running: Iterable[RequestState]) -> None:
+    def _look(self, running: Iterable[RequestState], horizon: float) -> None:
         streams, loose, due, tightest = self.streams, self.loose, self.due, self.tightest
         for state in running:
             num_in_flight = state.num_in_flight_tokens
-            wanted = state.num_tokens + num_in_flight - state.num_computed_tokens
             if state.is_in_flight or (num_in_flight and state.will_be_full):
                 continue
-            if wanted > 1:
-                self.prefills.append(state)
+            wanted = state.num_tokens + num_in_flight - state.num_computed_tokens
+            if wanted != 1:
+                if wanted > 1:
+                    self.prefills.append(state)
                 continue
-            if wanted < 1:
-                continue
-            deadline = next_due(state)
+            deadline = state.next_deadline
             if deadline == inf:
                 loose.append(state)
                 continue
             streams.append(state)
-            if deadline < due:
+            if num_in_flight:
+                deadline += num_in_flight * state.tbt
+            if horizon <= deadline < due:
                 due, self.due_state = deadline, state
             if state.tbt < tightest:
                 tightest = state.tbt

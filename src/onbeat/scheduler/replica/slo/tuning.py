@@ -1,0 +1,27 @@
+"""What the SLO policy may be varied by in a study; a server runs the defaults."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SLOTuning:
+    """One set of these for every load, model and machine: nothing here is to be tuned by hand."""
+
+    quantile: float | None = 0.95
+    """Of the step time, to plan with; None is the mean."""
+    skips: bool = True
+    """Whether streams with slack may sit out a step when prompts are in danger."""
+    paces: bool = True
+    """Whether steps are kept short while prompts have time."""
+    pace_margin: float = 2.0
+    """How much faster than needed prompts are run while they have time."""
+    triages: bool = True
+    """Whether prompts are left behind for the sake of others."""
+    best_effort_share: float = 0.05
+    """Of the time, for best effort that has waited for `aging`, however little is left over."""
+    aging: float = 30.0
+    """Seconds after its arrival from which a prompt without a deadline is owed that share."""
+    length_quantile: float | None = 0.9
+    """Of the output lengths of late, to foresee memory with; None takes `max_tokens` for the length."""
