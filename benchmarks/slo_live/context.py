@@ -79,7 +79,8 @@ class Context:
         return self._onbeat(name or "sarathi", "sarathi", ["--max-num-batched-tokens", str(budget), *flags])
 
     def _onbeat(self, name: str, policy: str, flags: Sequence[str]) -> ServerSpec:
-        common = ["--max-num-seqs", str(self.args.max_num_seqs), *shlex.split(self.args.server_args)]
+        common = ["--max-num-seqs", str(self.args.max_num_seqs), "--slo-mode", self.client.slo_mode]
+        common += shlex.split(self.args.server_args)
         return onbeat_spec(name, policy, [*common, *flags], model=self.args.model)
 
     def seconds(self, default: float) -> float:
