@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from onbeat.cli.args import checked, count, unknown_value_message
 from onbeat.cli.simulate_options import DTYPES, budget
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
@@ -65,6 +66,7 @@ VARIABLES: Mapping[str, Variable] = {
     "policy": Variable("policy", _one_of(POLICIES)),
     "max-num-seqs": Variable("max_num_seqs", _degree),
     "max-num-batched-tokens": Variable("max_num_batched_tokens", budget),
+    "shed": Variable("shed", lambda text: ShedMode(_one_of(ShedMode)(text))),
     "slo-tbt-ms": Variable(TBT, _number),
 }
 """By the name of the flag that sets one value."""
@@ -81,6 +83,13 @@ def add_capacity_arguments(parser: argparse.ArgumentParser) -> None:
         help="what a rate must keep: sarathi (P99 of all gaps within --slo-tbt-ms, median scheduling delay "
         "at most 2 s), vidur (P99 scheduling delay below 5 s), attainment:0.9 (share of good requests), "
         "distserve:0.9 (share within TTFT and TPOT); default: sarathi, or none with a sweep",
+    )
+    group.add_argument(
+        "--hopeless",
+        choices=("count", "exclude"),
+        default="count",
+        help="requests that even an idle machine could not serve in time: count them as missed, or leave "
+        "them out (attainment only)",
     )
     group.add_argument(
         "--tolerance", type=float, default=0.025, metavar="SHARE", help="width of the final bracket"

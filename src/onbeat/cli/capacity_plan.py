@@ -15,8 +15,10 @@ from onbeat.cli.workload_settings import offered_load, slo_options
 from onbeat.core.errors import ConfigError
 from onbeat.planner.cases import Labels
 from onbeat.planner.grid import ReplicaCase, settings_grid
+from onbeat.planner.idle_case import HopelessOn
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
+from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
 from onbeat.simulator.setup import AUTO, ReplicaSettings, Simulation, build_simulation, decode_context
 from onbeat.workload.offered import OfferedLoad
@@ -66,6 +68,7 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
         if objective is not None:
             _require_rate(loads[0])
             objective.allowances(loads[0])  # refuses a load that it cannot judge
+            _require_attainment(args, objective)
         for draft in drafts:
             labels = draft.labels if tbt_ms is None else (*draft.labels, (TBT, f"{tbt_ms:g}"))
             case = ReplicaCase(
@@ -74,8 +77,19 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
                 tbt=slo_options(own_args).tbt,
                 context_tokens=_context_tokens(draft, loads[0]),
             )
-            planned.append(PlannedCase(case=case, objective=objective, loads=loads, error=draft.error))
+            own = objective
+            if args.hopeless == "exclude" and isinstance(objective, AttainmentObjective):
+                own = replace(objective, is_hopeless=HopelessOn(case))
+            planned.append(PlannedCase(case=case, objective=own, loads=loads, error=draft.error))
     return planned
+
+
+def _require_attainment(args: argparse.Namespace, objective: Objective) -> None:
+    if args.hopeless == "exclude" and not isinstance(objective, AttainmentObjective):
+        raise ConfigError(
+            f"--hopeless exclude is for --objective attainment:SHARE; the objective {objective.name} has no "
+            "hopeless requests"
+        )
 
 
 def _require_rate(load: OfferedLoad) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from math import isfinite
 from pathlib import Path
 
 from onbeat.cli.args import add_config_flag, checked, count
 from onbeat.cli.workload_options import add_workload_arguments
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import ShedMode
 from onbeat.perfmodel.models import STEP_TIME_MODELS
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -132,6 +134,19 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: exactly its output)",
     )
     group.add_argument(
+        "--shed",
+        choices=[mode.value for mode in ShedMode],
+        default=ShedMode.OFF.value,
+        help="what every request asks for where its TTFT objective is predicted to be missed: nothing (off), "
+        "best effort (relegate), or to be refused (reject)",
+    )
+    group.add_argument(
+        "--max-num-queued-reqs", type=count, metavar="N", help="most requests that wait at a replica"
+    )
+    group.add_argument(
+        "--max-num-queued-tokens", type=count, metavar="N", help="most prompt tokens that wait at a replica"
+    )
+    group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
         default=True,
@@ -153,6 +168,13 @@ def add_step_time_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MS",
         help="added to every step: planning, sampling on the host, messages",
     )
+    group.add_argument(
+        "--step-noise",
+        type=checked(float, "a number"),
+        default=0.0,
+        metavar="SIGMA",
+        help="let each step take its predicted time x a log-normal factor of mean 1; 0.05 is about 5%%",
+    )
 
 
 def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
@@ -167,6 +189,8 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
             raise ConfigError(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 1")
     if not args.host_overhead_ms >= 0:
         raise ConfigError(f"--host-overhead-ms is {args.host_overhead_ms * 1e3:g}; it must be at least 0")
+    if not (isfinite(args.step_noise) and args.step_noise >= 0):
+        raise ConfigError(f"--step-noise is {args.step_noise:g}; it must be at least 0, such as 0.05")
     return ReplicaSettings(
         model=args.model,
         device=args.device,
@@ -191,6 +215,11 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         seed=args.seed,
         max_concurrency=args.max_concurrency,
         declared_max_tokens=args.declared_max_tokens,
+        slo_mode=args.slo_mode,
+        shed=ShedMode(args.shed),
+        max_num_queued_reqs=args.max_num_queued_reqs,
+        max_num_queued_tokens=args.max_num_queued_tokens,
+        step_noise=args.step_noise,
         disaggregation=_disaggregation(args),
     )
 

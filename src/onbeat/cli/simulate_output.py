@@ -12,6 +12,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.perfmodel.utilisation import StepWork
 from onbeat.report.result import SCHEDULED, RunResult
+from onbeat.simulator.idle import IdleReplica
+from onbeat.simulator.outcomes import add_outcomes
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import ReplicaSettings, Simulation
 from onbeat.workload.offered import OfferedLoad
@@ -48,6 +50,10 @@ def as_run(
         "num_blocks": limits.num_blocks,
         "block_size": limits.block_size,
         "step_time": settings.step_time,
+        "step_noise": settings.step_noise,
+        "shed": settings.shed.value,
+        "max_num_queued_reqs": limits.max_num_queued_reqs,
+        "max_num_queued_tokens": limits.max_num_queued_tokens,
         "num_prompts": result.num_requests,
         "request_rate": load.rate if load.arrivals is not None else "inf",
         "burstiness": None,
@@ -60,6 +66,8 @@ def as_run(
     }
     # Virtual time of an interrupted run may be 0.
     summary |= summarise(result.records, duration=max(result.duration, 1e-9), options=options)
+    idle = IdleReplica(simulation.step_time, host_overhead=settings.host_overhead)
+    add_outcomes(summary, result.records, idle)
     busy = sum(replica.busy_seconds for replica in result.replicas)
     summary |= {
         "interrupted": not result.is_complete,
@@ -134,5 +142,14 @@ def _warnings(summary: dict[str, Any]) -> tuple[str, ...]:
         warnings.append(
             f"{summary['num_preemptions']:,} preemptions: the KV cache ran full, and prompts were computed "
             "again"
+        )
+    if summary["relegated"] or summary["expired"]:
+        warnings.append(
+            f"{summary['relegated']:,} requests were relegated to best effort, {summary['expired']:,} were "
+            "given up in the queue"
+        )
+    if summary["hopeless"]:
+        warnings.append(
+            f"{summary['hopeless']:,} requests are hopeless: even an idle machine would miss their objectives"
         )
     return tuple(warnings)

@@ -125,13 +125,13 @@ def add_slo_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slo-config",
         metavar="FILE.yaml",
-        help="classes by share (name, share, ttft_ms, tbt_ms, e2e_ms), or the name of a built-in class: "
-        "interactive, standard, batch",
+        help="classes by share (name, share, weight, ttft_ms, tbt_ms, e2e_ms), or the name of a built-in "
+        "class: interactive, standard, batch",
     )
     group.add_argument(
         "--slo-mode",
         choices=SLO_MODES,
         default="stream",
-        help="a good request has 99%% of its tokens by their deadlines (stream), or its P99 gap within "
-        "--slo-tbt-ms (gap)",
+        help="a good request has 99%% of its tokens by their deadlines (stream), or its P99 gap within its "
+        "TBT objective (gap); policies with deadlines plan for the same",
     )

@@ -1,9 +1,10 @@
 """Classes of objectives from a YAML file.
 
-The file lists classes; a class with the name of a built-in one and no objectives of its own takes those::
+The file lists classes; a class with the name of a built-in one and no objectives of its own takes those. The
+weight (1 unless given) says how much a request of the class is worth beside one of another::
 
     classes:
-      - {name: interactive, share: 0.7}
+      - {name: interactive, share: 0.7, weight: 2}
       - {name: report, share: 0.3, ttft_ms: 5000, e2e_ms: 60000}
 """
 
@@ -16,7 +17,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.workload.slo_classes import SLOClass, check_classes
 from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_name, read_number, read_objectives, read_yaml
 
-_KEYS = ("name", "share", *OBJECTIVE_KEYS)
+_KEYS = ("name", "share", "weight", *OBJECTIVE_KEYS)
 
 
 def read_slo_config(path: Path) -> tuple[SLOClass, ...]:
@@ -46,4 +47,5 @@ def _read_class(entry: Any, *, is_only: bool) -> SLOClass:
         name=name,
         slo=read_objectives(name, entry),
         share=read_number(name, "share", entry, default=1.0),
+        weight=read_number(name, "weight", entry, default=1.0),
     )

@@ -130,6 +130,37 @@ def test_finds_the_capacity_of_a_real_model(saved: Any, capsys: pytest.CaptureFi
     assert "capacity:" in capsys.readouterr().out
 
 
+def test_hopeless_requests_can_be_left_out(saved: Any, tmp_path: Path) -> None:
+    """One prompt in four takes longer than TTFT allows, on whatever machine is idle."""
+    trace = tmp_path / "trace.csv"
+    prompts = [20_000 if row % 4 == 0 else 100 for row in range(40)]
+    lines = [f"{row * 0.1:.1f},{prompt},8\n" for row, prompt in enumerate(prompts)]
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(lines))
+    flags = (
+        "--objective",
+        "attainment:0.9",
+        "--slo-ttft-ms",
+        "200",
+        "--trace",
+        str(trace),
+        "--max-model-len",
+        "32k",
+    )
+    code, document = saved_of_trace(tmp_path, *flags)
+    assert code == EXIT_INFEASIBLE
+    code, document = saved_of_trace(tmp_path, *flags, "--hopeless", "exclude", "--jobs", "2")
+    assert code == 0
+    [case] = document["cases"]
+    assert case["request_rate"] > 0.1
+    assert "10 hopeless ones left out" in case["reason"]
+
+
+def saved_of_trace(tmp_path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
+    path = tmp_path / "capacity.json"
+    code = main(["capacity", *MODEL, *QUICK, "--disable-tqdm", *flags, "--json", str(path)])
+    return code, json.loads(path.read_text())
+
+
 def test_compares_cases_and_writes_a_page(saved: Any, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     code, document = saved(
@@ -187,6 +218,11 @@ def test_says_why_nothing_fits(
         (("--objective", "vidur", "--max-num-batched-tokens", "2"), "max_num_seqs"),
         (("--objective", "vidur", "--vary", "tp=3"), "3"),
         (("--objective", "vidur", "--request-rate", "2"), "leave out --request-rate"),
+        (
+            ("--objective", "vidur", "--hopeless", "exclude"),
+            "--hopeless exclude is for --objective attainment",
+        ),
+        (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
         (("--objective", "vidur", "--max-concurrency", "2"), "no rate to search"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
@@ -16,6 +17,10 @@ from typing import Any
 import pytest
 
 from onbeat.cli.main import main
+from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
+from onbeat.cli.workload_settings import summary_options
+from onbeat.core.slo import ShedMode
+from onbeat.simulator.setup import build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
@@ -139,6 +144,45 @@ def test_prefill_and_decode_pools(tmp_path: Path) -> None:
     assert (found["completed"], found["num_gpus"]) == (12, 3)
 
 
+def test_a_full_queue_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = summary_of(
+        tmp_path,
+        *("--request-rate", "inf", "--max-num-seqs", "2", "--max-num-batched-tokens", "64"),
+        *("--max-num-queued-reqs", "3", "--slo-ttft-ms", "500"),
+    )
+    assert found["rejected"] > 0
+    assert found["offered"] == 12 == found["completed"] + found["rejected"]
+    assert (found["failed"], found["expired"], found["relegated"]) == (0, 0, 0)
+    assert found["admitted"] == found["completed"]
+    assert found["attainment_admitted"] == found["good"] / found["admitted"] > found["attainment"]
+    assert found["classes"]["default"]["rejected"] == found["rejected"]
+    assert (found["shed"], found["max_num_queued_reqs"]) == ("off", 3)
+    assert "requests rejected" in capsys.readouterr().out
+
+
+def test_noise_changes_times_but_not_what_is_asked(tmp_path: Path) -> None:
+    exact, noisy, again = (
+        summary_of(tmp_path, "--step-noise", noise, "--seed", "3") for noise in ("0", "0.2", "0.2")
+    )
+    assert noisy["total_output_tokens"] == exact["total_output_tokens"]
+    assert noisy["mean_itl_ms"] != exact["mean_itl_ms"]
+    assert noisy["mean_itl_ms"] == again["mean_itl_ms"]
+
+
+def test_what_is_scored_is_what_is_planned_for() -> None:
+    """One flag says what keeping a TBT objective means, to the policy and to the score."""
+    parser = argparse.ArgumentParser()
+    add_simulation_arguments(parser)
+    flags = ["--slo-mode", "gap", "--shed", "reject", "--max-num-queued-tokens", "9k"]
+    args = parser.parse_args([*MODEL, *flags])
+    settings = replica_settings(args)
+    assert (settings.slo_mode, settings.shed) == ("gap", ShedMode.REJECT)
+    config = build_simulation(settings).config
+    assert (config.scheduler.slo_mode, config.scheduler.max_num_queued_tokens) == ("gap", 9000)
+    assert config.shed is ShedMode.REJECT
+    assert summary_options(args).slo_mode == "gap"
+
+
 BAD_FLAGS = [
     (["--model", "llama-3.1-8x"], "unknown model 'llama-3.1-8x': did you mean llama-3.1-8b"),
     (["--model", "./nowhere/config.json"], "there is no file or directory ./nowhere/config.json"),
@@ -173,6 +217,12 @@ BAD_FLAGS = [
     (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
     (["--host-overhead-ms", "nan"], "--host-overhead-ms is nan"),
     (["--host-overhead-ms", "inf"], "finite"),
+    (["--step-noise", "nan"], "--step-noise is nan; it must be at least 0"),
+    (["--step-noise=-0.1"], "--step-noise is -0.1"),
+    (["--shed", "rejct"], "invalid choice: 'rejct'; did you mean reject?"),
+    (["--slo-mode", "gaps"], "invalid choice: 'gaps'; did you mean gap?"),
+    (["--max-num-queued-reqs", "0"], "max_num_queued_reqs is 0; it must be at least 1"),
+    (["--max-num-queued-tokens", "-3"], "max_num_queued_tokens is -3; it must be at least 1"),
     (["--slo-tbt-ms", "nan"], "the tbt objective is nan ms"),
     (["--slo-config", "interactiv"], "did you mean the built-in class interactive?"),
     (["--prefill-replicas", "1"], "--decode-replicas is missing"),

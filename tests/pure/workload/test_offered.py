@@ -115,7 +115,7 @@ def test_shares_are_kept_to_one_request(weights: list[int], num_requests: int) -
 
 CONFIG = """
 classes:
-  - {name: interactive, share: 0.7}
+  - {name: interactive, share: 0.7, weight: 2.5}
   - {name: report, share: 0.3, ttft_ms: 5000, e2e_ms: 60000}
 """
 
@@ -125,7 +125,7 @@ def test_classes_from_a_file(tmp_path: Path) -> None:
     path.write_text(CONFIG)
 
     assert read_slo_config(path) == (
-        SLOClass(name="interactive", slo=SLO_CLASSES["interactive"], share=0.7),
+        SLOClass(name="interactive", slo=SLO_CLASSES["interactive"], share=0.7, weight=2.5),
         SLOClass(name="report", slo=SLO(ttft=5.0, e2e=60.0), share=0.3),
     )
 
@@ -146,6 +146,8 @@ def test_classes_from_a_file(tmp_path: Path) -> None:
         ("classes: [{name: batch, share: 0.6}, {name: standard, share: 0.5}]", "add up to 1, got 1.1"),
         ("classes: [{name: batch, share: 0.5}, {name: batch, share: 0.5}]", "more than once"),
         ("classes: [{name: batch, share: 1.5}]", r"must lie in \(0, 1\]"),
+        ("classes: [{name: batch, weight: 0}]", "weight of class 'batch' is 0; it must be"),
+        ("classes: [{name: batch, weight: .inf}]", "weight of class 'batch' is inf"),
     ],
 )
 def test_bad_files_of_classes_are_refused(tmp_path: Path, text: str, message: str) -> None:

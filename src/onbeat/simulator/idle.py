@@ -1,0 +1,75 @@
+"""Which requests no policy could serve in time, since even an idle replica could not."""
+
+from __future__ import annotations
+
+from onbeat.core.slo import SLO
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.record import RequestRecord
+from onbeat.simulator.step_times import predict
+
+
+class IdleReplica:
+    """A replica with nothing else to do, and nothing in its prefix cache.
+
+    It runs a prompt in one step: in pieces, the context of each would be read again, so that is no faster. It
+    then decodes alone. Answers are remembered by what they depend on.
+
+    Parameters
+    ----------
+    step_time : of the replica, as it is before it learns.
+    host_overhead : added to every step, seconds.
+    """
+
+    def __init__(self, step_time: StepTimeModel, *, host_overhead: float = 0.0) -> None:
+        self._step_time = step_time
+        self._host_overhead = host_overhead
+        self._answers: dict[tuple[SLO, int, int], bool] = {}
+
+    def __call__(self, record: RequestRecord) -> bool:
+        """Return whether a request was hopeless; one without objectives is not."""
+        if record.slo is None:
+            return False
+        num_output_tokens = record.offered_output_tokens
+        if num_output_tokens is None:
+            num_output_tokens = record.num_output_tokens
+        return self.is_hopeless(record.slo, record.num_prompt_tokens, num_output_tokens)
+
+    def is_hopeless(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int = 2) -> bool:
+        """Return whether the objectives are out of reach.
+
+        Parameters
+        ----------
+        num_output_tokens : for what it matters: a single token has no gap, and many take their time.
+        """
+        if slo.e2e is None:
+            num_output_tokens = min(num_output_tokens, 2)
+        key = (slo, num_prompt_tokens, num_output_tokens)
+        found = self._answers.get(key)
+        if found is None:
+            found = self._answers[key] = self._misses(*key)
+        return found
+
+    def _misses(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int) -> bool:
+        prefill = self._seconds(0, num_prompt_tokens)
+        if slo.ttft is not None and prefill > slo.ttft:
+            return True
+        if num_output_tokens < 2:
+            return slo.e2e is not None and prefill > slo.e2e
+        decode = self._seconds(num_prompt_tokens, 1)  # the first one, which is the fastest
+        if slo.tbt is not None and decode > slo.tbt:
+            return True
+        return slo.e2e is not None and prefill + (num_output_tokens - 1) * decode > slo.e2e
+
+    def _seconds(self, num_computed_tokens: int, num_new_tokens: int) -> float:
+        shape = BatchShape()
+        shape.add(num_computed_tokens, num_new_tokens, samples=True)
+        return predict(self._step_time, shape) + self._host_overhead
+
+
+def is_hopeless(step_time: StepTimeModel, slo: SLO, num_prompt_tokens: int) -> bool:
+    """Return whether an idle replica misses an objective of a request with several output tokens.
+
+    For many requests, keep an `IdleReplica`: it remembers.
+    """
+    return IdleReplica(step_time).is_hopeless(slo, num_prompt_tokens)
