@@ -35,6 +35,8 @@ def record_as_dict(record: RequestRecord) -> dict[str, Any]:
         "replica": record.replica,
         "rejected": record.is_rejected,
         "predicted_wait": record.predicted_wait,
+        "predicted_ttft": record.predicted_ttft,
+        "relegated": record.is_relegated,
     }
 
 
