@@ -1,0 +1,53 @@
+"""What a composer with an order of its own asks of a plan: who may run, how many rows, who falls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+
+def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
+    """Return the requests that may run now: those that want one token, and those with more of a prompt."""
+    decodes: list[RequestState] = []
+    prefills: list[RequestState] = []
+    for state in running:
+        if state.is_in_flight or (state.num_in_flight_tokens and state.will_be_full):
+            continue
+        num_wanted = state.num_wanted_tokens
+        if num_wanted == 1:
+            decodes.append(state)
+        elif num_wanted > 1:
+            prefills.append(state)
+    return decodes, prefills
+
+
+def num_rows_left(plan: StepPlan) -> int:
+    """Return how many more rows the step may have."""
+    return plan._max_rows - len(plan.decodes) - len(plan.chunks) - len(plan.admissions)
+
+
+def needs_block(state: RequestState) -> bool:
+    """Whether the next token of a request has no slot in the blocks that it holds."""
+    return state.num_computed_tokens >= state.num_allocated_tokens
+
+
+def decode(plan: StepPlan, states: list[RequestState], victims: list[RequestState]) -> None:
+    """Give each request one token as far as rows, tokens and blocks reach.
+
+    Parameters
+    ----------
+    states : who wants a token, first served first.
+    victims : who may be preempted where blocks run out, the last one first; one of them always stays.
+    """
+    kept = states[: max(0, min(num_rows_left(plan), plan.num_tokens_left))]
+    candidates = [state for state in victims if not state.is_in_flight]
+    while len(candidates) > 1 and sum(map(needs_block, kept)) > plan.num_blocks_left:
+        plan.ran_out_of_blocks = True
+        victim = candidates.pop()
+        plan.preempt(victim)
+        kept = [state for state in kept if state is not victim]
+    before = len(plan.decodes)
+    plan.decodes += [state for state in kept if not needs_block(state) or plan.take_block()]
+    plan.num_tokens_left -= len(plan.decodes) - before
