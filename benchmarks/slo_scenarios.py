@@ -86,9 +86,10 @@ def _ablation(args: argparse.Namespace) -> Finding:
         num_requests=lambda _cell: args.requests,
         long_factor=1,
         tag=args.tag,
+        results=RESULTS / "slo-ablation.jsonl",
         deadline=time.time() + args.minutes * 60 if args.minutes else FOREVER,
     )
-    return ablation(RESULTS / "slo-ablation.jsonl", plan, jobs=args.jobs)
+    return ablation(plan, jobs=args.jobs)
 
 
 if __name__ == "__main__":

@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
         num_requests=_num_requests(args),
         long_factor=args.long_factor,
         tag=args.tag,
+        results=args.results,
         deadline=time.time() + args.minutes * 60 if args.minutes else FOREVER,
     )
     tasks = make_tasks(plan, store.read())

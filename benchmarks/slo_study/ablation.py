@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from onbeat.planner.parallel import run_tasks
 from slo_study.analysis import collect
@@ -21,9 +20,9 @@ CELLS = (
 )
 
 
-def ablation(results: Path, plan: Plan, *, jobs: int) -> Finding:
+def ablation(plan: Plan, *, jobs: int) -> Finding:
     """Search what is missing and show all variants beside the policy itself."""
-    store = Store(results)
+    store = Store(plan.results)
     tasks = make_tasks(plan, store.read())
 
     def on_event(_index: int, lines: Sequence[object]) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from statistics import mean
 
 from onbeat.planner.fluid_bound import BoundQuestion, fluid_bound, sustained_bound
@@ -13,14 +14,14 @@ from onbeat.planner.parallel import TaskContext
 from slo_study.cells import BOUND, MAX_NUM_SEQS, Cell, is_blind
 from slo_study.grid_search import Found, Grid, index_near, search_grid
 from slo_study.loads import LoadKey
-from slo_study.store import Line, fingerprint, tag_of
+from slo_study.store import Line, Store, fingerprint, tag_of
 from slo_study.trials import OutOfTime, Question, Trials, max_model_len
 
 SHARES = (0.9, 0.99)
 GRID = Grid(low=index_near(0.02), high=index_near(200.0))
 ROUGH_GRID = Grid(low=GRID.low, high=GRID.high, precision=3)
 START_INDEX = index_near(4.0)
-BINDING_SEEDS = 2
+BINDING_SEEDS = 1
 """With so many seeds the hand-tuned policies run longer windows, once with the objectives and once with
 loosened ones: whether a cell binds is read off these, since a short window saturates nothing within loose
 objectives."""
@@ -42,7 +43,8 @@ class Task:
     """Windows in a long run (`BINDING_SEEDS`)."""
     fingerprint: str
     tag: str
-    anchors: Anchors
+    results: Path
+    """Where earlier answers are, from which searches start."""
     deadline: float
     """Seconds since 1970."""
 
@@ -63,6 +65,7 @@ class Plan:
     """Requests of a seed of a cell; the same for cells of one set-up and workload."""
     long_factor: int
     tag: str
+    results: Path
     deadline: float
 
 
@@ -70,7 +73,6 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
     """Return the work that is left, the quick policies first: their answers start the others' searches."""
     lines = list(done)
     have = {(line.key, line.fingerprint) for line in lines}
-    anchors = _Anchors(lines)
     policies = sorted(plan.policies, key=lambda name: not is_blind(name))
     tasks: list[Task] = []
     for policy in policies:
@@ -94,7 +96,7 @@ def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
                             long_factor=plan.long_factor,
                             fingerprint=mark,
                             tag=tag_of(policy, plan.tag),
-                            anchors=anchors.of(together[0], policy, seeds),
+                            results=plan.results,
                             deadline=plan.deadline,
                         )
                     )
@@ -125,7 +127,8 @@ class _Anchors:
 
 def run_task(task: Task, context: TaskContext) -> int:
     """Search each seed of a task and report its lines; return how many. A worker of `run_tasks`."""
-    guess = Guess(task.anchors)
+    known = _Anchors(Store(task.results).read())
+    guess = Guess({cell: known.of(cell, task.policy, task.seeds) for cell in task.cells})
     count = 0
     for seed in task.seeds:
         if context.is_stopped() or time.time() > task.deadline:
@@ -142,30 +145,28 @@ def run_task(task: Task, context: TaskContext) -> int:
 class Guess:
     """Where a search should start: by an anchor and what earlier seeds found beside theirs."""
 
-    def __init__(self, anchors: Anchors) -> None:
+    def __init__(self, anchors: Mapping[Cell, Anchors]) -> None:
         self._anchors = anchors
         self._found: dict[object, list[float]] = {}
 
-    def start(self, topic: object, seed: int, share: float) -> int:
+    def start(self, cell: Cell, topic: str, seed: int, share: float) -> int:
         """Return a rate's index.
 
         Parameters
         ----------
-        topic : what is searched; answers of earlier seeds on it count.
+        topic : what is searched in the cell; answers of earlier seeds on it count.
         """
-        anchor = self._anchor(seed, share)
-        earlier = self._found.get((topic, share))
-        if earlier:
-            return round(anchor + mean(earlier))
-        return round(anchor)
+        earlier = self._found.get((cell, topic, share))
+        return round(self._anchor(cell, seed, share) + (mean(earlier) if earlier else 0.0))
 
-    def learn(self, topic: object, seed: int, share: float, found: Found) -> None:
+    def learn(self, cell: Cell, topic: str, seed: int, share: float, found: Found) -> None:
         """Take in an answer."""
         if found.index is not None and found.is_bounded:
-            self._found.setdefault((topic, share), []).append(found.index - self._anchor(seed, share))
+            offset = found.index - self._anchor(cell, seed, share)
+            self._found.setdefault((cell, topic, share), []).append(offset)
 
-    def _anchor(self, seed: int, share: float) -> float:
-        rate = self._anchors.get((seed, share), 0.0)
+    def _anchor(self, cell: Cell, seed: int, share: float) -> float:
+        rate = self._anchors.get(cell, {}).get((seed, share), 0.0)
         return index_near(rate) if rate > 0 else START_INDEX
 
 
@@ -235,11 +236,12 @@ class _Answers:
             cell: Question(slo=cell.slo, mode=cell.mode, is_loose=is_loose) for cell in task.cells
         }
         key = _load_key(task, seed, task.long_factor if is_long else 1)
+        self._topic = f"long {is_long}, loose {is_loose}"
         self._grid = ROUGH_GRID if is_long else GRID
         self.trials = Trials(task.cells[0].set_up, task.policy, key, self.questions.values(), task.deadline)
         self._found = {
-            (cell, share): self._search(question, share, seed, guess)
-            for cell, question in self.questions.items()
+            (cell, share): self._search(cell, share, seed, guess)
+            for cell in self.questions
             for share in SHARES
         }
 
@@ -251,14 +253,15 @@ class _Answers:
         """Return the shares that all rates keep."""
         return [f"{share:g}" for share in SHARES if not self._found[cell, share].is_bounded]
 
-    def _search(self, question: Question, share: float, seed: int, guess: Guess) -> Found:
+    def _search(self, cell: Cell, share: float, seed: int, guess: Guess) -> Found:
+        question = self.questions[cell]
         found = search_grid(
             lambda index: self.trials.keeps(index, question, share),
-            start=guess.start(question, seed, share),
+            start=guess.start(cell, self._topic, seed, share),
             grid=self._grid,
             known=self.trials.known(question, share),
         )
-        guess.learn(question, seed, share, found)
+        guess.learn(cell, self._topic, seed, share, found)
         return found
 
 

@@ -27,7 +27,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.runnable import decode, num_rows_left, split_running
+from onbeat.scheduler.replica.runnable import decode, split_running
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, due_times
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -156,7 +156,7 @@ class _Filler:
 
     def take(self, state: RequestState) -> bool:
         """Add what fits of a prompt; False where the step is full."""
-        if self._num_left < 1 or num_rows_left(self.plan) < 1:
+        if self._num_left < 1 or self.plan.num_rows_left < 1:
             return False
         if state.status is RequestStatus.WAITING:
             # No other goes in before one that found no room, or a long prompt would starve.

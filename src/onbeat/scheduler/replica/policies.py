@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
+from onbeat.scheduler.replica.fastserve import FastServeComposer
 from onbeat.scheduler.replica.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.parts import (
     QUEUE_ORDERS,
@@ -98,6 +99,10 @@ def _niyama() -> Policy:
     )
 
 
+def _fastserve() -> Policy:
+    return Policy(FastServeComposer(), ReleaseAtOnce(), whole_prompts=True, needs_step_time=True)
+
+
 POLICIES: dict[str, Callable[[], Policy]] = {
     "static": _static,
     "orca": _orca,
@@ -108,8 +113,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "slo": make_slo_policy,
     "edf": _edf,
     "niyama": _niyama,
+    "fastserve": _fastserve,
 }
-"""The last two are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4): whole prompts
+"""`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4): whole prompts
 beside decodes, and chunks that take turns with decodes."""
 
 DEFAULT_TOKEN_BUDGET = 512

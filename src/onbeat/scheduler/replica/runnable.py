@@ -1,4 +1,4 @@
-"""What a composer with an order of its own asks of a plan: who may run, how many rows, who falls."""
+"""What a composer with an order of its own asks of a plan: who may run, who falls."""
 
 from __future__ import annotations
 
@@ -23,11 +23,6 @@ def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], 
     return decodes, prefills
 
 
-def num_rows_left(plan: StepPlan) -> int:
-    """Return how many more rows the step may have."""
-    return plan._max_rows - len(plan.decodes) - len(plan.chunks) - len(plan.admissions)
-
-
 def needs_block(state: RequestState) -> bool:
     """Whether the next token of a request has no slot in the blocks that it holds."""
     return state.num_computed_tokens >= state.num_allocated_tokens
@@ -41,7 +36,7 @@ def decode(plan: StepPlan, states: list[RequestState], victims: list[RequestStat
     states : who wants a token, first served first.
     victims : who may be preempted where blocks run out, the last one first; one of them always stays.
     """
-    kept = states[: max(0, min(num_rows_left(plan), plan.num_tokens_left))]
+    kept = states[: max(0, min(plan.num_rows_left, plan.num_tokens_left))]
     candidates = [state for state in victims if not state.is_in_flight]
     while len(candidates) > 1 and sum(map(needs_block, kept)) > plan.num_blocks_left:
         plan.ran_out_of_blocks = True

@@ -83,6 +83,10 @@ class StepPlan:
         num_running = self.num_kept - len(self.victims) + self._num_admitted
         return min(self._config.max_num_seqs - num_running, self.num_rows_left)
 
+    def num_blocks_missing(self, state: RequestState) -> int:
+        """Return the blocks that a waiting request lacks, not counting what the prefix cache holds for it."""
+        return self._kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) - self.num_blocks_left
+
     @property
     def num_rows_left(self) -> int:
         """Rows that the step may still take."""

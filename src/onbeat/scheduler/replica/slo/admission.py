@@ -114,7 +114,7 @@ class Admission:
         now = plan.now
         view = RunningView(plan.running, max(now, busy_until))
         shape = decode_shape([*view.streams, *view.loose])
-        budget = times.natural_budget(view, inf if view.tightest == inf else view.tightest)
+        budget = times.natural_budget(view, inf)
         start = max(now, busy_until)
         jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, times.work)
         num_cached = state.num_hit_tokens

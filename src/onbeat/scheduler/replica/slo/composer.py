@@ -118,8 +118,8 @@ class _Step:
         self._say_budget(budget)
         self._filler.decode(rows, shape)
         self._fill(jobs, budget, is_urgent=is_urgent)
-        if plan.is_empty and rows != view.loose and view.loose:
-            self._filler.decode(view.loose, decode_shape(view.loose))
+        if not (plan.chunks or plan.admissions or plan.pulls):
+            self._let_others_decode(rows, slack)
 
     # --- the step's time ------------------------------------------------------------------------------
 
@@ -160,19 +160,39 @@ class _Step:
         return running + self._plan.waiting.first_from(BEST_EFFORT_RANK)
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
-        """Preempt best effort that holds the slots of prompts with deadlines; return those that can run."""
-        plan, view = self._plan, self.view
-        num_waiting = sum(not job.state.block_ids for job in jobs)
-        if not num_waiting or plan.num_slots_left > 0:
+        """Preempt best effort that holds the slots or blocks which prompts with deadlines need.
+
+        Returns the prompts that can run.
+        """
+        plan = self._plan
+        waiting = [job.state for job in jobs if not job.state.block_ids]
+        if not waiting:
             return jobs
-        victims = sorted(
-            (state for state in view.loose if state.is_best_effort and not state.num_in_flight_tokens),
-            key=lambda state: state.num_computed_tokens,
-        )
-        for victim in victims[: min(num_waiting, _MOST_VICTIMS)]:
-            plan.preempt(victim)
-            view.loose.remove(victim)
+        if plan.num_slots_left < 1 or plan.num_blocks_missing(waiting[0]) > 0:
+            self._preempt_for(waiting)
         return jobs if plan.num_slots_left > 0 else [job for job in jobs if job.state.block_ids]
+
+    def _preempt_for(self, waiting: list[RequestState]) -> None:
+        """Take slots and blocks from best effort, the cheapest to compute again first, where that helps."""
+        plan, view = self._plan, self.view
+        pool = [
+            state
+            for state in (*view.loose, *self._best_effort)
+            if state.is_best_effort and state.block_ids and not state.num_in_flight_tokens
+        ]
+        pool.sort(key=lambda state: state.num_computed_tokens)
+        missing = plan.num_blocks_missing(waiting[0])
+        if missing > 0:
+            pool.reverse()  # few large ones
+            if sum(map(plan.num_freed_by, pool)) < missing:
+                return
+        for count, victim in enumerate(pool):
+            if count >= min(len(waiting), _MOST_VICTIMS) and plan.num_blocks_missing(waiting[0]) <= 0:
+                return
+            if plan.num_slots_left > 0 and plan.num_blocks_missing(waiting[0]) <= 0:
+                return
+            plan.preempt(victim)
+            (view.loose if victim in view.loose else self._best_effort).remove(victim)
 
     def _must_run(self, rows: list[RequestState], budget: float) -> tuple[list[RequestState], BatchShape]:
         """Return the streams that cannot sit out a step of this length, and their shape."""
@@ -208,6 +228,15 @@ class _Step:
             else:
                 high = middle - 1
         return by_due[:low], decode_shape(by_due[:low])
+
+    def _let_others_decode(self, rows: list[RequestState], slack: float) -> None:
+        """Give those a token that sat out for the sake of prompts of which none could run."""
+        taken = {state.request_id for state in (*rows, *self._plan.victims)}
+        others = [state for state in (*self.view.streams, *self.view.loose) if state.request_id not in taken]
+        if others:
+            fitting, _ = self._fit_decodes([*rows, *others], slack)
+            others = [state for state in fitting if state.request_id not in taken]
+            self._filler.decode(others, decode_shape([*self._plan.decodes, *others]))
 
     def _fill(self, jobs: list[Job], budget: float, *, is_urgent: bool) -> None:
         """Put prompts in: those with deadlines, and best effort where time or its share is left."""

@@ -53,6 +53,8 @@ class StepFiller:
         self._tuning = policy.tuning
         self._reservation = policy.reservation
         self._has_run: set[str] = set()
+        self._is_blocked = False
+        """Whether somebody waits for a slot or for memory."""
         self._rows: list[tuple[int, int]] | None = None
 
     @property
@@ -76,12 +78,19 @@ class StepFiller:
         self.shape = replace(shape)
 
     def fill(self, states: Iterable[RequestState], limit: float) -> bool:
-        """Add as much of these prompts, in this order, as the time allows; return whether it is used up."""
+        """Add as much of these prompts, in this order, as the time allows; return whether it is used up.
+
+        Nobody overtakes one that waits for a slot or for memory, but who has both goes on.
+        """
         for state in states:
             if state.request_id in self._has_run:
                 continue
-            is_waiting = state.status is RequestStatus.WAITING
-            if not (self._admit(state, limit) if is_waiting else self._continue(state, limit)):
+            if state.status is RequestStatus.WAITING:
+                if self._is_blocked or not self._may_join(state):
+                    self._is_blocked = True
+                elif not self._admit(state, limit):
+                    return True
+            elif not self._continue(state, limit):
                 return True
         return False
 
@@ -106,14 +115,21 @@ class StepFiller:
         self._add(state, num_cached, num_new)
         return num_new == num_wanted
 
-    def _admit(self, state: RequestState, limit: float) -> bool:
+    def _may_join(self, state: RequestState) -> bool:
+        """Whether there is a slot for a waiting request, and memory until it ends."""
         plan = self._plan
-        if state.num_in_flight_tokens or state.is_in_flight:
-            return True
         is_best_effort = state.sort_key[0] >= BEST_EFFORT_RANK
         num_kept = plan.max_num_seqs // _SLOTS_KEPT if is_best_effort else 0
-        if plan.num_slots_left <= num_kept or plan.ran_out_of_blocks or not self._has_memory_for(state):
-            return False
+        return (
+            plan.num_slots_left > num_kept
+            and not plan.ran_out_of_blocks
+            and not state.num_in_flight_tokens
+            and not state.is_in_flight
+            and self._has_memory_for(state)
+        )
+
+    def _admit(self, state: RequestState, limit: float) -> bool:
+        plan = self._plan
         cached_block_ids = plan.match(state)
         num_cached = len(cached_block_ids) * plan.block_size
         state.num_hit_tokens = num_cached
@@ -122,7 +138,8 @@ class StepFiller:
         if num_new == 0 and not state.num_external_tokens:
             return False
         if not plan.admit(state, cached_block_ids, num_new, self._reservation):
-            return False
+            self._is_blocked = True
+            return True
         self._add(state, num_cached, num_new)
         self._note_memory(state)
         return num_new == num_wanted or num_new == 0

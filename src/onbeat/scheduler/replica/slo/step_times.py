@@ -8,7 +8,7 @@ from math import ceil, inf
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
-from onbeat.scheduler.replica.slo.view import RunningView, decode_shape
+from onbeat.scheduler.replica.slo.view import RunningView
 
 
 class StepTimes:
@@ -51,16 +51,13 @@ class StepTimes:
         return max(0.0, 1 - fixed / budget) if budget > 0 else 0.0
 
     def natural_budget(self, view: RunningView, slack: float) -> float:
-        """Return the time that a step may take without spending slack that streams have earned.
-
-        Where no deadline bounds it, a step with one efficient chunk; longer ones would gain nothing.
-        """
-        if slack < inf:
-            return min(slack, view.tightest)
-        return min(self.with_chunk(decode_shape([*view.streams, *view.loose])), view.tightest)
+        """Return the time that a step may take without spending slack that streams have earned."""
+        return min(slack, view.tightest)
 
     def drain_seconds(self, seconds: float, shape: BatchShape, budget: float) -> float:
         """Return how long so much prefill work takes in steps of this length, beside these decodes."""
         fixed = self.fixed(shape)
+        if budget == inf:
+            budget = self.with_chunk(shape)
         left = max(budget - fixed, 0.05 * budget)
         return seconds + ceil(seconds / left) * fixed
