@@ -147,7 +147,7 @@ def report(args: argparse.Namespace) -> None:
 
 def curve(args: argparse.Namespace) -> None:
     (cell,) = _cells(args)
-    points, bound = measure_curves(
+    points, bounds = measure_curves(
         Probe(
             cell=cell,
             policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
@@ -157,7 +157,7 @@ def curve(args: argparse.Namespace) -> None:
         )
     )
     title = f"Attainment: {cell} ({args.seeds} seeds)"
-    print(f"written: {write_image(attainment_chart(title, points, bound), IMAGES / 'slo-attainment.png')}")
+    print(f"written: {write_image(attainment_chart(title, points, bounds), IMAGES / 'slo-attainment.png')}")
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:

@@ -62,13 +62,14 @@ def ratio_chart(study: Study) -> go.Figure:
 
 
 def attainment_chart(
-    title: str, curves: Mapping[str, Sequence[tuple[float, float]]], bound: float
+    title: str, curves: Mapping[str, Sequence[tuple[float, float]]], bounds: Mapping[str, float]
 ) -> go.Figure:
-    """Return attainment against rate, a curve a policy, and the bound of 90 % as a line.
+    """Return attainment against rate, a curve a policy, and bounds as lines.
 
     Parameters
     ----------
     curves : policy -> (requests per second, share of good requests).
+    bounds : what bounds whom -> requests per second.
     """
     figure = go.Figure()
     for position, (policy, points) in enumerate(curves.items()):
@@ -84,7 +85,13 @@ def attainment_chart(
                 "dash": "solid" if position < len(COLOURS) else "dash",
             },
         )
-    figure.add_vline(x=bound, line_dash="dash", line_color="#444", annotation_text="no policy beyond (90 %)")
+    for position, (name, rate) in enumerate(bounds.items()):
+        figure.add_vline(
+            x=rate,
+            line_dash="dash",
+            line_color="#444",
+            annotation={"text": name, "y": 0.98 - 0.08 * position, "xanchor": "right"},
+        )
     figure.add_hline(y=90, line_dash="dot", line_color="#999")
     figure.update_layout(
         title=title,
