@@ -67,7 +67,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
 
 def test_what_was_promised_reads_back(path: Path) -> None:
     run = start_run(path, make_config())
-    run.add(make_request("plain", 1.0))
+    run.add(make_request("plain", 1.0, shed=ShedMode.OFF))
     run.add(
         make_request(
             "rich",
