@@ -14,7 +14,13 @@ from onbeat.perfmodel.models import STEP_TIME_MODELS
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.setup import AUTO, DisaggregationSettings, ReplicaSettings
+from onbeat.simulator.setup import (
+    AUTO,
+    DEFAULT_POLICY,
+    POOL_POLICY,
+    DisaggregationSettings,
+    ReplicaSettings,
+)
 
 DEFAULT_KV_GBPS = 200.0
 """Of one InfiniBand HDR link."""
@@ -108,7 +114,11 @@ def add_fleet_arguments(parser: argparse.ArgumentParser) -> None:
 def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     """Say which request runs when."""
     group = parser.add_argument_group("scheduler")
-    group.add_argument("--policy", choices=tuple(POLICIES), default="sarathi", help="how steps are composed")
+    group.add_argument(
+        "--policy",
+        choices=tuple(POLICIES),
+        help=f"how steps are composed (default: {DEFAULT_POLICY}; with --prefill-replicas: {POOL_POLICY})",
+    )
     group.add_argument(
         "--scheduling-policy", choices=tuple(QUEUE_ORDERS), default="fcfs", help="order of requests"
     )
@@ -136,7 +146,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--shed",
         choices=[mode.value for mode in ShedMode],
-        default=ShedMode.OFF.value,
+        default=ShedMode.RELEGATE.value,
         help="what every request asks for where its TTFT objective is predicted to be missed: nothing (off), "
         "best effort (relegate), or to be refused (reject)",
     )
@@ -191,6 +201,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         raise ConfigError(f"--host-overhead-ms is {args.host_overhead_ms * 1e3:g}; it must be at least 0")
     if not (isfinite(args.step_noise) and args.step_noise >= 0):
         raise ConfigError(f"--step-noise is {args.step_noise:g}; it must be at least 0, such as 0.05")
+    disaggregation = _disaggregation(args)
     return ReplicaSettings(
         model=args.model,
         device=args.device,
@@ -200,7 +211,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         pipeline_parallel=args.pipeline_parallel_size,
         replicas=args.replicas,
         router=args.router,
-        policy=args.policy,
+        policy=args.policy or (DEFAULT_POLICY if disaggregation is None else POOL_POLICY),
         scheduling_policy=args.scheduling_policy,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -220,7 +231,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         step_noise=args.step_noise,
-        disaggregation=_disaggregation(args),
+        disaggregation=disaggregation,
     )
 
 

@@ -41,7 +41,7 @@ class SimulationConfig:
     """Output limit that every request declares, and that a policy with reservations sets memory aside for,
     while its output ends at the load's own length; a longer output is its own limit. None: the limit is
     exactly the output length."""
-    shed: ShedMode = ShedMode.OFF
+    shed: ShedMode = ShedMode.RELEGATE
     """What every request asks for where its TTFT objective is predicted to be missed."""
     step_noise: float = 0.0
     """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""

@@ -25,6 +25,9 @@ from onbeat.simulator.kv_transfer import KVTransfer
 from onbeat.workload.offered import OfferedLoad
 
 AUTO = "auto"
+DEFAULT_POLICY = "sarathi"
+POOL_POLICY = "sarathi"
+"""Where prompts and decodes have replicas of their own: each sees a part of a request only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +58,7 @@ class ReplicaSettings:
     pipeline_parallel: int = 1
     replicas: int = 1
     router: str = "round-robin"
-    policy: str = "sarathi"
+    policy: str = DEFAULT_POLICY
     scheduling_policy: str = "fcfs"
     max_num_seqs: int = 256
     max_num_batched_tokens: int | Literal["auto"] | None = None
@@ -75,7 +78,7 @@ class ReplicaSettings:
     """Output limit that every request declares; None: exactly its output length."""
     slo_mode: SLOMode = "stream"
     """What keeping a TBT objective means to a policy that plans with deadlines."""
-    shed: ShedMode = ShedMode.OFF
+    shed: ShedMode = ShedMode.RELEGATE
     """What every request asks for where its TTFT objective is predicted to be missed."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait at a replica; None sets no limit."""

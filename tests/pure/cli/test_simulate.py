@@ -20,7 +20,7 @@ from onbeat.cli.main import main
 from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
 from onbeat.cli.workload_settings import summary_options
 from onbeat.core.slo import ShedMode
-from onbeat.simulator.setup import build_simulation
+from onbeat.simulator.setup import POOL_POLICY, build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
@@ -142,6 +142,12 @@ def test_an_automatic_budget_is_chosen_for_the_contexts_of_the_load(tmp_path: Pa
 def test_prefill_and_decode_pools(tmp_path: Path) -> None:
     found = summary_of(tmp_path, "--prefill-replicas", "1", "--decode-replicas", "2")
     assert (found["completed"], found["num_gpus"]) == (12, 3)
+    assert found["policy"] == POOL_POLICY
+
+
+def test_pools_refuse_policies_that_plan_whole_requests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert simulate("--prefill-replicas", "1", "--decode-replicas", "1", "--policy", "slo") == 2
+    assert "use sarathi for prompts and for generation" in error_of(capsys)
 
 
 def test_a_full_queue_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +162,7 @@ def test_a_full_queue_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFix
     assert found["admitted"] == found["completed"]
     assert found["attainment_admitted"] == found["good"] / found["admitted"] > found["attainment"]
     assert found["classes"]["default"]["rejected"] == found["rejected"]
-    assert (found["shed"], found["max_num_queued_reqs"]) == ("off", 3)
+    assert (found["shed"], found["max_num_queued_reqs"]) == ("relegate", 3)
     assert "requests rejected" in capsys.readouterr().out
 
 

@@ -147,8 +147,8 @@ class TestShedding:
 
     def test_with_shedding_off_all_are_served(self):
         load = random_load(100, rate=300, seed=1).with_classes(CLASSES, seed=1)
-        result = simulate(load, make_config(scheduler={"max_num_seqs": 2}), ShapeTime(lambda shape: 0.1))
-        assert outcomes(result) == {"length": 100}
+        config = make_config(scheduler={"max_num_seqs": 2}, shed=ShedMode.OFF)
+        assert outcomes(simulate(load, config, ShapeTime(lambda shape: 0.1))) == {"length": 100}
 
 
 def test_requests_carry_what_they_were_promised(monkeypatch):
@@ -161,13 +161,13 @@ def test_requests_carry_what_they_were_promised(monkeypatch):
 
     monkeypatch.setattr(planning, "Scheduler", Listening)
     load = random_load(40, rate=20, seed=0).with_classes(CLASSES, seed=0)
-    simulate(load, make_config(shed=ShedMode.RELEGATE), linear_time())
+    simulate(load, make_config(shed=ShedMode.REJECT), linear_time())
     assert {(request.slo_class, request.slo, request.weight, request.shed) for request in added} == {
-        ("fast", CLASSES[0].slo, 2.0, ShedMode.RELEGATE),
-        ("slow", CLASSES[1].slo, 1.0, ShedMode.RELEGATE),
+        ("fast", CLASSES[0].slo, 2.0, ShedMode.REJECT),
+        ("slow", CLASSES[1].slo, 1.0, ShedMode.REJECT),
     }
     added.clear()
-    simulate(random_load(3, rate=20, seed=0), make_config(), linear_time())
+    simulate(random_load(3, rate=20, seed=0), make_config(shed=ShedMode.OFF), linear_time())
     assert {(request.slo_class, request.slo, request.weight, request.shed) for request in added} == {
         (None, None, 1.0, ShedMode.OFF)
     }
