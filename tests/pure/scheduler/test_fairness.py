@@ -58,7 +58,7 @@ def serve_least_first(
         history.append(dict(service))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(first=lengths, second=lengths)
 def test_service_of_two_backlogged_tenants_differs_by_at_most_the_bound(
     first: list[Length], second: list[Length]

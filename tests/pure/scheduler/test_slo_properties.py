@@ -131,12 +131,12 @@ class DeadlineMachine(RuleBasedStateMachine):
 
 
 TestDeadlineMachine = DeadlineMachine.TestCase
-TestDeadlineMachine.settings = settings(max_examples=150, stateful_step_count=25, deadline=None)
+TestDeadlineMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(load=loads, model=models)
 def test_fed_alike_two_schedulers_plan_alike(
     policy: str, depth: int, load: list[Request], model: FakeStepTime
@@ -151,7 +151,7 @@ POSSIBLE = [SLO(ttft=1.0, tbt=0.02), SLO_CLASSES["interactive"], SLO_CLASSES["st
 """Objectives that `FakeStepTime` as it is can keep beside others."""
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     load=st.lists(
         st.tuples(st.integers(1, 600), st.integers(1, 60), st.integers(50, 200), st.sampled_from(POSSIBLE)),
