@@ -6,59 +6,93 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from math import isfinite
+from math import isfinite, log10
 from pathlib import Path
 
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
+from onbeat.planner.paired import Interval
 from onbeat.report.charts import COLOURS
+from slo_study.analysis import CellResults
+from slo_study.cells import BOUND
 from slo_study.report import SUBJECT, Study
 
 UNBOUND_COLOUR = "#b8bec6"
 
 
 def ratio_chart(study: Study) -> go.Figure:
-    """Return the ratio to each cell's best hand-tuned policy with its interval; those that bind in colour."""
-    figure = go.Figure()
+    """Return the ratio to each cell's best hand-tuned policy with its interval, and that of the bound."""
     shares = list(study.cells)
-    num_rows = max(len(cells) for cells in study.cells.values())
-    for position, share in enumerate(shares):
+    figure = make_subplots(
+        cols=len(shares),
+        shared_yaxes=True,
+        horizontal_spacing=0.03,
+        subplot_titles=[f"at {float(share) * 100:g} %" for share in shares],
+    )
+    for column, share in enumerate(shares, start=1):
         for binds in (True, False):
-            points = []
-            for cell in study.cells[share]:
-                best = cell.best_static()
-                ratio = cell.ratio(SUBJECT, best).interval if best else None
-                if ratio is not None and cell.binds == binds:
-                    points.append((str(cell.cell), ratio))
-            ends = [(ratio.high - ratio.mean, ratio.mean - ratio.low) for _, ratio in points]
-            figure.add_scatter(
-                x=[ratio.mean for _, ratio in points],
-                y=[name for name, _ in points],
-                error_x={
-                    "array": [high if isfinite(high) else 0 for high, _ in ends],
-                    "arrayminus": [low if isfinite(high) else 0 for high, low in ends],
-                    "thickness": 1.2,
-                    "width": 2,
-                },
-                mode="markers",
-                marker={
-                    "color": COLOURS[position] if binds else UNBOUND_COLOUR,
-                    "size": 8,
-                    "symbol": "circle" if position == 0 else "diamond",
-                },
-                name=f"{float(share) * 100:g} %" + ("" if binds else ", does not bind"),
-            )
-    figure.add_vline(x=1, line_dash="dot", line_color="#777")
+            cells = [cell for cell in study.cells[share] if cell.binds == binds]
+            colour = COLOURS[0] if binds else UNBOUND_COLOUR
+            name = "binds" if binds else "does not bind"
+            figure.add_trace(_ratios(cells, name, colour, is_named=column == 1), row=1, col=column)
+        figure.add_trace(_bounds(study.cells[share], is_named=column == 1), row=1, col=column)
+        figure.add_vline(x=1, line_dash="dot", line_color="#777", col=column)
+    ticks = [0.5, 0.7, 1, 1.3, 2, 3, 5, 10, 20]
+    figure.update_xaxes(
+        type="log",
+        range=[log10(0.45), log10(22)],
+        tickvals=ticks,
+        ticktext=[f"{tick:g}" for tick in ticks],
+        title_text="ratio, with 95 % interval",
+    )
+    figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 11})
     figure.update_layout(
         title=f"Capacity of {SUBJECT} over the best hand-tuned policy of each cell",
-        xaxis={"type": "log", "title": {"text": "ratio, with 95 % interval"}, "dtick": "D2"},
-        yaxis={"type": "category", "autorange": "reversed"},
         template="plotly_white",
-        width=960,
-        height=160 + 19 * num_rows,
-        legend={"orientation": "h", "x": 0, "y": 1.04},
+        width=1100,
+        height=220 + 19 * max(len(cells) for cells in study.cells.values()),
+        legend={"orientation": "h", "x": 0.55, "y": 1, "yref": "container", "yanchor": "top"},
     )
     return figure
+
+
+def _ratios(cells: Sequence[CellResults], name: str, colour: str, *, is_named: bool) -> go.Scatter:
+    found = [(cell, _over_best(cell, SUBJECT)) for cell in cells]
+    points = [(str(cell.cell), ratio) for cell, ratio in found if ratio is not None]
+    ends = [(ratio.high - ratio.mean, ratio.mean - ratio.low) for _, ratio in points]
+    return go.Scatter(
+        x=[ratio.mean for _, ratio in points],
+        y=[label for label, _ in points],
+        error_x={
+            "array": [high if isfinite(high) else 0 for high, _ in ends],
+            "arrayminus": [low if isfinite(high) else 0 for high, low in ends],
+            "thickness": 1.4,
+            "width": 3,
+        },
+        mode="markers",
+        marker={"color": colour, "size": 8},
+        name=name,
+        showlegend=is_named,
+    )
+
+
+def _bounds(cells: Sequence[CellResults], *, is_named: bool) -> go.Scatter:
+    found = [(cell, _over_best(cell, BOUND)) for cell in cells]
+    points = [(str(cell.cell), ratio.mean) for cell, ratio in found if ratio is not None]
+    return go.Scatter(
+        x=[mean for _, mean in points],
+        y=[label for label, _ in points],
+        mode="markers",
+        marker={"symbol": "line-ns", "size": 12, "line": {"width": 2, "color": "#444"}},
+        name="no policy beyond",
+        showlegend=is_named,
+    )
+
+
+def _over_best(cell: CellResults, policy: str) -> Interval | None:
+    best = cell.best_static()
+    return cell.ratio(policy, best).interval if best else None
 
 
 def attainment_chart(
@@ -90,7 +124,7 @@ def attainment_chart(
             x=rate,
             line_dash="dash",
             line_color="#444",
-            annotation={"text": name, "y": 0.98 - 0.08 * position, "xanchor": "right"},
+            annotation={"text": name, "y": 0.6 - 0.08 * position, "xanchor": "right"},
         )
     figure.add_hline(y=90, line_dash="dot", line_color="#999")
     figure.update_layout(
