@@ -113,7 +113,8 @@ def run_load(load, policy: str, *, depth: int = 1, **changes) -> Driver:
     raise AssertionError("a request starves")
 
 
-@pytest.mark.parametrize("policy", POLICY_NAMES)
+# fastserve lets short prompts pass long ones
+@pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "fastserve"])
 @settings(max_examples=25, deadline=None)
 @given(load=loads)
 def test_first_come_is_first_scheduled(policy, load):

@@ -115,8 +115,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "niyama": _niyama,
     "fastserve": _fastserve,
 }
-"""`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4): whole prompts
-beside decodes, and chunks that take turns with decodes."""
+"""`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
+whole prompts beside decodes, and chunks that take turns with decodes."""
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
