@@ -167,9 +167,9 @@ class Scheduler:
         if not self.running and not self.waiting:
             return None
         start = max(now, self._busy_until) if self._in_flight else now
-        plan = self._new_plan(start)
-        self._policy.composer.compose(plan, self._order)
-        self._commit_lost(plan.lost)
+        plan = self._compose(start)
+        if plan.is_empty and plan.lost:
+            plan = self._compose(start)  # they may run as best effort
         if plan.is_empty and not (plan.preempted or plan.pulls):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
@@ -192,7 +192,9 @@ class Scheduler:
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         num_more = self._take_back(states, scheduled, result)
         if self.step_time_model is not None and scheduled.max_repeats == 1:
-            seconds = now - max(planned_at, self._last_update)
+            # Steps wait for one another, save for those of a pipeline, which run side by side.
+            is_pipeline = self.config.num_micro_batches > 1
+            seconds = now - (planned_at if is_pipeline else max(planned_at, self._last_update))
             self.step_time_model.observe(scheduled.shape, seconds)
         self._last_update = now
         keeps_deadlines = self._policy.keeps_deadlines
@@ -271,6 +273,13 @@ class Scheduler:
         assert len(self._states) == len(waiting) + len(self.running) - num_padding, "a request is lost"
 
     # --- commit ---------------------------------------------------------------------------------------
+
+    def _compose(self, now: float) -> StepPlan:
+        """Plan a step; the requests that it finds lost are best effort from now on."""
+        plan = self._new_plan(now)
+        self._policy.composer.compose(plan, self._order)
+        self._commit_lost(plan.lost)
+        return plan
 
     def _new_plan(self, now: float) -> StepPlan:
         return StepPlan(
@@ -462,7 +471,8 @@ class Scheduler:
             note_delivery(state, now, self.config.slo_mode)
             return
         self._promises.book.on_delivery(state, len(output.new_token_ids), now, self.config.slo_mode)
-        output.is_relegated = state.is_best_effort
+        if state.is_best_effort:
+            output.is_relegated = True
         if state.predicted_ttft is not None:
             output.predicted_ttft, state.predicted_ttft = state.predicted_ttft, None
 

@@ -21,6 +21,7 @@ class PromiseBook(Worth):
     load : arrivals and the prefill work that they bring.
     num_lost : streams so far that could no longer keep their promise once they ran.
     num_rejected : reason -> requests refused or given up.
+    has_tenants : whether there is more than one to be fair between.
     predicted_wait : seconds until a prompt that had arrived with the last step would have been begun.
     """
 
@@ -31,12 +32,8 @@ class PromiseBook(Worth):
         self.num_relegated = 0
         self.num_rejected: dict[str, int] = {}
         self.predicted_wait = 0.0
+        self.has_tenants = False
         self._tenants = TenantCounters()
-
-    @property
-    def has_tenants(self) -> bool:
-        """Whether there is more than one to be fair between."""
-        return len(self._tenants) > 1
 
     def of(self, state: RequestState) -> float:
         """Return what keeping a promise is worth (`triage.Worth`).
@@ -49,6 +46,7 @@ class PromiseBook(Worth):
     def on_arrival(self, state: RequestState) -> None:
         """Count a request that waits."""
         self._tenants.on_arrival(state.request.tenant)
+        self.has_tenants = len(self._tenants) > 1
 
     def on_start(self, state: RequestState) -> None:
         """Count a request that runs for the first time, and its prompt."""

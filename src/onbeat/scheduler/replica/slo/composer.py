@@ -6,6 +6,7 @@ from math import inf
 
 from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.scheduler.replica.parts import QueueOrder, Reservation, ReservePrompt
+from onbeat.scheduler.replica.preemption_cost import RECENT_SECONDS
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission, pace
 from onbeat.scheduler.replica.slo.book import PromiseBook
@@ -141,9 +142,11 @@ class _Step:
         budget = min(slack, max(budget, times.with_chunk(shape)))
         share = times.prefill_share(shape, budget)
         if need > share and tuning.triages:
-            jobs, _ = select_feasible(
+            jobs, left_behind = select_feasible(
                 jobs, start=plan.now, share=max(share, _LEAST_SHARE), worth=self._policy.book
             )
+            # Time that the others leave is theirs before it is best effort's.
+            jobs += left_behind
         return rows, budget, jobs, True
 
     def _say_budget(self, budget: float) -> None:
@@ -178,7 +181,10 @@ class _Step:
         pool = [
             state
             for state in (*view.loose, *self._best_effort)
-            if state.is_best_effort and state.block_ids and not state.num_in_flight_tokens
+            if state.is_best_effort
+            and state.block_ids
+            and not state.num_in_flight_tokens
+            and plan.now - state.last_preemption > RECENT_SECONDS
         ]
         pool.sort(key=lambda state: state.num_computed_tokens)
         missing = plan.num_blocks_missing(waiting[0])
@@ -234,6 +240,7 @@ class _Step:
         taken = {state.request_id for state in (*rows, *self._plan.victims)}
         others = [state for state in (*self.view.streams, *self.view.loose) if state.request_id not in taken]
         if others:
+            self._say_budget(slack)
             fitting, _ = self._fit_decodes([*rows, *others], slack)
             others = [state for state in fitting if state.request_id not in taken]
             self._filler.decode(others, decode_shape([*self._plan.decodes, *others]))

@@ -97,9 +97,7 @@ class StepFiller:
     def fill_for(self, states: list[RequestState], limit: float, seconds: float) -> float:
         """Add as much of the first prompt as so many seconds pay for; return the seconds spent."""
         before = self._times.of(self.shape)
-        if before + seconds > limit:
-            return 0.0
-        self.fill(states[:1], before + seconds)
+        self.fill(states[:1], min(limit, before + seconds))
         return self._times.of(self.shape) - before
 
     def _continue(self, state: RequestState, limit: float) -> bool:

@@ -19,7 +19,7 @@ class SLOTuning:
     """How much faster than needed prompts are run while they have time."""
     triages: bool = True
     """Whether prompts are left behind for the sake of others."""
-    best_effort_share: float = 0.05
+    best_effort_share: float = 0.02
     """Of the time, for best effort that has waited for `aging`, however little is left over."""
     aging: float = 30.0
     """Seconds after its arrival from which a prompt without a deadline is owed that share."""
