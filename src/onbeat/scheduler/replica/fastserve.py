@@ -11,8 +11,7 @@ them in these points:
 - Service is the predicted time of the steps that a request was in, and the first quantum is the predicted
   time of the shortest step, as in the paper (the code has 10 ms).
 - Within a queue, the order is that of arrival (or of priority), also for those demoted or promoted.
-- Starvation is looked for in each step, not in every thousandth. Who starves is promoted to the highest
-  queue whose quantum is enough for its next step: the highest of all, unless its KV was lost.
+- Starvation is looked for in each step, not in every thousandth.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 QUANTUM_RATIO = 2.0
 """Of each queue's quantum to that of the queue above it."""
 STARVATION = 3.0
-"""Seconds without a step after which a request is promoted."""
+"""Seconds without a step after which a request is promoted to the highest queue."""
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class Job:
     level: int
     """Its queue; 0 is the highest."""
     last_step: float
-    """When it was last in a step, or promoted, or came; seconds."""
+    """When it was last in a step, or came; seconds."""
     service: float = 0.0
     """Seconds that it has had in this queue."""
 
@@ -62,9 +61,7 @@ class FeedbackQueues:
             if job is None:
                 job = Job(self.entry_level(_chunk_seconds(model, state.num_tokens)), now)
             elif now - job.last_step >= STARVATION:
-                level = self.entry_level(_chunk_seconds(model, max(1, state.num_wanted_tokens)))
-                job.level, job.service = min(level, job.level), 0.0
-                job.last_step = now
+                job.level, job.service = 0, 0.0
             jobs[state.request_id] = job
         self.jobs = jobs
 
