@@ -1,9 +1,10 @@
 r"""A rate that no policy can carry: the work that promises make due does not fit into the machine's time.
 
-For every interval $[t_1, t_2]$, whoever keeps a share $s$ of the promises must do, within $t_2 - t_1$, the
-work of the requests that arrive from $t_1$ on and whose deadlines lie before $t_2$, but for the costliest
-$(1 - s)$ of all requests. Prompts are due at arrival + ttft, token $k$ at arrival + ttft + $k$ tbt. The rest
-of the argument is how little time that work can take:
+In every interval $[t_1, t_2]$, the work of the requests that arrive from $t_1$ on and whose deadlines lie
+before $t_2$ must be done within $t_2 - t_1$, or some of them must be abandoned; the fewest are the costliest.
+Whoever keeps a share $s$ of the promises abandons at most $1 - s$ of all requests, however the time is cut
+into intervals. Prompts are due at arrival + ttft, token $k$ at arrival + ttft + $k$ tbt. The rest of the
+argument is how little time that work can take:
 
 - The time of a step is convex in its sums, so $n$ steps take at least $n$ times as long as one that holds the
   mean of their sums; and the fewer steps, the less, since what a step costs whatever it holds (weights,
@@ -41,8 +42,8 @@ from onbeat.workload.offered import OfferedLoad
 
 _Vector = NDArray[np.float64]
 
-_NUM_EDGES = 16
-"""Starts, and ends, of the intervals that are looked at."""
+_NUM_EDGES = 12
+"""Arrivals at which, and at whose deadlines, the time is cut into intervals."""
 _NUM_INSTANTS = 500
 """At which it is known for certain whether streams run."""
 _LATE_TOKENS_IN = 100
@@ -149,17 +150,51 @@ class _Work:
         self._patience, self._num_pauses = self._late_decodes()
 
     def fits(self, rate: float) -> bool:
-        """Whether the work of every interval fits into it."""
+        """Whether the work fits without too many abandoned, however the time is cut into intervals."""
         arrivals = self._arrivals / rate
         steps = self._fewest_steps(arrivals)
-        edges = np.unique(np.linspace(0, len(arrivals) - 1, _NUM_EDGES).astype(np.int64))
+        edges = np.linspace(0, len(arrivals) - 1, _NUM_EDGES).astype(np.int64)
         drain = arrivals[-1] + self._longest * np.arange(3)
-        ends = np.unique(np.concatenate([arrivals[edges] + self._longest, drain]))
-        for start in np.unique(arrivals[edges]):
-            for end in ends[ends > start]:
-                if not self._fits_between(float(start), float(end), arrivals, steps):
+        cuts = np.unique(np.concatenate([arrivals[edges], arrivals[edges] + self._longest, drain])).tolist()
+        abandoned = [0]
+        """The most that must be abandoned up to each cut."""
+        for last, end in enumerate(cuts[1:], start=1):
+            most = abandoned[-1]
+            for start, before in zip(cuts[:last], abandoned, strict=True):
+                allowed = self._num_dropped - before
+                dropped = self._fewest_dropped(start, end, allowed, (arrivals, steps))
+                if dropped > allowed:
                     return False
+                most = max(most, before + dropped)
+            abandoned.append(most)
         return True
+
+    def _fewest_dropped(self, start: float, end: float, allowed: int, run: tuple[_Vector, _Steps]) -> int:
+        """Return how many requests of an interval must be abandoned; more than allowed if so many are."""
+        arrivals, steps = run
+        time_left = end - arrivals - self._ttft
+        is_due = (arrivals >= start) & (time_left >= 0)
+        num_due = int(is_due.sum())
+        if not num_due:
+            return 0
+        decodes = np.floor((time_left - self._patience)[is_due] / self._tbt[is_due])
+        decodes = np.clip(decodes, 0, self._num_decodes[is_due])
+        if self._question.mode == "stream":
+            decodes = np.maximum(0, decodes - np.floor((self._num_decodes[is_due] + 1) / _LATE_TOKENS_IN))
+        work, num_steps = self._by_cost(is_due, decodes), steps.between(start, end)
+
+        def is_enough(count: int) -> bool:
+            return count >= num_due or self._least_seconds(work, count, num_steps) <= end - start
+
+        if is_enough(0):
+            return 0
+        if not is_enough(allowed):
+            return allowed + 1
+        low, high = 0, min(allowed, num_due)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return high
 
     def is_sustained(self, rate: float) -> bool:
         """Whether the work of all requests fits into the time in which they arrive."""
@@ -167,30 +202,24 @@ class _Work:
         end = self._span / rate
         steps = self._fewest_steps(arrivals)
         everyone = np.ones(len(arrivals), dtype=np.bool_)
-        return self._least_seconds(everyone, self._num_decodes, steps.between(0.0, end)) <= end
+        work = self._by_cost(everyone, self._num_decodes)
+        return self._least_seconds(work, self._num_dropped, steps.between(0.0, end)) <= end
 
-    def _fits_between(self, start: float, end: float, arrivals: _Vector, steps: _Steps) -> bool:
-        time_left = end - arrivals - self._ttft
-        is_due = (arrivals >= start) & (time_left >= 0)
-        if is_due.sum() <= self._num_dropped:
-            return True
-        decodes = np.floor((time_left - self._patience)[is_due] / self._tbt[is_due])
-        decodes = np.clip(decodes, 0, self._num_decodes[is_due])
-        if self._question.mode == "stream":
-            decodes = np.maximum(0, decodes - np.floor((self._num_decodes[is_due] + 1) / _LATE_TOKENS_IN))
-        return self._least_seconds(is_due, decodes, steps.between(start, end)) <= end - start
-
-    def _least_seconds(self, is_due: NDArray[np.bool_], decodes: _Vector, num_steps: float) -> float:
-        """Return the least time for prompts and their decodes, without the costliest that may be dropped."""
+    def _by_cost(self, is_due: NDArray[np.bool_], decodes: _Vector) -> _Vector:
+        """Return the running sums of some requests' work, the cheapest request first: [requests, 5]."""
         prompts, cached = self._prompt[is_due], self._cached[is_due]
         tokens = prompts - cached
         pairs = tokens * cached + tokens * (tokens + 1) / 2
         context = decodes * prompts + decodes * (decodes + 1) / 2
         prices = self._prices
         cost = prices.token * (tokens + decodes) + prices.pair * pairs + prices.context * context
-        kept = np.argsort(cost)[: len(cost) - self._num_dropped]
-        sums = np.array([column[kept].sum() for column in (tokens, decodes, pairs, context, cached)])
-        return self._seconds(sums, len(kept), num_steps)
+        columns = np.stack([tokens, decodes, pairs, context, cached], axis=1)
+        return np.cumsum(columns[np.argsort(cost)], axis=0)
+
+    def _least_seconds(self, work: _Vector, num_dropped: int, num_steps: float) -> float:
+        """Return the least time for prompts and their decodes, but for the costliest."""
+        kept = len(work) - num_dropped
+        return self._seconds(work[kept - 1], kept, num_steps) if kept > 0 else 0.0
 
     def _seconds(self, sums: _Vector, num_prompts: int, num_steps: float) -> float:
         """Return the least time that the work takes in at least so many steps."""

@@ -140,3 +140,12 @@ def test_no_simulated_run_passes_it(seed: int, share: float, mode: SLOMode, tbt:
             load.at_rate(bound * factor), SimulationConfig(scheduler=scheduler), Machine()
         ).records
         assert good_requests(records, mode=mode).mean() < share
+
+
+def test_what_is_abandoned_in_one_burst_cannot_be_abandoned_in_another() -> None:
+    load = make_load([1200] * 40, [1] * 40)
+    bursts = np.repeat(np.arange(1.0, 5.0), 10)
+    # A second serves eight of the ten: two of each burst are lost however far apart they are, eight in all.
+    burdened = load.with_arrivals(bursts)
+    assert fluid_bound(burdened, Machine(), question(load, 0.85)) == 0.0
+    assert fluid_bound(burdened, Machine(), question(load, 0.75)) > 5.0
