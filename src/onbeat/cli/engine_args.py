@@ -80,7 +80,7 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request runs when."""
     group = parser.add_argument_group("scheduler")
-    group.add_argument("--policy", choices=tuple(POLICIES), default="sarathi", help="how steps are composed")
+    group.add_argument("--policy", choices=tuple(POLICIES), default="slo", help="how steps are composed")
     group.add_argument(
         "--scheduling-policy",
         choices=tuple(QUEUE_ORDERS),

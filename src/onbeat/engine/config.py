@@ -38,7 +38,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int | None = None
-    policy: str = "sarathi"
+    policy: str = "slo"
     scheduling_policy: str = "fcfs"
     enable_prefix_caching: bool = True
     async_scheduling: bool = False

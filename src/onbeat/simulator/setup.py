@@ -25,7 +25,7 @@ from onbeat.simulator.kv_transfer import KVTransfer
 from onbeat.workload.offered import OfferedLoad
 
 AUTO = "auto"
-DEFAULT_POLICY = "sarathi"
+DEFAULT_POLICY = "slo"
 POOL_POLICY = "sarathi"
 """Where prompts and decodes have replicas of their own: each sees a part of a request only."""
 

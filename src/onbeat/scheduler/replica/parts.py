@@ -124,3 +124,4 @@ class ReleaseWithBatch:
 
 
 QUEUE_ORDERS: dict[str, type[QueueOrder]] = {"fcfs": FirstComeFirstServed, "priority": StrictPriority}
+DEFAULT_ORDER = "fcfs"

@@ -11,6 +11,7 @@ from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFi
 from onbeat.scheduler.replica.fastserve import FastServeComposer
 from onbeat.scheduler.replica.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.parts import (
+    DEFAULT_ORDER,
     QUEUE_ORDERS,
     ChunkedPrompts,
     QueueOrder,
@@ -137,6 +138,12 @@ def make_policy(config: SchedulerConfig) -> Policy:
             f"unknown scheduling policy {config.scheduling_policy!r}; choose one of {', '.join(QUEUE_ORDERS)}"
         )
     policy = _lookup(config.policy)()
+    if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
+        raise ConfigError(
+            f"policy {config.policy!r} has an order of its own, so scheduling policy "
+            f"{config.scheduling_policy!r} cannot be had with it; leave it out (a request's weight says what "
+            "it is worth), or use policy sarathi"
+        )
     if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
             f"policy {config.policy!r} runs whole prompts, so max_num_batched_tokens "

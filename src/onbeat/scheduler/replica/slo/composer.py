@@ -130,7 +130,7 @@ class _Step:
         """Return who decodes, the step's time, the prompts to serve, and whether prompts are in danger."""
         plan, times, tuning = self._plan, self._times, self._tuning
         shape = decode_shape(rows)
-        share = times.prefill_share(shape, budget)
+        share = times.prefill_share(shape, min(budget, times.with_chunk(shape)))
         need = needed_share(jobs, plan.now)
         work = sum(job.seconds for job in jobs)
         self._policy.book.predicted_wait = work / max(share, _LEAST_SHARE)
@@ -139,15 +139,39 @@ class _Step:
                 budget = min(budget, pace(times.of(shape), need, tuning))
             return rows, budget, jobs, False
         rows, shape = self._must_run(rows, budget)
-        budget = min(slack, max(budget, times.with_chunk(shape)))
-        share = times.prefill_share(shape, budget)
+        budget, share = self._lengthen(shape, budget, slack, jobs)
         if need > share and tuning.triages:
             jobs, left_behind = select_feasible(
-                jobs, start=plan.now, share=max(share, _LEAST_SHARE), worth=self._policy.book
+                jobs,
+                start=plan.now + tuning.step_margin * min(budget, times.with_chunk(shape)),
+                share=max(share, _LEAST_SHARE),
+                worth=self._policy.book,
             )
             # Time that the others leave is theirs before it is best effort's.
             jobs += left_behind
         return rows, budget, jobs, True
+
+    def _lengthen(
+        self, shape: BatchShape, budget: float, slack: float, jobs: list[Job]
+    ) -> tuple[float, float]:
+        """Return the time of a step in which prompts get the share that they need, and that share.
+
+        Longer steps leave more of the time to prompts, since running streams get fewer tokens in it. Where
+        not even the longest is enough, short ones are best: whoever is served waits less for their ends.
+        """
+        times = self._times
+        options = []
+        for num_chunks in range(1, self._tuning.most_chunks + 1):
+            longest = times.with_chunk(shape, num_chunks)
+            limit = min(slack, max(budget, longest))
+            options.append((limit, times.prefill_share(shape, min(limit, longest))))
+            start = self._plan.now + self._tuning.step_margin * min(limit, longest)
+            if options[-1][1] >= needed_share(jobs, start):
+                self._filler.most_chunk_tokens *= num_chunks
+                return options[-1]
+            if longest >= limit:
+                break
+        return options[0]
 
     def _say_budget(self, budget: float) -> None:
         if self.view.due_state is not None:

@@ -43,6 +43,7 @@ class StepFiller:
     Attributes
     ----------
     shape : of the step so far.
+    most_chunk_tokens : of all prompts together.
     """
 
     def __init__(self, plan: StepPlan, times: StepTimes, policy: FillerPolicy) -> None:
@@ -53,6 +54,8 @@ class StepFiller:
         self._tuning = policy.tuning
         self._reservation = policy.reservation
         self._has_run: set[str] = set()
+        # Beyond an efficient chunk a longer step gains nothing, and whoever arrives waits for its end.
+        self.most_chunk_tokens = times.work.efficient_chunk
         self._is_blocked = False
         """Whether somebody waits for a slot or for memory."""
         self._rows: list[tuple[int, int]] | None = None
@@ -150,10 +153,7 @@ class StepFiller:
     def _chunk(self, num_cached: int, num_wanted: int, limit: float) -> int:
         """Return how much of a prompt fits."""
         num_chunk_tokens = self.shape.num_new_tokens - self.shape.num_decodes
-        # Beyond an efficient chunk a longer step gains nothing, and whoever arrives waits for its end.
-        most = min(
-            num_wanted, self._plan.num_tokens_left, self._times.work.efficient_chunk - num_chunk_tokens
-        )
+        most = min(num_wanted, self._plan.num_tokens_left, self.most_chunk_tokens - num_chunk_tokens)
         if most < 1:
             return 0
         if limit < inf:

@@ -33,10 +33,10 @@ class StepTimes:
         """Return the longest chunk that may join within a limit."""
         return self._model.max_chunk_tokens(shape, num_cached, limit, self._q)
 
-    def with_chunk(self, shape: BatchShape) -> float:
-        """Return the time of a step with one efficient chunk more."""
+    def with_chunk(self, shape: BatchShape, num_chunks: int = 1) -> float:
+        """Return the time of a step with one efficient chunk more, or several."""
         trial = replace(shape)
-        trial.add(0, self.work.efficient_chunk, samples=True)
+        trial.add(0, num_chunks * self.work.efficient_chunk, samples=True)
         return self.of(trial)
 
     def fixed(self, shape: BatchShape) -> float:
