@@ -31,6 +31,7 @@ from onbeat.scheduler.replica.slo.deadlines import (
     BEST_EFFORT_RANK,
     give_up,
     note_delivery,
+    queue_rank,
     set_deadlines,
 )
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
@@ -123,6 +124,7 @@ class Scheduler:
         if self._promises is not None:
             plan = self._new_plan(request.arrival if now is None else now)
             self._promises.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
+            state.sort_key = (queue_rank(state), *sort_key[1:])
         self._states[request.request_id] = state
         self.waiting.push(state)
 
@@ -363,6 +365,7 @@ class Scheduler:
         output = last_output(state, FinishReason.EXPIRED)
         slo = state.request.slo
         assert slo is not None
+        output.predicted_ttft = state.predicted_ttft
         output.error = (
             "the first token can no longer come within the objective "
             f"({(state.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)"

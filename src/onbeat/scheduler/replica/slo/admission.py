@@ -15,7 +15,7 @@ from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.hysteresis import Hysteresis
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.book import PromiseBook
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, give_up
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
 from onbeat.scheduler.replica.slo.step_times import StepTimes
 from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible
@@ -25,6 +25,9 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 
 _SHORTEST_RETRY = 0.05
 _MOST_CLASSES = 64
+_TRY_AGAIN_SECONDS = 30.0
+"""How often an idle replica takes a request that it thinks hopeless, lest a model that is too pessimistic
+refuses what would teach it better."""
 _LEAST_SHARE = 0.05
 
 
@@ -51,6 +54,7 @@ class Admission:
         self._book = book
         self._tuning = tuning
         self._switches: dict[str | None, Hysteresis] = {}
+        self._last_try = -inf
 
     def decide(self, state: RequestState, plan: StepPlan, times: StepTimes, busy_until: float) -> None:
         """Predict a newcomer's TTFT and set `predicted_ttft`.
@@ -67,6 +71,11 @@ class Admission:
         outlook = self._look(state, plan, times, busy_until)
         state.predicted_ttft = outlook.ttft
         if state.request.shed is not ShedMode.REJECT:
+            return
+        if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
+            if state.ttft_deadline < state.request.arrival + outlook.ttft:
+                self._last_try = plan.now
+                give_up(state)
             return
         objective = state.ttft_deadline - state.request.arrival
         waited = plan.now - state.request.arrival
