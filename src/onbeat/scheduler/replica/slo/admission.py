@@ -78,9 +78,8 @@ class Admission:
                 give_up(state)
             return
         objective = state.ttft_deadline - state.request.arrival
-        waited = plan.now - state.request.arrival
         if objective < inf and self._is_too_late(state, outlook, objective, times):
-            self._refuse(outlook, waited, objective)
+            self._refuse(outlook, objective)
         if outlook.slows_streams:
             self._book.reject("slo_unattainable")
             raise SLOUnattainable(
@@ -97,9 +96,9 @@ class Admission:
         switch = self._switch(state.request.slo_class)
         return switch.update(outlook.ttft / objective) or outlook.delays_others
 
-    def _refuse(self, outlook: Outlook, waited: float, objective: float) -> None:
+    def _refuse(self, outlook: Outlook, objective: float) -> None:
         self._book.reject("slo_unattainable")
-        late = waited + outlook.ttft - objective
+        late = outlook.ttft - objective
         reason = (
             "it would come in time, but make requests late that have been accepted"
             if late <= 0 and outlook.delays_others
@@ -132,7 +131,7 @@ class Admission:
         ahead, delays_others = self._ahead(own, jobs, start, share)
         if ahead is None:
             ahead = sum(job.seconds for job in jobs) + self._best_effort_seconds(plan, view, times)
-        elif self._tuning.paces and view.streams:
+        elif self._tuning.paces and view.streams and not plan.waiting.first_from(BEST_EFFORT_RANK, 1):
             budget = self._paced(budget, times.of(shape), [*jobs, own], start)
         wait = start - state.request.arrival
         ttft = wait + times.drain_seconds(ahead + own.seconds, shape, budget)

@@ -10,7 +10,7 @@ from onbeat.scheduler.replica.preemption_cost import RECENT_SECONDS
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission, pace
 from onbeat.scheduler.replica.slo.book import PromiseBook
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, set_deadlines
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
@@ -70,6 +70,8 @@ class SLOComposer:
         prompt = times.work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         limit = state.max_total_tokens - state.num_prompt_tokens
         num_output = self.book.lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
+        if state.request.slo is not None and state.request.slo.e2e is not None:
+            set_deadlines(state, num_output)
         self.book.load.on_arrival(plan.now, prompt + num_output * times.work.decode_seconds)
         self._admission.decide(state, plan, times, busy_until)
         self.book.on_arrival(state)
@@ -135,7 +137,8 @@ class _Step:
         work = sum(job.seconds for job in jobs)
         self._policy.book.predicted_wait = work / max(share, _LEAST_SHARE)
         if need <= share:
-            if tuning.paces and self.view.streams:
+            # Time that best effort could use is not given away.
+            if tuning.paces and self.view.streams and not self._best_effort:
                 budget = min(budget, pace(times.of(shape), need, tuning))
             return rows, budget, jobs, False
         rows, shape = self._must_run(rows, budget)

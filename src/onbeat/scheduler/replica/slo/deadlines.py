@@ -12,15 +12,22 @@ TOLERANCE = 1e-9
 """Seconds; as the metrics allow, lest rounding makes a token late."""
 LATE_TOKENS_IN = 100
 """One token, or gap, in so many may be late."""
+USUAL_OUTPUT_TOKENS = 256
+"""Output tokens to plan an e2e objective with where a request allows more and nothing is known of others."""
 BEST_EFFORT_RANK = 1e15
 """Queue rank of requests without a TTFT deadline: behind all that have one, by arrival."""
 
 
-def due_times(request: Request) -> tuple[float, float]:
+def due_times(request: Request, expected_output_tokens: int | None = None) -> tuple[float, float]:
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
 
-    An e2e objective becomes deadlines too: `max_tokens` tokens would end in time if the prompt took half of
-    it, or less where the TBT objective leaves more.
+    An e2e objective becomes deadlines too: the expected tokens would end in time if the prompt took half of
+    it, or more where the TBT objective leaves that.
+
+    Parameters
+    ----------
+    expected_output_tokens : to spread an e2e objective over; None is `max_tokens`, but not more than a
+        usual answer has.
     """
     slo, arrival = request.slo, request.arrival
     if slo is None:
@@ -28,15 +35,15 @@ def due_times(request: Request) -> tuple[float, float]:
     tbt = inf if slo.tbt is None else slo.tbt
     first = inf if slo.ttft is None else arrival + slo.ttft
     if slo.e2e is not None:
-        num_tokens = request.sampling.max_tokens
+        num_tokens = expected_output_tokens or min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
         tbt = min(tbt, slo.e2e / 2 / num_tokens)
         first = min(first, arrival + slo.e2e - tbt * num_tokens)
     return first, tbt
 
 
-def set_deadlines(state: RequestState) -> None:
+def set_deadlines(state: RequestState, expected_output_tokens: int | None = None) -> None:
     """Give a new request its deadlines."""
-    state.ttft_deadline, state.tbt = due_times(state.request)
+    state.ttft_deadline, state.tbt = due_times(state.request, expected_output_tokens)
     state.next_deadline = state.ttft_deadline
 
 
