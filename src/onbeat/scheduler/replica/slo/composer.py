@@ -233,7 +233,8 @@ class _Step:
             return rows, decode_shape(rows)
         # Whoever sits out must have a whole natural step left after this one: else the next would be short,
         # and short steps waste the time that reading the weights takes.
-        horizon = self._plan.now + budget + self.view.tightest
+        next_step = self.view.tightest if self._tuning.looks_ahead else self._times.work.shortest_step
+        horizon = self._plan.now + budget + next_step
         chosen = [state for state in self.view.streams if next_due(state) < horizon]
         shape = decode_shape(chosen)
         if self.view.loose:

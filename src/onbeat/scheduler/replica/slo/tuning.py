@@ -13,6 +13,8 @@ class SLOTuning:
     """Of the step time, to plan with; None is the mean."""
     skips: bool = True
     """Whether streams with slack may sit out a step when prompts are in danger."""
+    looks_ahead: bool = True
+    """Whether a stream sits out only if the step after this one can still have its natural length."""
     paces: bool = True
     """Whether steps are kept short while prompts have time."""
     pace_margin: float = 2.0
