@@ -6,7 +6,6 @@ from math import inf
 
 from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.scheduler.replica.parts import QueueOrder, Reservation, ReservePrompt
-from onbeat.scheduler.replica.preemption_cost import RECENT_SECONDS
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission, pace
 from onbeat.scheduler.replica.slo.book import PromiseBook
@@ -17,14 +16,15 @@ from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
 from onbeat.scheduler.replica.slo.step_times import StepTimes
 from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
+from onbeat.scheduler.replica.slo.victims import make_room
 from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, next_due
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _LEAST_SHARE = 0.05
 _MOST_CREDIT = 1.0
 """Seconds that best effort may be owed."""
-_MOST_VICTIMS = 4
-"""Requests that lose their slot in one step."""
+_LAST_CALL = 2.0
+"""A prompt has to begin where less than so many times its work is left before its deadline."""
 
 
 class SLOComposer:
@@ -190,42 +190,48 @@ class _Step:
         return running + self._plan.waiting.first_from(BEST_EFFORT_RANK)
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
-        """Preempt best effort that holds the slots or blocks which prompts with deadlines need.
-
-        Returns the prompts that can run.
-        """
+        """Preempt for the first prompt that lacks a slot or blocks; return the prompts that can run."""
         plan = self._plan
-        waiting = [job.state for job in jobs if not job.state.block_ids]
-        if not waiting:
+        first = next((job for job in jobs if not job.state.block_ids), None)
+        if first is None:
             return jobs
-        if plan.num_slots_left < 1 or plan.num_blocks_missing(waiting[0]) > 0:
-            self._preempt_for(waiting)
+        if plan.num_slots_left < 1 or plan.num_blocks_missing(first.state) > 0:
+            self._preempt_for(first)
         return jobs if plan.num_slots_left > 0 else [job for job in jobs if job.state.block_ids]
 
-    def _preempt_for(self, waiting: list[RequestState]) -> None:
-        """Take slots and blocks from best effort, the cheapest to compute again first, where that helps."""
-        plan, view = self._plan, self.view
+    def _preempt_for(self, job: Job) -> None:
+        """Take a slot and blocks for a prompt, if somebody can spare them.
+
+        Best effort can always. A stream can, once the prompt has to begin, if it is so far ahead that its
+        deadlines leave the time to compute it again, and if it is not worth more.
+        """
+        plan, view, book = self._plan, self.view, self._policy.book
+        own = {id(state) for state in self._best_effort}
         pool = [
-            state
-            for state in (*view.loose, *self._best_effort)
-            if state.is_best_effort
-            and state.block_ids
-            and not state.num_in_flight_tokens
-            and plan.now - state.last_preemption > RECENT_SECONDS
+            state for state in (*view.loose, *self._best_effort) if state.is_best_effort and state.block_ids
         ]
-        pool.sort(key=lambda state: state.num_computed_tokens)
-        missing = plan.num_blocks_missing(waiting[0])
-        if missing > 0:
-            pool.reverse()  # few large ones
-            if sum(map(plan.num_freed_by, pool)) < missing:
-                return
-        for count, victim in enumerate(pool):
-            if count >= min(len(waiting), _MOST_VICTIMS) and plan.num_blocks_missing(waiting[0]) <= 0:
-                return
-            if plan.num_slots_left > 0 and plan.num_blocks_missing(waiting[0]) <= 0:
-                return
-            plan.preempt(victim)
-            (view.loose if victim in view.loose else self._best_effort).remove(victim)
+        if make_room(plan, job.state, pool, self._times, book):
+            self._forget_victims(own)
+            return
+        must_begin = plan.now + _LAST_CALL * job.seconds + view.tightest > job.deadline
+        if view.tightest < inf and must_begin:
+            pool += [
+                state
+                for state in view.streams
+                if next_due(state) - plan.now > self._times.work.recompute_seconds(0, state.num_tokens) * 2
+                and book.of(state) <= book.of(job.state)
+            ]
+            make_room(plan, job.state, pool, self._times, book)
+            self._forget_victims(own)
+
+    def _forget_victims(self, best_effort: set[int]) -> None:
+        """Leave those that are preempted out of the view."""
+        victims = {id(state) for state in self._plan.victims}
+        view = self.view
+        view.loose = [state for state in view.loose if id(state) not in victims]
+        view.streams = [state for state in view.streams if id(state) not in victims]
+        if victims & best_effort:
+            self._best_effort = [state for state in self._best_effort if id(state) not in victims]
 
     def _must_run(self, rows: list[RequestState], budget: float) -> tuple[list[RequestState], BatchShape]:
         """Return the streams that cannot sit out a step of this length, and their shape."""

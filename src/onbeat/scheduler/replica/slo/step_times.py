@@ -41,7 +41,7 @@ class StepTimes:
 
     def fixed(self, shape: BatchShape) -> float:
         """Return the time that decodes take of a step that is long enough to be bound by arithmetic."""
-        return self.with_chunk(shape) - self.work.seconds(self.work.efficient_chunk, 0)
+        return max(0.0, self.with_chunk(shape) - self.work.seconds(self.work.efficient_chunk, 0))
 
     def prefill_share(self, shape: BatchShape, budget: float) -> float:
         """Return the share of a step's time that goes into prefill work beside these decodes."""

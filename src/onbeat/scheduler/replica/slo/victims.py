@@ -1,4 +1,4 @@
-"""Whom to preempt where running requests need more KV blocks than there are."""
+"""Whom to preempt: for KV blocks that running requests need, for slots and blocks that a prompt needs."""
 
 from __future__ import annotations
 
@@ -35,6 +35,36 @@ def make_blocks_free(
         waits = {id(state) for state in sorted(filter(_is_growing, rows), key=next_due)[-num_over:]}
         rows = [state for state in rows if id(state) not in waits]
     return rows
+
+
+def make_room(
+    plan: StepPlan,
+    newcomer: RequestState,
+    pool: list[RequestState],
+    times: StepTimes,
+    book: PromiseBook,
+) -> bool:
+    """Preempt requests of a pool, the cheapest first, until a waiting one has its slot and its blocks.
+
+    Returns whether that is so. Nobody is preempted in vain, and nobody twice within `RECENT_SECONDS`.
+    """
+    pool = [
+        state
+        for state in pool
+        if not state.num_in_flight_tokens
+        and not state.is_in_flight
+        and plan.now - state.last_preemption > RECENT_SECONDS
+    ]
+    can_free = sum(map(plan.num_freed_by, pool))
+    if not pool or can_free < plan.num_blocks_missing(newcomer):
+        return False
+    while plan.num_slots_left < 1 or plan.num_blocks_missing(newcomer) > 0:
+        candidates = [_candidate(state, plan, times, book) for state in pool]
+        index = choose_victim(candidates, times.work.recompute_seconds)
+        if index is None:
+            return False
+        plan.preempt(pool.pop(index))
+    return True
 
 
 def _is_growing(state: RequestState) -> bool:
