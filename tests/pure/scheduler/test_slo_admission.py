@@ -1,0 +1,334 @@
+"""What newcomers are told to expect, against what then happens; who is refused, and when again not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.request import FinishReason, RequestOutput
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.replica.slo.admission import pace
+from onbeat.scheduler.replica.slo.tuning import SLOTuning
+from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
+
+ROOMY = {"num_blocks": 4096, "max_num_seqs": 64}
+HOPELESS = SLO(ttft=2e-3, tbt=0.1)
+"""Shorter than the prompts here take on an idle machine."""
+
+
+class Watch(TimedDriver):
+    """Remembers what was predicted of whom."""
+
+    def __init__(self, model: FakeStepTime | None = None, **changes) -> None:
+        super().__init__(make_config(**(ROOMY | changes)), model or FakeStepTime())
+        self.predicted: dict[str, float] = {}
+        self.expired: list[RequestOutput] = []
+
+    def receive(self, outputs) -> None:
+        for output in outputs:
+            if output.predicted_ttft is not None:
+                assert output.request_id not in self.predicted, "told once"
+                self.predicted[output.request_id] = output.predicted_ttft
+            if output.finish_reason is FinishReason.EXPIRED:
+                self.expired.append(output)
+        super().receive(outputs)
+
+    def ttft(self, request_id: str) -> float:
+        return self.times[request_id][0] - self.requests[request_id].arrival
+
+    def ask(self, request_id: str, num_prompt: int, *, max_tokens: int = 4, **changes):
+        """Let a request come now that would rather be refused than late; return the refusal, if any."""
+        values: dict[str, Any] = {"arrival": self.now, "shed": ShedMode.REJECT} | changes
+        self.rejected.pop(request_id, None)
+        self.add(make_request(request_id, num_prompt, max_tokens, **values))
+        return self.rejected.get(request_id)
+
+    def crowd(self, count: int, num_prompt: int = 900, **changes) -> None:
+        """Prompts that nobody may judge, due before all others."""
+        for _ in range(count):
+            values: dict[str, Any] = {
+                "slo": SLO(ttft=0.05),
+                "shed": ShedMode.OFF,
+                "arrival": self.now,
+            } | changes
+            self.add(make_request(f"crowd-{len(self.requests)}", num_prompt, 2, **values))
+
+
+class TestPrediction:
+    @pytest.mark.parametrize("num_prompt", [1, 100, 500, 1000])
+    @pytest.mark.parametrize("slo", [SLO(ttft=2.0, tbt=0.1), SLO(ttft=2.0), None], ids=str)
+    def test_on_an_idle_replica(self, num_prompt, slo):
+        driver = Watch()
+        driver.serve([make_request("r", num_prompt, 3, slo=slo, shed=ShedMode.RELEGATE)])
+        assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.25)
+
+    @pytest.mark.parametrize("num_ahead", [1, 5, 12])
+    @pytest.mark.parametrize("tbt", [None, 0.1])
+    def test_behind_other_prompts(self, num_ahead, tbt):
+        driver = Watch()
+        slo = SLO(ttft=4.0, tbt=tbt)
+        driver.serve([make_request(f"r{i}", 700, 20, slo=slo) for i in range(num_ahead + 1)])
+        last = f"r{num_ahead}"
+        assert driver.predicted[last] == pytest.approx(driver.ttft(last), rel=0.25)
+
+    @pytest.mark.parametrize("num_streams", [4, 16])
+    def test_beside_running_streams(self, num_streams):
+        driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-4))
+        slo = SLO(ttft=5.0, tbt=0.05)
+        driver.serve([make_request(f"s{i}", 50, 400, slo=slo) for i in range(num_streams)], until=0.6)
+        now = driver.now
+        driver.serve(
+            [make_request(f"r{i}", 800, 4, slo=SLO(ttft=2.0, tbt=0.05), arrival=now) for i in range(4)]
+        )
+        for name in ("r0", "r1", "r2", "r3"):
+            assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
+
+    def test_a_step_under_way_counts(self):
+        driver = Watch()
+        driver.add(make_request("first", 1000, 3, slo=SLO(ttft=2.0)))
+        scheduled = driver.scheduler.schedule(0.0)
+        assert scheduled is not None
+        driver.in_flight.append(scheduled)
+        driver.check_step(scheduled)
+        driver.add(make_request("r", 100, 3, slo=SLO(ttft=2.0)))
+        driver.serve([])
+        assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.25)
+
+    def test_best_effort_waits_for_all_who_have_deadlines(self):
+        driver = Watch()
+        crowd = [make_request(f"r{i}", 500, 2, slo=SLO(ttft=3.0)) for i in range(10)]
+        driver.serve([*crowd, make_request("last", 500, 2)])
+        assert driver.predicted["last"] == pytest.approx(driver.ttft("last"), rel=0.25)
+
+
+class TestRefusal:
+    def test_says_what_is_predicted_and_when_to_come_again(self):
+        driver = Watch()
+        driver.crowd(10)
+        error = driver.ask("r", 100, slo=SLO(ttft=0.5))
+        assert isinstance(error, SLOUnattainable)
+        assert error.code == "slo_unattainable"
+        assert error.predicted_ttft > 0.5
+        assert error.retry_after == pytest.approx(error.predicted_ttft - 0.5)
+        assert f"{error.predicted_ttft * 1e3:.0f} ms" in str(error)
+        assert "500 ms" in str(error)
+
+    def test_what_was_predicted_is_what_would_have_happened(self):
+        """The same load twice; once nobody may refuse."""
+        slo = SLO(ttft=0.5)
+        refusing, taking = Watch(), Watch()
+        for driver, shed in ((refusing, ShedMode.REJECT), (taking, ShedMode.OFF)):
+            driver.crowd(10)
+            driver.ask("r", 300, slo=slo, shed=shed)
+            driver.serve([])
+        error = refusing.rejected["r"]
+        assert isinstance(error, SLOUnattainable)
+        assert error.predicted_ttft == pytest.approx(taking.ttft("r"), rel=0.25)
+
+    def test_whoever_comes_again_after_that_time_is_taken_and_in_time(self):
+        driver = Watch()
+        driver.crowd(10)
+        slo = SLO(ttft=0.5)
+        error = driver.ask("r", 100, slo=slo)
+        assert isinstance(error, SLOUnattainable)
+        driver.serve([], until=1.25 * error.retry_after)
+        assert driver.ask("again", 100, slo=slo) is None
+        driver.serve([])
+        assert driver.ttft("again") <= 0.5
+
+    def test_those_who_come_in_time_are_taken_whatever_comes_later(self):
+        driver = Watch()
+        driver.crowd(10, slo=SLO(ttft=60.0))
+        assert driver.ask("r", 100, slo=SLO(ttft=0.5)) is None
+        driver.serve([])
+        assert driver.ttft("r") <= 0.5
+
+    def test_nobody_is_let_in_at_the_cost_of_those_who_were_accepted(self):
+        driver = Watch()
+        for index in range(5):
+            assert driver.ask(f"r{index}", 900, slo=SLO(ttft=0.8)) is None
+        error = driver.ask("late", 900, slo=SLO(ttft=0.3))
+        assert isinstance(error, SLOUnattainable)
+        assert "make requests late that have been accepted" in str(error)
+        driver.serve([])
+        assert all(driver.ttft(f"r{index}") <= 0.8 for index in range(5))
+
+    def test_nobody_is_let_in_at_the_cost_of_the_running_streams(self):
+        driver = Watch()
+        slo = SLO(ttft=1.0, tbt=3e-3)
+        driver.serve([make_request(f"s{i}", 10, 900, slo=slo) for i in range(8)], until=0.2)
+        assert driver.ask("none", 10, slo=SLO(ttft=5.0)) is None
+        errors = [driver.ask(f"r{i}", 10, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(3)]
+        driver.serve([], until=driver.now + 0.2)
+        errors += [driver.ask(f"q{i}", 900, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(3)]
+        assert any(error is not None and "running streams" in str(error) for error in errors)
+
+    @pytest.mark.parametrize("slo", [HOPELESS, SLO(ttft=0.5), SLO(e2e=0.1), None], ids=str)
+    @pytest.mark.parametrize("shed", [ShedMode.RELEGATE, ShedMode.OFF])
+    def test_who_did_not_ask_for_it_is_never_refused(self, shed, slo):
+        driver = Watch()
+        driver.crowd(10)
+        assert driver.ask("r", 900, slo=slo, shed=shed) is None
+        driver.serve([])
+        assert driver.finished["r"] is FinishReason.LENGTH
+
+    def test_refused_requests_leave_no_trace(self):
+        alone, together = Watch(), Watch()
+        for driver in (alone, together):
+            driver.crowd(10)
+        for index in range(5):
+            if index < 3:
+                before = together.scheduler.num_unfinished, len(together.scheduler.waiting)
+                error = together.ask(f"r{index}", 500, slo=SLO(ttft=0.3, tbt=0.01), tenant="other")
+                assert isinstance(error, SLOUnattainable)
+                assert before == (together.scheduler.num_unfinished, len(together.scheduler.waiting))
+                together.scheduler.check_invariants()
+            alone.step()
+            together.step()
+        alone.serve([])
+        together.serve([])
+        assert alone.log == together.log
+        assert together.ask("r0", 10, slo=SLO(ttft=9.0)) is None, "its id is free"
+
+
+def test_refusing_goes_on_until_the_load_is_well_below_what_began_it():
+    driver = Watch()
+    objective = 0.8
+    slo = SLO(ttft=objective)
+    driver.crowd(5)
+    assert driver.ask("below", 1, slo=slo) is None
+    driver.crowd(3, slo=SLO(ttft=0.04))
+    ratios = []
+    for index in range(1000):
+        error = driver.ask(f"r{index}", 1, slo=slo)
+        if error is None:
+            break
+        assert isinstance(error, SLOUnattainable)
+        ratios.append(error.predicted_ttft / objective)
+        driver.step()
+    assert ratios[0] >= 0.95, "what begins it"
+    assert ratios == sorted(ratios, reverse=True)
+    assert 0.8 <= ratios[-1] < 0.85, "what ends it"
+    driver.serve([])
+    assert driver.ttft(f"r{index}") <= objective
+
+
+def test_classes_are_switched_apart():
+    driver = Watch()
+    driver.crowd(5)
+    assert driver.ask("a", 1, slo=SLO(ttft=0.5), slo_class="interactive") is not None
+    assert driver.ask("b", 1, slo=SLO(ttft=0.85), slo_class="standard") is None, "it is between the levels"
+    assert driver.ask("c", 1, slo=SLO(ttft=0.85), slo_class="interactive") is not None
+
+
+class TestExpiry:
+    def make_stalled(self, shed: ShedMode) -> Watch:
+        """A request that was taken, on a machine that then stood still."""
+        driver = Watch()
+        driver.crowd(3)
+        assert driver.ask("r", 500, slo=SLO(ttft=1.0), shed=shed) is None
+        driver.now += 5.0
+        driver.serve([])
+        return driver
+
+    def test_who_would_rather_be_refused_than_late_ends_with_what_was_predicted(self):
+        driver = self.make_stalled(ShedMode.REJECT)
+        (output,) = driver.expired
+        assert output.request_id == "r"
+        assert output.new_token_ids == []
+        assert output.error is not None
+        assert "within the objective (1000 ms after arrival)" in output.error
+        assert output.predicted_ttft == pytest.approx(0.5, rel=0.25)
+        assert "r" not in driver.first_scheduled
+        state = driver.scheduler.state()
+        assert state is not None
+        assert state.num_rejected == {"deadline_exceeded": 1}
+        assert driver.scheduler.take_expired() == []
+
+    def test_others_are_served_all_the_same(self):
+        driver = self.make_stalled(ShedMode.RELEGATE)
+        assert not driver.expired
+        assert driver.finished["r"] is FinishReason.LENGTH
+        state = driver.scheduler.state()
+        assert state is not None
+        assert (state.num_relegated, state.num_rejected) == (1, {})
+
+    def test_whoever_has_begun_is_not_ended(self):
+        driver = Watch(FakeStepTime(fixed=0.05))
+        assert driver.ask("r", 1000, slo=SLO(ttft=0.5)) is None
+        driver.step()
+        assert not driver.finished
+        driver.now += 5.0
+        driver.serve([])
+        assert driver.finished["r"] is FinishReason.LENGTH
+
+
+class TestIdleReplica:
+    def test_tries_a_hopeless_request_now_and_then(self):
+        driver = Watch()
+        taken = []
+        for second in range(0, 100, 5):
+            driver.now = float(second)
+            if driver.ask(f"r{second}", 900, slo=HOPELESS) is None:
+                taken.append(second)
+            driver.serve([])
+        assert taken == [0, 35, 70]
+        assert all(driver.finished[f"r{second}"] is FinishReason.LENGTH for second in taken)
+
+    def test_does_not_try_while_it_has_others_to_serve(self):
+        driver = Watch()
+        driver.crowd(1)
+        assert driver.ask("waiting", 900, slo=HOPELESS) is not None
+        driver.step()
+        assert driver.ask("running", 900, slo=HOPELESS) is not None
+
+    def test_a_request_that_it_can_serve_is_no_try(self):
+        driver = Watch()
+        assert driver.ask("easy", 100, slo=SLO(ttft=1.0)) is None
+        driver.serve([])
+        assert driver.ask("hopeless", 900, slo=HOPELESS) is None
+        driver.serve([])
+        assert driver.ask("another", 900, slo=HOPELESS) is not None
+
+
+class TestHardCaps:
+    @pytest.mark.parametrize("shed", list(ShedMode))
+    def test_no_more_requests_wait_than_may(self, shed):
+        driver = Watch(max_num_queued_reqs=2)
+        for index in range(3):
+            driver.ask(f"r{index}", 10, shed=shed)
+        assert list(driver.rejected) == ["r2"]
+        error = driver.rejected["r2"]
+        assert isinstance(error, Overloaded)
+        assert error.code == "server_overloaded"
+        assert driver.scheduler.num_unfinished == 2
+        driver.step()
+        assert driver.ask("r2", 10, shed=shed) is None, "those who run do not wait"
+        driver.serve([])
+        assert driver.finished.keys() == {"r0", "r1", "r2"}
+
+    def test_no_more_tokens_wait_than_may_save_for_one_that_waits_alone(self):
+        driver = Watch(max_num_queued_tokens=500)
+        assert driver.ask("long", 900) is None
+        error = driver.ask("short", 1)
+        assert isinstance(error, Overloaded)
+        assert "900 tokens are waiting" in str(error)
+        driver.step()
+        assert driver.ask("a", 300) is None
+        assert driver.ask("b", 200) is None
+        assert isinstance(driver.ask("c", 1), Overloaded)
+
+
+class TestPace:
+    def test_half_of_a_step_is_for_prompts_where_they_need_little(self):
+        assert pace(0.01, 0.0, SLOTuning()) == pytest.approx(0.02)
+        assert pace(0.01, 0.25, SLOTuning()) == pytest.approx(0.02)
+
+    def test_prompts_get_more_than_they_need_by_a_margin(self):
+        assert pace(0.01, 0.4, SLOTuning()) == pytest.approx(0.05)
+        assert pace(0.01, 0.4, SLOTuning(pace_margin=1.5)) == pytest.approx(0.025)
+
+    def test_where_they_need_nearly_all_nothing_is_held_back(self):
+        assert pace(0.01, 0.5, SLOTuning()) == float("inf")
