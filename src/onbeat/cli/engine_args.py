@@ -80,7 +80,12 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
     """Which request runs when."""
     group = parser.add_argument_group("scheduler")
-    group.add_argument("--policy", choices=tuple(POLICIES), default="slo", help="how steps are composed")
+    group.add_argument(
+        "--policy",
+        choices=tuple(POLICIES),
+        default="slo",
+        help="how steps are composed (default: slo, by deadlines and predicted step times)",
+    )
     group.add_argument(
         "--scheduling-policy",
         choices=tuple(QUEUE_ORDERS),
@@ -120,7 +125,8 @@ def add_batch_arguments(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens",
         type=count,
         metavar="N",
-        help="token budget of a step (default: 512 with chunked prefill, else the longest request)",
+        help="token budget of a step; only a cap under slo, whose budget is time (default: 8192 under slo, "
+        "512 under others with chunked prefill, else the longest request)",
     )
 
 

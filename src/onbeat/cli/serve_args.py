@@ -101,8 +101,8 @@ def add_objective_arguments(parser: argparse.ArgumentParser) -> None:
         "--shed",
         choices=tuple(mode.value for mode in ShedMode),
         default=ShedMode.RELEGATE.value,
-        help="a request that is predicted to miss its TTFT objective takes its turn all the same (off), is "
-        "served from what others leave (relegate), or is refused with 429 (reject)",
+        help="a request that slo predicts to miss its TTFT objective takes its turn all the same (off), is "
+        "served from what others leave (relegate, the default), or is refused with 429 (reject)",
     )
 
 

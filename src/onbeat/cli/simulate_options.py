@@ -127,8 +127,9 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=budget,
         metavar="N",
-        help="token budget of a step; auto: the largest multiple of 128 whose step keeps --slo-tbt-ms "
-        "(default: 512 with chunked prefill, else the longest request)",
+        help="token budget of a step; only a cap under slo, whose budget is time; auto: the largest multiple "
+        "of 128 whose step keeps --slo-tbt-ms (default: 8192 under slo, 512 under others with chunked "
+        "prefill, else the longest request)",
     )
     group.add_argument(
         "--max-model-len",
@@ -148,7 +149,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[mode.value for mode in ShedMode],
         default=ShedMode.RELEGATE.value,
         help="what every request asks for where its TTFT objective is predicted to be missed: nothing (off), "
-        "best effort (relegate), or to be refused (reject)",
+        "best effort (relegate, the default), or to be refused (reject); slo alone predicts it",
     )
     group.add_argument(
         "--max-num-queued-reqs", type=count, metavar="N", help="most requests that wait at a replica"

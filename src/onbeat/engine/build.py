@@ -6,17 +6,20 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from onbeat import __version__
+from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import ThreadExecutor
-from onbeat.engine.load import LoadedModel, OnProgress, prepare_model
+from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
+from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.idle_check import idle_misses
+from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 
@@ -28,6 +31,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     ConfigError : the model cannot be loaded, or limits and memory do not go together.
     """
     loader = prepare_model(config)
+    _check_predictions(config, loader)
     start_record = create_record(config.record) if config.record else None
     loaded = loader.load(on_progress)
     step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
@@ -48,6 +52,23 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         watch=step_time.watch,
     )
     return core, info
+
+
+def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
+    """Say before the weights are read that a policy will lack the step times that it plans with."""
+    if not make_policy(loader.limits).needs_step_time:
+        return
+    why, cure = None, ""
+    if config.step_time_profile == "none":
+        why, cure = "the step-time profile is 'none'", "leave --step-time-profile out, or "
+    elif precision_of(loader.device.dtype) is None:
+        dtype = loader.device.dtype_name
+        why, cure = f"no step-time model knows {dtype}", "choose another --dtype, or "
+    if why is not None:
+        raise ConfigError(
+            f"policy {config.policy!r} plans with predicted step times, but {why}; {cure}a policy that plans "
+            "without them: --policy sarathi (in Python: policy='sarathi')"
+        )
 
 
 def _say_idle_misses(

@@ -55,6 +55,16 @@ def test_the_servers_greedy_tokens_are_the_offline_ones(smollm2: LLM, smollm2_se
     assert reply["choices"][0]["message"]["content"] == smollm2.chat(chat["messages"], GREEDY).text
 
 
+def test_a_format_without_predictions_names_the_policy_that_does_without_them(tiny_directory: Path) -> None:
+    options = {**TINY, "dtype": "float64", "kv_cache_memory_bytes": 2**22}
+    with pytest.raises(
+        ConfigError, match=r"no step-time model knows float64.*\(in Python: policy='sarathi'\)"
+    ):
+        LLM(str(tiny_directory), **options)
+    with LLM(str(tiny_directory), policy="sarathi", **options) as llm:
+        assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
+
+
 def test_text_and_ids_alone_and_in_a_batch(smollm2: LLM) -> None:
     batch = smollm2.generate(PROMPTS, GREEDY)
     ids = [smollm2.tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -37,7 +37,8 @@ def texts(server: ServerProgram) -> list[str]:
         ("--policy", "prefill-first"),
         ("--policy", "sarathi", "--max-num-batched-tokens", "64"),
         ("--policy", "sarathi", "--async-scheduling"),
-        ("--scheduling-policy", "priority", "--no-enable-prefix-caching"),
+        ("--policy", "slo", "--async-scheduling", "--slo-tbt-ms", "5", "--slo-ttft-ms", "50"),
+        ("--policy", "sarathi", "--scheduling-policy", "priority", "--no-enable-prefix-caching"),
     ],
     ids=" ".join,
 )
@@ -52,8 +53,9 @@ def test_the_embedded_model(
 def test_a_tiny_model(tiny_directory: Path) -> None:
     common = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024")
     answers = []
-    for policy in ("static", "orca", "prefill-first", "sarathi"):
+    policies = ("static", "orca", "prefill-first", "sarathi", "slo", "edf", "niyama", "fastserve")
+    for policy in policies:
         with serving(tiny_directory, *common, "--policy", policy) as server:
             answers.append(texts(server))
     assert all(len(text) > 0 for text in answers[0])
-    assert answers[1:] == answers[:1] * 3
+    assert answers[1:] == answers[:1] * (len(policies) - 1)

@@ -128,17 +128,33 @@ def test_calibration_takes_seconds(config):
 
 
 def test_nothing_is_predicted_where_nobody_asks(config):
-    steps, said = run(replace(config, step_time_profile="none"))
+    steps, said = run(replace(config, policy="sarathi", step_time_profile="none"))
     assert {(step.predicted_seconds, step.mbu, step.mfu) for step in steps} == {(None, None, None)}
     assert said == ["step times: not predicted"]
 
 
 def test_float64_is_served_without_predictions(config):
-    steps, said = run(replace(config, dtype="float64"))
+    config = replace(config, policy="sarathi", dtype="float64")
+    steps, said = run(config)
     assert steps[0].predicted_seconds is None
     assert "float64" in said[0]
     with pytest.raises(ConfigError, match="float64"):
-        run(replace(config, dtype="float64", step_time_profile="roofline"))
+        run(replace(config, step_time_profile="roofline"))
+
+
+@pytest.mark.parametrize(
+    ("lack", "why"),
+    [
+        ({"step_time_profile": "none"}, "the step-time profile is 'none'; leave --step-time-profile out"),
+        ({"dtype": "float64"}, "no step-time model knows float64; choose another --dtype"),
+        ({"dtype": "float64", "step_time_profile": "roofline"}, "no step-time model knows float64"),
+    ],
+)
+def test_a_policy_that_needs_predictions_is_not_started_without(config, lack, why):
+    said: list[str] = []
+    with pytest.raises(ConfigError, match=f"policy 'slo' plans .* but {why}.*--policy sarathi"):
+        build_engine(replace(config, policy="slo", **lack), said.append)
+    assert said == [], "found before anything was loaded"
 
 
 class OneByteOneFlop:

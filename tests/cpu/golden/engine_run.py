@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO
+from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
@@ -28,6 +31,8 @@ class Setting:
     repeats: int = 1
     """How often the whole set is sent; from the second time on the prefix cache holds it."""
     max_num_seqs: int = 8
+    objectives: Sequence[SLO | None] = (None,)
+    """What requests are promised, in turn."""
 
     def __str__(self) -> str:
         return "-".join(str(value) for value in (self.policy, self.budget, self.num_blocks, self.depth))
@@ -40,12 +45,39 @@ class Outcome:
     num_preemptions: int
     num_prefix_hits: int
     num_mixed_steps: int
+    num_relegated: int
+    """Requests that ended as best effort."""
+    num_sat_out: int
+    """Times that a step went without a stream that was running."""
+
+
+class PredictedTime:
+    """An executor that moves a clock by each step's predicted time, so that runs repeat exactly."""
+
+    def __init__(self, executor: ThreadExecutor, scheduler: Scheduler) -> None:
+        self.now = 0.0
+        self.num_sat_out = 0
+        self._executor = executor
+        self._scheduler = scheduler
+
+    def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        assert self._scheduler.step_time_model is not None
+        self.now += self._scheduler.step_time_model.step_time(scheduled.shape)
+        row_ids = {row.request_id for row in scheduled.rows}
+        for state in self._scheduler.running:
+            # One whose last token is under way has no other to run.
+            wants_token = state.num_output_tokens and state.num_computed_tokens < state.num_tokens
+            self.num_sat_out += bool(wants_token) and state.request_id not in row_ids
+        return self._executor.submit(scheduled)
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
 
 
 def run_engine(
     model: Model, prompts: Sequence[Sequence[int]], max_tokens: int, setting: Setting, *, max_model_len: int
 ) -> Outcome:
-    """Serve all prompts greedily; checks that no block is left behind."""
+    """Serve all prompts greedily, in predicted time; checks that no block is left behind."""
     config = SchedulerConfig(
         num_blocks=setting.num_blocks,
         max_model_len=max_model_len,
@@ -61,26 +93,28 @@ def run_engine(
         max_model_len=max_model_len,
         sampler=Sampler(model.config.vocab_size, model.device),
     )
-    core = EngineCore(
-        Scheduler(config, LinearStepTime()), ThreadExecutor(runner), max_in_flight_steps=setting.depth
-    )
+    scheduler = Scheduler(config, LinearStepTime())
+    executor = PredictedTime(ThreadExecutor(runner), scheduler)
+    core = EngineCore(scheduler, executor, max_in_flight_steps=setting.depth, clock=lambda: executor.now)
+    relegated_ids: set[str] = set()
     tokens: dict[str, list[int]] = {}
     num_mixed_steps = 0
     for repeat in range(setting.repeats):
-        pending = [
-            Request(
-                request_id=f"{repeat}-{index}",
-                prompt_token_ids=tuple(prompt),
-                sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
-                arrival=float(repeat * len(prompts) + index),
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        tokens |= {request.request_id: [] for request in pending}
+        pending = list(enumerate(prompts))
+        tokens |= {f"{repeat}-{index}": [] for index, _ in pending}
         num_steps = 0
         while pending or core.has_work:
             while pending and (not setting.arrivals or num_steps % setting.arrivals == 0):
-                core.add(pending.pop(0))
+                index, prompt = pending.pop(0)
+                core.add(
+                    Request(
+                        request_id=f"{repeat}-{index}",
+                        prompt_token_ids=tuple(prompt),
+                        sampling=SamplingParams(temperature=0, max_tokens=max_tokens),
+                        arrival=executor.now,
+                        slo=setting.objectives[index % len(setting.objectives)],
+                    )
+                )
                 if setting.arrivals:
                     break
             num_steps += 1
@@ -92,10 +126,16 @@ def run_engine(
             for output in message.outputs:
                 assert output.error is None, output.error
                 tokens[output.request_id] += output.new_token_ids
-    scheduler = core.scheduler
+                if output.is_relegated:
+                    relegated_ids.add(output.request_id)
     scheduler.check_invariants()
     assert scheduler.kv.pool.num_used_blocks == 0
     core.shutdown()
     return Outcome(
-        list(tokens.values()), scheduler.num_preemptions, scheduler.num_prefix_hits, num_mixed_steps
+        list(tokens.values()),
+        scheduler.num_preemptions,
+        scheduler.num_prefix_hits,
+        num_mixed_steps,
+        len(relegated_ids),
+        executor.num_sat_out,
     )

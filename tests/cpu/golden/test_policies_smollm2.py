@@ -16,6 +16,7 @@ from onbeat.engine.models.model import Model
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 
@@ -106,6 +107,8 @@ def check(reference: Reference, model: Model, lengths: tuple[int, ...], setting:
         Setting(policy="orca", arrivals=2),
         Setting(policy="prefill-first", arrivals=2),
         Setting(policy="sarathi", budget=64, arrivals=2, depth=2),
+        Setting(policy="slo", arrivals=2, depth=2),
+        Setting(policy="fastserve", arrivals=2),
     ],
     ids=str,
 )
@@ -123,17 +126,22 @@ def test_some_prompts(reference: Reference, model: Model, setting: Setting):
         Setting(policy="sarathi", budget=64, arrivals=2, num_blocks=800),
         Setting(policy="sarathi", budget=512, arrivals=1, num_blocks=800, max_num_seqs=20),
         Setting(policy="sarathi", budget=512, arrivals=1, num_blocks=800, depth=2),
+        Setting(policy="slo", arrivals=1, num_blocks=800),
+        Setting(policy="slo", arrivals=1, num_blocks=800, max_num_seqs=20, depth=2),
+        Setting(policy="edf", budget=64, arrivals=2, num_blocks=800),
+        Setting(policy="niyama", budget=512, arrivals=1, num_blocks=800),
+        Setting(policy="fastserve", arrivals=1, num_blocks=800),
     ],
     ids=str,
 )
 def test_all_prompts(reference: Reference, model: Model, setting: Setting):
     outcome = check(reference, model, ALL_LENGTHS, setting)
-    if setting.policy in ("orca", "sarathi"):
+    if setting.policy in ("orca", "sarathi", "slo", "edf", "niyama"):
         assert outcome.num_mixed_steps > 0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_all_prompts_with_prefix_hits(reference: Reference, model: Model, policy: str):
     budget = 512 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=1000, repeats=2)
@@ -142,7 +150,7 @@ def test_all_prompts_with_prefix_hits(reference: Reference, model: Model, policy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["prefill-first", "sarathi"])
+@pytest.mark.parametrize("policy", ["prefill-first", "sarathi", "slo", "fastserve"])
 def test_all_prompts_with_forced_preemption(reference: Reference, model: Model, policy: str):
     budget = 64 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=97, max_num_seqs=20)

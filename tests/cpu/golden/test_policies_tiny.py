@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from onbeat.core.slo import SLO
+from onbeat.scheduler.replica.policies import POLICIES
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 
@@ -11,17 +15,31 @@ pytestmark = pytest.mark.golden
 
 PROMPT_LENGTHS = (1, 40, 2, 200, 17, 16, 130, 64, 5, 90)
 MAX_TOKENS = 12
+CHUNKED = tuple(name for name, policy in POLICIES.items() if not policy().whole_prompts)
+MIXING = ("orca", "sarathi", "slo", "edf", "niyama")
+"""Policies that put prompts beside decodes in one step."""
+PREEMPTING = tuple(name for name in POLICIES if name not in ("static", "orca"))
+"""Those that reserve a prompt's blocks alone; the others can always finish what they have admitted."""
 SETTINGS = [
-    Setting(policy="static", arrivals=1),
-    Setting(policy="orca", arrivals=2),
-    Setting(policy="prefill-first", arrivals=2),
-    Setting(policy="sarathi", budget=64, arrivals=2),
+    *(
+        Setting(policy=policy, budget=64 if policy in CHUNKED else None, arrivals=2, depth=depth)
+        for policy in POLICIES
+        for depth in (1, 2)
+    ),
     Setting(policy="sarathi", budget=8, arrivals=1),
-    Setting(policy="sarathi", budget=64, arrivals=1, depth=2),
-    Setting(policy="static", arrivals=1, depth=2),
-    Setting(policy="orca", arrivals=1, depth=2),
+    Setting(policy="slo", arrivals=1),
     Setting(policy="prefill-first", arrivals=2, depth=2, num_blocks=18),
 ]
+SHORT_OF_MEMORY = (30, 31, 28, 61, 60, 29, 14, 15, 16, 44)
+"""Prompt lengths that outgrow 18 blocks."""
+OBJECTIVES = (
+    SLO(ttft=0.045, tbt=0.05),
+    None,
+    SLO(ttft=0.001, tbt=0.001),
+    SLO(ttft=60.0, tbt=0.05),
+    SLO(ttft=0.03, tbt=0.004),
+)
+"""Loose and tight ones, an impossible one and none, in turn; a step takes 2 ms and 0.1 ms a token."""
 
 
 def run(name: str, setting: Setting, lengths=PROMPT_LENGTHS) -> Outcome:
@@ -37,23 +55,43 @@ def run(name: str, setting: Setting, lengths=PROMPT_LENGTHS) -> Outcome:
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_tokens_equal_the_reference(name: str, setting: Setting):
     outcome = run(name, setting)
-    if setting.policy in ("orca", "sarathi"):
+    if setting.policy in MIXING:
         assert outcome.num_mixed_steps > 0
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_prefix_hits_change_nothing(name: str, policy: str):
-    budget = 64 if policy == "sarathi" else None
+    budget = 64 if policy in CHUNKED else None
     outcome = run(name, Setting(policy=policy, budget=budget, repeats=2))
     assert outcome.num_prefix_hits > 300
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("policy", ["prefill-first", "sarathi"])
+@pytest.mark.parametrize("policy", PREEMPTING)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_forced_preemption_changes_nothing(name: str, policy: str, depth: int):
-    budget = 64 if policy == "sarathi" else None
+    budget = 64 if policy in CHUNKED else None
     setting = Setting(policy=policy, budget=budget, num_blocks=18, depth=depth, max_num_seqs=16)
-    outcome = run(name, setting, lengths=(30, 31, 28, 61, 60, 29, 14, 15, 16, 44))
+    outcome = run(name, setting, lengths=SHORT_OF_MEMORY)
     assert outcome.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_objectives_change_no_token(name: str, policy: str, depth: int):
+    plain = Setting(
+        policy=policy,
+        budget=64 if policy in CHUNKED else None,
+        arrivals=1,
+        num_blocks=40,
+        depth=depth,
+        objectives=OBJECTIVES,
+    )
+    few_slots = run(name, replace(plain, max_num_seqs=4))
+    few_blocks = run(name, replace(plain, num_blocks=18, max_num_seqs=16), lengths=SHORT_OF_MEMORY)
+    if policy == "slo":
+        assert few_slots.num_relegated > 0
+        assert few_slots.num_sat_out > 0
+        assert few_blocks.num_preemptions > 0

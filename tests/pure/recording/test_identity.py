@@ -39,7 +39,7 @@ class RecordedMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([None, 150]),
     )
     def start(self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens):
-        if POLICIES[policy]().needs_step_time:
+        if POLICIES[policy]().order is not None:
             order = "fcfs"  # its own takes the place of priorities
         config = make_config(
             policy,

@@ -118,6 +118,7 @@ def test_two_pools_hand_over_requests_that_stop_early():
             settings_with(
                 max_model_len=1024,
                 declared_max_tokens=declared,
+                policy="sarathi",
                 disaggregation=DisaggregationSettings(**pools),
             )
         )
