@@ -18,7 +18,7 @@ from onbeat.scheduler.replica.slo.book import PromiseBook
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, give_up
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
 from onbeat.scheduler.replica.slo.step_times import StepTimes
-from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible
+from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible, shortest_first
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
 from onbeat.scheduler.replica.slo.view import RunningView, decode_shape
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -148,18 +148,29 @@ class Admission:
             # Whoever was accepted stays: the newcomer must find its place among them.
             ahead = sum(job.seconds for job in everyone[:place])
             end, delays_others = start + (ahead + own.seconds) / share, False
+            if needed_share(everyone, start) <= share:
+                turns = self._in_turn(everyone, start, share)
+                return sum(job.seconds for job in turns[: turns.index(own)]), False
             for job in everyone[place + 1 :]:
                 is_late_anyway = end + (job.seconds - own.seconds) / share > job.deadline
                 end += job.seconds / share
                 delays_others |= end > job.deadline and not is_late_anyway
             return ahead, delays_others
-        kept, _ = select_feasible(everyone, start=start, share=share, worth=self._book)
+        if needed_share(everyone, start) > share:
+            kept, _ = select_feasible(everyone, start=start, share=share, worth=self._book)
+        else:
+            kept = self._in_turn(everyone, start, share)
         ahead = 0.0
         for job in kept:
             if job is own:
                 return ahead, False
             ahead += job.seconds
         return None, False
+
+    def _in_turn(self, jobs: list[Job], start: float, share: float) -> list[Job]:
+        """Return prompts that can all be in time, in the order in which they will be served."""
+        caution = self._tuning.caution
+        return shortest_first(jobs, start=start, share=share, caution=caution, places=len(jobs))
 
     def _paced(self, budget: float, decode_seconds: float, jobs: list[Job], start: float) -> float:
         jobs.sort(key=lambda job: job.deadline)

@@ -14,7 +14,7 @@ from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
 from onbeat.scheduler.replica.slo.step_times import StepTimes
-from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible
+from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible, shortest_first
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
 from onbeat.scheduler.replica.slo.victims import make_room
 from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, next_due
@@ -140,6 +140,8 @@ class _Step:
             # Time that best effort could use is not given away.
             if tuning.paces and self.view.streams and not self._best_effort:
                 budget = min(budget, pace(times.of(shape), need, tuning))
+            if tuning.caution and len(jobs) > 1:
+                jobs = shortest_first(jobs, start=plan.now, share=share, caution=tuning.caution)
             return rows, budget, jobs, False
         rows, shape = self._must_run(rows, budget)
         budget, share = self._lengthen(shape, budget, slack, jobs)

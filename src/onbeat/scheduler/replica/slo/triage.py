@@ -77,3 +77,43 @@ def needed_share(jobs: Sequence[Job], start: float) -> float:
         if work > most * left:
             most = work / left
     return most
+
+
+_MOST_COMPARED = 32
+_PLACES_SETTLED = 4
+
+
+def shortest_first(
+    jobs: Sequence[Job], *, start: float, share: float, caution: float, places: int = _PLACES_SETTLED
+) -> list[Job]:
+    """Let short prompts go ahead of long ones as far as these can spare the time.
+
+    A prompt may pass those with earlier deadlines if what they could wait, times `caution`, is more than its
+    work. Under little load that is shortest-remaining-first, near the capacity nothing but the deadlines
+    counts.
+
+    Parameters
+    ----------
+    jobs : by ascending deadline, all of them in time in this order.
+    start, share : as in `select_feasible`.
+    caution : share of a prompt's slack that others may use up.
+    places : how many to settle; the next step asks again.
+    """
+    queue, spare, end = list(jobs[:_MOST_COMPARED]), [], start
+    for deadline, seconds, _ in queue:
+        end += seconds / share
+        spare.append((deadline - end) * caution)
+    order: list[Job] = []
+    while queue and len(order) < places:
+        pick, least = 0, spare[0]
+        for index in range(1, len(queue)):
+            seconds = queue[index].seconds
+            if seconds / share < least and seconds < queue[pick].seconds:
+                pick = index
+            least = min(least, spare[index])
+        job = queue.pop(pick)
+        spare.pop(pick)
+        for index in range(pick):
+            spare[index] -= job.seconds / share
+        order.append(job)
+    return [*order, *queue, *jobs[_MOST_COMPARED:]]

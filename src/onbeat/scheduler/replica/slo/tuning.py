@@ -19,6 +19,8 @@ class SLOTuning:
     """Whether steps are kept short while prompts have time."""
     pace_margin: float = 2.0
     """How much faster than needed prompts are run while they have time."""
+    caution: float = 0.25
+    """Share of a prompt's slack that shorter ones may use up by going first; 0 keeps to the deadlines."""
     triages: bool = True
     """Whether prompts are left behind for the sake of others."""
     best_effort_share: float = 0.02
