@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from onbeat.core.request import FinishReason
+from onbeat.scheduler.replica.policies import POLICIES
 from tests.pure.scheduler.driver import POLICY_NAMES, Driver, make_config, make_request, token_of
 
 
@@ -23,6 +24,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
     )
     def start(self, policy, order, depth, is_pipeline, num_blocks, prefix):
+        if POLICIES[policy]().order is not None:
+            order = "fcfs"  # its own takes the place of priorities
         config = make_config(
             policy,
             num_blocks=num_blocks,
