@@ -17,10 +17,12 @@ def make_blocks_free(
 ) -> list[RequestState]:
     """Preempt requests, the cheapest first, until the rest of `rows` can grow; return that rest.
 
-    The last request in the batch is never preempted, so that somebody goes on.
+    Those that the plan has given a row keep it. The last request in the batch is never preempted, so that
+    somebody goes on.
     """
     rows = list(rows)
-    pool = [state for state in plan.running if state not in plan.victims and not state.is_in_flight]
+    planned = {id(state) for state in (*plan.victims, *plan.decodes)}
+    pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
     while len(pool) > 1 and _num_growing(rows) > plan.num_blocks_left:
         index = choose_victim(
             [_candidate(state, plan, times, book) for state in pool], times.work.recompute_seconds
