@@ -9,7 +9,7 @@ from onbeat.scheduler.replica.parts import QueueOrder, Reservation, ReservePromp
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission, pace
 from onbeat.scheduler.replica.slo.book import PromiseBook
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, set_deadlines
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, is_left_over, set_deadlines
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
@@ -210,7 +210,7 @@ class _Step:
         plan, view, book = self._plan, self.view, self._policy.book
         own = {id(state) for state in self._best_effort}
         pool = [
-            state for state in (*view.loose, *self._best_effort) if state.is_best_effort and state.block_ids
+            state for state in (*view.loose, *self._best_effort) if is_left_over(state) and state.block_ids
         ]
         if make_room(plan, job.state, pool, self._times, book):
             self._forget_victims(own)

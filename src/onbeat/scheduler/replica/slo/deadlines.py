@@ -90,3 +90,8 @@ def give_up(state: RequestState) -> None:
     """Serve a request as best effort from now on: nothing can make it keep its promise."""
     state.is_best_effort = True
     state.next_deadline = inf
+
+
+def is_left_over(state: RequestState) -> bool:
+    """Whether a request is served from what is left over: nothing was promised, or the promise is broken."""
+    return state.is_best_effort or state.ttft_deadline == state.tbt == inf

@@ -7,6 +7,7 @@ from math import inf
 from onbeat.scheduler.replica.preemption_cost import RECENT_SECONDS, Candidate, choose_victim
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.book import PromiseBook
+from onbeat.scheduler.replica.slo.deadlines import is_left_over
 from onbeat.scheduler.replica.slo.step_times import StepTimes
 from onbeat.scheduler.replica.slo.view import next_due
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -88,7 +89,7 @@ def _candidate(state: RequestState, plan: StepPlan, times: StepTimes, book: Prom
         cached_tokens=0,
         freed_blocks=plan.num_freed_by(state),
         arrival=state.request.arrival,
-        is_best_effort=state.is_best_effort,
+        is_best_effort=is_left_over(state),
         progress=done / (done + remaining),
         was_preempted_recently=plan.now - state.last_preemption < RECENT_SECONDS,
         weight=book.of(state),
