@@ -118,7 +118,7 @@ def test_needs_objectives_and_somebody_to_serve() -> None:
         fluid_bound(bare, Machine(), question(bare, 1.0))
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.9, 1.0]),

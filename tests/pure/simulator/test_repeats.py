@@ -53,7 +53,7 @@ def loads(draw):
     router=st.sampled_from(["round-robin", "least-outstanding", "least-work", "prefix-affinity"]),
     is_even=st.booleans(),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas, router, is_even):
     offered, is_closed = load
     config = make_config(
