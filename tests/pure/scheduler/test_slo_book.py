@@ -1,0 +1,224 @@
+"""What is remembered of promises: who is lost and what becomes of them, tenants, weights, counters."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.request import FinishReason, Request
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.core.step import SchedulerState
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.book import PromiseBook
+from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
+
+HOPELESS = SLO(ttft=2e-3, tbt=0.1)
+
+
+class Watch(TimedDriver):
+    """Remembers who was served as best effort."""
+
+    def __init__(self, model: FakeStepTime | None = None, **changes) -> None:
+        super().__init__(
+            make_config(**({"num_blocks": 4096, "max_num_seqs": 64} | changes)), model or FakeStepTime()
+        )
+        self.relegated: set[str] = set()
+
+    def receive(self, outputs) -> None:
+        self.relegated |= {output.request_id for output in outputs if output.is_relegated}
+        super().receive(outputs)
+
+    @property
+    def state(self) -> SchedulerState:
+        state = self.scheduler.state()
+        assert state is not None
+        return state
+
+    def is_good(self, request_id: str) -> bool:
+        late = [lateness > 1e-9 for lateness in self.lateness(request_id)]
+        return not late[0] and sum(late) <= 0.01 * len(late)
+
+    def attainment(self, requests: list[Request]) -> float:
+        return sum(self.is_good(request.request_id) for request in requests) / len(requests)
+
+
+def relegatable(request_id: str, num_prompt: int, max_tokens: int, **changes) -> Request:
+    return make_request(request_id, num_prompt, max_tokens, **({"shed": ShedMode.RELEGATE} | changes))
+
+
+class TestLost:
+    def test_prompts_that_cannot_be_in_time_come_after_those_that_can(self):
+        driver = Watch()
+        lost = [relegatable(f"l{i}", 500, 2, slo=HOPELESS) for i in range(3)]
+        others = [relegatable(f"r{i}", 500, 2, slo=SLO(ttft=1.0, tbt=0.1)) for i in range(3)]
+        driver.serve([*lost, *others])
+        assert max(driver.times[f"r{i}"][0] for i in range(3)) < min(
+            driver.times[f"l{i}"][0] for i in range(3)
+        )
+        assert driver.relegated == {"l0", "l1", "l2"}
+        assert all(driver.finished[f"l{i}"] is FinishReason.LENGTH for i in range(3))
+
+    def test_they_are_served_in_the_order_in_which_they_came(self):
+        driver = Watch()
+        slos = [HOPELESS, SLO(ttft=1e-3), SLO(ttft=0.03), None, HOPELESS]
+        lost = [relegatable(f"l{i}", 500, 2, slo=slo, arrival=1e-3 * i) for i, slo in enumerate(slos)]
+        busy = relegatable("busy", 900, 2, slo=SLO(ttft=1.0))
+        driver.serve([busy, *lost])
+        assert driver.first_scheduled == ["busy", *(f"l{i}" for i in range(5))]
+
+    def test_time_that_streams_leave_is_theirs(self):
+        driver = Watch()
+        streams = [relegatable(f"s{i}", 20, 200, slo=SLO(ttft=0.1, tbt=0.01)) for i in range(4)]
+        driver.serve([*streams, relegatable("lost", 900, 2, slo=HOPELESS, arrival=0.1)])
+        assert driver.times["lost"][-1] < driver.times["s0"][-1]
+        assert all(driver.is_good(f"s{i}") for i in range(4))
+
+    def test_a_stream_that_breaks_its_promise_bounds_no_step_any_more(self):
+        driver = Watch()
+        driver.add(relegatable("r", 10, 60, slo=SLO(ttft=0.1, tbt=3e-3)))
+        driver.serve([], until=0.05)
+        driver.now += 5.0
+        driver.serve([])
+        assert driver.log[-1].budget is None
+        assert driver.relegated == {"r"}
+        assert (driver.state.num_lost, driver.state.num_relegated) == (1, 0)
+        assert len(driver.outputs["r"]) == 60
+
+    def test_a_promise_that_was_never_made_is_not_broken(self):
+        driver = Watch()
+        driver.serve([relegatable(f"r{i}", 900, 5) for i in range(5)])
+        assert not driver.relegated
+        assert driver.state.num_relegated == driver.state.num_lost == 0
+
+
+class TestTenants:
+    slo = SLO(ttft=0.5, tbt=0.1)
+
+    def make_load(self, name: str, rate: float, seconds: float, tenant: str, **changes) -> list[Request]:
+        """300 tokens take 36 ms."""
+        return [
+            relegatable(
+                f"{name}{i}", 300, 8, slo=self.slo, tenant=tenant, arrival=(i + 0.5) / rate, **changes
+            )
+            for i in range(int(rate * seconds))
+        ]
+
+    @pytest.mark.parametrize("share", [1.2, 1.6, 2.5])
+    def test_one_that_floods_does_not_push_down_the_other(self, share):
+        """Both together want more than there is; one sends four times as much as the other."""
+        rate = share * 20
+        flood = self.make_load("f", 0.8 * rate, 10, "flood")
+        small = self.make_load("s", 0.2 * rate, 10, "small")
+        driver = Watch()
+        driver.serve([*flood, *small])
+        assert driver.attainment(small) >= driver.attainment(flood) - 0.05
+        assert driver.attainment([*flood, *small]) >= 0.7 / share, "the machine is used all the same"
+
+    def test_its_share_is_larger_than_without_names(self):
+        flood = self.make_load("f", 48, 10, "flood")
+        small = self.make_load("s", 12, 10, "small")
+        nameless = self.make_load("s", 12, 10, "flood")
+        apart, together = Watch(), Watch()
+        apart.serve([*flood, *small])
+        together.serve([*flood, *nameless])
+        assert apart.attainment(small) > 1.3 * together.attainment(nameless)
+
+    def test_without_another_tenant_worth_is_weight(self):
+        book = PromiseBook()
+        state = RequestState(make_request("r", 10, 1, weight=3.0), sort_key=(0.0,), max_model_len=100)
+        book.on_arrival(state)
+        assert book.of(state) == 3.0
+        assert not book.has_tenants
+
+    def test_worth_falls_with_service_and_at_most_fourfold(self):
+        book = PromiseBook()
+        states = [
+            RequestState(make_request(name, 8, 1, tenant=name), sort_key=(0.0,), max_model_len=100)
+            for name in ("a", "b")
+        ]
+        for state in states:
+            book.on_arrival(state)
+        assert [book.of(state) for state in states] == [1.0, 1.0]
+        worths = []
+        for _ in range(5):
+            book.on_delivery(states[0], 4096, 0.0, "stream")
+            worths.append(book.of(states[0]))
+            assert book.of(states[1]) == pytest.approx(1 / worths[-1])
+        assert worths == sorted(worths, reverse=True)
+        assert worths[0] < 1.0
+        assert worths[-1] == pytest.approx(0.25)
+
+
+def test_of_more_than_can_be_served_the_heavier_are():
+    slo = SLO(ttft=0.5, tbt=0.1)
+    load = [
+        relegatable(f"r{i}", 300, 8, slo=slo, weight=(1.0, 4.0)[i % 2], arrival=i / 50) for i in range(400)
+    ]
+    driver = Watch()
+    driver.serve(load)
+    light, heavy = driver.attainment(load[::2]), driver.attainment(load[1::2])
+    assert heavy > 1.5 * light
+    assert heavy > 0.7
+
+
+class TestState:
+    def test_counts_what_became_of_requests(self):
+        driver = Watch()
+        driver.add(relegatable("good", 100, 30, slo=SLO(ttft=1.0, tbt=0.1)))
+        driver.step()
+        driver.add(relegatable("relegated", 900, 2, slo=HOPELESS))
+        driver.add(relegatable("refused", 900, 2, slo=HOPELESS, shed=ShedMode.REJECT))
+        driver.add(relegatable("expires", 100, 2, slo=SLO(ttft=1.0), shed=ShedMode.REJECT))
+        driver.now += 3.0
+        driver.serve([])
+        state = driver.state
+        assert list(driver.rejected) == ["refused"]
+        assert state.num_rejected == {"slo_unattainable": 1, "deadline_exceeded": 1}
+        assert state.num_relegated == 1
+        assert driver.scheduler.num_relegated == 1
+
+    def test_gauges_are_those_of_the_last_plan(self):
+        driver = Watch(max_num_seqs=4)
+        slo = SLO(ttft=1.0, tbt=0.05)
+        driver.serve([relegatable(f"s{i}", 50, 300, slo=slo) for i in range(3)], until=0.2)
+        for index in range(3):
+            driver.add(relegatable(f"b{index}", 50, 300, arrival=driver.now))
+        due = [1.0 + 0.05 * len(driver.times[f"s{i}"]) for i in range(3)]
+        now = driver.now
+        driver.step()
+        assert driver.state.decode_slacks == pytest.approx([each - now for each in due])
+        assert driver.state.num_best_effort == 3
+        driver.serve([])
+        assert driver.state.num_best_effort == 0 or driver.state.decode_slacks == []
+
+    def test_load_is_what_arrives(self):
+        """20 a second, each of which takes about 40 ms."""
+        driver = Watch()
+        slo = SLO(ttft=5.0, tbt=0.1)
+        driver.serve([relegatable(f"r{i}", 300, 4, slo=slo, arrival=i / 20) for i in range(200)])
+        state = driver.state
+        assert state.arrival_rate == pytest.approx(20, rel=0.1)
+        assert 0.5 < state.utilisation < 1.0
+        assert state.stationary_wait is not None
+        assert 0.0 < state.stationary_wait < 0.5
+
+    def test_no_stationary_wait_where_the_queue_only_grows(self):
+        driver = Watch()
+        driver.serve(
+            [relegatable(f"r{i}", 900, 4, slo=SLO(ttft=1.0), arrival=i / 20) for i in range(60)], until=3
+        )
+        assert driver.state.utilisation > 1
+        assert driver.state.stationary_wait is None
+
+    def test_predicted_wait_is_that_of_the_prompts_in_time(self):
+        driver = Watch()
+        for index in range(5):
+            driver.add(relegatable(f"r{index}", 900, 1, slo=SLO(ttft=5.0)))
+        assert driver.state.predicted_wait == 0.0
+        driver.step()
+        predicted, now = driver.state.predicted_wait, driver.now
+        driver.serve([])
+        assert predicted == pytest.approx(driver.times["r4"][0], rel=0.25)
+        assert now < predicted
+
+    def test_a_policy_without_promises_has_no_state(self):
+        assert TimedDriver(make_config("sarathi"), FakeStepTime()).scheduler.state() is None
