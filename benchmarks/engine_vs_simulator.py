@@ -250,6 +250,7 @@ def main() -> int:
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=args.max_num_seqs,
         threads=args.threads,
+        policy="sarathi",
         step_time_profile="none",
     )
     with tempfile.TemporaryDirectory() as scratch:

@@ -31,6 +31,11 @@ class BatchRow(NamedTuple):
     """False for a chunk that is not the last of its prompt."""
 
 
+MOST_TOKENS = 512
+"""Largest batch that is measured. A policy whose budget is time has next to no limit on tokens; longer chunks
+cost in proportion, and what lies beyond the measured range is predicted with a surcharge."""
+
+
 @dataclass(frozen=True, slots=True)
 class MeasuredBatch:
     """Rows of one step."""
@@ -71,7 +76,7 @@ class BatchLimits:
         longest = max(min(config.max_model_len - 1, max_context_tokens // _LONGEST_CONTEXTS), 2)
         return cls(
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=min(config.max_num_batched_tokens, MOST_TOKENS),
             max_model_len=longest,
             max_context_tokens=max(min(max_context_tokens, in_cache), min(longest, 2 * SHORTEST_CONTEXT)),
         )
