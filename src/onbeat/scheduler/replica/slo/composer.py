@@ -23,6 +23,8 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 _LEAST_SHARE = 0.05
 _MOST_CREDIT = 1.0
 """Seconds that best effort may be owed."""
+_CROWDED = 8
+"""One in so many slots free, or fewer, are too few for streams to sit out."""
 _LAST_CALL = 2.0
 """A prompt has to begin where less than so many times its work is left before its deadline."""
 
@@ -205,7 +207,8 @@ class _Step:
         """Take a slot and blocks for a prompt, if somebody can spare them.
 
         Best effort can always. A stream can, once the prompt has to begin, if it is so far ahead that its
-        deadlines leave the time to compute it again, and if it is not worth more.
+        deadlines leave the time to compute it again, if its TBT objective is looser, and if it is not worth
+        more.
         """
         plan, view, book = self._plan, self.view, self._policy.book
         own = {id(state) for state in self._best_effort}
@@ -221,6 +224,7 @@ class _Step:
                 state
                 for state in view.streams
                 if next_due(state) - plan.now > self._times.work.recompute_seconds(0, state.num_tokens) * 2
+                and state.tbt > job.state.tbt
                 and book.of(state) <= book.of(job.state)
             ]
             make_room(plan, job.state, pool, self._times, book)
@@ -237,7 +241,9 @@ class _Step:
 
     def _must_run(self, rows: list[RequestState], budget: float) -> tuple[list[RequestState], BatchShape]:
         """Return the streams that cannot sit out a step of this length, and their shape."""
-        if not self._tuning.skips or budget == inf:
+        # Whoever sits out keeps its slot: where slots are short, nothing is gained.
+        is_crowded = self._plan.num_slots_left <= max(1, self._plan.max_num_seqs // _CROWDED)
+        if not self._tuning.skips or budget == inf or is_crowded:
             return rows, decode_shape(rows)
         # Whoever sits out must have a whole natural step left after this one: else the next would be short,
         # and short steps waste the time that reading the weights takes.
