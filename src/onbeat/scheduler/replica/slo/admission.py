@@ -131,7 +131,7 @@ class Admission:
         ahead, delays_others = self._ahead(own, jobs, start, share)
         if ahead is None:
             ahead = sum(job.seconds for job in jobs) + self._best_effort_seconds(plan, view, times)
-        elif self._tuning.paces and view.streams and not plan.waiting.first_from(BEST_EFFORT_RANK, 1):
+        elif self._is_paced(plan, view):
             budget = self._paced(budget, times.of(shape), [*jobs, own], start)
         wait = start - state.request.arrival
         ttft = wait + times.drain_seconds(ahead + own.seconds, shape, budget)
@@ -171,6 +171,13 @@ class Admission:
         """Return prompts that can all be in time, in the order in which they will be served."""
         caution = self._tuning.caution
         return shortest_first(jobs, start=start, share=share, caution=caution, places=len(jobs))
+
+    def _is_paced(self, plan: StepPlan, view: RunningView) -> bool:
+        """Whether steps are kept short, as the composer decides it."""
+        tuning = self._tuning
+        is_busy = self._book.load.utilisation(plan.now) > tuning.busy
+        has_others = bool(plan.waiting.first_from(BEST_EFFORT_RANK, 1))
+        return bool(tuning.paces and view.streams) and not (is_busy or has_others)
 
     def _paced(self, budget: float, decode_seconds: float, jobs: list[Job], start: float) -> float:
         jobs.sort(key=lambda job: job.deadline)

@@ -139,8 +139,11 @@ class _Step:
         work = sum(job.seconds for job in jobs)
         self._policy.book.predicted_wait = work / max(share, _LEAST_SHARE)
         if need <= share:
+            is_busy = self._policy.book.load.utilisation(plan.now) > tuning.busy
+            if is_busy:
+                self._filler.most_chunk_tokens *= tuning.most_chunks
             # Time that best effort could use is not given away.
-            if tuning.paces and self.view.streams and not self._best_effort:
+            elif tuning.paces and self.view.streams and not self._best_effort:
                 budget = min(budget, pace(times.of(shape), need, tuning))
             if tuning.caution and len(jobs) > 1:
                 jobs = shortest_first(jobs, start=plan.now, share=share, caution=tuning.caution)

@@ -17,6 +17,9 @@ class SLOTuning:
     """Whether a stream sits out only if the step after this one can still have its natural length."""
     paces: bool = True
     """Whether steps are kept short while prompts have time."""
+    busy: float = 0.6
+    """Utilisation from which steps are kept long, not short, whatever time prompts have: what is not done
+    now will be missing soon."""
     pace_margin: float = 2.0
     """How much faster than needed prompts are run while they have time."""
     caution: float = 0.25
