@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 
 import pytest
@@ -38,7 +39,7 @@ class Watch(TimedDriver):
 
     def gaps(self, request_id: str) -> list[float]:
         times = self.times[request_id]
-        return [after - before for before, after in zip(times, times[1:], strict=False)]
+        return [after - before for before, after in pairwise(times)]
 
     def ttft(self, request_id: str) -> float:
         return self.times[request_id][0] - self.requests[request_id].arrival
@@ -292,7 +293,7 @@ class TestAgainstAFixedBudget:
 
         def gap_before(driver: Watch) -> float:
             ends = [time for time in driver.times["s0"] if 0.4 < time < 1.5]
-            return max(after - before for before, after in zip(ends, ends[1:], strict=False))
+            return max(after - before for before, after in pairwise(ends))
 
         ours = self.run("slo", [*streams, *single, *burst])
         assert all(map(ours.is_good, ours.requests))

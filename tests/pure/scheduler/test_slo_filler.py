@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,7 +141,7 @@ class TestSlots:
         driver.serve([*crowd, *urgent])
         assert sum(map(len, driver.preempted_at.values())) >= 4
         for times in driver.preempted_at.values():
-            pauses = [after - before for before, after in zip(times, times[1:], strict=False)]
+            pauses = [after - before for before, after in pairwise(times)]
             assert all(pause > RECENT_SECONDS for pause in pauses)
 
     def test_some_slots_are_kept_from_best_effort(self):
