@@ -47,8 +47,6 @@ class Outcome:
     num_mixed_steps: int
     num_relegated: int
     """Requests that ended as best effort."""
-    num_sat_out: int
-    """Times that a step went without a stream that was running."""
 
 
 class PredictedTime:
@@ -56,18 +54,12 @@ class PredictedTime:
 
     def __init__(self, executor: ThreadExecutor, scheduler: Scheduler) -> None:
         self.now = 0.0
-        self.num_sat_out = 0
         self._executor = executor
         self._scheduler = scheduler
 
     def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
         assert self._scheduler.step_time_model is not None
         self.now += self._scheduler.step_time_model.step_time(scheduled.shape)
-        row_ids = {row.request_id for row in scheduled.rows}
-        for state in self._scheduler.running:
-            # One whose last token is under way has no other to run.
-            wants_token = state.num_output_tokens and state.num_computed_tokens < state.num_tokens
-            self.num_sat_out += bool(wants_token) and state.request_id not in row_ids
         return self._executor.submit(scheduled)
 
     def shutdown(self) -> None:
@@ -137,5 +129,4 @@ def run_engine(
         scheduler.num_prefix_hits,
         num_mixed_steps,
         len(relegated_ids),
-        executor.num_sat_out,
     )

@@ -93,5 +93,4 @@ def test_objectives_change_no_token(name: str, policy: str, depth: int):
     few_blocks = run(name, replace(plain, num_blocks=18, max_num_seqs=16), lengths=SHORT_OF_MEMORY)
     if policy == "slo":
         assert few_slots.num_relegated > 0
-        assert few_slots.num_sat_out > 0
         assert few_blocks.num_preemptions > 0
