@@ -94,7 +94,7 @@ class Admission:
         if times.work.idle_seconds(num_tokens, state.num_hit_tokens) > objective:
             return True  # says nothing of the load
         switch = self._switch(state.request.slo_class)
-        return switch.update(outlook.ttft / objective) or outlook.delays_others
+        return switch.update(outlook.ttft * self._book.ttft_surcharge() / objective) or outlook.delays_others
 
     def _refuse(self, outlook: Outlook, objective: float) -> None:
         self._book.reject("slo_unattainable")
