@@ -160,7 +160,7 @@ class SchedulerState:
     num_lost: int = 0
     """Running requests so far whose stream could no longer keep its objective."""
     num_rejected: dict[str, int] = field(default_factory=dict)
-    """Reason (`slo_unattainable`, `deadline_exceeded`, `queue_full`) -> requests so far."""
+    """Reason (`slo_unattainable`, `deadline_exceeded`) -> requests so far."""
     predicted_wait: float = 0.0
     """Seconds until a prompt that arrived now would be begun."""
     arrival_rate: float = 0.0

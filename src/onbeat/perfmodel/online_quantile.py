@@ -17,11 +17,10 @@ class OnlineQuantile:
     ready_after : steps that must have been seen; before that, whoever asks relies on what was known before.
     """
 
-    __slots__ = ("_factors", "_num_left", "_ratios", "_ready_after", "_sorted")
+    __slots__ = ("_factors", "_num_left", "_ratios", "_sorted")
 
     def __init__(self, *, window: int = 512, ready_after: int = 64) -> None:
         self._ratios: deque[float] = deque(maxlen=window)
-        self._ready_after = ready_after
         self._num_left = ready_after
         self._sorted: list[float] = []
         self._factors: dict[float, float] = {}
@@ -36,7 +35,7 @@ class OnlineQuantile:
             self._factors.clear()
 
     def factor(self, q: float) -> float | None:
-        """Return the q-quantile, the mean rank's neighbour above; None until enough steps were seen."""
+        """Return the q-quantile, by the nearest rank; None until enough steps were seen."""
         if not self._sorted:
             return None
         found = self._factors.get(q)

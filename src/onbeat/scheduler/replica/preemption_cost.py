@@ -77,7 +77,7 @@ def choose_victim(
     Parameters
     ----------
     seconds : (cached tokens, tokens to compute) -> time; `recompute_seconds` of a model, or an estimate that
-        is cheaper to ask (`idle_estimates.PrefillEstimate.seconds`).
+        is cheaper to ask (`slo.prefill_work.PrefillWork.recompute_seconds`).
     miss_seconds : what a miss of weight 1 costs, seconds.
     """
     useful = [index for index, candidate in enumerate(candidates) if candidate.freed_blocks > 0]

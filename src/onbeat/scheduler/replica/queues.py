@@ -40,12 +40,15 @@ class WaitingQueue:
 
     def before(self, rank: float) -> list[RequestState]:
         """Return the requests of a lower rank, in order."""
-        index = bisect_left(self._items, rank, lo=self._first, key=_rank)
-        return self._items[self._first : index]
+        return self._items[self._first : self._first + self.num_before(rank)]
+
+    def num_before(self, rank: float) -> int:
+        """Return how many requests have a lower rank."""
+        return bisect_left(self._items, rank, lo=self._first, key=_rank) - self._first
 
     def first_from(self, rank: float, most: int = 32) -> list[RequestState]:
         """Return the first requests of at least this rank."""
-        index = bisect_left(self._items, rank, lo=self._first, key=_rank)
+        index = self._first + self.num_before(rank)
         return self._items[index : index + most]
 
     def push(self, state: RequestState) -> None:

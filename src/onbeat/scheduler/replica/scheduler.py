@@ -144,7 +144,7 @@ class Scheduler:
 
     def state(self) -> SchedulerState | None:
         """Return how queues and promises stand; None where the policy keeps no deadlines."""
-        return None if self._promises is None else self._promises.report()
+        return None if self._promises is None else self._promises.report(self.num_relegated)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
@@ -353,11 +353,9 @@ class Scheduler:
                 continue
             give_up(state)
             self.num_relegated += 1
-            if self._promises is not None:
-                self._promises.book.num_relegated += 1
             if is_waiting:
                 self.waiting.remove(state)
-                state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])
+                _rank_last(state)
                 self.waiting.push(state)
 
     def _expire(self, state: RequestState) -> None:
@@ -456,7 +454,7 @@ class Scheduler:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
         state.last_preemption = now
         if state.is_best_effort:
-            state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])
+            _rank_last(state)
         assert state.status is RequestStatus.RUNNING
         self.running.remove(state)
         self.kv.free(state)
@@ -522,3 +520,8 @@ class Scheduler:
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):
             self._drop(state)
+
+
+def _rank_last(state: RequestState) -> None:
+    """Let a request that is best effort wait behind all that have a deadline; not for one in a queue."""
+    state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])

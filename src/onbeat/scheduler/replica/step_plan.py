@@ -114,7 +114,7 @@ class StepPlan:
 
     @property
     def _num_admitted(self) -> int:
-        """Requests that leave the waiting queue, from its head."""
+        """Requests that leave the waiting queue."""
         return len(self.admissions) + len(self.pulls)
 
     @property
@@ -215,6 +215,10 @@ class StepPlan:
     def preempt(self, state: RequestState) -> None:
         """Plan to take a running request out of the batch, wherever it stands; it may have no row."""
         self.victims.append(state)
+        self._give_back_blocks(state)
+
+    def _give_back_blocks(self, state: RequestState) -> None:
+        """Count what a preempted request frees."""
         freed_ids = self._kv.pool.exclusive_ids(state.block_ids)
         self._freed_block_ids.update(freed_ids)
         self.num_blocks_left += len(freed_ids)
@@ -267,9 +271,7 @@ class StepPlan:
     def _preempt_last(self) -> None:
         """Plan to take the last request out of the batch."""
         self.num_kept -= 1
-        freed_ids = self._kv.pool.exclusive_ids(self.running[self.num_kept].block_ids)
-        self._freed_block_ids.update(freed_ids)
-        self.num_blocks_left += len(freed_ids)
+        self._give_back_blocks(self.running[self.num_kept])
 
     def _num_new_blocks(self, cached_block_ids: list[int], num_reserved_tokens: int) -> int:
         """Return the free space that an admission takes: new blocks, and cached ones that lie idle.

@@ -17,7 +17,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.book import PromiseBook
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, give_up
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
-from onbeat.scheduler.replica.slo.step_times import StepTimes
+from onbeat.scheduler.replica.slo.step_times import LEAST_SHARE, StepTimes
 from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible, shortest_first
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
 from onbeat.scheduler.replica.slo.view import RunningView, decode_shape
@@ -28,7 +28,6 @@ _MOST_CLASSES = 64
 _TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it thinks hopeless, lest a model that is too pessimistic
 refuses what would teach it better."""
-_LEAST_SHARE = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +126,7 @@ class Admission:
         jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, times.work)
         num_cached = state.num_hit_tokens
         own = Job(state.ttft_deadline, times.work.seconds(state.num_tokens - num_cached, num_cached), state)
-        share = max(times.prefill_share(shape, budget), _LEAST_SHARE)
+        share = max(times.prefill_share(shape, budget), LEAST_SHARE)
         ahead, delays_others = self._ahead(own, jobs, start, share)
         if ahead is None:
             ahead = sum(job.seconds for job in jobs) + self._best_effort_seconds(plan, view, times)

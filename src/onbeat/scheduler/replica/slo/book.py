@@ -36,7 +36,6 @@ class PromiseBook(Worth):
         self.lengths = OutputLengths()
         self.load = LoadEstimate()
         self.num_lost = 0
-        self.num_relegated = 0
         self.num_rejected: dict[str, int] = {}
         self.predicted_wait = 0.0
         self.has_tenants = False
@@ -92,11 +91,13 @@ class PromiseBook(Worth):
         """Count a request that is not served."""
         self.num_rejected[reason] = self.num_rejected.get(reason, 0) + 1
 
-    def report(self, now: float, *, num_best_effort: int, slacks: list[float]) -> SchedulerState:
+    def report(
+        self, now: float, *, num_best_effort: int, num_relegated: int, slacks: list[float]
+    ) -> SchedulerState:
         """Return how things stand."""
         return SchedulerState(
             num_best_effort=num_best_effort,
-            num_relegated=self.num_relegated,
+            num_relegated=num_relegated,
             num_lost=self.num_lost,
             num_rejected=dict(self.num_rejected),
             predicted_wait=self.predicted_wait,

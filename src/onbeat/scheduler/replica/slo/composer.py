@@ -13,14 +13,13 @@ from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, is_left_ove
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
-from onbeat.scheduler.replica.slo.step_times import StepTimes
+from onbeat.scheduler.replica.slo.step_times import LEAST_SHARE, StepTimes
 from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible, shortest_first
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
 from onbeat.scheduler.replica.slo.victims import make_room
 from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, next_due
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-_LEAST_SHARE = 0.05
 _MOST_CREDIT = 1.0
 """Seconds that best effort may be owed."""
 _CROWDED = 8
@@ -78,9 +77,14 @@ class SLOComposer:
         self._admission.decide(state, plan, times, busy_until)
         self.book.on_arrival(state)
 
-    def report(self) -> SchedulerState:
+    def report(self, num_relegated: int) -> SchedulerState:
         """Return how queues and promises stand as of the last plan."""
-        return self.book.report(self._last_plan, num_best_effort=self._num_best_effort, slacks=self._slacks)
+        return self.book.report(
+            self._last_plan,
+            num_best_effort=self._num_best_effort,
+            num_relegated=num_relegated,
+            slacks=self._slacks,
+        )
 
     def _times(self, plan: StepPlan) -> StepTimes:
         assert plan.model is not None
@@ -105,7 +109,7 @@ class _Step:
     def num_best_effort(self) -> int:
         """Requests that are served from what is left over."""
         waiting = self._plan.waiting
-        return len(self.view.loose) + len(waiting) - len(waiting.before(BEST_EFFORT_RANK))
+        return len(self.view.loose) + len(waiting) - waiting.num_before(BEST_EFFORT_RANK)
 
     def compose(self) -> None:
         plan, view = self._plan, self.view
@@ -137,7 +141,7 @@ class _Step:
         share = times.prefill_share(shape, min(budget, times.with_chunk(shape)))
         need = needed_share(jobs, plan.now)
         work = sum(job.seconds for job in jobs)
-        self._policy.book.predicted_wait = work / max(share, _LEAST_SHARE)
+        self._policy.book.predicted_wait = work / max(share, LEAST_SHARE)
         if need <= share:
             is_busy = self._policy.book.load.utilisation(plan.now) > tuning.busy
             if is_busy:
@@ -154,7 +158,7 @@ class _Step:
             jobs, left_behind = select_feasible(
                 jobs,
                 start=plan.now + tuning.step_margin * min(budget, times.with_chunk(shape)),
-                share=max(share, _LEAST_SHARE),
+                share=max(share, LEAST_SHARE),
                 worth=self._policy.book,
             )
             # Time that the others leave is theirs before it is best effort's.

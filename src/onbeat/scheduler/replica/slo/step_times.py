@@ -10,6 +10,9 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
 from onbeat.scheduler.replica.slo.view import RunningView
 
+LEAST_SHARE = 0.05
+"""Share of the time that prompts are counted on to get, however little is left beside the decodes."""
+
 
 class StepTimes:
     """Times of steps with decodes, with and without prompts beside them; seconds.
@@ -59,5 +62,5 @@ class StepTimes:
         fixed = self.fixed(shape)
         if budget == inf:
             budget = self.with_chunk(shape)
-        left = max(budget - fixed, 0.05 * budget)
+        left = max(budget - fixed, LEAST_SHARE * budget)
         return seconds + ceil(seconds / left) * fixed
