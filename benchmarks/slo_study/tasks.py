@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -181,6 +182,20 @@ def _run_seed(task: Task, seed: int, guess: Guess) -> list[Line]:
     return [_line(task, cell, seed, (own, long, loose), seconds) for cell in task.cells]
 
 
+def _names(task: Task, cell: Cell, seed: int) -> dict[str, Any]:
+    """Return the fields of a line that say what was searched."""
+    return {
+        "set_up": cell.set_up,
+        "workload": cell.workload,
+        "slo": cell.slo,
+        "mode": cell.mode,
+        "policy": task.policy,
+        "seed": seed,
+        "fingerprint": task.fingerprint,
+        "tag": task.tag,
+    }
+
+
 def _bound(task: Task, seed: int) -> Line:
     """Return the line of the bound that no policy passes, on the very requests of a seed."""
     started = time.perf_counter()
@@ -199,14 +214,7 @@ def _bound(task: Task, seed: int) -> Line:
         return {share: bound(load, trials.step_time, each) for share, each in wanted.items()}
 
     return Line(
-        set_up=cell.set_up,
-        workload=cell.workload,
-        slo=cell.slo,
-        mode=cell.mode,
-        policy=task.policy,
-        seed=seed,
-        fingerprint=task.fingerprint,
-        tag=task.tag,
+        **_names(task, cell, seed),
         num_requests=len(load),
         num_hopeless=int(hopeless.sum()),
         num_skipped=trials.num_skipped,
@@ -275,14 +283,7 @@ def _line(
     own, long, loose = answers
     question = own.questions[cell]
     return Line(
-        set_up=cell.set_up,
-        workload=cell.workload,
-        slo=cell.slo,
-        mode=cell.mode,
-        policy=task.policy,
-        seed=seed,
-        fingerprint=task.fingerprint,
-        tag=task.tag,
+        **_names(task, cell, seed),
         num_requests=len(own.trials.load(question)),
         num_hopeless=int(own.trials.hopeless(question).sum()),
         num_skipped=own.trials.num_skipped,
