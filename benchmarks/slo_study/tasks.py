@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from onbeat.planner.fluid_bound import BoundQuestion, fluid_bound, sustained_bound
 from onbeat.planner.parallel import TaskContext
