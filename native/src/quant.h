@@ -1,0 +1,271 @@
+// Products with quantized weights, which stay as they are in memory (quant_layout.h).
+//
+// The inputs become bytes too (quant_rows.h). Within a group the products add up in integers; groups add up
+// in float. A tile is the 32 outputs of a panel for a few rows, which share what is read of the panel.
+//
+// For many rows, where arithmetic and not memory is what takes the time, `expand_panel` makes a float panel
+// for the kernels of linear.h.
+#pragma once
+
+#include "quant_rows.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+
+constexpr int kQuantRows = kWidth == 16 ? 8 : kWidth == 8 ? 2 : 1;  // most rows of a tile
+constexpr int64_t kQuantFewRows = 64;        // with more rows, expanding the panel is the faster way
+constexpr int64_t kQuantStreamAhead = 8192;  // bytes
+constexpr int64_t kCacheLine = 64;
+
+// The rows of a tile, from the first input of the group that is at hand.
+struct TileRows {
+    const int8_t* values;
+    const QuantizedBlock* blocks;
+    int64_t stride, num_blocks;
+
+    OB_INLINE uint32_t four_inputs(int row, int first) const {
+        uint32_t inputs;
+        memcpy(&inputs, values + row * stride + first, sizeof inputs);
+        return inputs;
+    }
+    OB_INLINE const QuantizedBlock& block(int row, int64_t index) const {
+        return blocks[row * num_blocks + index];
+    }
+};
+
+template <class Sums, int kRows>
+struct GroupSums {
+    Sums of[kRows][2];
+};
+
+template <class Dot, int kRows>
+OB_INLINE void add_products(GroupSums<typename Dot::Sums, kRows>& sums, U16 low, U16 high,
+                            const TileRows& rows, int first) {
+    const auto low_weights = Dot::prepare(low), high_weights = Dot::prepare(high);
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+        const uint32_t inputs = rows.four_inputs(row, first);
+        Dot::madd(sums.of[row][0], low_weights, inputs);
+        Dot::madd(sums.of[row][1], high_weights, inputs);
+    }
+}
+
+OB_INLINE U16 nibbles(U16 bytes, int shift) {
+    return each<U16>([&](int i) { return bytes.part[i] >> shift & 0x0f0f0f0fu; });
+}
+
+template <int kGroup>
+struct Q8Group {
+    static constexpr QuantLayout kLayout = kGroup == 32 ? kQ8Layout32 : kQ8Layout16;
+
+    template <int kRows>
+    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, F16 (*totals)[2]) {
+        GroupSums<Bytes::Sums, kRows> sums = {};
+#pragma GCC unroll 8
+        for (int first = 0; first < kGroup; first += 4) {
+            const uint8_t* bytes = group + first * kPanelOutputs;
+            add_products<Bytes, kRows>(sums, load_bytes(bytes), load_bytes(bytes + 64), rows, first);
+        }
+        const F16 scales[2] = {scale(group, 0), scale(group, 1)};
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+            const QuantizedBlock& block = rows.block(row, index * kGroup / kBlockInputs);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                F16 sum = Bytes::total(sums.of[row][half]) * splat(block.scale);
+                if (Bytes::kAreOffset) sum = sum + splat(offset(block, index));
+                totals[row][half] = fma(sum, scales[half], totals[row][half]);
+            }
+        }
+    }
+    static OB_INLINE float offset(const QuantizedBlock& block, int64_t index) {
+        if (kGroup == kBlockInputs) return block.offset;
+        return index % 2 == 0 ? block.first_offset : block.offset - block.first_offset;
+    }
+
+    static OB_INLINE U16 stored(const uint8_t* group, int first, int half) {
+        return load_bytes(group + first * kPanelOutputs + half * 64);
+    }
+    static OB_INLINE F16 scale(const uint8_t* group, int half) {
+        return load_halves(group + kLayout.scales + half * 32);
+    }
+    static OB_INLINE F16 minimum(const uint8_t* group, int half) {
+        return scale(group, half) * splat(-(float)kByteZero);
+    }
+};
+
+struct Q4Group {
+    static constexpr QuantLayout kLayout = kQ4Layout32;
+
+    template <int kRows>
+    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, F16 (*totals)[2]) {
+        GroupSums<Nibbles::Sums, kRows> sums = {};
+#pragma GCC unroll 4
+        for (int first = 0; first < 16; first += 4) {
+            const uint8_t* bytes = group + first * kPanelOutputs;
+            const U16 low = load_bytes(bytes), high = load_bytes(bytes + 64);
+            add_products<Nibbles, kRows>(sums, nibbles(low, 0), nibbles(high, 0), rows, first);
+            add_products<Nibbles, kRows>(sums, nibbles(low, 4), nibbles(high, 4), rows, 16 + first);
+        }
+        const F16 scales[2] = {scale(group, 0), scale(group, 1)};
+        const F16 minima[2] = {minimum(group, 0), minimum(group, 1)};
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+            const QuantizedBlock& block = rows.block(row, index);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) {
+                const F16 sum = Nibbles::total(sums.of[row][half]) * splat(block.scale);
+                const F16 total = fma(sum, scales[half], totals[row][half]);
+                totals[row][half] = fma(minima[half], splat(block.sum), total);
+            }
+        }
+    }
+
+    static OB_INLINE U16 stored(const uint8_t* group, int first, int half) {
+        return nibbles(load_bytes(group + first % 16 * kPanelOutputs + half * 64), first < 16 ? 0 : 4);
+    }
+    static OB_INLINE F16 scale(const uint8_t* group, int half) {
+        return load_halves(group + kLayout.scales + half * 32);
+    }
+    static OB_INLINE F16 minimum(const uint8_t* group, int half) {
+        return load_halves(group + kLayout.minima + half * 32);
+    }
+};
+
+// What to ask the memory for while a tile is computed.
+struct TileAhead {
+    const uint8_t* address;
+    int64_t lines;  // for each group
+};
+
+template <class Group, int kRows>
+void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, TileAhead ahead,
+                    float (*out)[kPanelOutputs]) {
+    F16 totals[kRows][2];
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) totals[row][0] = totals[row][1] = zero();
+    for (int64_t index = 0; index < num_groups; ++index) {
+        for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kCacheLine);
+        ahead.address += ahead.lines * kCacheLine;
+        Group::template add<kRows>(group, index, rows, totals);
+        group += Group::kLayout.bytes;
+        rows.values += Group::kLayout.inputs;
+    }
+#pragma GCC unroll 8
+    for (int row = 0; row < kRows; ++row) {
+        store(out[row], totals[row][0]);
+        store(out[row] + 16, totals[row][1]);
+    }
+}
+
+template <class Group, int kRows = kQuantRows>
+OB_INLINE void tile_of_rows(int num_rows, const uint8_t* panel, int64_t num_groups, const TileRows& rows,
+                            TileAhead ahead, float (*out)[kPanelOutputs]) {
+    if constexpr (kRows > 1) {
+        if (num_rows < kRows) {
+            return tile_of_rows<Group, kRows - 1>(num_rows, panel, num_groups, rows, ahead, out);
+        }
+    }
+    tile_of_groups<Group, kRows>(panel, num_groups, rows, ahead, out);
+}
+
+// A single tile streams its panel from memory. Where several share one, it is in the cache for all but the
+// first, and each asks for a part of the next panel.
+template <class Group>
+OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const QuantizedRows& x,
+                             int64_t first_row, int num_rows, float (*out)[kPanelOutputs]) {
+    const uint8_t* bytes = matrix.panel(panel);
+    const int64_t num_groups = matrix.padded_inputs / Group::kLayout.inputs;
+    const int64_t num_tiles = (x.num_rows + kQuantRows - 1) / kQuantRows;
+    constexpr int64_t kLines = Group::kLayout.bytes / kCacheLine;
+    TileAhead ahead = {bytes + kQuantStreamAhead, kLines};
+    if (num_tiles > 1) {
+        ahead.lines = (kLines + num_tiles - 1) / num_tiles;
+        const int64_t share = num_groups * ahead.lines * kCacheLine;
+        ahead.address = bytes + matrix.panel_bytes + first_row / kQuantRows * share;
+    }
+    const TileRows rows = {x.values + first_row * x.stride, x.blocks + first_row * x.num_blocks, x.stride,
+                           x.num_blocks};
+    tile_of_rows<Group>(num_rows, bytes, num_groups, rows, ahead, out);
+}
+
+// out[row][output]: the full sums of a panel's outputs for 1 to `kQuantRows` rows from `first_row` on.
+inline void quantized_tile(const ob_matrix& matrix, int64_t panel, const QuantizedRows& x, int64_t first_row,
+                           int num_rows, float (*out)[kPanelOutputs]) {
+    if (matrix.store == OB_STORE_Q4) {
+        tile_of_panel<Q4Group>(matrix, panel, x, first_row, num_rows, out);
+    } else if (matrix.group == 32) {
+        tile_of_panel<Q8Group<32>>(matrix, panel, x, first_row, num_rows, out);
+    } else {
+        tile_of_panel<Q8Group<16>>(matrix, panel, x, first_row, num_rows, out);
+    }
+}
+
+// ---- Float panels ----
+
+struct FourInputs {
+    F16 values[4];
+};
+
+// Four inputs of sixteen outputs, where the first of them stands in a float panel (model.h).
+OB_INLINE void store_inputs(float* to, const FourInputs& inputs) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) store(to + j * kPanelOutputs, inputs.values[j]);
+}
+
+// A finite float rounded to bfloat16, in the upper half of its lane.
+OB_INLINE U16 upper_bf16(F16 value) {
+    return each<U16>([&](int i) {
+        const U16::Part bits = (U16::Part)value.part[i];
+        return (bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u;
+    });
+}
+
+OB_INLINE void store_inputs(bf16* to, const FourInputs& inputs) {
+#pragma GCC unroll 2
+    for (int pair = 0; pair < 2; ++pair) {
+        const U16 even = upper_bf16(inputs.values[2 * pair]), odd = upper_bf16(inputs.values[2 * pair + 1]);
+        const U16 both = each<U16>([&](int i) { return odd.part[i] | even.part[i] >> 16; });
+        memcpy(to + pair * 2 * kPanelOutputs, &both, sizeof both);
+    }
+}
+
+template <class Group, class E>
+OB_INLINE void expand_groups(const uint8_t* group, int64_t num_groups, typename E::Number* to) {
+    for (int64_t index = 0; index < num_groups; ++index, group += Group::kLayout.bytes) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; ++half) {
+            const F16 scale = Group::scale(group, half), minimum = Group::minimum(group, half);
+            typename E::Number* column = to + half * 16 * E::kPack;
+            for (int first = 0; first < Group::kLayout.inputs; first += 4) {
+                const U16 stored = Group::stored(group, first, half);
+                FourInputs inputs;
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) {
+                    const I16 numbers =
+                        each<I16>([&](int i) { return (I16::Part)(stored.part[i] >> (8 * j) & 0xffu); });
+                    inputs.values[j] = fma(as_floats(numbers), scale, minimum);
+                }
+                store_inputs(column + first * kPanelOutputs, inputs);
+            }
+        }
+        to += Group::kLayout.inputs * kPanelOutputs;
+    }
+}
+
+// Writes a quantized panel as a float one: padded inputs by 32 numbers.
+template <class E>
+void expand_panel(const ob_matrix& matrix, int64_t panel, typename E::Number* to) {
+    const uint8_t* bytes = matrix.panel(panel);
+    const int64_t num_groups = matrix.padded_inputs / matrix.group;
+    if (matrix.store == OB_STORE_Q4) {
+        expand_groups<Q4Group, E>(bytes, num_groups, to);
+    } else if (matrix.group == 32) {
+        expand_groups<Q8Group<32>, E>(bytes, num_groups, to);
+    } else {
+        expand_groups<Q8Group<16>, E>(bytes, num_groups, to);
+    }
+}
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob

@@ -1,0 +1,307 @@
+// GGUF's blocks, and plain numbers, into the layout of quant_layout.h.
+//
+// Each source type is read group by group into one common form, which the stores then write.
+#include "quant_pack.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "quant_layout.h"
+
+namespace ob {
+namespace {
+
+constexpr int64_t kMostInputs = 32;  // of a group
+
+// Numbers  scale * (numbers[i] - zero) + minimum.
+struct Group {
+    uint8_t numbers[kMostInputs];
+    int zero;
+    float scale;
+    float minimum;
+};
+
+// ---- Half precision ----
+
+float from_half(uint16_t half) {
+    uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+    float value;
+    if (bits >= 0x0f800000) {  // infinity or NaN
+        bits |= 0x7f800000;
+        memcpy(&value, &bits, sizeof value);
+    } else {  // the exponent's bias differs by 112; a product makes subnormals right too
+        memcpy(&value, &bits, sizeof value);
+        value *= 0x1p112f;
+    }
+    return half & 0x8000 ? -value : value;
+}
+
+// The nearest half; of two, the even one.
+uint16_t to_half(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    const uint16_t sign = (bits >> 16) & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;   // NaN
+    if (bits >= 0x477ff000) return sign | 0x7c00;  // from 65520 on: infinity
+    if (bits < 0x38800000) {  // subnormal: added to 0.5, whose last bit is the smallest half
+        const float shifted = fabsf(value) + 0.5f;
+        memcpy(&bits, &shifted, sizeof bits);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    bits += 0xfff + ((bits >> 13) & 1);
+    return sign | (uint16_t)((bits - (112u << 23)) >> 13);
+}
+
+uint16_t to_half_rounded_up(float positive) {
+    const uint16_t half = to_half(positive);
+    return from_half(half) < positive ? half + 1 : half;
+}
+
+float half_at(const uint8_t* bytes) {
+    uint16_t half;
+    memcpy(&half, bytes, sizeof half);
+    return from_half(half);
+}
+
+void put_half(uint8_t* bytes, uint16_t half) { memcpy(bytes, &half, sizeof half); }
+
+// ---- Sources: group `index` of a block ----
+
+void read_nibbles(const uint8_t* bytes, Group& group) {
+    for (int i = 0; i < 16; ++i) {
+        group.numbers[i] = bytes[i] & 15;
+        group.numbers[16 + i] = bytes[i] >> 4;
+    }
+}
+
+void read_q4_0(const uint8_t* block, int64_t, Group& group) {
+    read_nibbles(block + 2, group);
+    group.zero = 8;
+    group.scale = half_at(block);
+    group.minimum = 0;
+}
+
+void read_q4_1(const uint8_t* block, int64_t, Group& group) {
+    read_nibbles(block + 4, group);
+    group.zero = 0;
+    group.scale = half_at(block);
+    group.minimum = half_at(block + 2);
+}
+
+void read_q5_0(const uint8_t* block, int64_t, Group& group) {
+    uint32_t fifth_bits;
+    memcpy(&fifth_bits, block + 2, sizeof fifth_bits);
+    read_nibbles(block + 6, group);
+    for (int i = 0; i < 32; ++i) group.numbers[i] |= (fifth_bits >> i & 1) << 4;
+    group.zero = 16;
+    group.scale = half_at(block);
+    group.minimum = 0;
+}
+
+void read_q8_0(const uint8_t* block, int64_t, Group& group) {
+    for (int i = 0; i < 32; ++i) group.numbers[i] = block[2 + i] ^ 0x80;  // signed, now counted from 128
+    group.zero = 128;
+    group.scale = half_at(block);
+    group.minimum = 0;
+}
+
+// Eight groups of 32 share a block's two scales; each has 6 bits for its own scale and minimum, in 12 bytes.
+void read_q4_k(const uint8_t* block, int64_t index, Group& group) {
+    const uint8_t* packed = block + 4;
+    int scale, minimum;
+    if (index < 4) {
+        scale = packed[index] & 63;
+        minimum = packed[index + 4] & 63;
+    } else {
+        scale = (packed[index + 4] & 15) | (packed[index - 4] >> 6) << 4;
+        minimum = packed[index + 4] >> 4 | (packed[index] >> 6) << 4;
+    }
+    const uint8_t* bytes = block + 16 + index / 2 * 32;
+    for (int i = 0; i < 32; ++i) group.numbers[i] = bytes[i] >> (index % 2 * 4) & 15;
+    group.zero = 0;
+    group.scale = half_at(block) * (float)scale;
+    group.minimum = -half_at(block + 2) * (float)minimum;
+}
+
+// Sixteen groups of 16 in two parts of 128 inputs: of a part, four runs of 32 inputs share their bytes, the
+// first and second run the lower halves of 64 bytes, the others the upper ones; two more bits lie apart.
+void read_q6_k(const uint8_t* block, int64_t index, Group& group) {
+    const int64_t part = index / 8, run = index % 8 / 2, lane = index % 2 * 16;
+    const uint8_t* low = block + part * 64 + run % 2 * 32 + lane;
+    const uint8_t* high = block + 128 + part * 32 + lane;
+    for (int i = 0; i < 16; ++i) {
+        group.numbers[i] = (low[i] >> (run / 2 * 4) & 15) | (high[i] >> (run * 2) & 3) << 4;
+    }
+    group.zero = 32;
+    group.scale = half_at(block + 208) * (float)(int8_t)block[192 + index];
+    group.minimum = 0;
+}
+
+struct SourceType {
+    int32_t type;
+    int64_t block_inputs, block_bytes;
+    int64_t group;
+    bool has_minimum;
+    bool is_four_bits;
+    void (*read)(const uint8_t* block, int64_t index, Group& group);
+};
+
+constexpr SourceType kSourceTypes[] = {
+    {OB_SOURCE_Q4_0, 32, 18, 32, false, true, read_q4_0},
+    {OB_SOURCE_Q4_1, 32, 20, 32, true, true, read_q4_1},
+    {OB_SOURCE_Q5_0, 32, 22, 32, false, false, read_q5_0},
+    {OB_SOURCE_Q8_0, 32, 34, 32, false, false, read_q8_0},
+    {OB_SOURCE_Q4_K, 256, 144, 32, true, true, read_q4_k},
+    {OB_SOURCE_Q6_K, 256, 210, 16, false, false, read_q6_k},
+};
+
+const SourceType* find_source(int32_t type) {
+    for (const SourceType& source : kSourceTypes) {
+        if (source.type == type) return &source;
+    }
+    return nullptr;
+}
+
+bool is_plain(int32_t source_type) { return source_type == OB_SOURCE_F32 || source_type == OB_SOURCE_BF16; }
+
+// ---- Stores ----
+
+QuantLayout layout_of(int32_t store, int32_t group) {
+    if (store == OB_STORE_Q8 && group == 32) return kQ8Layout32;
+    if (store == OB_STORE_Q8 && group == 16) return kQ8Layout16;
+    if (store == OB_STORE_Q4 && group == 32) return kQ4Layout32;
+    return {};
+}
+
+// One output's part of a group.
+class Place {
+public:
+    Place(const ob_matrix& matrix, int64_t output, int64_t group)
+        : layout_(layout_of(matrix.store, matrix.group)),
+          bytes_(matrix.data + output / kPanelOutputs * matrix.panel_bytes + group * layout_.bytes),
+          column_(output % kPanelOutputs) {}
+
+    uint8_t* four_inputs(int64_t input) const { return bytes_ + (input / 4 * kPanelOutputs + column_) * 4; }
+    uint8_t* scale() const { return bytes_ + layout_.scales + 2 * column_; }
+    uint8_t* minimum() const { return bytes_ + layout_.minima + 2 * column_; }
+
+    float value(int64_t input) const {
+        if (layout_.minima == 0) return half_at(scale()) * (float)(four_inputs(input)[input % 4] - kByteZero);
+        const uint8_t byte = four_inputs(input % 16)[input % 4];
+        return half_at(scale()) * (float)(input < 16 ? byte & 15 : byte >> 4) + half_at(minimum());
+    }
+
+private:
+    QuantLayout layout_;
+    uint8_t* bytes_;
+    int64_t column_;
+};
+
+// `first`: where in the source's group the store's (which may be the smaller) begins.
+void write_q8(const Place& place, const Group& group, int64_t first, int64_t num_inputs) {
+    for (int64_t i = 0; i < num_inputs; ++i) {
+        place.four_inputs(i)[i % 4] = (uint8_t)(group.numbers[first + i] - group.zero + kByteZero);
+    }
+    put_half(place.scale(), to_half(group.scale));
+}
+
+void write_q4(const Place& place, const Group& group) {
+    for (int64_t i = 0; i < 16; ++i) {
+        place.four_inputs(i)[i % 4] = (uint8_t)(group.numbers[i] | group.numbers[16 + i] << 4);
+    }
+    put_half(place.scale(), to_half(group.scale));
+    put_half(place.minimum(), to_half(group.minimum - (float)group.zero * group.scale));
+}
+
+void pack_blocks(ob_matrix& matrix, int64_t output, const SourceType& source, const uint8_t* row) {
+    const int64_t groups_per_block = source.block_inputs / source.group;
+    const int64_t num_groups = matrix.num_inputs / source.group;
+    for (int64_t index = 0; index < num_groups; ++index) {
+        Group group;
+        source.read(row + index / groups_per_block * source.block_bytes, index % groups_per_block, group);
+        if (matrix.store == OB_STORE_Q4) {
+            write_q4(Place(matrix, output, index), group);
+            continue;
+        }
+        const int64_t parts = source.group / matrix.group;
+        for (int64_t part = 0; part < parts; ++part) {
+            write_q8(Place(matrix, output, index * parts + part), group, part * matrix.group, matrix.group);
+        }
+    }
+}
+
+float plain_at(int32_t source_type, const uint8_t* row, int64_t index) {
+    uint32_t bits = 0;
+    if (source_type == OB_SOURCE_F32) {
+        memcpy(&bits, row + 4 * index, 4);
+    } else {
+        uint16_t upper;
+        memcpy(&upper, row + 2 * index, 2);
+        bits = (uint32_t)upper << 16;
+    }
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// The scale is rounded first, and up, so that the numbers are the nearest for it and the largest is not cut.
+Group quantize(const float* values, int64_t count) {
+    float largest = 0;
+    for (int64_t i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(values[i]));
+    const float scale = from_half(to_half_rounded_up(largest / 127.0f));
+    Group group = {{}, kByteZero, scale, 0};
+    for (int64_t i = 0; i < count; ++i) {
+        const long nearest = scale > 0 ? lrintf(values[i] / scale) : 0;
+        group.numbers[i] = (uint8_t)(kByteZero + (nearest > 127 ? 127 : nearest < -127 ? -127 : nearest));
+    }
+    return group;
+}
+
+void pack_plain(ob_matrix& matrix, int64_t output, int32_t source_type, const uint8_t* row) {
+    for (int64_t first = 0; first < matrix.num_inputs; first += matrix.group) {
+        float values[kMostInputs] = {};  // zeros beyond the last input
+        for (int64_t i = 0; i < matrix.group && first + i < matrix.num_inputs; ++i) {
+            values[i] = plain_at(source_type, row, first + i);
+        }
+        const Group group = quantize(values, matrix.group);
+        write_q8(Place(matrix, output, first / matrix.group), group, 0, matrix.group);
+    }
+}
+
+}  // namespace
+
+int64_t quantized_panel_bytes(int32_t store, int64_t padded_inputs, int32_t group) {
+    const QuantLayout layout = layout_of(store, group);
+    return layout.inputs ? padded_inputs / layout.inputs * layout.bytes : 0;
+}
+
+bool quantized_takes(const ob_matrix& matrix, int32_t source_type) {
+    if (layout_of(matrix.store, matrix.group).inputs == 0) return false;
+    if (is_plain(source_type)) return matrix.store == OB_STORE_Q8;
+    const SourceType* source = find_source(source_type);
+    if (source == nullptr || source->group < matrix.group) return false;
+    return matrix.store == OB_STORE_Q4 ? source->is_four_bits : !source->has_minimum;
+}
+
+void pack_quantized_row(ob_matrix& matrix, int64_t output, int32_t source_type, const void* row) {
+    if (is_plain(source_type)) {
+        pack_plain(matrix, output, source_type, (const uint8_t*)row);
+    } else {
+        pack_blocks(matrix, output, *find_source(source_type), (const uint8_t*)row);
+    }
+}
+
+float quantized_value(const ob_matrix& matrix, int64_t output, int64_t input) {
+    return Place(matrix, output, input / matrix.group).value(input % matrix.group);
+}
+
+void quantized_row(const ob_matrix& matrix, int64_t output, float* row) {
+    for (int64_t first = 0; first < matrix.num_inputs; first += matrix.group) {
+        const Place place(matrix, output, first / matrix.group);
+        const int64_t left = matrix.num_inputs - first;
+        for (int64_t i = 0; i < matrix.group && i < left; ++i) row[first + i] = place.value(i);
+    }
+}
+
+}  // namespace ob

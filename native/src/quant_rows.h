@@ -1,0 +1,110 @@
+// Rows of inputs in signed bytes, with a scale for each 32: what meets quantized weights.
+#pragma once
+
+#include "quant_dot.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+
+constexpr int64_t kBlockInputs = 32;
+
+struct QuantizedBlock {
+    float scale;
+    float sum;           // of the block's inputs
+    float offset;        // -128 times the sum, and that of the first 16: what `Bytes` that are offset
+    float first_offset;  // have too much
+};
+
+struct QuantizedRows {
+    int8_t* values;          // [rows][padded inputs], `stride` bytes apart
+    QuantizedBlock* blocks;  // [rows][num_blocks]
+    int64_t stride, num_blocks, num_rows;
+};
+
+// Rows a power of two apart would fight for the same lines of the cache.
+inline int64_t quantized_stride(int64_t padded_inputs) { return padded_inputs + 64; }
+
+inline int64_t quantized_rows_bytes(int64_t num_rows, int64_t padded_inputs) {
+    const int64_t num_blocks = padded_inputs / kBlockInputs;
+    return num_rows * (quantized_stride(padded_inputs) + num_blocks * (int64_t)sizeof(QuantizedBlock));
+}
+
+// One number of sixteen: halves are combined with each other until a single lane is left.
+template <class Combine>
+OB_INLINE int32_t reduce(I16 values, Combine combine) {
+    I16::Part part = values.part[0];
+#pragma GCC unroll 4
+    for (int i = 1; i < kParts; ++i) part = combine(part, values.part[i]);
+#pragma GCC unroll 4
+    for (int distance = kWidth / 2; distance > 0; distance /= 2) {
+        I16::Part others = {};
+#pragma GCC unroll 16
+        for (int lane = 0; lane < kWidth; ++lane) others[lane] = lane ^ distance;
+        part = combine(part, __builtin_shuffle(part, others));
+    }
+    return part[0];
+}
+
+// Of absolute values that are compared as whole numbers, a NaN is the largest, so none gets lost.
+OB_INLINE float largest_magnitude(F16 a, F16 b) {
+    const I16 larger = each<I16>([&](int i) {
+        const I16::Part x = (I16::Part)a.part[i] & 0x7fffffff, y = (I16::Part)b.part[i] & 0x7fffffff;
+        return x > y ? x : y;
+    });
+    const int32_t bits = reduce(larger, [](I16::Part x, I16::Part y) { return x > y ? x : y; });
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+OB_INLINE int32_t sum_of(I16 values) {
+    return reduce(values, [](I16::Part x, I16::Part y) { return x + y; });
+}
+
+// The nearest whole numbers of |x| < 2^22.
+OB_INLINE I16 rounded(F16 x) {
+    const F16 shifted = x + splat(12582912.0f);  // 1.5 * 2^23: what is added stands in the last bits
+    return each<I16>([&](int i) { return (I16::Part)shifted.part[i] - 0x4b400000; });
+}
+
+OB_INLINE void store_bytes(int8_t* to, I16 values) {
+    typedef int8_t Narrow __attribute__((vector_size(kWidth)));
+    for (int i = 0; i < kParts; ++i) {
+        const Narrow narrow = __builtin_convertvector(values.part[i], Narrow);
+        memcpy(to + i * kWidth, &narrow, sizeof narrow);
+    }
+}
+
+template <class Number>
+OB_INLINE QuantizedBlock quantize_block(const Number* from, int8_t* to) {
+    const F16 first = load_as_float(from), second = load_as_float(from + 16);
+    const float magnitude = largest_magnitude(first, second);
+    const F16 inverse = splat(magnitude > 0 ? 127.0f / magnitude : 0.0f);
+    const I16 low = rounded(first * inverse), high = rounded(second * inverse);
+    store_bytes(to, low);
+    store_bytes(to + 16, high);
+    const float scale = magnitude / 127.0f;
+    const float first_sum = scale * (float)sum_of(low), sum = first_sum + scale * (float)sum_of(high);
+    return {scale, sum, -(float)kByteZero * sum, -(float)kByteZero * first_sum};
+}
+
+// memory: of `quantized_rows_bytes`. rows: `stride` numbers apart, zeros in their padding.
+template <class Number>
+QuantizedRows quantize_rows(void* memory, const Number* rows, int64_t stride, int64_t num_rows,
+                            int64_t padded_inputs) {
+    const int64_t num_blocks = padded_inputs / kBlockInputs;
+    QuantizedBlock* blocks = (QuantizedBlock*)memory;
+    int8_t* values = (int8_t*)(blocks + num_rows * num_blocks);
+    const QuantizedRows result = {values, blocks, quantized_stride(padded_inputs), num_blocks, num_rows};
+    for (int64_t row = 0; row < num_rows; ++row) {
+        for (int64_t block = 0; block < num_blocks; ++block) {
+            const int64_t first = block * kBlockInputs;
+            result.blocks[row * num_blocks + block] =
+                quantize_block(rows + row * stride + first, result.values + row * result.stride + first);
+        }
+    }
+    return result;
+}
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob

@@ -1,0 +1,94 @@
+// What the tests of quantized products call: one instruction set's quant.h, without a model around it.
+#include <stdlib.h>
+
+#include "quant.h"
+#include "quant_pack.h"
+
+using namespace ob;
+using namespace ob::OB_NAMESPACE;
+
+namespace {
+
+template <class Number>
+void multiply(const ob_matrix& matrix, const Number* x, int64_t num_rows, float* y) {
+    void* memory = aligned_alloc(64, round_up(quantized_rows_bytes(num_rows, matrix.padded_inputs), 64));
+    const QuantizedRows rows = quantize_rows(memory, x, matrix.padded_inputs, num_rows, matrix.padded_inputs);
+    alignas(64) float out[kQuantRows][kPanelOutputs];
+    for (int64_t panel = 0; panel < matrix.num_panels; ++panel) {
+        for (int64_t first = 0; first < num_rows; first += kQuantRows) {
+            const int tile = (int)(num_rows - first < kQuantRows ? num_rows - first : kQuantRows);
+            quantized_tile(matrix, panel, rows, first, tile, out);
+            for (int row = 0; row < tile; ++row) {
+                float* to = y + ((first + row) * matrix.num_panels + panel) * kPanelOutputs;
+                memcpy(to, out[row], sizeof out[row]);
+            }
+        }
+    }
+    free(memory);
+}
+
+template <class E>
+void expand(const ob_matrix& matrix, typename E::Number* panels) {
+    for (int64_t panel = 0; panel < matrix.num_panels; ++panel) {
+        expand_panel<E>(matrix, panel, panels + panel * matrix.padded_inputs * kPanelOutputs);
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+ob_matrix* shim_create(int32_t store, int32_t group, int64_t num_outputs, int64_t num_inputs) {
+    ob_matrix* matrix = new ob_matrix();
+    matrix->store = store;
+    matrix->group = group;
+    matrix->num_outputs = num_outputs;
+    matrix->num_inputs = num_inputs;
+    matrix->padded_inputs = round_up(num_inputs, kInputMultiple);
+    matrix->num_panels = round_up(num_outputs, kPanelOutputs) / kPanelOutputs;
+    matrix->panel_bytes = quantized_panel_bytes(store, matrix->padded_inputs, group);
+    matrix->mapped_bytes = (size_t)(matrix->num_panels * matrix->panel_bytes);
+    matrix->data = (uint8_t*)aligned_alloc(64, matrix->mapped_bytes);
+    memset(matrix->data, 0, matrix->mapped_bytes);
+    return matrix;
+}
+
+void shim_free(ob_matrix* matrix) {
+    free(matrix->data);
+    delete matrix;
+}
+
+int64_t shim_bytes(const ob_matrix* matrix) { return (int64_t)matrix->mapped_bytes; }
+
+int32_t shim_takes(int32_t store, int32_t group, int32_t source) {
+    ob_matrix matrix = {};
+    matrix.store = store;
+    matrix.group = group;
+    return quantized_takes(matrix, source);
+}
+
+void shim_pack(ob_matrix* matrix, int32_t source, const uint8_t* rows, int64_t row_bytes) {
+    for (int64_t output = 0; output < matrix->num_outputs; ++output) {
+        pack_quantized_row(*matrix, output, source, rows + output * row_bytes);
+    }
+}
+
+float shim_value(const ob_matrix* matrix, int64_t output, int64_t input) {
+    return quantized_value(*matrix, output, input);
+}
+
+void shim_row(const ob_matrix* matrix, int64_t output, float* row) { quantized_row(*matrix, output, row); }
+
+void shim_multiply_float(const ob_matrix* matrix, const float* x, int64_t num_rows, float* y) {
+    multiply(*matrix, x, num_rows, y);
+}
+
+void shim_multiply_bf16(const ob_matrix* matrix, const bf16* x, int64_t num_rows, float* y) {
+    multiply(*matrix, x, num_rows, y);
+}
+
+void shim_expand_float(const ob_matrix* matrix, float* panels) { expand<Float32>(*matrix, panels); }
+
+void shim_expand_bf16(const ob_matrix* matrix, bf16* panels) { expand<BFloat16>(*matrix, panels); }
+
+}  // extern "C"

@@ -1,0 +1,223 @@
+"""Quantized weights: packed without loss from GGUF's blocks, multiplied in place by each instruction set."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.cpu.native.quant_kernels import (
+    NEEDED,
+    Floats,
+    Kernels,
+    compile_kernels,
+    dequantized,
+    instruction_sets,
+    random_rows,
+)
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+STORE_OF = {
+    "Q8_0": ("Q8", 32),
+    "Q5_0": ("Q8", 32),
+    "Q6_K": ("Q8", 16),
+    "Q4_0": ("Q4", 32),
+    "Q4_1": ("Q4", 32),
+    "Q4_K": ("Q4", 32),
+}
+EXACT = ("Q8_0", "Q5_0", "Q4_0", "Q4_1")
+"""Types whose scales are of half precision already; those of the others are products, rounded to it."""
+HALF_ULP = 2.0**-11
+
+
+def width(kind: str, num_inputs: int) -> int:
+    """Return a width that the type has: K-quants come in blocks of 256."""
+    return -(-num_inputs // 256) * 256 if kind.endswith("_K") else num_inputs
+
+
+@pytest.fixture(scope="module", params=NEEDED)
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    if request.param not in instruction_sets():
+        pytest.skip(f"this processor has no {request.param}")
+    return compile_kernels(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def relative_error(actual: Floats, expected: NDArray[np.float64]) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+
+
+def whole_inputs(num_rows: int, num_inputs: int) -> Floats:
+    """Rows that are whole numbers up to 127 in each block: bytes hold them exactly."""
+    x = np.random.default_rng(1).integers(-127, 128, (num_rows, num_inputs)).astype(np.float32)
+    x[:, 5::32] = np.where(x[:, 5::32] < 0, -127, 127)
+    return x
+
+
+# ---- Packing ----
+
+
+@pytest.mark.parametrize("kind", STORE_OF)
+@pytest.mark.parametrize("num_outputs", [1, 33, 64])
+def test_numbers_are_those_of_the_file(kernels: Kernels, kind: str, num_outputs: int) -> None:
+    num_inputs = width(kind, 96)
+    raw = random_rows(kind, num_outputs, num_inputs)
+    matrix = kernels.pack(*STORE_OF[kind], kind, raw, num_inputs)
+    expected = dequantized(kind, raw)
+    if kind in EXACT:
+        np.testing.assert_array_equal(matrix.values(), expected)
+    else:
+        # of scale * number (at most 15) + minimum, both rounded parts; subnormal scales to their last bit
+        np.testing.assert_allclose(
+            matrix.values(), expected, rtol=0, atol=np.abs(expected).max() * HALF_ULP * 2
+        )
+    for output, index in ((0, 0), (num_outputs - 1, num_inputs - 1), (num_outputs // 2, 45)):
+        assert matrix.value(output, index) == matrix.values()[output, index]
+
+
+@pytest.mark.parametrize(
+    ("kind", "store", "group"),
+    [("Q8_0", "Q8", 16), ("Q5_0", "Q8", 16), ("Q4_0", "Q8", 16), ("Q4_0", "Q8", 32)],
+)
+def test_eight_bits_hold_what_has_no_minimum(kernels: Kernels, kind: str, store: str, group: int) -> None:
+    assert kernels.takes(store, group, kind)
+    raw = random_rows(kind, 40, 96)
+    matrix = kernels.pack(store, group, kind, raw, 96)
+    np.testing.assert_array_equal(matrix.values(), dequantized(kind, raw))
+
+
+def test_what_would_be_quantized_a_second_time_is_refused(kernels: Kernels) -> None:
+    for store, group, kind in (
+        ("Q8", 32, "Q6_K"),  # has a scale for 16
+        ("Q8", 32, "Q4_1"),
+        ("Q8", 16, "Q4_K"),
+        ("Q4", 32, "Q8_0"),
+        ("Q4", 32, "Q5_0"),
+        ("Q4", 32, "F32"),
+        ("Q4", 16, "Q4_1"),
+        ("Q8", 64, "Q8_0"),
+    ):
+        assert not kernels.takes(store, group, kind), (store, group, kind)
+
+
+@pytest.mark.parametrize("num_inputs", [1, 31, 64, 100])
+@pytest.mark.parametrize("group", [16, 32])
+def test_plain_numbers_are_quantized_to_the_nearest(kernels: Kernels, num_inputs: int, group: int) -> None:
+    rng = np.random.default_rng(2)
+    # from where scales are subnormal on
+    values = rng.standard_normal((37, num_inputs)) * 10.0 ** rng.integers(-4, 2, (37, 1))
+    values[3] = 0.0
+    plain = values.astype(np.float32)
+    packed = kernels.pack("Q8", group, "F32", plain, num_inputs).values()
+    padded = np.zeros((37, -(-num_inputs // group) * group))
+    padded[:, :num_inputs] = plain
+    scales = np.abs(padded).reshape(37, -1, group).max(-1).repeat(group, axis=-1)[:, :num_inputs] / 127
+    half_steps = scales * (1 + 2 * HALF_ULP) / 2 + 2.0**-25
+    assert (np.abs(packed - plain) <= half_steps * (1 + 1e-5)).all()
+    assert not packed[3].any()
+
+    short = (plain.view(np.uint32) >> 16).astype(np.uint16)
+    cut = (short.astype(np.uint32) << 16).view(np.float32)
+    from_short = kernels.pack("Q8", group, "BF16", short, num_inputs).values()
+    np.testing.assert_array_equal(from_short, kernels.pack("Q8", group, "F32", cut, num_inputs).values())
+
+
+@pytest.mark.parametrize(("kind", "most_bits"), [("Q8_0", 8.5), ("Q4_1", 5.0), ("Q4_0", 5.0), ("Q6_K", 9.0)])
+def test_bits_of_a_weight(kernels: Kernels, kind: str, most_bits: float) -> None:
+    matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 64, 512), 512)
+    assert matrix.num_bytes * 8 <= most_bits * 64 * 512
+
+
+# ---- Products ----
+
+
+@pytest.mark.parametrize("kind", STORE_OF)
+@pytest.mark.parametrize("num_rows", range(1, 13))
+def test_a_product_with_whole_inputs_is_exact(kernels: Kernels, kind: str, num_rows: int) -> None:
+    """Nothing is rounded but the sums: every number meets its own."""
+    num_inputs = width(kind, 96)
+    matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 71, num_inputs), num_inputs)
+    x = whole_inputs(num_rows, num_inputs)
+    expected = x.astype(np.float64) @ matrix.values().T.astype(np.float64)
+    assert relative_error(matrix.multiply(x), expected) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", ["float", "bf16"])
+@pytest.mark.parametrize("kind", STORE_OF)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 1), (256, 33), (576, 100), (1536, 64)])
+def test_a_product_is_near_that_of_plain_numbers(
+    kernels: Kernels, kind: str, num_inputs: int, num_outputs: int, dtype: str
+) -> None:
+    num_inputs = width(kind, num_inputs)
+    raw = random_rows(kind, num_outputs, num_inputs)
+    x = np.random.default_rng(3).standard_normal((5, num_inputs)).astype(np.float32)
+    matrix = kernels.pack(*STORE_OF[kind], kind, raw, num_inputs)
+    if dtype == "bf16":
+        x = (x.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    expected = x.astype(np.float64) @ dequantized(kind, raw).T.astype(np.float64)
+    # 32 normal numbers in 255 steps: an error of 0.5 to 0.6 % each, and as much of their sum
+    assert relative_error(matrix.multiply(x, dtype), expected) < (0.012 if num_outputs > 1 else 0.03)
+
+
+def test_the_largest_bytes_do_not_overflow(kernels: Kernels) -> None:
+    """-128 and 127 against inputs of either sign: where sums of 16 bits would be cut off."""
+    blocks = np.zeros((4, 8, 34), np.uint8)
+    blocks[:, :, :2] = np.array([1.0], np.float16).view(np.uint8)
+    weights = np.array([-128, 127, -127, 1], np.int8)
+    blocks[:, :, 2:] = weights.view(np.uint8)[:, None, None]
+    x = np.full((3, 256), 127, np.float32)
+    x[1] = -127
+    x[2, ::2] = -127
+    expected = x.sum(-1, keepdims=True) * weights.astype(np.float32)
+    matrix = kernels.pack("Q8", 32, "Q8_0", blocks.reshape(4, -1), 256)
+    np.testing.assert_array_equal(matrix.multiply(x), expected)
+    fours = np.full((2, 8, 20), 0xFF, np.uint8)
+    fours[:, :, :4] = np.array([1.0, -2.0], np.float16).view(np.uint8)
+    matrix = kernels.pack("Q4", 32, "Q4_1", fours.reshape(2, -1), 256)
+    np.testing.assert_allclose(matrix.multiply(x), 13 * x.sum(-1, keepdims=True).repeat(2, axis=1), rtol=1e-6)
+
+
+def test_zeros_large_and_small_inputs_keep_their_size(kernels: Kernels) -> None:
+    raw = random_rows("Q8_0", 33, 128)
+    matrix = kernels.pack("Q8", 32, "Q8_0", raw, 128)
+    x = np.random.default_rng(4).standard_normal((4, 128)).astype(np.float32)
+    x *= np.array([[0.0], [1e-20], [1e20], [1.0]], np.float32)
+    actual = matrix.multiply(x)
+    expected = x.astype(np.float64) @ dequantized("Q8_0", raw).T.astype(np.float64)
+    assert not actual[0].any()
+    for row in range(1, 4):
+        assert relative_error(actual[row], expected[row]) < 0.02
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q6_K"])
+@pytest.mark.parametrize("place", [0, 17, 255])
+def test_a_number_that_is_none_spoils_its_row_only(
+    kernels: Kernels, kind: str, place: int, bad: float
+) -> None:
+    matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 33, 256), 256)
+    x = np.random.default_rng(5).standard_normal((3, 256)).astype(np.float32)
+    x[1, place] = bad
+    y = matrix.multiply(x)
+    assert not np.isfinite(y[1]).any()
+    assert np.isfinite(y[[0, 2]]).all()
+
+
+# ---- Float panels ----
+
+
+@pytest.mark.parametrize("kind", STORE_OF)
+def test_an_expanded_panel_has_the_same_numbers(kernels: Kernels, kind: str) -> None:
+    num_inputs = width(kind, 160)
+    matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, 45, num_inputs), num_inputs)
+    values = matrix.values()
+    np.testing.assert_allclose(matrix.expanded("float"), values, rtol=3e-7, atol=1e-8)
+    bits = values.view(np.uint32)
+    nearest = ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(np.float32)
+    if kind.startswith("Q4"):  # scale * number + minimum may be rounded once or twice
+        np.testing.assert_allclose(matrix.expanded("bf16"), nearest, rtol=2.0**-7, atol=1e-8)
+        assert (matrix.expanded("bf16") != nearest).mean() < 0.01
+    else:
+        np.testing.assert_array_equal(matrix.expanded("bf16"), nearest)
