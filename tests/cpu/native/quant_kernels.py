@@ -143,11 +143,10 @@ class Matrix:
         pack = 2 if dtype == "bf16" else 1
         num_panels = -(-self.num_outputs // 32)
         size = num_panels * self.padded_inputs * 32
-        panels = np.empty(size, np.uint16 if dtype == "bf16" else np.float32)
-        getattr(self._library, f"shim_expand_{dtype}")(self.handle, _pointer(panels))
-        if dtype == "bf16":
-            panels = (panels.astype(np.uint32) << 16).view(np.float32)
-        parts = panels.reshape(num_panels, self.padded_inputs // pack, 2, 16, pack)
+        numbers = np.empty(size, np.uint16 if dtype == "bf16" else np.uint32)
+        getattr(self._library, f"shim_expand_{dtype}")(self.handle, _pointer(numbers))
+        bits = numbers.astype(np.uint32) << (16 if dtype == "bf16" else 0)
+        parts = bits.view(np.float32).reshape(num_panels, self.padded_inputs // pack, 2, 16, pack)
         rows = parts.transpose(0, 2, 3, 1, 4).reshape(num_panels * 32, self.padded_inputs)
         return rows[: self.num_outputs, : self.num_inputs]
 
