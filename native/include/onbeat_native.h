@@ -1,0 +1,145 @@
+/* The native CPU engine: a decoder-only model's step over a paged KV cache, behind a plain C interface.
+ *
+ * Nothing here knows Python or torch, so one build serves every version of either. Pointers given to
+ * `ob_engine_create` are borrowed: they must live as long as the engine.
+ *
+ * Names of sizes: T tokens of a step (packed row after row), R rows (requests), D model width, H head width.
+ */
+#ifndef ONBEAT_NATIVE_H
+#define ONBEAT_NATIVE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define OB_ABI_VERSION 1
+
+/* All else of the library is hidden. */
+#pragma GCC visibility push(default)
+
+/* How a packed matrix keeps its numbers. */
+enum {
+    OB_STORE_F32 = 0,
+    OB_STORE_BF16 = 1,
+    OB_STORE_Q8 = 2, /* 8 bits, one scale and offset for 32 (or 16) neighbours of a row */
+    OB_STORE_Q4 = 3, /* 4 bits, likewise */
+};
+
+/* Types of the rows that are packed: GGUF's own numbers. */
+enum {
+    OB_SOURCE_F32 = 0,
+    OB_SOURCE_Q4_0 = 2,
+    OB_SOURCE_Q4_1 = 3,
+    OB_SOURCE_Q5_0 = 6,
+    OB_SOURCE_Q8_0 = 8,
+    OB_SOURCE_Q4_K = 12,
+    OB_SOURCE_Q6_K = 14,
+    OB_SOURCE_BF16 = 30,
+};
+
+enum { OB_ACTIVATION_SILU = 0, OB_ACTIVATION_GELU_TANH = 1 };
+
+int32_t ob_abi_version(void);
+
+/* Instruction sets that this build has and this processor runs, best first, separated by spaces:
+ * of avx512bf16, avx512, avx2, portable. */
+const char* ob_instruction_sets(void);
+
+/* ---- Weights ---- */
+
+/* A matrix y = x W^T in the order in which the kernels read it: `num_outputs` rows of `num_inputs` numbers. */
+typedef struct ob_matrix ob_matrix;
+
+/* Returns NULL where memory is short or the sizes do not suit the store (`error` says which).
+ * `group` is the number of neighbours that share a scale (Q8, Q4: 32 or 16; else 0). */
+ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inputs, int32_t group, char* error,
+                            size_t error_size);
+
+/* Copies `num_rows` rows of the source, `row_bytes` apart, to the outputs `to_outputs[i]`, so that fused,
+ * interleaved and reordered projections are one matter. A float source of a quantized store is quantized here.
+ * Returns 0, or -1 where the store cannot take the source type. */
+int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows, int64_t row_bytes,
+                       const int64_t* to_outputs, int64_t num_rows, int32_t num_threads);
+
+int64_t ob_matrix_bytes(const ob_matrix* matrix);
+/* Writes row `output` as `num_inputs` floats: what embeddings look up, and what tests compare. */
+void ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row);
+void ob_matrix_free(ob_matrix* matrix);
+
+/* ---- Model ---- */
+
+typedef struct {
+    const ob_matrix* qkv;     /* [(N + 2K) H, D]: query, key and value heads one after the other */
+    const ob_matrix* o;       /* [D, N H] */
+    const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16 */
+    const ob_matrix* down;    /* [D, F] */
+    const float* qkv_bias;    /* or NULL */
+    const float* o_bias;      /* or NULL */
+    const float* attention_norm; /* [D], what the norm multiplies by (an offset is already added) */
+    const float* mlp_norm;
+    const float* after_attention_norm; /* [D], on what attention adds to the residual; or NULL */
+    const float* after_mlp_norm;       /* or NULL */
+    const float* query_norm;           /* [H] or NULL */
+    const float* key_norm;             /* [H] or NULL */
+    int64_t window;                    /* tokens that a token sees, itself included; 0: all */
+    int64_t rope;                      /* index into `rope_frequencies` */
+} ob_layer;
+
+typedef struct {
+    int32_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size, vocab_size;
+    int32_t activation;
+    int32_t precision; /* of activations inside products and of the KV cache: OB_STORE_F32 or OB_STORE_BF16 */
+    int32_t block_size; /* tokens, a multiple of 16 */
+    int32_t num_blocks;
+    int32_t num_threads;
+    float rms_norm_eps, attention_scale, embedding_scale;
+    const ob_matrix* embedding; /* [V, D] */
+    const ob_matrix* lm_head;   /* [V, D]; may be the embedding */
+    const float* final_norm;    /* [D] */
+    const ob_layer* layers;
+    const float* const* rope_frequencies; /* each [H / 2], angle per position */
+} ob_model;
+
+typedef struct ob_engine ob_engine;
+
+/* Takes the KV cache's memory (zero pages, touched as they are written) and starts the threads.
+ * `instruction_set` is one of `ob_instruction_sets()`, or NULL for the best. NULL on failure, with `error`. */
+ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error, size_t error_size);
+void ob_engine_free(ob_engine* engine);
+
+typedef struct {
+    int64_t num_tokens;
+    const int64_t* token_ids;    /* [T] */
+    const int64_t* positions;    /* [T] */
+    const int64_t* slot_mapping; /* [T]: block id * block size + offset, where a token's KV goes */
+    int64_t num_rows;
+    const int64_t* query_lens;   /* [R], at least 1, sums to T */
+    const int64_t* context_lens; /* [R]: tokens that the row's last token sees, itself included */
+    const int64_t* slots;        /* [R]: lines of `block_tables` */
+    const int32_t* block_tables; /* lines of block ids */
+    int64_t block_table_stride;  /* entries from line to line */
+    int64_t num_samples;
+    const int64_t* sample_tokens; /* indices into the packed tokens */
+    float* logits;                /* [num_samples, V], written; or NULL where only the best are wanted */
+    int64_t* best_ids;            /* [num_samples]: most likely token, the lowest id of equals */
+    float* best_logits;           /* its logit; NaN where any logit is NaN */
+    int64_t num_layers;           /* layers to run; 0: all */
+    double seconds;               /* written: how long the step took */
+} ob_step;
+
+/* Runs a step; steps of one engine must not overlap. Returns 0; -1 for a malformed step, which then wrote nothing;
+ * -2 where memory is short. */
+int32_t ob_engine_step(ob_engine* engine, ob_step* step);
+
+/* Makes the stored values of blocks finite (an unused slot is masked, which does not hold back a NaN). */
+void ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks);
+
+#pragma GCC visibility pop
+
+#ifdef __cplusplus
+}
+#endif
+#endif

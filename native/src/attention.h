@@ -1,0 +1,347 @@
+// Attention over the paged KV cache, read in place.
+//
+// The cache of one layer, block and KV head is made of pages of 16 tokens: keys as [H / pack][16][pack], so that
+// the scores of 16 tokens come out as one vector; then values as [16 / pack][H padded][pack], so that a mixture
+// comes out along the head. An item is a few query rows (all heads of a KV head, for one or more tokens): each
+// page is read once for all of them. The softmax is online, over chunks of 256 tokens.
+//
+// References: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
+// "FlashAttention" (2022), section 3.1.
+#pragma once
+
+#include "simd.h"
+#include "step.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+
+constexpr int kScoreRows = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 2;
+constexpr int kMixRows = kWidth == 16 ? 6 : kWidth == 8 ? 3 : 1;
+constexpr float kMasked = -1e30f;  // finite, so that a row that sees nothing of a chunk makes no NaN
+constexpr int64_t kChunkPages = kChunkTokens / kPageTokens;
+
+// A thread's memory for one item, carved out of its scratch.
+template <class E>
+struct AttentionScratch {
+    typedef typename E::Number Number;
+    Number* queries;       // [rows, H]
+    Number* shares;        // [rows, chunk]: exp(score - largest)
+    float* scores;         // [rows, chunk]
+    float* mixed;          // [rows, H padded]
+    float* peaks;          // [rows]: largest score so far
+    float* totals;         // [rows]: sum of shares so far
+    float* fades;          // [rows]: what the chunk before must be multiplied by
+
+    AttentionScratch(uint8_t* memory, const ob_model& model, int64_t num_rows) {
+        const int64_t head = padded_head(model);
+        const auto take = [&](int64_t bytes) {
+            uint8_t* taken = memory;
+            memory += round_up(bytes, 64);
+            return taken;
+        };
+        queries = (Number*)take(num_rows * head * sizeof(Number));
+        shares = (Number*)take(num_rows * kChunkTokens * sizeof(Number));
+        scores = (float*)take(num_rows * kChunkTokens * sizeof(float));
+        mixed = (float*)take(num_rows * head * sizeof(float));
+        peaks = (float*)take(num_rows * sizeof(float));
+        totals = (float*)take(num_rows * sizeof(float));
+        fades = (float*)take(num_rows * sizeof(float));
+    }
+};
+
+// Scores of some rows against a few pages: out[row][16 page + token].
+//
+// The values of the same pages are asked for meanwhile: they are needed next.
+template <class E, int kRows, int kPages>
+void score_pages(const typename E::Number* queries, int64_t stride, const typename E::Number* const* pages,
+                 int64_t head_dim, int64_t value_lines, float* out) {
+    F16 sums[kRows][kPages];
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int page = 0; page < kPages; ++page) sums[row][page] = zero();
+    const int64_t num_steps = head_dim / E::kPack;
+    for (int64_t step = 0; step < num_steps; ++step) {
+        typename E::Weights keys[kPages];
+#pragma GCC unroll 4
+        for (int page = 0; page < kPages; ++page) {
+            keys[page] = E::weights(pages[page] + step * 16 * E::kPack);
+            if (step < value_lines) prefetch((const uint8_t*)(pages[page] + 16 * head_dim) + step * 64);
+        }
+#pragma GCC unroll 12
+        for (int row = 0; row < kRows; ++row) {
+            const auto query = E::input(queries + row * stride + step * E::kPack);
+#pragma GCC unroll 4
+            for (int page = 0; page < kPages; ++page) E::madd(sums[row][page], keys[page], query);
+        }
+    }
+#pragma GCC unroll 12
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int page = 0; page < kPages; ++page) store(out + row * kChunkTokens + page * 16, sums[row][page]);
+}
+
+template <class E, int kRows>
+void score_rows(const typename E::Number* queries, int64_t stride, const typename E::Number* const* pages,
+                int64_t num_pages, int64_t head_dim, int64_t value_lines, float* out) {
+    constexpr int kPages = kWidth < 16 ? 1 : kRows <= 6 ? 4 : 2;
+    int64_t page = 0;
+    for (; page + kPages <= num_pages; page += kPages)
+        score_pages<E, kRows, kPages>(queries, stride, pages + page, head_dim, value_lines, out + page * 16);
+    for (; page < num_pages; ++page)
+        score_pages<E, kRows, 1>(queries, stride, pages + page, head_dim, value_lines, out + page * 16);
+}
+
+template <class E, int kRows = kScoreRows>
+OB_INLINE void score_rows_of(int64_t num_rows, const typename E::Number* queries, int64_t stride,
+                             const typename E::Number* const* pages, int64_t num_pages, int64_t head_dim,
+                             int64_t value_lines, float* out) {
+    if constexpr (kRows > 1) {
+        if (num_rows < kRows)
+            return score_rows_of<E, kRows - 1>(num_rows, queries, stride, pages, num_pages, head_dim,
+                                               value_lines, out);
+    }
+    score_rows<E, kRows>(queries, stride, pages, num_pages, head_dim, value_lines, out);
+}
+
+// mixed[row][dims] = mixed * fade + shares x values, for 16 kDims numbers of the head.
+template <class E, int kRows, int kDims>
+void mix_pages(const typename E::Number* shares, const typename E::Number* const* values, int64_t num_pages,
+               int64_t head, const float* fades, float* mixed) {
+    F16 sums[kRows][kDims];
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int dim = 0; dim < kDims; ++dim)
+            sums[row][dim] = load(mixed + row * head + 16 * dim) * splat(fades[row]);
+    for (int64_t page = 0; page < num_pages; ++page) {
+        const typename E::Number* from = values[page];
+        const typename E::Number* share = shares + page * kPageTokens;
+        for (int step = 0; step < kPageTokens / E::kPack; ++step) {
+            typename E::Weights columns[kDims];
+#pragma GCC unroll 4
+            for (int dim = 0; dim < kDims; ++dim) columns[dim] = E::weights(from + 16 * dim * E::kPack);
+            from += head * E::kPack;
+#pragma GCC unroll 6
+            for (int row = 0; row < kRows; ++row) {
+                const auto input = E::input(share + row * kChunkTokens + step * E::kPack);
+#pragma GCC unroll 4
+                for (int dim = 0; dim < kDims; ++dim) E::madd(sums[row][dim], columns[dim], input);
+            }
+        }
+    }
+#pragma GCC unroll 6
+    for (int row = 0; row < kRows; ++row)
+#pragma GCC unroll 4
+        for (int dim = 0; dim < kDims; ++dim) store(mixed + row * head + 16 * dim, sums[row][dim]);
+}
+
+template <class E, int kDims, int kRows = kMixRows>
+OB_INLINE void mix_rows_of(int64_t num_rows, const typename E::Number* shares,
+                           const typename E::Number* const* values, int64_t num_pages, int64_t head,
+                           const float* fades, float* mixed) {
+    if constexpr (kRows > 1) {
+        if (num_rows < kRows)
+            return mix_rows_of<E, kDims, kRows - 1>(num_rows, shares, values, num_pages, head, fades, mixed);
+    }
+    mix_pages<E, kRows, kDims>(shares, values, num_pages, head, fades, mixed);
+}
+
+template <class E>
+class Attention {
+public:
+    typedef typename E::Number Number;
+
+    Attention(const StepContext& context, int64_t layer, uint8_t* scratch)
+        : context_(context),
+          model_(*context.model),
+          layer_(layer),
+          window_(model_.layers[layer].window),
+          group_(model_.num_heads / model_.num_kv_heads),
+          head_(padded_head(model_)),
+          scratch_(scratch, model_, context.attention_rows) {}
+
+    void run(const AttentionItem& item) {
+        const ob_step& step = *context_.step;
+        const int64_t num_rows = item.num_tokens * group_;
+        gather_queries(item);
+        for (int64_t row = 0; row < num_rows; ++row) {
+            scratch_.peaks[row] = kMasked;
+            scratch_.totals[row] = 0;
+        }
+        memset(scratch_.mixed, 0, num_rows * head_ * sizeof(float));
+
+        int64_t first = item.first_context;
+        const int64_t first_seen = window_ ? step.positions[item.first_token] - window_ + 1 : 0;
+        if (first < first_seen) first = first_seen;
+        const int64_t last_seen = step.positions[item.first_token + item.num_tokens - 1];
+        const int64_t end = item.end_context <= last_seen ? item.end_context : last_seen + 1;
+        for (first = first / kPageTokens * kPageTokens; first < end; first += kChunkTokens) {
+            const int64_t chunk_end = first + kChunkTokens < end ? first + kChunkTokens : end;
+            add_chunk(item, num_rows, first, chunk_end);
+        }
+        if (item.piece >= 0) {
+            keep_piece(item, num_rows);
+        } else {
+            write_mixed(item);
+        }
+    }
+
+private:
+    void gather_queries(const AttentionItem& item) {
+        const Number* queries = (const Number*)context_.queries;
+        const int64_t width = (int64_t)model_.num_heads * model_.head_dim;
+        for (int64_t token = 0; token < item.num_tokens; ++token) {
+            memcpy(scratch_.queries + token * group_ * model_.head_dim,
+                   queries + (item.first_token + token) * width + item.kv_head * group_ * model_.head_dim,
+                   group_ * model_.head_dim * sizeof(Number));
+        }
+    }
+
+    void add_chunk(const AttentionItem& item, int64_t num_rows, int64_t first, int64_t end) {
+        const Number* keys[kChunkPages];
+        const Number* values[kChunkPages];
+        const int64_t num_pages = (end - first + kPageTokens - 1) / kPageTokens;
+        const ob_step& step = *context_.step;
+        const int32_t* table = step.block_tables + step.slots[item.row] * step.block_table_stride;
+        for (int64_t page = 0; page < num_pages; ++page) {
+            const int64_t position = first + page * kPageTokens;
+            const int64_t block = table[position / model_.block_size];
+            keys[page] = (const Number*)context_.kv_cache +
+                         page_numbers(model_) * page_index(model_, layer_, block, item.kv_head,
+                                                           position % model_.block_size);
+            values[page] = keys[page] + kPageTokens * model_.head_dim;
+        }
+        score(num_rows, keys, num_pages);
+        for (int64_t row = 0; row < num_rows; ++row) {
+            mask(row, step.positions[item.first_token + row / group_], first, end, num_pages);
+            soften(row, num_pages);
+        }
+        mix(num_rows, values, num_pages);
+    }
+
+    void score(int64_t num_rows, const Number* const* keys, int64_t num_pages) {
+        const int64_t value_lines = kPageTokens * head_ * (int64_t)sizeof(Number) / 64;
+        for (int64_t row = 0; row < num_rows; row += kScoreRows) {
+            score_rows_of<E>(num_rows - row, scratch_.queries + row * model_.head_dim, model_.head_dim, keys,
+                             num_pages, model_.head_dim, row == 0 ? value_lines : 0,
+                             scratch_.scores + row * kChunkTokens);
+        }
+    }
+
+    void mask(int64_t row, int64_t position, int64_t first, int64_t end, int64_t num_pages) {
+        float* scores = scratch_.scores + row * kChunkTokens;
+        const int64_t last_seen = position + 1 < end ? position + 1 : end;
+        for (int64_t i = last_seen > first ? last_seen - first : 0; i < num_pages * kPageTokens; ++i) {
+            scores[i] = kMasked;
+        }
+        const int64_t unseen = window_ ? position - window_ + 1 - first : 0;
+        for (int64_t i = 0; i < unseen && i < num_pages * kPageTokens; ++i) scores[i] = kMasked;
+    }
+
+    // Turns a row's scores into shares, relative to its largest score so far.
+    void soften(int64_t row, int64_t num_pages) {
+        const float* scores = scratch_.scores + row * kChunkTokens;
+        Number* shares = scratch_.shares + row * kChunkTokens;
+        F16 peak = load(scores);
+        for (int64_t page = 1; page < num_pages; ++page) peak = max(peak, load(scores + page * kPageTokens));
+        const float before = scratch_.peaks[row], seen = largest(peak);
+        const float now = seen > before ? seen : before;
+        F16 total = zero();
+        for (int64_t page = 0; page < num_pages; ++page) {
+            const F16 share = exp(load(scores + page * kPageTokens) - splat(now));
+            total = total + share;
+            store_as(shares + page * kPageTokens, share);
+        }
+        const float fade = scalar_exp(before - now);
+        scratch_.peaks[row] = now;
+        scratch_.fades[row] = fade;
+        scratch_.totals[row] = scratch_.totals[row] * fade + sum(total);
+    }
+
+    void mix(int64_t num_rows, const Number* const* values, int64_t num_pages) {
+        const Number* parts[kChunkPages];
+        for (int64_t dim = 0; dim < head_;) {
+            for (int64_t page = 0; page < num_pages; ++page) parts[page] = values[page] + dim * E::kPack;
+            const int64_t left = (head_ - dim) / 16;
+            const int64_t dims = left >= 4 ? 4 : left >= 2 ? 2 : 1;
+            for (int64_t row = 0; row < num_rows; row += kMixRows) {
+                const Number* shares = scratch_.shares + row * kChunkTokens;
+                const float* fades = scratch_.fades + row;
+                float* mixed = scratch_.mixed + row * head_ + dim;
+                const int64_t rows = num_rows - row;
+                if (dims == 4) mix_rows_of<E, 4>(rows, shares, parts, num_pages, head_, fades, mixed);
+                if (dims == 2) mix_rows_of<E, 2>(rows, shares, parts, num_pages, head_, fades, mixed);
+                if (dims == 1) mix_rows_of<E, 1>(rows, shares, parts, num_pages, head_, fades, mixed);
+            }
+            dim += 16 * dims;
+        }
+    }
+
+    void keep_piece(const AttentionItem& item, int64_t num_rows) {
+        for (int64_t row = 0; row < num_rows; ++row) {
+            float* to = partial(item.piece, row);
+            memcpy(to, scratch_.mixed + row * head_, head_ * sizeof(float));
+            to[head_] = scratch_.peaks[row];
+            to[head_ + 1] = scratch_.totals[row];
+        }
+    }
+
+    float* partial(int64_t piece, int64_t row) const {
+        return context_.partials + (piece * context_.attention_rows + row) * (head_ + 2);
+    }
+
+    void write_mixed(const AttentionItem& item) {
+        for (int64_t token = 0; token < item.num_tokens; ++token)
+            for (int64_t g = 0; g < group_; ++g) {
+                const int64_t row = token * group_ + g;
+                write_head(item.first_token + token, item.kv_head * group_ + g, scratch_.mixed + row * head_,
+                           1.0f / scratch_.totals[row]);
+            }
+    }
+
+    void write_head(int64_t token, int64_t head, const float* mixed, float factor) {
+        Number* to = (Number*)context_.mixed + token * context_.mixed_stride + head * model_.head_dim;
+        int64_t dim = 0;
+        for (; dim + 16 <= model_.head_dim; dim += 16) store_as(to + dim, load(mixed + dim) * splat(factor));
+        for (; dim < model_.head_dim; ++dim) to[dim] = E::from_float(mixed[dim] * factor);
+    }
+
+    static float scalar_exp(float x) {
+        float lanes[16];
+        store(lanes, exp(splat(x)));
+        return x < -87.0f ? 0.0f : lanes[0];
+    }
+
+public:
+    // Puts the partial results of a context that was divided together.
+    void merge(const MergeItem& item) {
+        for (int64_t g = 0; g < group_; ++g) {
+            float peak = kMasked;
+            for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
+                const float own = partial(item.first_piece + piece, g)[head_];
+                peak = own > peak ? own : peak;
+            }
+            float total = 0;
+            float* mixed = scratch_.mixed;
+            memset(mixed, 0, head_ * sizeof(float));
+            for (int64_t piece = 0; piece < item.num_pieces; ++piece) {
+                const float* from = partial(item.first_piece + piece, g);
+                const float weight = scalar_exp(from[head_] - peak);
+                total += from[head_ + 1] * weight;
+                for (int64_t dim = 0; dim < head_; dim += 16)
+                    store(mixed + dim, fma(load(from + dim), splat(weight), load(mixed + dim)));
+            }
+            write_head(item.token, item.kv_head * group_ + g, mixed, 1.0f / total);
+        }
+    }
+
+private:
+    const StepContext& context_;
+    const ob_model& model_;
+    const int64_t layer_, window_, group_, head_;
+    AttentionScratch<E> scratch_;
+};
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob

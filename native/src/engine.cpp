@@ -1,0 +1,382 @@
+// The engine: memory, the plan of a step, and the choice of an instruction set.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "memory.h"
+#include "step.h"
+
+namespace ob {
+
+#if defined(OB_HAVE_X86)
+namespace avx512bf16 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+#endif
+namespace portable {
+extern const Kernels kernels;
+}
+
+namespace {
+
+// The instruction sets that this processor has, best first.
+std::vector<const Kernels*> usable_kernels() {
+    std::vector<const Kernels*> usable;
+#if defined(OB_HAVE_X86)
+    __builtin_cpu_init();
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
+        usable.push_back(&avx512bf16::kernels);
+    }
+    if (has_avx512) usable.push_back(&avx512::kernels);
+    if (has_avx2) usable.push_back(&avx2::kernels);
+#endif
+    usable.push_back(&portable::kernels);
+    return usable;
+}
+
+const Kernels* find_kernels(const char* name) {
+    for (const Kernels* kernels : usable_kernels()) {
+        if (name == nullptr || std::strcmp(name, kernels->name) == 0) return kernels;
+    }
+    return nullptr;
+}
+
+int64_t most_inputs(const ob_model& model) {
+    int64_t most = 0;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+        const ob_layer& own = model.layers[layer];
+        for (const ob_matrix* matrix : {own.qkv, own.o, own.gate_up, own.down}) {
+            most = std::max(most, matrix->padded_inputs);
+        }
+    }
+    return std::max(most, model.lm_head->padded_inputs);
+}
+
+int64_t count_ropes(const ob_model& model) {
+    int64_t count = 0;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) count = std::max(count, model.layers[layer].rope + 1);
+    return count;
+}
+
+// Returns what is wrong with a model, or an empty text.
+std::string fault_of(const ob_model& model) {
+    if (model.precision != OB_STORE_F32 && model.precision != OB_STORE_BF16) return "unknown precision";
+    if (model.block_size < 1 || model.block_size % kPageTokens) return "the block size is no multiple of 16";
+    if (model.head_dim % 2) return "the head width is odd";
+    if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
+    if (model.num_threads < 1) return "no threads";
+    const int64_t queries = int64_t{model.num_heads} * model.head_dim;
+    const int64_t qkv = queries + 2 * int64_t{model.num_kv_heads} * model.head_dim;
+    const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
+        if (matrix == nullptr || matrix->num_outputs != outputs || matrix->num_inputs != inputs) return false;
+        // A float matrix is multiplied by inputs of its own type.
+        return matrix->is_quantized() || matrix->store == model.precision;
+    };
+    const int64_t gated = round_up(model.intermediate_size, 16);
+    for (int64_t index = 0; index < model.num_layers; ++index) {
+        const ob_layer& layer = model.layers[index];
+        if (!suits(layer.qkv, qkv, model.hidden_size)) return "qkv has the wrong shape or type";
+        if (!suits(layer.o, model.hidden_size, queries)) return "o has the wrong shape or type";
+        if (!suits(layer.gate_up, 2 * gated, model.hidden_size)) return "gate_up has the wrong shape or type";
+        if (!suits(layer.down, model.hidden_size, model.intermediate_size)) return "down has the wrong shape or type";
+    }
+    if (!suits(model.lm_head, model.vocab_size, model.hidden_size)) return "lm_head has the wrong shape or type";
+    const ob_matrix* embedding = model.embedding;
+    if (embedding == nullptr || embedding->num_outputs != model.vocab_size ||
+        embedding->num_inputs != model.hidden_size) {
+        return "the embedding has the wrong shape";
+    }
+    return "";
+}
+
+bool is_well_formed(const ob_model& model, const ob_step& step) {
+    int64_t num_tokens = 0;
+    const int64_t num_slots = int64_t{model.num_blocks} * model.block_size;
+    for (int64_t row = 0; row < step.num_rows; ++row) {
+        if (step.query_lens[row] < 1 || step.context_lens[row] < step.query_lens[row]) return false;
+        const int64_t blocks = (step.context_lens[row] + model.block_size - 1) / model.block_size;
+        if (blocks > step.block_table_stride) return false;
+        const int32_t* table = step.block_tables + step.slots[row] * step.block_table_stride;
+        for (int64_t block = 0; block < blocks; ++block) {
+            if (table[block] < 0 || table[block] >= model.num_blocks) return false;
+        }
+        num_tokens += step.query_lens[row];
+    }
+    if (num_tokens != step.num_tokens || num_tokens == 0) return false;
+    for (int64_t token = 0; token < num_tokens; ++token) {
+        if (step.token_ids[token] < 0 || step.token_ids[token] >= model.vocab_size) return false;
+        if (step.positions[token] < 0) return false;
+        if (step.slot_mapping[token] < 0 || step.slot_mapping[token] >= num_slots) return false;
+    }
+    for (int64_t sample = 0; sample < step.num_samples; ++sample) {
+        if (step.sample_tokens[sample] < 0 || step.sample_tokens[sample] >= num_tokens) return false;
+    }
+    return step.num_layers >= 0 && step.num_layers <= model.num_layers;
+}
+
+}  // namespace
+}  // namespace ob
+
+struct ob_engine {
+    ob_engine(const ob_model& given, const ob::Kernels& chosen)
+        : model(given),
+          layers(given.layers, given.layers + given.num_layers),
+          kernels(chosen),
+          pool(ob::create_thread_pool(given.num_threads)) {
+        model.layers = layers.data();
+        const int64_t numbers = ob::page_numbers(model) * model.block_size / kPageTokens * model.num_kv_heads *
+                                model.num_blocks * model.num_layers;
+        kv_bytes = static_cast<size_t>(numbers * number_bytes());
+        kv_cache = ob::map_memory(kv_bytes);
+    }
+    ob_engine(const ob_engine&) = delete;
+    ob_engine& operator=(const ob_engine&) = delete;
+    ~ob_engine() {
+        ob::destroy_thread_pool(pool);
+        ob::unmap_memory(kv_cache, kv_bytes);
+    }
+
+    int64_t number_bytes() const { return model.precision == OB_STORE_BF16 ? 2 : 4; }
+
+    void plan_attention(const ob_step& step);
+    void plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t num_pieces);
+    ob::StepContext prepare(const ob_step& step);
+    void run(ob_step& step);
+
+    ob_model model;
+    std::vector<ob_layer> layers;
+    const ob::Kernels& kernels;
+    ob::ThreadPool* pool;
+    uint8_t* kv_cache = nullptr;
+    size_t kv_bytes = 0;
+
+    std::vector<ob::AttentionItem> items;
+    std::vector<ob::MergeItem> merges;
+    int64_t num_pieces = 0;
+    std::vector<int64_t> taken;
+    std::vector<ob::Best> best;
+    ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, partials, scratch;
+};
+
+void ob_engine::plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t pieces) {
+    const int64_t group = model.num_heads / model.num_kv_heads;
+    const int64_t most_tokens = std::max<int64_t>(1, ob::kAttentionRows / group);
+    const auto context = static_cast<int32_t>(step.context_lens[row]);
+    for (int64_t head = 0; head < model.num_kv_heads; ++head) {
+        for (int64_t token = 0; token < step.query_lens[row]; token += most_tokens) {
+            ob::AttentionItem item{};
+            item.row = static_cast<int32_t>(row);
+            item.kv_head = static_cast<int32_t>(head);
+            item.first_token = static_cast<int32_t>(first_token + token);
+            item.num_tokens = static_cast<int32_t>(std::min(most_tokens, step.query_lens[row] - token));
+            item.end_context = static_cast<int32_t>(context - step.query_lens[row] + token + item.num_tokens);
+            item.piece = -1;
+            if (pieces == 1) {
+                items.push_back(item);
+                continue;
+            }
+            merges.push_back({item.first_token, item.kv_head, static_cast<int32_t>(num_pieces),
+                              static_cast<int32_t>(pieces)});
+            const int64_t length = round_up((context + pieces - 1) / pieces, kPageTokens);
+            for (int64_t piece = 0; piece < pieces; ++piece) {
+                item.first_context = static_cast<int32_t>(std::min<int64_t>(piece * length, context));
+                item.end_context = static_cast<int32_t>(std::min<int64_t>((piece + 1) * length, context));
+                item.piece = static_cast<int32_t>(num_pieces++);
+                items.push_back(item);
+            }
+        }
+    }
+}
+
+// Divides the step's attention among the threads: long work first, and few long contexts in pieces.
+void ob_engine::plan_attention(const ob_step& step) {
+    items.clear();
+    merges.clear();
+    num_pieces = 0;
+    constexpr int64_t kItemsPerThread = 4, kShortestPiece = 256;
+    const bool has_few_items = step.num_tokens * model.num_kv_heads < kItemsPerThread * model.num_threads;
+    int64_t first_token = 0;
+    for (int64_t row = 0; row < step.num_rows; ++row) {
+        int64_t pieces = 1;
+        if (has_few_items && model.num_threads > 1 && step.query_lens[row] == 1) {
+            const int64_t wanted = kItemsPerThread * model.num_threads / (step.num_rows * model.num_kv_heads) + 1;
+            pieces = std::max<int64_t>(1, std::min(wanted, step.context_lens[row] / kShortestPiece));
+        }
+        plan_row(step, row, first_token, pieces);
+        first_token += step.query_lens[row];
+    }
+    const auto cost = [](const ob::AttentionItem& item) {
+        return int64_t{item.num_tokens} * (item.end_context - item.first_context);
+    };
+    std::stable_sort(items.begin(), items.end(), [&](const ob::AttentionItem& a, const ob::AttentionItem& b) {
+        return cost(a) > cost(b);
+    });
+}
+
+ob::StepContext ob_engine::prepare(const ob_step& step) {
+    ob::StepContext context{};
+    context.model = &model;
+    context.step = &step;
+    context.pool = pool;
+    context.num_threads = model.num_threads;
+    context.num_layers = step.num_layers ? step.num_layers : model.num_layers;
+    context.by_columns = step.num_tokens <= ob::kMostColumnRows;
+    plan_attention(step);
+    context.items = items.data();
+    context.num_items = static_cast<int64_t>(items.size());
+    context.merges = merges.data();
+    context.num_merges = static_cast<int64_t>(merges.size());
+    taken.assign(static_cast<size_t>(model.num_layers), 0);
+    context.taken = taken.data();
+
+    const int64_t rows = step.num_tokens, bytes = number_bytes();
+    const int64_t group = model.num_heads / model.num_kv_heads;
+    context.num_ropes = ob::count_ropes(model);
+    context.attention_rows = std::max(ob::kAttentionRows, group);
+    context.hidden_stride = round_up(model.hidden_size, kInputMultiple);
+    context.qkv_stride = round_up(layers[0].qkv->num_outputs, kPanelOutputs);
+    context.mixed_stride = round_up(int64_t{model.num_heads} * model.head_dim, kInputMultiple);
+    context.gated_stride = round_up(model.intermediate_size, kInputMultiple);
+    context.normed_rows = std::max(ob::kMostColumnRows, step.num_samples);
+    const int64_t normed_rows = std::max(rows, context.normed_rows * model.num_threads);
+
+    const auto floats = [](ob::Buffer& buffer, int64_t count) {
+        return reinterpret_cast<float*>(buffer.at_least(static_cast<size_t>(count) * sizeof(float)));
+    };
+    context.hidden = floats(hidden, rows * context.hidden_stride);
+    context.branch = floats(branch, rows * context.hidden_stride);
+    context.qkv = floats(qkv, rows * context.qkv_stride);
+    context.angles = floats(angles, context.num_ropes * rows * model.head_dim);
+    context.partials = floats(partials, num_pieces * context.attention_rows * (ob::padded_head(model) + 2));
+    context.normed = normed.at_least(static_cast<size_t>(normed_rows * context.hidden_stride * bytes));
+    context.queries = queries.at_least(static_cast<size_t>(rows * model.num_heads * model.head_dim * bytes));
+    context.mixed = mixed.at_least(static_cast<size_t>(rows * context.mixed_stride * bytes));
+    context.gated = gated.at_least(static_cast<size_t>(rows * context.gated_stride * bytes));
+
+    const int64_t head = ob::padded_head(model);
+    const int64_t attention = context.attention_rows * (head * 8 + ob::kChunkTokens * 8 + 12) + 8 * 64;
+    // A panel of floats, or the inputs of few rows in integers with their scales.
+    const int64_t product = ob::most_inputs(model) * kPanelOutputs * 4 + 4096;
+    context.scratch_bytes =
+        round_up(std::max(attention, product), 4096) + round_up(step.num_samples * ob::kLargestLogitBytes, 4096);
+    context.scratch = scratch.at_least(static_cast<size_t>(context.scratch_bytes * model.num_threads));
+    best.resize(static_cast<size_t>(step.num_samples * model.num_threads));
+    context.best = best.data();
+    context.kv_cache = kv_cache;
+    return context;
+}
+
+void ob_engine::run(ob_step& step) {
+    ob::StepContext context = prepare(step);
+    struct Job {
+        const ob::Kernels* kernels;
+        ob::StepContext* context;
+    } job{&kernels, &context};
+    ob::run_on_all(
+        *pool,
+        [](void* argument, int thread) {
+            auto* own = static_cast<Job*>(argument);
+            own->kernels->run_step(*own->context, thread);
+        },
+        &job);
+    for (int64_t sample = 0; sample < step.num_samples; ++sample) {
+        ob::Best found = best[static_cast<size_t>(sample)];
+        for (int64_t thread = 1; thread < model.num_threads; ++thread) {
+            const ob::Best& other = best[static_cast<size_t>(thread * step.num_samples + sample)];
+            // Threads have ascending parts of the vocabulary: of equals the first stands.
+            if (other.id >= 0 && (found.id < 0 || other.value > found.value)) {
+                found.value = other.value;
+                found.id = other.id;
+            }
+            found.has_nan = found.has_nan || other.has_nan;
+        }
+        step.best_ids[sample] = found.id;
+        step.best_logits[sample] = found.has_nan ? std::numeric_limits<float>::quiet_NaN() : found.value;
+    }
+}
+
+extern "C" {
+
+int32_t ob_abi_version(void) { return OB_ABI_VERSION; }
+
+const char* ob_instruction_sets(void) {
+    static const std::string names = [] {
+        std::string all;
+        for (const ob::Kernels* kernels : ob::usable_kernels()) {
+            all += (all.empty() ? "" : " ") + std::string(kernels->name);
+        }
+        return all;
+    }();
+    return names.c_str();
+}
+
+ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error, size_t error_size) {
+    const std::string fault = ob::fault_of(*model);
+    if (!fault.empty()) {
+        std::snprintf(error, error_size, "%s", fault.c_str());
+        return nullptr;
+    }
+    const ob::Kernels* kernels = ob::find_kernels(instruction_set);
+    if (kernels == nullptr) {
+        std::snprintf(error, error_size, "this processor or build has no %s; it has: %s", instruction_set,
+                      ob_instruction_sets());
+        return nullptr;
+    }
+    auto* engine = new (std::nothrow) ob_engine(*model, *kernels);
+    if (engine == nullptr || engine->kv_cache == nullptr) {
+        std::snprintf(error, error_size, "no memory for a KV cache of %d blocks", model->num_blocks);
+        delete engine;
+        return nullptr;
+    }
+    return engine;
+}
+
+void ob_engine_free(ob_engine* engine) { delete engine; }
+
+int32_t ob_engine_step(ob_engine* engine, ob_step* step) {
+    const auto start = std::chrono::steady_clock::now();
+    if (!ob::is_well_formed(engine->model, *step)) return -1;
+    try {
+        engine->run(*step);
+    } catch (const std::bad_alloc&) {
+        return -2;
+    }
+    step->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    return 0;
+}
+
+void ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks) {
+    const ob_model& model = engine->model;
+    const int64_t count = ob::page_numbers(model) * model.block_size / kPageTokens * model.num_kv_heads;
+    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
+        for (int64_t index = 0; index < num_blocks; ++index) {
+            const int64_t first = ob::page_numbers(model) * ob::page_index(model, layer, block_ids[index], 0, 0);
+            for (int64_t i = first; i < first + count; ++i) {
+                if (model.precision == OB_STORE_BF16) {
+                    auto* number = reinterpret_cast<uint16_t*>(engine->kv_cache) + i;
+                    if ((*number & 0x7f80) == 0x7f80) *number = 0;
+                } else {
+                    auto* number = reinterpret_cast<float*>(engine->kv_cache) + i;
+                    if (!std::isfinite(*number)) *number = 0;
+                }
+            }
+        }
+    }
+}
+
+}  // extern "C"

@@ -1,0 +1,256 @@
+// A step of the model, as every thread runs it. Compiled once for each instruction set (OB_NAMESPACE).
+//
+// Up to 64 tokens the threads divide the columns of each product: all work on the same rows, each normalises
+// them for itself, and they wait for one another after each product. With more tokens they divide the rows: what
+// a token needs up to attention, and after it, is then one thread's own, and they meet around attention only.
+#include "attention.h"
+#include "linear.h"
+#include "rows.h"
+
+namespace ob {
+namespace OB_NAMESPACE {
+namespace {
+
+template <class E>
+class StepThread {
+public:
+    typedef typename E::Number Number;
+
+    StepThread(StepContext& context, int thread)
+        : context_(context),
+          model_(*context.model),
+          step_(*context.step),
+          thread_(thread),
+          own_(share_of(step_.num_tokens, thread, context.num_threads)),
+          rows_(context.by_columns ? Range{0, step_.num_tokens} : own_),
+          scratch_(context.scratch + thread * context.scratch_bytes),
+          input_stride_(round_up(model_.hidden_size, kInputMultiple)),
+          normed_((Number*)context.normed +
+                  (context.by_columns ? thread * context.normed_rows * input_stride_ : 0)) {}
+
+    void run() {
+        embed();
+        for (int64_t rope = 0; rope < context_.num_ropes; ++rope) find_angles(rope);
+        meet_if_divided_by_columns();
+        for (int64_t layer = 0; layer < context_.num_layers; ++layer) {
+            attend(layer);
+            feed_forward(layer);
+        }
+        if (!context_.by_columns) meet();  // the sampled rows are anybody's
+        find_logits();
+    }
+
+private:
+    void meet() { wait_for_all(*context_.pool); }
+    void meet_if_divided_by_columns() {
+        if (context_.by_columns) meet();
+    }
+
+    float* hidden(int64_t row) const { return context_.hidden + row * context_.hidden_stride; }
+    float* branch(int64_t row) const { return context_.branch + row * context_.hidden_stride; }
+    float* angles(int64_t rope, int64_t token) const {
+        return context_.angles + (rope * step_.num_tokens + token) * model_.head_dim;
+    }
+
+    Range panels(const ob_matrix& w) const {
+        if (context_.by_columns) return share_of(w.num_panels, thread_, context_.num_threads);
+        return {0, w.num_panels};
+    }
+    // What this thread reads first of a matrix; quantized ones do their own asking ahead.
+    const uint8_t* head(const ob_matrix& w) const {
+        return w.is_quantized() ? nullptr : w.panel(panels(w).first);
+    }
+
+    void embed() {
+        for (int64_t token = own_.first; token < own_.end; ++token) {
+            float* row = hidden(token);
+            read_row(*model_.embedding, step_.token_ids[token], row);
+            if (model_.embedding_scale != 1.0f) {
+                for (int64_t i = 0; i < model_.hidden_size; ++i) row[i] *= model_.embedding_scale;
+            }
+        }
+    }
+
+    void find_angles(int64_t rope) {
+        const float* frequencies = model_.rope_frequencies[rope];
+        const int64_t half = model_.head_dim / 2;
+        for (int64_t token = own_.first; token < own_.end; ++token) {
+            float* to = angles(rope, token);
+            for (int64_t i = 0; i < half; ++i) {
+                const float angle = (float)step_.positions[token] * frequencies[i];
+                __builtin_sincosf(angle, to + half + i, to + i);
+            }
+        }
+    }
+
+    Inputs<E> normed(Range rows, const float* weight) {
+        for (int64_t row = rows.first; row < rows.end; ++row) {
+            normalise<E>(hidden(row), weight, model_.hidden_size, model_.rms_norm_eps,
+                         normed_ + row * input_stride_);
+        }
+        return {normed_, input_stride_};
+    }
+
+    template <class Epilogue>
+    void product(const ob_matrix& w, Inputs<E> inputs, const ob_matrix& after, Epilogue epilogue) {
+        multiply<E>(w, inputs, rows_, panels(w), head(after), scratch_, epilogue);
+    }
+
+    // ---- Attention ----
+
+    void attend(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        float* qkv = context_.qkv;
+        const int64_t stride = context_.qkv_stride, num_outputs = layer.qkv->num_outputs;
+        const float* bias = layer.qkv_bias;
+        product(*layer.qkv, normed(rows_, layer.attention_norm), *layer.o,
+                [=](int64_t row, int64_t panel, const float* sums) {
+                    copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
+                });
+        meet_if_divided_by_columns();
+        for (int64_t token = own_.first; token < own_.end; ++token) rotate_and_store(index, token);
+        meet();
+        run_items(index);
+        meet();
+        const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride};
+        add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, *layer.gate_up);
+    }
+
+    void run_items(int64_t index) {
+        Attention<E> attention(context_, index, scratch_);
+        int64_t* taken = context_.taken + index;
+        for (;;) {
+            const int64_t item = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
+            if (item >= context_.num_items) break;
+            attention.run(context_.items[item]);
+        }
+        if (context_.num_merges == 0) return;
+        meet();
+        const Range own = share_of(context_.num_merges, thread_, context_.num_threads);
+        for (int64_t merge = own.first; merge < own.end; ++merge) attention.merge(context_.merges[merge]);
+    }
+
+    void rotate_and_store(int64_t index, int64_t token) {
+        const ob_layer& layer = model_.layers[index];
+        const int64_t dim = model_.head_dim;
+        float* heads = context_.qkv + token * context_.qkv_stride;
+        float* keys = heads + (int64_t)model_.num_heads * dim;
+        float* values = keys + (int64_t)model_.num_kv_heads * dim;
+        const float* turn = angles(layer.rope, token);
+        Number* queries = (Number*)context_.queries + token * model_.num_heads * dim;
+        for (int64_t head = 0; head < model_.num_heads; ++head, heads += dim, queries += dim) {
+            if (layer.query_norm != nullptr) normalise_in_place(heads, layer.query_norm, dim, model_.rms_norm_eps);
+            rotate(heads, turn, dim, model_.attention_scale);
+            convert(queries, heads, dim);
+        }
+        const int64_t slot = step_.slot_mapping[token];
+        const int64_t block = slot / model_.block_size, offset = slot % model_.block_size;
+        for (int64_t head = 0; head < model_.num_kv_heads; ++head, keys += dim, values += dim) {
+            if (layer.key_norm != nullptr) normalise_in_place(keys, layer.key_norm, dim, model_.rms_norm_eps);
+            rotate(keys, turn, dim, 1.0f);
+            Number* page = (Number*)context_.kv_cache +
+                           page_numbers(model_) * page_index(model_, index, block, head, offset);
+            store_key<E>(page, keys, dim, offset % kPageTokens);
+            store_value<E>(page + kPageTokens * dim, values, dim, padded_head(model_), offset % kPageTokens);
+        }
+    }
+
+    // Adds a product to the residual, past a norm where the family has one there.
+    void add(const ob_matrix& w, Inputs<E> inputs, const float* bias, const float* norm, const ob_matrix& after) {
+        const int64_t stride = context_.hidden_stride, width = model_.hidden_size;
+        if (norm == nullptr) {
+            float* to = context_.hidden;
+            product(w, inputs, after, [=](int64_t row, int64_t panel, const float* sums) {
+                add_panel(to + row * stride, panel, width, sums, bias);
+            });
+            meet_if_divided_by_columns();
+            return;
+        }
+        float* to = context_.branch;
+        product(w, inputs, after, [=](int64_t row, int64_t panel, const float* sums) {
+            copy_panel(to + row * stride, panel, width, sums, bias);
+        });
+        meet_if_divided_by_columns();
+        for (int64_t row = own_.first; row < own_.end; ++row) {
+            normalise_in_place(branch(row), norm, width, model_.rms_norm_eps);
+            for (int64_t i = 0; i < width; ++i) hidden(row)[i] += branch(row)[i];
+        }
+        meet_if_divided_by_columns();
+    }
+
+    // ---- Feed-forward ----
+
+    void feed_forward(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        Number* gated = (Number*)context_.gated;
+        const int64_t stride = context_.gated_stride;
+        const Inputs<E> inputs = normed(rows_, layer.mlp_norm);
+        if (model_.activation == OB_ACTIVATION_SILU) {
+            product(*layer.gate_up, inputs, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
+                store_as(gated + row * stride + panel * 16, silu(load(sums)) * load(sums + 16));
+            });
+        } else {
+            product(*layer.gate_up, inputs, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
+                store_as(gated + row * stride + panel * 16, gelu_tanh(load(sums)) * load(sums + 16));
+            });
+        }
+        meet_if_divided_by_columns();
+        const bool is_last = index + 1 == context_.num_layers;
+        const ob_matrix& after = is_last ? *model_.lm_head : *model_.layers[index + 1].qkv;
+        add(*layer.down, {gated, stride}, nullptr, layer.after_mlp_norm, after);
+    }
+
+    // ---- Logits ----
+
+    void find_logits() {
+        const int64_t num_samples = step_.num_samples;
+        if (num_samples == 0) return;
+        // Each thread has its own copy of the sampled rows, and part of the vocabulary.
+        Number* inputs = (Number*)context_.normed + thread_ * context_.normed_rows * input_stride_;
+        for (int64_t sample = 0; sample < num_samples; ++sample) {
+            normalise<E>(hidden(step_.sample_tokens[sample]), model_.final_norm, model_.hidden_size,
+                         model_.rms_norm_eps, inputs + sample * input_stride_);
+        }
+        LargestLogit* largest = (LargestLogit*)(scratch_ + context_.scratch_bytes) - num_samples;
+        for (int64_t sample = 0; sample < num_samples; ++sample) largest[sample].clear();
+        const int64_t vocab_size = model_.vocab_size;
+        float* logits = step_.logits;
+        multiply<E>(*model_.lm_head, {inputs, input_stride_}, {0, num_samples},
+                    share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_,
+                    [=](int64_t sample, int64_t panel, const float* sums) {
+                        largest[sample].see(panel, vocab_size, sums);
+                        if (logits != nullptr) copy_panel(logits + sample * vocab_size, panel, vocab_size, sums, nullptr);
+                    });
+        for (int64_t sample = 0; sample < num_samples; ++sample) {
+            context_.best[thread_ * num_samples + sample] = largest[sample].best();
+        }
+    }
+
+    StepContext& context_;
+    const ob_model& model_;
+    const ob_step& step_;
+    const int thread_;
+    const Range own_;   // the tokens that this thread embeds, rotates and adds up
+    const Range rows_;  // the rows of its products
+    uint8_t* const scratch_;
+    const int64_t input_stride_;
+    Number* const normed_;
+};
+
+void run_step(StepContext& context, int thread) {
+    if (context.model->precision == OB_STORE_BF16) {
+        StepThread<BFloat16>(context, thread).run();
+    } else {
+        StepThread<Float32>(context, thread).run();
+    }
+}
+
+}  // namespace
+
+#define OB_TEXT_OF(name) #name
+#define OB_TEXT(name) OB_TEXT_OF(name)
+extern const Kernels kernels;
+const Kernels kernels = {OB_TEXT(OB_NAMESPACE), run_step};
+
+}  // namespace OB_NAMESPACE
+}  // namespace ob

@@ -1,0 +1,29 @@
+// Zeroed memory straight from the system: pages are taken as they are written.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+namespace ob {
+
+// NULL where the system has none to give.
+uint8_t* map_memory(size_t bytes);
+void unmap_memory(uint8_t* memory, size_t bytes);
+
+// Memory that grows and forgets what it held.
+class Buffer {
+public:
+    Buffer() = default;
+    Buffer(const Buffer&) = delete;
+    Buffer& operator=(const Buffer&) = delete;
+    ~Buffer() { unmap_memory(memory_, bytes_); }
+
+    // Returns at least so many bytes, zeros where they are new; throws std::bad_alloc.
+    uint8_t* at_least(size_t bytes);
+
+private:
+    uint8_t* memory_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+}  // namespace ob

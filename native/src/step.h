@@ -1,0 +1,96 @@
+// What the threads of a step share: sizes, memory, and the division of the work.
+#pragma once
+
+#include "model.h"
+#include "thread_pool.h"
+
+namespace ob {
+
+struct Range {
+    int64_t first, end;
+    int64_t size() const { return end - first; }
+};
+
+// The part of 0..total that is a thread's own.
+inline Range share_of(int64_t total, int thread, int num_threads) {
+    return {total * thread / num_threads, total * (thread + 1) / num_threads};
+}
+
+constexpr int64_t kMostColumnRows = 64;   // up to so many rows the threads divide the columns, else the rows
+constexpr int64_t kChunkTokens = 256;     // keys whose scores are held at once
+constexpr int64_t kLargestLogitBytes = 384;
+constexpr int64_t kAttentionRows = 12;    // query rows of one item, unless a KV head has more heads than that
+
+// Some queries of a request, for one KV head, over some of the context.
+struct AttentionItem {
+    int32_t row, kv_head;
+    int32_t first_token, num_tokens;       // packed tokens whose queries these are
+    int32_t first_context, end_context;    // positions; the mask narrows them
+    int32_t piece;                         // where the partial result goes; -1: the item sees all there is
+};
+
+// The partial results of one query token and KV head, to be put together.
+struct MergeItem {
+    int32_t token, kv_head, first_piece, num_pieces;
+};
+
+struct Best {
+    float value;
+    int64_t id;
+    bool has_nan;
+};
+
+struct StepContext {
+    const ob_model* model;
+    const ob_step* step;
+    ThreadPool* pool;
+    int num_threads;
+    int64_t num_layers;
+    bool by_columns;
+
+    const AttentionItem* items;
+    int64_t num_items;
+    const MergeItem* merges;
+    int64_t num_merges;
+    int64_t* taken;  // [layers]: how many items of a layer have been taken
+
+    // Memory, grown to the largest step so far. Padding behind a row of products' inputs is zero and stays so.
+    float* hidden;   // [T, D padded], the residual
+    float* branch;   // [T, D padded], what a block adds, where a norm comes in between
+    float* qkv;      // [T, (N + 2K) H padded]
+    float* angles;   // [ropes, T, H]: cosines, then sines
+    uint8_t* normed; // inputs of products: of all rows, or of each thread's own copy of few rows
+    uint8_t* queries;
+    uint8_t* mixed;
+    uint8_t* gated;
+    float* partials; // [pieces, rows of an item, H padded + 2]
+    uint8_t* scratch;
+    int64_t scratch_bytes;  // of each thread; its end is for the largest logits of each sample
+    Best* best;             // [threads, samples]
+    int64_t normed_rows;    // rows of each thread's own copy
+    int64_t hidden_stride, qkv_stride, mixed_stride, gated_stride;
+    int64_t num_ropes;
+    int64_t attention_rows;  // most query rows of an item
+
+    uint8_t* kv_cache;
+};
+
+inline int64_t padded_head(const ob_model& model) { return round_up(model.head_dim, 16); }
+
+// Numbers of the keys and values of 16 tokens and one KV head, which lie side by side.
+inline int64_t page_numbers(const ob_model& model) {
+    return kPageTokens * (model.head_dim + padded_head(model));
+}
+
+inline int64_t page_index(const ob_model& model, int64_t layer, int64_t block, int64_t kv_head, int64_t offset) {
+    const int64_t pages = model.block_size / kPageTokens;
+    return ((layer * model.num_blocks + block) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
+}
+
+// What each instruction set provides.
+struct Kernels {
+    const char* name;
+    void (*run_step)(StepContext& context, int thread);
+};
+
+}  // namespace ob
