@@ -1,0 +1,153 @@
+"""Offers a load to one server with the client of `onbeat bench`, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from onbeat.bench.client import Endpoint, StreamingClient, open_session
+from onbeat.bench.config import TargetConfig
+from onbeat.bench.feed import PromptFeed
+from onbeat.bench.outcomes import group_keys
+from onbeat.bench.payload import Api, PayloadBuilder
+from onbeat.bench.probe import choose_model, wait_until_ready
+from onbeat.bench.promise import Promises, SendSLO, choose_transport
+from onbeat.bench.result import group_errors
+from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
+from onbeat.core.protocols import Tokenizer
+from onbeat.core.slo import SLO
+from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.workload.mixture import SHORT
+from onbeat.workload.prompts import PromptWriter, WordPool, tokenizer_pool
+from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.workload import Workload
+
+from .workload import Cell
+
+REQUEST_SECONDS = 900.0
+KEYS: tuple[str, ...] = (
+    "duration",
+    "offered",
+    "completed",
+    "failed",
+    "total_input_tokens",
+    "total_output_tokens",
+)
+KEYS += ("output_throughput", "request_throughput", "p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
+KEYS += ("max_itl_ms", "mean_tpot_ms", "attainment", "goodput")
+SHORT_KEYS = ("offered", "attainment", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms", "max_itl_ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A server as the client sees it."""
+
+    url: str
+    model: str | None
+    api: Api
+    ignore_eos: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """Of every request, seconds; a request is good if it keeps both, its own P99 gap the second."""
+
+    ttft: float = 1.0
+    tbt: float = 0.1
+
+    def __str__(self) -> str:
+        return f"TTFT {self.ttft * 1e3:.0f} ms, own P99 gap {self.tbt * 1e3:.0f} ms"
+
+
+class LoadClient:
+    """Sends loads and scores them.
+
+    Parameters
+    ----------
+    tokenizer : of the model that all servers run: the same prompts for all, of exactly known lengths.
+    objectives : what requests are held to.
+    send_slo : how a server is told of them; `auto` tells those that say they are onbeat.
+    seed : of the lengths.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, objectives: Objectives, send_slo: SendSLO, seed: int) -> None:
+        self.objectives = objectives
+        self._seed = seed
+        self._send_slo = send_slo
+        self._pool: WordPool = tokenizer_pool(tokenizer)
+        self._count_tokens = lambda text: len(tokenizer.encode(text, add_special_tokens=False))
+        slo = SLO(ttft=objectives.ttft, tbt=objectives.tbt)
+        self._classes = (SLOClass(name="default", slo=slo),)
+        self._options = SummaryOptions(percentiles=(50.0, 99.0), slo_mode="gap")
+
+    def warm_up(self, target: Target, cell: Cell, *, num_requests: int, salt: str) -> None:
+        """Send a few requests of a load's kind, in words of their own, and forget them."""
+        workload = cell.workload(PromptWriter(self._pool, f"{salt}/warm-up"), seed=self._seed)
+        limit = min(num_requests, len(workload))
+        asyncio.run(self._offer(target, workload, cell.concurrency, limit=limit))
+
+    def run(self, target: Target, cell: Cell, *, salt: str) -> dict[str, Any]:
+        """Offer a load; equal salts give equal prompts, whoever serves them.
+
+        Returns
+        -------
+        Numbers of the run by the keys of a bench result; those of the short prompts apart, where there are
+        two kinds.
+        """
+        workload = cell.workload(PromptWriter(self._pool, f"{salt}/{cell.name}"), seed=self._seed)
+        outcome = asyncio.run(self._offer(target, workload, cell.concurrency))
+        summary = summarise(outcome.records, duration=outcome.duration, options=self._options)
+        groups = group_keys(outcome.records, duration=outcome.duration, options=self._options)
+        return {
+            **_chosen(summary, KEYS),
+            "num_short_answers": sum(
+                record.is_completed and record.num_output_tokens < record.max_tokens
+                for record in outcome.records
+            ),
+            "short": _chosen(groups[SHORT], SHORT_KEYS) if SHORT in groups else None,
+            "errors": group_errors(outcome.records),
+        }
+
+    async def _offer(
+        self, target: Target, workload: Workload, concurrency: int, *, limit: int | None = None
+    ) -> LoadOutcome:
+        config = TargetConfig(
+            base_url=target.url, api=target.api, model=target.model, request_timeout=REQUEST_SECONDS
+        )
+        async with open_session(config.request_timeout) as session:
+            offered = await wait_until_ready(session, config)
+            transport = choose_transport(self._send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=False)
+            extra = {"temperature": 0.0} | ({"ignore_eos": True} if target.ignore_eos else {})
+            endpoint = Endpoint(
+                url=config.url,
+                payload=PayloadBuilder(api=target.api, model=choose_model(config, offered), extra=extra),
+                objectives=transport,
+                timeout=config.request_timeout,
+            )
+            client = StreamingClient(session, endpoint, count_tokens=self._count_tokens)
+            feed = PromptFeed(
+                workload, promises=Promises(self._classes, len(workload), self._seed), limit=limit
+            )
+            await feed.fill()
+            plan = LoadPlan(offsets=None, max_concurrency=concurrency)
+            with settled_memory():
+                return await LoadRunner(client.send, plan).run(feed, asyncio.Event())
+
+
+@contextmanager
+def settled_memory() -> Iterator[None]:
+    """Keep what exists now out of garbage collection, which would stop the client for milliseconds."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _chosen(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
+    return {key: values.get(key) for key in keys}
