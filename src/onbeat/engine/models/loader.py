@@ -13,6 +13,7 @@ from onbeat.engine.layers.embedding import Embedding
 from onbeat.engine.layers.linear import Linear, select_linear_kernel
 from onbeat.engine.layers.mlp import GatedMLP
 from onbeat.engine.layers.norm import RMSNorm
+from onbeat.engine.layers.ranks import ONE_RANK, Ranks
 from onbeat.engine.layers.rotary import RotaryEmbedding
 from onbeat.engine.model_config import RopeConfig
 from onbeat.engine.weights import Checkpoint
@@ -26,13 +27,22 @@ class LayerLoader:
     checkpoint : gives each tensor once.
     dtype : of weights and activations.
     device : where the weights go.
+    ranks : the processes that the products are split among; the checkpoint then has this rank's parts.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: Ranks = ONE_RANK,
+    ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config
         self.dtype = dtype
         self.device = device
+        self.ranks = ranks
         self.linear_kernel = select_linear_kernel(dtype, device)
 
     def tensor(self, *names: str) -> Tensor:
@@ -62,8 +72,8 @@ class LayerLoader:
         the plain product would take a quarter of a decode step.
         """
         if self.config.tie_word_embeddings:
-            return self.linear_kernel(embedding.weight_VD)
-        return self.linear("lm_head")
+            return self.ranks.join(self.linear_kernel(self.ranks.vocabulary_part(embedding.weight_VD)))
+        return self.ranks.join(self.linear("lm_head"))
 
     def self_attention(self, layer_index: int) -> SelfAttention:
         config, prefix = self.config, f"model.layers.{layer_index}.self_attn"
@@ -76,7 +86,7 @@ class LayerLoader:
             layer_index,
             HeadLayout(config.num_heads, config.num_kv_heads, config.head_dim),
             qkv=self.linear(*(f"{prefix}.{part}_proj" for part in "qkv"), bias=config.attention_bias),
-            output=self.linear(f"{prefix}.o_proj", bias=config.attention_output_bias),
+            output=self.ranks.sum_up(self.linear(f"{prefix}.o_proj", bias=config.attention_output_bias)),
             norms=norms,
         )
 
@@ -84,7 +94,7 @@ class LayerLoader:
         prefix = f"model.layers.{layer_index}.mlp"
         return GatedMLP(
             self.linear(f"{prefix}.gate_proj", f"{prefix}.up_proj"),
-            self.linear(f"{prefix}.down_proj"),
+            self.ranks.sum_up(self.linear(f"{prefix}.down_proj")),
             self.config.hidden_activation,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from onbeat.engine.layers.ranks import ONE_RANK, Ranks
 from onbeat.engine.model_config import Family
 from onbeat.engine.models.gemma3 import Gemma3Layer
 from onbeat.engine.models.llama import LlamaLayer
@@ -23,7 +24,9 @@ DECODER_LAYERS: Mapping[Family, Callable[[LayerLoader, int], DecoderLayer]] = {
 }
 
 
-def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device) -> Model:
+def build_model(
+    checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.device, ranks: Ranks = ONE_RANK
+) -> Model:
     """Build a model and load its weights.
 
     Parameters
@@ -31,11 +34,12 @@ def build_model(checkpoint: Checkpoint, *, dtype: torch.dtype, device: torch.dev
     checkpoint : configuration and weights.
     dtype : of weights and activations: float32, bfloat16 or float64.
     device : where it runs.
+    ranks : the processes that it is split among; the checkpoint then has this rank's parts.
 
     Raises
     ------
     ModelLoadError : a weight is missing or cannot be read.
     """
     with torch.inference_mode():
-        loader = LayerLoader(checkpoint, dtype=dtype, device=device)
+        loader = LayerLoader(checkpoint, dtype=dtype, device=device, ranks=ranks)
         return Model(loader, DECODER_LAYERS[checkpoint.config.family])

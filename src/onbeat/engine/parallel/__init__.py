@@ -1,0 +1,1 @@
+"""Tensor parallelism: one model's weights split among processes that run every step together."""

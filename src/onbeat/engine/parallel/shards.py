@@ -1,0 +1,141 @@
+"""Which part of each parameter a rank of a tensor-parallel group holds.
+
+The split of Megatron-LM (Shoeybi et al., 2019): a block's first products are split by outputs (heads,
+feed-forward columns) and need no exchange; its last one is split by inputs, so that the ranks' results add up
+to the whole. The output head is split by vocabulary. Norms and the embedding table are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.weights import Checkpoint, parameter_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's place in its group."""
+
+    rank: int
+    size: int
+    """Ranks of the group: the degree of parallelism."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank samples, and talks to the scheduler."""
+        return self.rank == 0
+
+
+def check_degree(config: ModelConfig, size: int) -> None:
+    """Check that a model can be split into so many parts.
+
+    Raises
+    ------
+    ConfigError : it cannot; the message names the degrees that work.
+    """
+    odd = [
+        f"{count} {what}"
+        for count, what in (
+            (config.num_heads, "query heads"),
+            (config.intermediate_size, "feed-forward columns"),
+        )
+        if count % size
+    ]
+    if odd:
+        common = math.gcd(config.num_heads, config.intermediate_size)
+        degrees = ", ".join(str(degree) for degree in range(1, common + 1) if common % degree == 0)
+        raise ConfigError(
+            f"a tensor-parallel size of {size} does not divide this model's {' and '.join(odd)}; "
+            f"sizes that do: {degrees}"
+        )
+
+
+def kv_heads_of(config: ModelConfig, shard: Shard) -> tuple[int, ...]:
+    """Return which of the model's KV heads a rank holds, in the order of its query heads.
+
+    Attention wants the same number of query heads for each KV head. Where a rank's query heads do not cover
+    KV heads evenly (always so with more ranks than KV heads), KV heads are held by several ranks, or by
+    one rank several times.
+    """
+    queries_per_rank = config.num_heads // shard.size
+    queries_per_kv_head = config.num_heads // config.num_kv_heads
+    step = math.gcd(queries_per_rank, queries_per_kv_head)
+    first = shard.rank * queries_per_rank
+    return tuple(query // queries_per_kv_head for query in range(first, first + queries_per_rank, step))
+
+
+def config_of_rank(config: ModelConfig, shard: Shard) -> ModelConfig:
+    """Return the model as a rank sees it: fewer heads and feed-forward columns, everything else the same."""
+    return replace(
+        config,
+        num_heads=config.num_heads // shard.size,
+        num_kv_heads=len(kv_heads_of(config, shard)),
+        intermediate_size=config.intermediate_size // shard.size,
+    )
+
+
+def vocabulary_rows(vocab_size: int, shard: Shard) -> slice:
+    """Return the tokens whose logits a rank computes; the last ranks may have fewer than the others."""
+    width = -(-vocab_size // shard.size)
+    start = min(shard.rank * width, vocab_size)
+    return slice(start, min(start + width, vocab_size))
+
+
+class ShardedCheckpoint:
+    """A rank's parts of a checkpoint, which look like the checkpoint of a smaller model.
+
+    Only `lm_head.weight` differs from that: it has the rows of `vocabulary_rows`.
+
+    Parameters
+    ----------
+    checkpoint : the whole model's.
+    shard : the rank; its size must divide the model (`check_degree`).
+    """
+
+    def __init__(self, checkpoint: Checkpoint, shard: Shard) -> None:
+        self._checkpoint = checkpoint
+        self._shard = shard
+        self._whole = checkpoint.config
+        self._config = config_of_rank(self._whole, shard)
+        self._kv_heads = torch.tensor(kv_heads_of(self._whole, shard))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model as this rank sees it."""
+        return self._config
+
+    def names(self) -> Iterable[str]:
+        """Return the parameters' names."""
+        return parameter_shapes(self._config).keys()
+
+    def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return this rank's part of a parameter; see `Checkpoint.get`."""
+        whole = self._checkpoint.get(name, dtype)
+        module, kind = name.split(".")[-2:]
+        match module, kind:
+            case (("q_proj" | "gate_proj" | "up_proj"), _):
+                return self._nth_part(whole, 0)
+            case (("k_proj" | "v_proj"), _):
+                heads = whole.reshape(self._whole.num_kv_heads, self._whole.head_dim, *whole.shape[1:])
+                return heads.index_select(0, self._kv_heads).flatten(0, 1)
+            case (("o_proj" | "down_proj"), "weight"):
+                return self._nth_part(whole, 1)
+            case (("o_proj" | "down_proj"), _):
+                # The ranks' results are added up, and the bias must be in the sum once.
+                return whole if self._shard.is_first else torch.zeros_like(whole)
+            case "lm_head", _:
+                return whole[vocabulary_rows(self._whole.vocab_size, self._shard)].clone()
+            case _:
+                return whole
+
+    def _nth_part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return a copy, so that the whole tensor's memory can go."""
+        return whole.chunk(self._shard.size, dim)[self._shard.rank].clone(
+            memory_format=torch.contiguous_format
+        )
