@@ -221,12 +221,17 @@ OB_INLINE U16 upper_bf16(F16 value) {
     });
 }
 
+OB_INLINE void store_bits(bf16* to, U16 pairs) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) memcpy(to + 2 * kWidth * i, &pairs.part[i], sizeof pairs.part[i]);
+}
+
 OB_INLINE void store_inputs(bf16* to, const FourInputs& inputs) {
 #pragma GCC unroll 2
     for (int pair = 0; pair < 2; ++pair) {
         const U16 even = upper_bf16(inputs.values[2 * pair]), odd = upper_bf16(inputs.values[2 * pair + 1]);
         const U16 both = each<U16>([&](int i) { return odd.part[i] | even.part[i] >> 16; });
-        memcpy(to + pair * 2 * kPanelOutputs, &both, sizeof both);
+        store_bits(to + pair * 2 * kPanelOutputs, both);
     }
 }
 

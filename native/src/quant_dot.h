@@ -16,9 +16,12 @@ OB_INLINE F16 as_floats(I16 values) {
     return each<F16>([&](int i) { return __builtin_convertvector(values.part[i], F16::Part); });
 }
 OB_INLINE U16 load_bytes(const uint8_t* from) {
-    U16 result;
-    memcpy(&result, from, sizeof result);
-    return result;
+    // Part by part: whole, GCC copies it in smaller pieces through memory where registers are narrower.
+    return each<U16>([&](int i) {
+        U16::Part part;
+        memcpy(&part, from + i * sizeof part, sizeof part);
+        return part;
+    });
 }
 
 // Sixteen numbers of half precision.

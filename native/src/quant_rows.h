@@ -29,20 +29,17 @@ inline int64_t quantized_rows_bytes(int64_t num_rows, int64_t padded_inputs) {
     return num_rows * (quantized_stride(padded_inputs) + num_blocks * (int64_t)sizeof(QuantizedBlock));
 }
 
+typedef int32_t FourLanes __attribute__((vector_size(16)));
+
 // One number of sixteen: halves are combined with each other until a single lane is left.
 template <class Combine>
 OB_INLINE int32_t reduce(I16 values, Combine combine) {
-    I16::Part part = values.part[0];
-#pragma GCC unroll 4
-    for (int i = 1; i < kParts; ++i) part = combine(part, values.part[i]);
-#pragma GCC unroll 4
-    for (int distance = kWidth / 2; distance > 0; distance /= 2) {
-        I16::Part others = {};
-#pragma GCC unroll 16
-        for (int lane = 0; lane < kWidth; ++lane) others[lane] = lane ^ distance;
-        part = combine(part, __builtin_shuffle(part, others));
-    }
-    return part[0];
+    FourLanes quarters[4];
+    memcpy(quarters, &values, sizeof values);
+    FourLanes lanes = combine(combine(quarters[0], quarters[1]), combine(quarters[2], quarters[3]));
+    lanes = combine(lanes, __builtin_shuffle(lanes, FourLanes{2, 3, 0, 1}));
+    lanes = combine(lanes, __builtin_shuffle(lanes, FourLanes{1, 0, 3, 2}));
+    return lanes[0];
 }
 
 // Of absolute values that are compared as whole numbers, a NaN is the largest, so none gets lost.
@@ -51,14 +48,22 @@ OB_INLINE float largest_magnitude(F16 a, F16 b) {
         const I16::Part x = (I16::Part)a.part[i] & 0x7fffffff, y = (I16::Part)b.part[i] & 0x7fffffff;
         return x > y ? x : y;
     });
-    const int32_t bits = reduce(larger, [](I16::Part x, I16::Part y) { return x > y ? x : y; });
+    const int32_t bits = reduce(larger, [](FourLanes x, FourLanes y) { return x > y ? x : y; });
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-OB_INLINE int32_t sum_of(I16 values) {
-    return reduce(values, [](I16::Part x, I16::Part y) { return x + y; });
+struct Sums {
+    int32_t first, second;
+};
+
+// Both sums at once, one in the lower and one in the upper half of each lane: no number is beyond 127.
+OB_INLINE Sums sums_of(I16 first, I16 second) {
+    const I16 both = each<I16>([&](int i) { return first.part[i] + second.part[i] * 65536; });
+    const int32_t total = reduce(both, [](FourLanes x, FourLanes y) { return x + y; });
+    const int32_t low = (int16_t)total;
+    return {low, (total - low) / 65536};
 }
 
 // The nearest whole numbers of |x| < 2^22.
@@ -83,8 +88,9 @@ OB_INLINE QuantizedBlock quantize_block(const Number* from, int8_t* to) {
     const I16 low = rounded(first * inverse), high = rounded(second * inverse);
     store_bytes(to, low);
     store_bytes(to + 16, high);
-    const float scale = magnitude / 127.0f;
-    const float first_sum = scale * (float)sum_of(low), sum = first_sum + scale * (float)sum_of(high);
+    const Sums sums = sums_of(low, high);
+    const float scale = magnitude * (1.0f / 127.0f);
+    const float first_sum = scale * (float)sums.first, sum = scale * (float)(sums.first + sums.second);
     return {scale, sum, -(float)kByteZero * sum, -(float)kByteZero * first_sum};
 }
 
