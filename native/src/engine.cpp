@@ -241,8 +241,14 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_items = static_cast<int64_t>(items.size());
     context.merges = merges.data();
     context.num_merges = static_cast<int64_t>(merges.size());
-    taken.assign(static_cast<size_t>(model.num_layers), 0);
+    taken.assign(static_cast<size_t>(2 * model.num_layers + 1), 0);
     context.taken = taken.data();
+    context.taken_chunks = taken.data() + model.num_layers;
+    // A thread that is held up shall be able to take fewer chunks, but each reads all weights once more.
+    constexpr int64_t kMostChunks = 8, kFewestRows = 48;
+    const int64_t share = (step.num_tokens + model.num_threads - 1) / model.num_threads;
+    const int64_t chunks = std::min(std::max<int64_t>(share / kFewestRows, 1), kMostChunks);
+    context.chunk_rows = (share + chunks - 1) / chunks;
 
     const int64_t rows = step.num_tokens, bytes = number_bytes();
     const int64_t group = model.num_heads / model.num_kv_heads;

@@ -1,8 +1,9 @@
 // A step of the model, as every thread runs it. Compiled once for each instruction set (OB_NAMESPACE).
 //
 // Up to 64 tokens the threads divide the columns of each product: all work on the same rows, each normalises
-// them for itself, and they wait for one another after each product. With more tokens they divide the rows: what
-// a token needs up to attention, and after it, is then one thread's own, and they meet around attention only.
+// them for itself, and they wait for one another after each product. With more tokens they take chunks of rows:
+// all that a token needs between two attentions is one thread's own, they meet around attention only, and a
+// thread that shares its core takes fewer chunks.
 #include "attention.h"
 #include "linear.h"
 #include "rows.h"
@@ -22,25 +23,85 @@ public:
           step_(*context.step),
           thread_(thread),
           own_(share_of(step_.num_tokens, thread, context.num_threads)),
-          rows_(context.by_columns ? Range{0, step_.num_tokens} : own_),
+          rows_{0, step_.num_tokens},
           scratch_(context.scratch + thread * context.scratch_bytes),
           input_stride_(round_up(model_.hidden_size, kInputMultiple)),
           normed_((Number*)context.normed +
                   (context.by_columns ? thread * context.normed_rows * input_stride_ : 0)) {}
 
     void run() {
-        embed();
-        for (int64_t rope = 0; rope < context_.num_ropes; ++rope) find_angles(rope);
-        meet_if_divided_by_columns();
-        for (int64_t layer = 0; layer < context_.num_layers; ++layer) {
-            attend(layer);
-            feed_forward(layer);
+        if (context_.by_columns) {
+            run_by_columns();
+        } else {
+            run_by_rows();
         }
-        if (!context_.by_columns) meet();  // the sampled rows are anybody's
         find_logits();
     }
 
 private:
+    void run_by_columns() {
+        begin();
+        meet();
+        for (int64_t layer = 0; layer < context_.num_layers; ++layer) {
+            project(layer);
+            meet();
+            run_items(layer);
+            meet();
+            finish(layer);
+        }
+    }
+
+    void run_by_rows() {
+        for (int64_t layer = 0;; ++layer) {
+            const bool is_last = layer == context_.num_layers;
+            for (Range chunk; take_chunk(layer, chunk);) {
+                own_ = rows_ = chunk;
+                if (layer == 0) begin();
+                if (layer > 0) finish(layer - 1);
+                if (!is_last) project(layer);
+            }
+            meet();
+            if (is_last) return;
+            run_items(layer);
+            meet();
+        }
+    }
+
+    bool take_chunk(int64_t layer, Range& chunk) {
+        const int64_t index = __atomic_fetch_add(context_.taken_chunks + layer, 1, __ATOMIC_RELAXED);
+        chunk.first = index * context_.chunk_rows;
+        chunk.end = chunk.first + context_.chunk_rows;
+        if (chunk.end > step_.num_tokens) chunk.end = step_.num_tokens;
+        return chunk.first < step_.num_tokens;
+    }
+
+    void begin() {
+        embed();
+        for (int64_t rope = 0; rope < context_.num_ropes; ++rope) find_angles(rope);
+    }
+
+    // From the residual to queries, and keys and values in the cache.
+    void project(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        float* qkv = context_.qkv;
+        const int64_t stride = context_.qkv_stride, num_outputs = layer.qkv->num_outputs;
+        const float* bias = layer.qkv_bias;
+        product(*layer.qkv, normed(rows_, layer.attention_norm), *layer.o,
+                [=](int64_t row, int64_t panel, const float* sums) {
+                    copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
+                });
+        meet_if_divided_by_columns();
+        for (int64_t token = own_.first; token < own_.end; ++token) rotate_and_store(index, token);
+    }
+
+    // From what attention mixed to the residual after the layer.
+    void finish(int64_t index) {
+        const ob_layer& layer = model_.layers[index];
+        const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride};
+        add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, *layer.gate_up);
+        feed_forward(index);
+    }
+
     void meet() { wait_for_all(*context_.pool); }
     void meet_if_divided_by_columns() {
         if (context_.by_columns) meet();
@@ -97,24 +158,6 @@ private:
     }
 
     // ---- Attention ----
-
-    void attend(int64_t index) {
-        const ob_layer& layer = model_.layers[index];
-        float* qkv = context_.qkv;
-        const int64_t stride = context_.qkv_stride, num_outputs = layer.qkv->num_outputs;
-        const float* bias = layer.qkv_bias;
-        product(*layer.qkv, normed(rows_, layer.attention_norm), *layer.o,
-                [=](int64_t row, int64_t panel, const float* sums) {
-                    copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
-                });
-        meet_if_divided_by_columns();
-        for (int64_t token = own_.first; token < own_.end; ++token) rotate_and_store(index, token);
-        meet();
-        run_items(index);
-        meet();
-        const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride};
-        add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, *layer.gate_up);
-    }
 
     void run_items(int64_t index) {
         Attention<E> attention(context_, index, scratch_);
@@ -230,8 +273,8 @@ private:
     const ob_model& model_;
     const ob_step& step_;
     const int thread_;
-    const Range own_;   // the tokens that this thread embeds, rotates and adds up
-    const Range rows_;  // the rows of its products
+    Range own_;   // the tokens that this thread embeds, rotates and adds up
+    Range rows_;  // the rows of its products
     uint8_t* const scratch_;
     const int64_t input_stride_;
     Number* const normed_;

@@ -52,7 +52,9 @@ struct StepContext {
     int64_t num_items;
     const MergeItem* merges;
     int64_t num_merges;
-    int64_t* taken;  // [layers]: how many items of a layer have been taken
+    int64_t* taken;         // [layers]: how many items of a layer have been taken
+    int64_t* taken_chunks;  // [layers + 1]: how many chunks of rows before a layer's attention
+    int64_t chunk_rows;
 
     // Memory, grown to the largest step so far. Padding behind a row of products' inputs is zero and stays so.
     float* hidden;   // [T, D padded], the residual
