@@ -47,7 +47,7 @@ class SLOComposer:
         self.reservation: Reservation = ReservePrompt()
         self.credit = 0.0
         self._admission = Admission(self.book, self.tuning)
-        self._slacks: list[float] = []
+        self._dues: list[float] = []
         self._num_best_effort = 0
         self._last_plan = 0.0
 
@@ -55,7 +55,7 @@ class SLOComposer:
         plan.is_repeatable = False
         step = _Step(self, plan, self._times(plan))
         step.compose()
-        self._slacks = [next_due(state) - plan.now for state in step.view.streams]
+        self._dues = step.view.dues
         self._num_best_effort = step.num_best_effort
         self._last_plan = plan.now
 
@@ -83,7 +83,7 @@ class SLOComposer:
             self._last_plan,
             num_best_effort=self._num_best_effort,
             num_relegated=num_relegated,
-            slacks=self._slacks,
+            slacks=[due - self._last_plan for due in self._dues],
         )
 
     def _times(self, plan: StepPlan) -> StepTimes:
@@ -242,7 +242,7 @@ class _Step:
         victims = {id(state) for state in self._plan.victims}
         view = self.view
         view.loose = [state for state in view.loose if id(state) not in victims]
-        view.streams = [state for state in view.streams if id(state) not in victims]
+        view.drop_streams(victims)
         if victims & best_effort:
             self._best_effort = [state for state in self._best_effort if id(state) not in victims]
 
@@ -256,7 +256,8 @@ class _Step:
         # and short steps waste the time that reading the weights takes.
         next_step = self.view.tightest if self._tuning.looks_ahead else self._times.work.shortest_step
         horizon = self._plan.now + budget + next_step
-        chosen = [state for state in self.view.streams if next_due(state) < horizon]
+        view = self.view
+        chosen = [state for state, due in zip(view.streams, view.dues, strict=True) if due < horizon]
         shape = decode_shape(chosen)
         if self.view.loose:
             with_loose = decode_shape([*chosen, *self.view.loose])

@@ -46,10 +46,11 @@ def select_feasible(
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
     end = start
+    keeps_turn, worth_of = ShedMode.OFF, worth.of
     for index, (deadline, seconds, state) in enumerate(jobs):
         end += seconds / share
-        if state.request.shed is not ShedMode.OFF:
-            heappush(heap, (-seconds / worth.of(state), index))
+        if state.request.shed is not keeps_turn:
+            heappush(heap, (-seconds / worth_of(state), index))
         if end > deadline and heap:
             costliest = heappop(heap)[1]
             left_behind.add(costliest)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from math import inf
 
 from onbeat.core.step import BatchShape
@@ -21,6 +21,7 @@ class RunningView:
     Attributes
     ----------
     streams : requests that want one token and have a deadline for it.
+    dues : that deadline of each stream (`next_due`).
     loose : requests that want one token and have none: nothing was promised, or the promise is broken.
     prefills : requests in the middle of their prompt.
     due : the earliest deadline of `streams` that can be met; infinite without any.
@@ -30,6 +31,7 @@ class RunningView:
 
     def __init__(self, running: Iterable[RequestState], horizon: float) -> None:
         self.streams: list[RequestState] = []
+        self.dues: list[float] = []
         self.loose: list[RequestState] = []
         self.prefills: list[RequestState] = []
         self.due = self.tightest = inf
@@ -38,6 +40,7 @@ class RunningView:
 
     def _look(self, running: Iterable[RequestState], horizon: float) -> None:
         streams, loose, due, tightest = self.streams, self.loose, self.due, self.tightest
+        dues = self.dues
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             if state.is_in_flight or (num_in_flight and state.will_be_full):
@@ -54,11 +57,18 @@ class RunningView:
             streams.append(state)
             if num_in_flight:
                 deadline += num_in_flight * state.tbt
+            dues.append(deadline)
             if horizon <= deadline < due:
                 due, self.due_state = deadline, state
             if state.tbt < tightest:
                 tightest = state.tbt
         self.due, self.tightest = due, tightest
+
+    def drop_streams(self, victims: Container[int]) -> None:
+        """Take streams out, named by the `id` of their states."""
+        kept = [pair for pair in zip(self.streams, self.dues, strict=True) if id(pair[0]) not in victims]
+        self.streams = [state for state, _ in kept]
+        self.dues = [due for _, due in kept]
 
 
 def next_due(state: RequestState) -> float:
