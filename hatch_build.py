@@ -1,0 +1,239 @@
+"""Builds the native CPU engine: a hook of `pip install`, or by hand with `python hatch_build.py`.
+
+Where there is no compiler, onbeat installs all the same and computes with torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ModuleNotFoundError:  # started by hand, outside of a build
+    BuildHookInterface = object
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "src/onbeat/engine/native/libonbeat_native.so"
+CACHE = "build/native"
+"""Objects by content, so that only what changed is compiled again."""
+
+COMMON_FLAGS = (
+    *("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"),
+    *("-pthread", "-Wall", "-Wextra"),
+)
+LINK_FLAGS = ("-shared", "-pthread")
+# Not with a sanitizer, whose own symbols come from the program that loads the library.
+STRICT_LINK_FLAGS = ("-Wl,-z,defs",)
+SANITIZERS = {"address": ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address")}
+
+# Weakest first, and before them what all have in common. Of an inline function of the standard library that
+# several units hold, the linker keeps that of its first object: it must be one that every processor runs.
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+X86_INSTRUCTION_SETS = {
+    "portable": (),
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+}
+OTHER_INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"portable": ()}
+PER_INSTRUCTION_SET = "kernels.cpp"
+
+
+class BuildFailed(Exception):
+    """The library could not be built; the message says why, and what would help."""
+
+
+class Unit(NamedTuple):
+    """One call of the compiler."""
+
+    source: Path
+    name: str
+    flags: tuple[str, ...]
+
+
+class Compiler(NamedTuple):
+    """What compiles, and its version line."""
+
+    command: tuple[str, ...]
+    version: str
+
+
+def find_compiler() -> Compiler:
+    """Return $CXX, or g++.
+
+    Raises
+    ------
+    BuildFailed : it is not there or does not run.
+    """
+    command = tuple(shlex.split(os.environ.get("CXX", ""))) or ("g++",)
+    if shutil.which(command[0]) is None:
+        raise BuildFailed(f"there is no C++ compiler {command[0]!r}; install g++, or name one in $CXX")
+    version = _run([*command, "--version"]).partition("\n")[0]
+    return Compiler(command, version)
+
+
+def build_library(root: Path, output: Path, *, sanitizer: str | None = None) -> bool:
+    """Compile what is new, and link; return whether there was anything to do.
+
+    Parameters
+    ----------
+    root : the source tree.
+    output : the library's file.
+    sanitizer : a key of `SANITIZERS`; the program that loads the library must then preload its runtime.
+
+    Raises
+    ------
+    BuildFailed : without a compiler, or where it reports an error.
+    """
+    compiler = find_compiler()
+    extra = SANITIZERS[sanitizer] if sanitizer else ()
+    variant = f"{sanitizer}-" if sanitizer else ""
+    units = translation_units(root / "native")
+    cache = root / CACHE
+    headers = _digest_of_headers(root / "native")
+    objects = {}
+    for unit in units:
+        unit = unit._replace(flags=(*COMMON_FLAGS, *extra, *unit.flags))
+        digest = _digest(compiler.version, *unit.flags, headers, unit.source.read_text(encoding="utf-8"))
+        objects[cache / f"{variant}{unit.name}-{digest}.o"] = unit
+    link = (*compiler.command, *LINK_FLAGS, *(extra or STRICT_LINK_FLAGS))
+    digest = _digest(*link, *(path.name for path in objects))
+    stamp = cache / f"{variant}{output.name}.stamp"
+    if output.is_file() and stamp.is_file() and stamp.read_text() == digest:
+        return False
+    cache.mkdir(parents=True, exist_ok=True)
+    missing = [path for path in objects if not path.is_file()]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda path: _compile(compiler, objects[path], path), missing))
+    _make([*link, *map(str, objects)], output)
+    stamp.write_text(digest)
+    _remove_old_objects(cache, variant, units, keep=objects.keys())
+    return True
+
+
+def translation_units(native: Path) -> list[Unit]:
+    """Return every call of the compiler, in the order of the link.
+
+    Raises
+    ------
+    BuildFailed : there are no sources.
+    """
+    sources = sorted((native / "src").glob("*.cpp"))
+    if not sources:
+        raise BuildFailed(f"there are no C++ sources in {native / 'src'}")
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    sets = X86_INSTRUCTION_SETS if is_x86 else OTHER_INSTRUCTION_SETS
+    shared = (f"-I{native / 'include'}", f"-I{native / 'src'}", *(("-DOB_HAVE_X86=1",) if is_x86 else ()))
+    units = [Unit(path, path.stem, shared) for path in sources if path.name != PER_INSTRUCTION_SET]
+    kernels = native / "src" / PER_INSTRUCTION_SET
+    for name, flags in sets.items():
+        units.append(Unit(kernels, f"{kernels.stem}_{name}", (*shared, *flags, f"-DOB_NAMESPACE={name}")))
+    return units
+
+
+def _compile(compiler: Compiler, unit: Unit, path: Path) -> None:
+    _make([*compiler.command, *unit.flags, "-c", str(unit.source)], path)
+
+
+def _make(command: Sequence[str], path: Path) -> None:
+    """Run a command that writes a file; nobody sees half of it."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        _run([*command, "-o", str(partial)])
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str]) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        said = "\n".join(run.stderr.strip().splitlines()[:20])
+        raise BuildFailed(f"{shlex.join(command)} failed with exit code {run.returncode}:\n{said}")
+    return run.stdout
+
+
+def _digest_of_headers(native: Path) -> str:
+    """Return a digest of everything that sources may include: few and small, so any change counts."""
+    headers = sorted(path for path in native.rglob("*") if path.is_file() and path.suffix != ".cpp")
+    return _digest(*(text for path in headers for text in (path.name, path.read_text(encoding="utf-8"))))
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def _remove_old_objects(cache: Path, variant: str, units: Sequence[Unit], keep: Collection[Path]) -> None:
+    for unit in units:
+        for path in cache.glob(f"{variant}{unit.name}-{'?' * 16}.o"):
+            if path not in keep:
+                path.unlink(missing_ok=True)
+
+
+def add_to_wheel(root: Path, build_data: dict[str, Any], warn: Callable[[str], None]) -> None:
+    """Build in place and put the library into the wheel: one of this platform then, for any Python 3.
+
+    Parameters
+    ----------
+    build_data : what hatchling wants to know of a wheel; stays that of a pure one where nothing can be built.
+    warn : is told why.
+    """
+    output = root / LIBRARY
+    try:
+        build_library(root, output)
+    except (BuildFailed, OSError) as error:
+        output.unlink(missing_ok=True)  # one of older sources would do harm
+        warn(
+            f"The native CPU engine of onbeat is not built: {error}\n"
+            "onbeat installs without it and computes with torch, several times slower. To have it, install "
+            "g++ (version 10 or newer) and install onbeat again."
+        )
+        return
+    platform_name = re.sub(r"[-.]", "_", sysconfig.get_platform())
+    build_data["pure_python"] = False
+    build_data["tag"] = f"py3-none-{platform_name}"
+    build_data["artifacts"].append(LIBRARY)
+
+
+class NativeEngineHook(BuildHookInterface):  # type: ignore[misc, unused-ignore]
+    """Called by hatchling for each thing that it builds."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 -- hatchling's
+        """Build for wheels, those of editable installs too."""
+        if self.target_name == "wheel":
+            add_to_wheel(Path(self.root), build_data, self.app.display_warning)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Build from the command line; return the exit code."""
+    parser = argparse.ArgumentParser(description="Build the native CPU engine in place.")
+    parser.add_argument("--sanitize", choices=sorted(SANITIZERS), help="a build for tests, elsewhere")
+    parser.add_argument("--output", type=Path, help="where the library goes")
+    args = parser.parse_args(arguments)
+    default = f"{CACHE}/libonbeat_native-{args.sanitize}.so" if args.sanitize else LIBRARY
+    output = args.output or ROOT / default
+    try:
+        is_new = build_library(ROOT, output.absolute(), sanitizer=args.sanitize)
+    except BuildFailed as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
+    sys.stdout.write(f"{'built' if is_new else 'up to date:'} {output}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""The C interface's constants and structures (`native/include/onbeat_native.h`), field for field."""
+
+from __future__ import annotations
+
+from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
+from enum import IntEnum
+
+ABI_VERSION = 1
+
+
+class Store(IntEnum):
+    """How a packed matrix keeps its numbers."""
+
+    F32 = 0
+    BF16 = 1
+    Q8 = 2
+    Q4 = 3
+
+
+class Source(IntEnum):
+    """Types of the rows that are packed: GGUF's own numbers."""
+
+    F32 = 0
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q8_0 = 8
+    Q4_K = 12
+    Q6_K = 14
+    BF16 = 30
+
+
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+"""By the name in `ModelConfig.hidden_activation`."""
+
+
+class LayerStructure(Structure):
+    """`ob_layer`."""
+
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("o", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("o_bias", c_void_p),
+        ("attention_norm", c_void_p),
+        ("mlp_norm", c_void_p),
+        ("after_attention_norm", c_void_p),
+        ("after_mlp_norm", c_void_p),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("window", c_int64),
+        ("rope", c_int64),
+    )
+
+
+class ModelStructure(Structure):
+    """`ob_model`."""
+
+    _fields_ = (
+        ("num_layers", c_int32),
+        ("hidden_size", c_int32),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("intermediate_size", c_int32),
+        ("vocab_size", c_int32),
+        ("activation", c_int32),
+        ("precision", c_int32),
+        ("block_size", c_int32),
+        ("num_blocks", c_int32),
+        ("num_threads", c_int32),
+        ("rms_norm_eps", c_float),
+        ("attention_scale", c_float),
+        ("embedding_scale", c_float),
+        ("embedding", c_void_p),
+        ("lm_head", c_void_p),
+        ("final_norm", c_void_p),
+        ("layers", c_void_p),
+        ("rope_frequencies", c_void_p),
+    )
+
+
+class StepStructure(Structure):
+    """`ob_step`."""
+
+    _fields_ = (
+        ("num_tokens", c_int64),
+        ("token_ids", c_void_p),
+        ("positions", c_void_p),
+        ("slot_mapping", c_void_p),
+        ("num_rows", c_int64),
+        ("query_lens", c_void_p),
+        ("context_lens", c_void_p),
+        ("slots", c_void_p),
+        ("block_tables", c_void_p),
+        ("block_table_stride", c_int64),
+        ("num_samples", c_int64),
+        ("sample_tokens", c_void_p),
+        ("logits", c_void_p),
+        ("best_ids", c_void_p),
+        ("best_logits", c_void_p),
+        ("num_layers", c_int64),
+        ("seconds", c_double),
+    )

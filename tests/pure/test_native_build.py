@@ -1,0 +1,135 @@
+"""How the native engine's library is built: what is compiled anew, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import shutil
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+KERNELS = """
+#include "kernels.h"
+namespace OB_NAMESPACE { int answer() { return ANSWER; } }
+"""
+API = """
+namespace portable { int answer(); }
+extern "C" __attribute__((visibility("default"))) int answer() { return portable::answer(); }
+"""
+
+
+@pytest.fixture(scope="module")
+def hatch_build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)  # as hatchling loads it: under no name in sys.modules
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def tree(tmp_path: Path, hatch_build: ModuleType) -> Path:
+    """A source tree with a tiny native library."""
+    (tmp_path / "native/src").mkdir(parents=True)
+    (tmp_path / "native/include").mkdir()
+    (tmp_path / "native/include/kernels.h").write_text("#define ANSWER 42\n")
+    (tmp_path / "native/src/kernels.cpp").write_text(KERNELS)
+    (tmp_path / "native/src/api.cpp").write_text(API)
+    (tmp_path / hatch_build.LIBRARY).parent.mkdir(parents=True)
+    return tmp_path
+
+
+def objects(tree: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mtime_ns for path in (tree / "build/native").glob("*.o")}
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+
+@needs_compiler
+def test_only_what_changed_is_compiled_again(hatch_build: ModuleType, tree: Path) -> None:
+    output = tree / hatch_build.LIBRARY
+    assert hatch_build.build_library(tree, output)
+    assert ctypes.CDLL(str(output)).answer() == 42
+    first = objects(tree)
+    assert not hatch_build.build_library(tree, output)
+    assert objects(tree) == first
+
+    (tree / "native/src/api.cpp").write_text(API.replace("::answer();", "::answer() + 1;"))
+    assert hatch_build.build_library(tree, output)
+    second = objects(tree)
+    assert len(second) == len(first), "objects of older sources stay behind"
+    assert {name for name in second if name not in first} == {
+        name for name in second if name.startswith("api-")
+    }
+    output.unlink()
+    assert hatch_build.build_library(tree, output)
+    assert objects(tree) == second
+
+
+@needs_compiler
+def test_a_header_changes_everything(hatch_build: ModuleType, tree: Path) -> None:
+    output = tree / hatch_build.LIBRARY
+    hatch_build.build_library(tree, output)
+    first = objects(tree)
+    (tree / "native/include/kernels.h").write_text("#define ANSWER 43\n")
+    assert hatch_build.build_library(tree, output)
+    assert not objects(tree).keys() & first.keys()
+
+
+@needs_compiler
+def test_an_error_of_the_compiler_is_shown_and_the_old_library_stays(
+    hatch_build: ModuleType, tree: Path
+) -> None:
+    output = tree / hatch_build.LIBRARY
+    hatch_build.build_library(tree, output)
+    (tree / "native/src/api.cpp").write_text("int answer() { return nothing; }")
+    with pytest.raises(hatch_build.BuildFailed, match="nothing"):
+        hatch_build.build_library(tree, output)
+    assert output.is_file()
+    assert [path.name for path in output.parent.iterdir()] == [output.name], "no half of a library"
+
+
+@needs_compiler
+def test_a_wheel_with_the_library_is_one_of_this_platform(hatch_build: ModuleType, tree: Path) -> None:
+    build_data: dict[str, Any] = {"pure_python": True, "artifacts": []}
+    warnings: list[str] = []
+    hatch_build.add_to_wheel(tree, build_data, warnings.append)
+    assert warnings == []
+    assert build_data["pure_python"] is False
+    assert build_data["tag"].startswith("py3-none-linux_")
+    assert build_data["artifacts"] == ["src/onbeat/engine/native/libonbeat_native.so"]
+
+
+def test_without_a_compiler_the_wheel_stays_pure_and_says_what_to_do(
+    hatch_build: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/no/such/compiler -m64")
+    stale = tree / hatch_build.LIBRARY
+    stale.write_bytes(b"of older sources")
+    build_data: dict[str, Any] = {"pure_python": True, "artifacts": []}
+    warnings: list[str] = []
+    hatch_build.add_to_wheel(tree, build_data, warnings.append)
+    assert build_data == {"pure_python": True, "artifacts": []}
+    (warning,) = warnings
+    assert "'/no/such/compiler'" in warning
+    assert "install g++" in warning
+    assert not stale.exists()
+
+
+def test_a_tree_without_sources_is_named(hatch_build: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(hatch_build.BuildFailed, match="no C\\+\\+ sources"):
+        hatch_build.translation_units(tmp_path / "native")
+
+
+def test_the_weakest_instruction_set_comes_first_in_the_link(hatch_build: ModuleType, tree: Path) -> None:
+    """Of an inline function in several objects the linker keeps the first, which every processor must run."""
+    units = hatch_build.translation_units(tree / "native")
+    assert [unit.name for unit in units][:2] == ["api", "kernels_portable"]
+    for unit in units[:2]:
+        assert not [flag for flag in unit.flags if flag.startswith("-m")]
