@@ -7,6 +7,7 @@ import torch
 
 from onbeat.engine.device import available_memory_bytes, detect_device
 from onbeat.engine.models.registry import build_model
+from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
@@ -34,7 +35,7 @@ def test_attention_equals_attention_request_by_request(
 def test_greedy_tokens_equal_the_reference(name: str, chunk: int) -> None:
     tiny = tiny_model(name)
     checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float64))
-    driver = StepDriver(build_model(checkpoint, dtype=torch.float64, device=CUDA))
+    driver = StepDriver(on_torch(build_model(checkpoint, dtype=torch.float64, device=CUDA)))
     for length in (1, 17, 100, 197):
         driver.add(random_prompt(length), 10)
     driver.run(chunk)

@@ -7,7 +7,14 @@ from pathlib import Path
 
 from onbeat.cli.args import count
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import DEFAULT_STEP_TIME, DTYPES, LOAD_FORMATS, EngineConfig
+from onbeat.engine.config import (
+    BACKENDS,
+    DEFAULT_STEP_TIME,
+    DTYPES,
+    LOAD_FORMATS,
+    QUANTIZATIONS,
+    EngineConfig,
+)
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -34,6 +41,12 @@ def add_weights_arguments(parser: argparse.ArgumentParser) -> argparse._Argument
     group.add_argument("--revision", help="branch, tag or commit of a hub model")
     group.add_argument("--load-format", choices=LOAD_FORMATS, default="auto", help="dummy: random weights")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="type of weights and activations")
+    group.add_argument(
+        "--quantization",
+        choices=QUANTIZATIONS,
+        default="auto",
+        help="of weights; auto: as in the file; none: all in --dtype; int8: all in 8 bits",
+    )
     group.add_argument("--seed", type=int, default=0, help="seed of dummy weights")
     return group
 
@@ -60,6 +73,12 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     """Where the engine runs and what memory it takes; return the group for more."""
     group = parser.add_argument_group("engine")
     group.add_argument("--device", default="auto", help="where to run: auto, cpu, cuda or cuda:N")
+    group.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="what computes steps: the native CPU engine, or torch (default: native where it can)",
+    )
     group.add_argument("--threads", type=int, help="CPU threads of a forward pass (default: all cores)")
     group.add_argument(
         "--kv-cache-memory-bytes",
@@ -171,6 +190,8 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         dtype=args.dtype,
         device=args.device,
         load_format=args.load_format,
+        quantization=args.quantization,
+        backend=args.backend,
         seed=args.seed,
         threads=args.threads,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,

@@ -132,6 +132,8 @@ def _engine_config(args: argparse.Namespace) -> EngineConfig:
         dtype=args.dtype,
         device=args.device,
         load_format=args.load_format,
+        quantization=args.quantization,
+        backend=args.backend,
         seed=args.seed,
         threads=args.threads,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,

@@ -10,14 +10,12 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
-from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.idle_check import idle_misses
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -40,7 +38,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     max_in_flight_steps = 2 if config.async_scheduling else 1
     recorder = None
     if start_record is not None:
-        header = _record_header(loaded.limits, info, loaded.device, max_in_flight_steps=max_in_flight_steps)
+        header = _record_header(loaded, info, max_in_flight_steps=max_in_flight_steps)
         if step_time.description is not None:
             header = replace(header, step_time=step_time.description.as_json())
         recorder = start_record(header)
@@ -100,13 +98,11 @@ def _describe(loaded: LoadedModel) -> EngineInfo:
     )
 
 
-def _record_header(
-    limits: SchedulerConfig, info: EngineInfo, device: DeviceConfig, *, max_in_flight_steps: int
-) -> RecordHeader:
+def _record_header(loaded: LoadedModel, info: EngineInfo, *, max_in_flight_steps: int) -> RecordHeader:
     return RecordHeader(
         onbeat_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        scheduler=asdict(limits),
-        engine={**asdict(info), "threads": device.num_threads},
+        scheduler=asdict(loaded.limits),
+        engine={**asdict(info), "threads": loaded.device.num_threads, **loaded.runner.forward.settings},
         max_in_flight_steps=max_in_flight_steps,
     )

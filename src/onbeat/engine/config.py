@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLOMode
@@ -12,6 +13,10 @@ from onbeat.hub.files import ModelFiles
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 LOAD_FORMATS = ("auto", "dummy")
+BackendName = Literal["auto", "native", "torch"]
+BACKENDS: tuple[str, ...] = get_args(BackendName)
+Quantization = Literal["auto", "none", "int8"]
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 DEFAULT_STEP_TIME = "auto"
 STEP_TIME_CHOICES = ("auto", "calibrate", "roofline", "none")
 """`auto`: the profile of this model and machine in the cache, else the roofline. `calibrate`: some seconds of
@@ -33,6 +38,12 @@ class EngineConfig:
     """Seed of dummy weights."""
     threads: int | None = None
     """CPU threads of a forward pass."""
+    backend: BackendName = "auto"
+    """What computes steps. `native`: onbeat's own CPU engine. `torch`: any device and dtype. `auto`: native
+    where it can run, else torch."""
+    quantization: Quantization = "auto"
+    """Of weights. `auto`: as in the file, which the torch backend dequantizes. `none`: all in `dtype`.
+    `int8`: all matrices in 8 bits, with a scale for 32 neighbours (native backend only)."""
     kv_cache_memory_bytes: int | None = None
     block_size: int = 16
     max_model_len: int | None = None
@@ -59,14 +70,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype {self.dtype!r}; choose one of {', '.join(DTYPES)}")
-        if self.load_format not in LOAD_FORMATS:
-            raise ConfigError(
-                f"unknown load format {self.load_format!r}; choose one of {', '.join(LOAD_FORMATS)}"
-            )
+        for name, value, choices in (
+            ("load format", self.load_format, LOAD_FORMATS),
+            ("backend", self.backend, BACKENDS),
+            ("quantization", self.quantization, QUANTIZATIONS),
+        ):
+            if value not in choices:
+                raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
         for name in (
             *("threads", "kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"),
             *("max_num_queued_reqs", "max_num_queued_tokens"),
         ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ConfigError(f"{name} is {number}; it must be at least 1")

@@ -53,12 +53,14 @@ class KVCacheSpec:
             )
 
     @classmethod
-    def of_model(cls, config: ModelConfig, *, dtype: torch.dtype, block_size: int) -> KVCacheSpec:
-        """Return the cache shape of a model."""
+    def of_model(
+        cls, config: ModelConfig, *, dtype: torch.dtype, block_size: int, head_dim_multiple: int = 1
+    ) -> KVCacheSpec:
+        """Return the cache shape of a model; heads may be padded to a multiple of some width."""
         return cls(
             num_layers=config.num_layers,
             num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            head_dim=-(-config.head_dim // head_dim_multiple) * head_dim_multiple,
             dtype=dtype,
             block_size=block_size,
         )

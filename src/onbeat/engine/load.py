@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.backend import Backend, choose_backend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig, available_memory_bytes, detect_device
-from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.model import Model
-from onbeat.engine.models.registry import build_model
 from onbeat.engine.sampler import Sampler
-from onbeat.engine.weights import (
-    Checkpoint,
-    DummyCheckpoint,
-    open_checkpoint,
-    parameter_shapes,
-    read_model_config,
-)
+from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget, make_policy
 
@@ -44,6 +36,8 @@ class LoadedModel:
     device: DeviceConfig
     limits: SchedulerConfig
     runner: ModelRunner
+    weights_format: str | None
+    """Number format of most weights; None where they are of the device's type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +48,7 @@ class ModelLoader:
     checkpoint: Checkpoint
     device: DeviceConfig
     limits: SchedulerConfig
+    backend: Backend
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Load the weights, make the KV cache, and run a first step.
@@ -65,18 +60,19 @@ class ModelLoader:
         device, limits, config = self.device, self.limits, self.checkpoint.config
         on_progress(
             f"loading {self.name} ({config.architecture}) in {device.dtype_name} "
-            f"on {device.device} with {device.num_threads} threads"
+            f"on {device.device} with {device.num_threads} threads, {self.backend.description}"
         )
-        model = build_model(self.checkpoint, dtype=device.dtype, device=device.device)
+        forward = self.backend.build(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        torch.set_num_threads(self.backend.torch_threads)
         on_progress(
             f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
             f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
             f"{limits.max_num_batched_tokens} tokens a step"
         )
-        runner = _make_runner(model, limits, device)
+        runner = _make_runner(forward, limits)
         on_progress("warming up")
         runner.warm_up()
-        return LoadedModel(self.name, config, device, limits, runner)
+        return LoadedModel(self.name, config, device, limits, runner, self.backend.weights_format)
 
 
 def prepare_model(config: EngineConfig) -> ModelLoader:
@@ -88,20 +84,23 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     """
     device = detect_device(config.device, config.dtype, config.threads)
     torch.set_num_threads(device.num_threads)
-    checkpoint = _open(config)
-    limits = resolve_limits(config, checkpoint.config, device)
+    checkpoint = open_weights(config)
+    backend = choose_backend(config, checkpoint, device)
+    limits = resolve_limits(config, checkpoint.config, device, backend)
     make_policy(limits)  # it checks the limits against the policy
-    return ModelLoader(config.model.name, checkpoint, device, limits)
+    return ModelLoader(config.model.name, checkpoint, device, limits, backend)
 
 
-def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfig) -> SchedulerConfig:
-    """Decide what the user left open, from the model and the memory.
+def resolve_limits(
+    config: EngineConfig, model: ModelConfig, device: DeviceConfig, backend: Backend
+) -> SchedulerConfig:
+    """Decide what the user left open, from the model, its backend and the memory.
 
     Raises
     ------
     ConfigError : what the user gave cannot be kept.
     """
-    spec = KVCacheSpec.of_model(model, dtype=device.dtype, block_size=config.block_size)
+    spec = backend.kv_cache_spec(config.block_size)
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -109,7 +108,7 @@ def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfi
             "give a smaller one"
         )
     wanted_len = config.max_model_len or limit
-    free = _memory_beside_weights(model, device)
+    free = _memory_beside_weights(backend.weight_bytes(), device)
     default = min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
     num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or default)
     # More blocks than every slot can fill would be memory for nothing.
@@ -139,30 +138,35 @@ def resolve_limits(config: EngineConfig, model: ModelConfig, device: DeviceConfi
     )
 
 
-def _open(config: EngineConfig) -> Checkpoint:
+def open_weights(config: EngineConfig) -> Checkpoint:
+    """Open what the configuration names; read none of it yet.
+
+    Raises
+    ------
+    ModelLoadError : naming the file and the tensor at fault.
+    """
     if config.load_format == "dummy":
         return DummyCheckpoint(read_model_config(config.model), seed=config.seed)
     return open_checkpoint(config.model)
 
 
-def _memory_beside_weights(model: ModelConfig, device: DeviceConfig) -> int:
+def _memory_beside_weights(weights: int, device: DeviceConfig) -> int:
     """Return how many bytes will be free once the weights are loaded."""
-    weights = sum(math.prod(shape) for shape in parameter_shapes(model).values()) * device.dtype.itemsize
     free = available_memory_bytes(device.device)
     if weights >= free:
         raise ConfigError(
             f"the weights take {weights / 2**30:.1f} GiB in {device.dtype_name}, more than the "
-            f"{free / 2**30:.1f} GiB free on {device.device}; use a smaller model or dtype"
+            f"{free / 2**30:.1f} GiB free on {device.device}; use a smaller model, dtype or quantization"
         )
     return free - weights
 
 
-def _make_runner(model: Model, config: SchedulerConfig, device: DeviceConfig) -> ModelRunner:
+def _make_runner(forward: ForwardPass, config: SchedulerConfig) -> ModelRunner:
     return ModelRunner(
-        model=model,
+        forward=forward,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
-        sampler=Sampler(model.config.vocab_size, device.device),
+        sampler=Sampler(forward.config.vocab_size, forward.device),
     )

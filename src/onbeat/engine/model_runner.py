@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from onbeat.core.request import Request, SamplingParams
@@ -15,31 +14,34 @@ from onbeat.core.step import (
     ScheduledRequest,
     SchedulerOutput,
 )
-from onbeat.engine.attention.base import AttentionBackend, ForwardContext
-from onbeat.engine.attention.registry import select_attention_backend
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch, StepInputs
-from onbeat.engine.kv_cache import KVCacheSpec
-from onbeat.engine.models.model import Model
-from onbeat.engine.sampler import SampledTokens, SamplingRow
+from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
 
 
 class TokenSampler(Protocol):
     """Chooses one token per row of logits."""
 
-    def sample(self, logits_RV: Tensor, rows: list[SamplingRow]) -> SampledTokens: ...
+    def needs_logits(self, rows: list[SamplingRow]) -> bool:
+        """Whether more than each row's most likely token is needed to choose."""
+        ...
+
+    def sample(
+        self, logits_RV: Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
+    ) -> SampledTokens: ...
 
 
 class ModelRunner:
-    """Holds the KV cache and the tokens of live requests, and executes steps in the order they were planned.
+    """Holds the tokens of live requests, and executes steps in the order they were planned.
 
     The tokens it samples are kept here, so that a step may be planned before the scheduler saw the tokens of
     the step before it.
 
     Parameters
     ----------
-    model : built model.
-    num_blocks : KV blocks, ids 0 to `num_blocks` - 1.
-    block_size : tokens of a block, a multiple of 16.
+    forward : the model and its KV cache.
+    num_blocks : KV blocks of `forward`, ids 0 to `num_blocks` - 1.
+    block_size : tokens of each.
     max_num_seqs : most requests at once.
     max_model_len : most tokens of one request.
     sampler : chooses tokens.
@@ -48,21 +50,17 @@ class ModelRunner:
     def __init__(
         self,
         *,
-        model: Model,
+        forward: ForwardPass,
         num_blocks: int,
         block_size: int,
         max_num_seqs: int,
         max_model_len: int,
         sampler: TokenSampler,
     ) -> None:
-        self.model = model
+        self.forward = forward
         self.sampler = sampler
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
-        spec = KVCacheSpec.of_model(model.config, dtype=model.dtype, block_size=block_size)
-        backend = select_attention_backend(model.device)
-        with torch.inference_mode():
-            self.attention: AttentionBackend = backend(model.config, spec.allocate(num_blocks, model.device))
         self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
@@ -74,16 +72,14 @@ class ModelRunner:
         if not scheduled.rows:
             return ModelRunnerOutput([])
         inputs = self.batch.prepare(scheduled.rows)
-        with torch.inference_mode():
-            hidden_TD = self._forward(inputs)
-            if not inputs.sampling_rows:
-                return ModelRunnerOutput([])
-            sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.model.device)
-            logits_RV = self.model.logits(hidden_TD.index_select(0, sampling_tokens))
-            sampled = self.sampler.sample(logits_RV, inputs.sampling_rows)
-            for index in sampled.errors:
-                # Its blocks will be another request's.
-                self.attention.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
+        rows = inputs.sampling_rows
+        logits = self.forward.run(inputs, wants_logits=self.sampler.needs_logits(rows))
+        if not rows:
+            return ModelRunnerOutput([])
+        sampled = self.sampler.sample(logits.values_RV, rows, logits.best)
+        for index in sampled.errors:
+            # Its blocks will be another request's.
+            self.forward.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
         self.batch.append(inputs, sampled)
         return _to_output(inputs, sampled)
 
@@ -111,14 +107,6 @@ class ModelRunner:
         if num_prompt_tokens < self.max_model_len:
             self.execute(SchedulerOutput(-1, (decode,), (), (), BatchShape()))
         self.batch.release(request.request_id)
-
-    def _forward(self, inputs: StepInputs) -> Tensor:
-        context = ForwardContext(self.attention, self.attention.plan(inputs.attention))
-        return self.model.forward(
-            torch.from_numpy(inputs.token_ids_T).to(self.model.device),
-            torch.from_numpy(inputs.positions_T).to(self.model.device),
-            context,
-        )
 
 
 def _to_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutput:

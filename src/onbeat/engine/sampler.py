@@ -3,15 +3,19 @@
 Legend: R rows, V vocabulary, C rows handled at once.
 """
 
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
 from __future__ import annotations
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from onbeat.core.request import TokenLogprobs
@@ -21,7 +25,7 @@ from onbeat.engine.logprobs import token_logprobs
 from onbeat.engine.random_stream import uniform
 from onbeat.engine.sampling_row import SamplingRow
 
-__all__ = ["SampledTokens", "Sampler", "SamplingRow"]
+__all__ = ["BestTokens", "SampledTokens", "Sampler", "SamplingRow"]
 
 INVALID_TOKEN = -1
 """Stands for the token of a row that has none because of an error."""
@@ -44,6 +48,15 @@ class SampledTokens:
     """Row index to what is wrong with its logits; the other rows are not affected."""
 
 
+class BestTokens(NamedTuple):
+    """Each row's most likely token, found where the logits were computed."""
+
+    ids_R: NDArray[np.int64]
+    """The lowest id of equals."""
+    logits_R: NDArray[np.float32]
+    """Its logit; NaN where any logit of the row is NaN."""
+
+
 class Sampler:
     """Chooses one token for each row of logits.
 
@@ -57,28 +70,38 @@ class Sampler:
         self.vocab_size = vocab_size
         self.device = device
 
+    def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:
+        """Whether more than each row's most likely token is needed to choose."""
+        return not all(row.is_greedy and not row.asks_logprobs and not row.edits_logits for row in rows)
+
     @torch.inference_mode()
-    def sample(self, logits_RV: Tensor, rows: Sequence[SamplingRow]) -> SampledTokens:
+    def sample(
+        self, logits_RV: Tensor | None, rows: Sequence[SamplingRow], best: BestTokens | None = None
+    ) -> SampledTokens:
         """Choose a token for each row.
 
         Parameters
         ----------
-        logits_RV : [rows, vocabulary], float32 or float64, contiguous; may be modified.
+        logits_RV : [rows, vocabulary], float32 or float64, contiguous; may be modified. None where the best
+            tokens suffice (`needs_logits`).
         rows : the requests, one per row of logits.
+        best : the most likely token of each row of these logits, where it is known already.
 
         Returns
         -------
         SampledTokens
             A row with NaN, +inf or no finite logit at all is reported in `errors`.
         """
-        if logits_RV.shape != (len(rows), self.vocab_size):
+        if logits_RV is not None and logits_RV.shape != (len(rows), self.vocab_size):
             raise ValueError(
                 f"logits of shape {tuple(logits_RV.shape)} do not fit "
                 f"{len(rows)} rows x {self.vocab_size} tokens"
             )
-        token_ids, peaks = _argmax(logits_RV)
+        token_ids, peaks = _best(logits_RV, best)
         sampled = SampledTokens(token_ids, [None] * len(rows))
         _report_invalid(sampled, range(len(rows)), peaks, "the model produced invalid logits")
+        if logits_RV is None:
+            return sampled
         # Only edits change logits; where log-probabilities are asked for, the model's own are kept.
         changed = _select(rows, sampled, lambda row: row.asks_logprobs and row.edits_logits)
         kept_CV = logits_RV[changed] if changed else None
@@ -141,6 +164,14 @@ class Sampler:
                 values = logits_V[candidates].astype(np.float64)
                 number = _number(rows[index])
                 sampled.token_ids[index] = draw(candidates, values, params, mass=mass, number=number)
+
+
+def _best(logits_RV: Tensor | None, best: BestTokens | None) -> tuple[list[int], list[float]]:
+    """Return each row's most likely token and its logit: what is known of them, or what a search finds."""
+    if best is not None:
+        return best.ids_R.tolist(), best.logits_R.tolist()
+    assert logits_RV is not None, "neither logits nor the best of them"
+    return _argmax(logits_RV)
 
 
 def _argmax(logits_RV: Tensor) -> tuple[list[int], list[float]]:

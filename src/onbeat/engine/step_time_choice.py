@@ -49,7 +49,7 @@ def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) 
     if choice == "none":
         on_progress("step times: not predicted")
         return StepTime(None, None)
-    precision = precision_of(loaded.device.dtype)
+    precision = precision_of(loaded.device.dtype, loaded.weights_format)
     if precision is None:
         reason = f"no step-time model knows {loaded.device.dtype_name}"
         if choice != "auto":

@@ -52,10 +52,16 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
     )
 
 
-def precision_of(dtype: torch.dtype) -> Precision | None:
-    """Return the formats of weights, KV cache and arithmetic; None where step-time models lack them."""
+def precision_of(dtype: torch.dtype, weights: str | None = None) -> Precision | None:
+    """Return the formats of weights, KV cache and arithmetic; None where step-time models lack them.
+
+    Parameters
+    ----------
+    dtype : of KV cache and arithmetic.
+    weights : number format of most weights, where they are not of this type.
+    """
     name = FORMATS.get(dtype)
-    return None if name is None else Precision(weights=name, kv=name, compute=name)
+    return None if name is None else Precision(weights=weights or name, kv=name, compute=name)
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
@@ -69,6 +75,7 @@ def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
         device_name=name,
         precision=precision,
         threads=device.num_threads if is_cpu else 1,
+        backend=loaded.runner.forward.settings["backend"],
     )
 
 

@@ -31,6 +31,8 @@ class ProfileKey:
     parallelism: Parallelism = field(default_factory=Parallelism)
     threads: int = 1
     """Threads that a CPU engine computes with; 1 on other devices."""
+    backend: str = "torch"
+    """What computes a step: the same machine takes another time with another one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from onbeat.perfmodel.shapes import FIELDS
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Changes whenever a reader of the old layout would misread the new one. Files of another version are
 refused, not converted: measuring again takes two minutes."""
 
@@ -111,6 +111,7 @@ def _key(key: _Object) -> ProfileKey:
             tensor=parallelism.value("tensor", int), pipeline=parallelism.value("pipeline", int)
         ),
         threads=key.value("threads", int),
+        backend=key.value("backend", str),
     )
 
 

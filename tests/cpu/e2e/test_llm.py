@@ -177,16 +177,27 @@ def test_dummy_weights_of_every_family(tmp_path: Path, changes: dict[str, Any]) 
     assert tokens[0] != tokens[2]
 
 
+@pytest.mark.parametrize(("backend", "block_bytes"), [("torch", 4096), ("native", 8192)])
 @pytest.mark.parametrize("policy", ["static", "orca", "prefill-first", "sarathi"])
-def test_planning_ahead_gives_the_same_tokens(tiny_directory: Path, policy: str) -> None:
+def test_planning_ahead_gives_the_same_tokens(
+    tiny_directory: Path, request: pytest.FixtureRequest, policy: str, backend: str, block_bytes: int
+) -> None:
+    if backend == "native":
+        request.getfixturevalue("native_library")
     prompts = [[(7 * i + k) % 250 for k in range(5 + 23 * i)] for i in range(8)]
     sampling = SamplingParams(temperature=0, max_tokens=40)
     tokens = []
     for is_async in (False, True):
-        options = {**TINY, "policy": policy, "async_scheduling": is_async, "max_num_seqs": 4}
+        options = {
+            **TINY,
+            "backend": backend,
+            "policy": policy,
+            "async_scheduling": is_async,
+            "max_num_seqs": 4,
+        }
         # 24 blocks: too few for four long requests, so that some policies preempt.
         with LLM(
-            str(tiny_directory), **options | {"max_model_len": 256}, kv_cache_memory_bytes=24 * 4096
+            str(tiny_directory), **options | {"max_model_len": 256}, kv_cache_memory_bytes=24 * block_bytes
         ) as llm:
             assert llm.info.num_blocks == 24
             tokens.append([g.token_ids for g in llm.generate(prompts, sampling, ignore_eos=True)])

@@ -29,7 +29,7 @@ def test_a_server_uses_the_profile_that_was_measured(tiny_directory, env, tmp_pa
     assert "MBU" in run.stdout
     (path,) = (tmp_path / "cache" / "onbeat" / "profiles").glob("*.json")
     assert str(path) in run.stdout
-    assert json.loads(path.read_text())["schema_version"] == 1
+    assert json.loads(path.read_text())["schema_version"] == 2
     assert "Predicted against measured" in path.with_suffix(".html").read_text()
 
     timeline = tmp_path / "timeline.json"

@@ -6,27 +6,38 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.model import Model
-from onbeat.engine.sampler import SampledTokens, SamplingRow
+from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
+from tests.cpu.engine.forwards import MakeForward
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
 class RecordingSampler:
-    """Greedy; keeps the logits it saw."""
+    """Greedy; keeps the logits it saw, and looks whether the best of them are those that it is told."""
 
     def __init__(self) -> None:
         self.logits: list[torch.Tensor] = []
 
-    def sample(self, logits_RV: torch.Tensor, rows: list[SamplingRow]) -> SampledTokens:
+    def needs_logits(self, rows: list[SamplingRow]) -> bool:
+        return True
+
+    def sample(
+        self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
+    ) -> SampledTokens:
+        assert logits_RV is not None
         assert logits_RV.shape[0] == len(rows)
         self.logits.append(logits_RV.clone())
-        return SampledTokens(logits_RV.argmax(dim=-1).tolist(), [None] * len(rows))
+        token_ids = logits_RV.cpu().numpy().argmax(axis=-1)
+        if best is not None:
+            np.testing.assert_array_equal(best.ids_R, token_ids)
+            np.testing.assert_array_equal(best.logits_R, logits_RV.numpy().max(axis=-1))
+        return SampledTokens(token_ids.tolist(), [None] * len(rows))
 
 
 @dataclass
@@ -53,14 +64,14 @@ class StepDriver:
 
     Parameters
     ----------
-    model : what runs.
+    make_forward : makes what runs.
     block_size, num_blocks, max_model_len : of the runner's KV cache.
     seed : of the order in which blocks are handed out.
     """
 
     def __init__(
         self,
-        model: Model,
+        make_forward: MakeForward,
         *,
         block_size: int = 16,
         num_blocks: int = 128,
@@ -70,7 +81,7 @@ class StepDriver:
     ) -> None:
         self.sampler = RecordingSampler()
         self.runner = ModelRunner(
-            model=model,
+            forward=make_forward(num_blocks=num_blocks, block_size=block_size),
             num_blocks=num_blocks,
             block_size=block_size,
             max_num_seqs=max_num_seqs,

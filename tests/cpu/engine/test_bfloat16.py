@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.cpu.engine.engines import TinyEngine
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 
@@ -13,9 +14,9 @@ pytestmark = pytest.mark.golden
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 @pytest.mark.parametrize("chunk", [1000, 16])
-def test_logits_are_near_the_exact_ones(name: str, chunk: int) -> None:
+def test_logits_are_near_the_exact_ones(engine: TinyEngine, name: str, chunk: int) -> None:
     exact, rounded = tiny_model(name), tiny_model(name, torch.bfloat16)
-    driver = StepDriver(rounded.model)
+    driver = StepDriver(engine.make_forward(name, torch.bfloat16))
     for length in (3, 40, 150):
         driver.add(random_prompt(length), 1)
     driver.run(chunk)

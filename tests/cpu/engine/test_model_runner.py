@@ -9,8 +9,10 @@ import torch
 from onbeat.core.request import Request, SamplingParams, TokenLogprobs
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
+from onbeat.engine.forward import TorchForward
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import SampledTokens, Sampler, SamplingRow
+from onbeat.engine.sampler import BestTokens, SampledTokens, Sampler, SamplingRow
+from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.step_driver import StepDriver
 from tests.cpu.engine.tiny_models import random_prompt, tiny_model
 
@@ -24,7 +26,13 @@ class FailingSampler:
         self.failing_step = failing_step
         self.step = -1
 
-    def sample(self, logits_RV: torch.Tensor, rows: list[SamplingRow]) -> SampledTokens:
+    def needs_logits(self, rows: list[SamplingRow]) -> bool:
+        return True
+
+    def sample(
+        self, logits_RV: torch.Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
+    ) -> SampledTokens:
+        assert logits_RV is not None
         self.step += 1
         if self.step == self.failing_step:
             errors = dict.fromkeys(range(len(rows)), "broken logits")
@@ -35,7 +43,8 @@ class FailingSampler:
 def make_runner(sampler: Sampler | FailingSampler | None = None, **options: int) -> ModelRunner:
     model = tiny_model("llama3").model
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128, **options}
-    return ModelRunner(model=model, sampler=sampler or Sampler(model.config.vocab_size, CPU), **sizes)
+    forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
+    return ModelRunner(forward=forward, sampler=sampler or Sampler(model.config.vocab_size, CPU), **sizes)
 
 
 def request(request_id: str, prompt: list[int], **sampling: float) -> Request:
@@ -50,7 +59,7 @@ def step(
 
 
 def test_a_chunk_that_samples_nothing_returns_nothing() -> None:
-    driver = StepDriver(tiny_model("llama3").model)
+    driver = StepDriver(on_torch(tiny_model("llama3").model))
     driver.add(random_prompt(30), 4)
     output = driver.step({"request-0": 10})
     assert output.sampled_token_ids == []
@@ -136,7 +145,9 @@ def test_a_failed_row_is_named_and_later_steps_still_run() -> None:
 
 def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
     runner = make_runner()
-    assert isinstance(runner.attention, TorchSdpaBackend)
+    assert isinstance(runner.forward, TorchForward)
+    attention = runner.forward.attention
+    assert isinstance(attention, TorchSdpaBackend)
     prompt = random_prompt(20)
     runner.execute(
         step(
@@ -145,7 +156,7 @@ def test_values_that_are_not_finite_leave_with_the_failed_request() -> None:
         )
     )
     with torch.inference_mode():
-        for layer in runner.attention.layers:
+        for layer in attention.layers:
             layer.k_BKSH[6, :, 2:] = torch.nan
             layer.v_BKSH[6, :, 1] = torch.nan
     output = runner.execute(step([ScheduledRequest("bad", 20, 1, (), samples=True)]))

@@ -101,6 +101,13 @@ def test_a_profile_of_other_threads_is_not_taken(config, profile):
     assert "roofline alone" in said[0]
 
 
+def test_a_profile_of_another_backend_is_not_taken(config, profile):
+    key = replace(profile.key, backend="another")
+    write_profile(profile_path(profiles_dir(), key), replace(profile, key=key))
+    _, said = run(config)
+    assert "roofline alone" in said[0]
+
+
 def test_a_damaged_profile_in_the_cache_is_named_and_does_not_keep_from_serving(config, profile):
     path = profile_path(profiles_dir(), profile.key)
     write_profile(path, profile)

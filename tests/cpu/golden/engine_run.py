@@ -12,10 +12,10 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.models.model import Model
 from onbeat.engine.sampler import Sampler
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.cpu.engine.forwards import MakeForward
 from tests.fake_step_time import LinearStepTime
 
 
@@ -67,7 +67,12 @@ class PredictedTime:
 
 
 def run_engine(
-    model: Model, prompts: Sequence[Sequence[int]], max_tokens: int, setting: Setting, *, max_model_len: int
+    make_forward: MakeForward,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    setting: Setting,
+    *,
+    max_model_len: int,
 ) -> Outcome:
     """Serve all prompts greedily, in predicted time; checks that no block is left behind."""
     config = SchedulerConfig(
@@ -77,13 +82,14 @@ def run_engine(
         max_num_batched_tokens=setting.budget or max_model_len,
         policy=setting.policy,
     )
+    forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     runner = ModelRunner(
-        model=model,
+        forward=forward,
         num_blocks=config.num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
-        sampler=Sampler(model.config.vocab_size, model.device),
+        sampler=Sampler(forward.config.vocab_size, forward.device),
     )
     scheduler = Scheduler(config, LinearStepTime())
     executor = PredictedTime(ThreadExecutor(runner), scheduler)

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from onbeat.engine.models.model import Model
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
+from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
 
 pytestmark = pytest.mark.golden
@@ -80,15 +80,19 @@ def reference(smollm2_gguf: Path) -> Reference:
     return Reference(smollm2_gguf)
 
 
-@pytest.fixture(scope="module")
-def model(smollm2_gguf: Path) -> Model:
-    files = ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2")
-    return build_model(open_checkpoint(files), dtype=torch.float32, device=torch.device("cpu"))
+@pytest.fixture(scope="module", params=["torch", "native"])
+def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForward:
+    checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
+    if request.param == "torch":
+        return on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
+    return on_native(request.getfixturevalue("native_library"), checkpoint)
 
 
-def check(reference: Reference, model: Model, lengths: tuple[int, ...], setting: Setting) -> Outcome:
+def check(
+    reference: Reference, make_forward: MakeForward, lengths: tuple[int, ...], setting: Setting
+) -> Outcome:
     prompts = [reference.prompt(length) for length in lengths]
-    outcome = run_engine(model, prompts, MAX_TOKENS, setting, max_model_len=MAX_MODEL_LEN)
+    outcome = run_engine(make_forward, prompts, MAX_TOKENS, setting, max_model_len=MAX_MODEL_LEN)
     num_ties = 0
     for length, tokens in zip(lengths * setting.repeats, outcome.tokens, strict=True):
         expected, gaps = reference.answer(length)
@@ -112,8 +116,8 @@ def check(reference: Reference, model: Model, lengths: tuple[int, ...], setting:
     ],
     ids=str,
 )
-def test_some_prompts(reference: Reference, model: Model, setting: Setting):
-    check(reference, model, FAST_LENGTHS, setting)
+def test_some_prompts(reference: Reference, make_forward: MakeForward, setting: Setting):
+    check(reference, make_forward, FAST_LENGTHS, setting)
 
 
 @pytest.mark.slow
@@ -134,25 +138,25 @@ def test_some_prompts(reference: Reference, model: Model, setting: Setting):
     ],
     ids=str,
 )
-def test_all_prompts(reference: Reference, model: Model, setting: Setting):
-    outcome = check(reference, model, ALL_LENGTHS, setting)
+def test_all_prompts(reference: Reference, make_forward: MakeForward, setting: Setting):
+    outcome = check(reference, make_forward, ALL_LENGTHS, setting)
     if setting.policy in ("orca", "sarathi", "slo", "edf", "niyama"):
         assert outcome.num_mixed_steps > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_all_prompts_with_prefix_hits(reference: Reference, model: Model, policy: str):
+def test_all_prompts_with_prefix_hits(reference: Reference, make_forward: MakeForward, policy: str):
     budget = 512 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=1000, repeats=2)
-    outcome = check(reference, model, ALL_LENGTHS, setting)
+    outcome = check(reference, make_forward, ALL_LENGTHS, setting)
     assert outcome.num_prefix_hits > 4000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["prefill-first", "sarathi", "slo", "fastserve"])
-def test_all_prompts_with_forced_preemption(reference: Reference, model: Model, policy: str):
+def test_all_prompts_with_forced_preemption(reference: Reference, make_forward: MakeForward, policy: str):
     budget = 64 if policy == "sarathi" else None
     setting = Setting(policy=policy, budget=budget, num_blocks=97, max_num_seqs=20)
-    outcome = check(reference, model, ALL_LENGTHS, setting)
+    outcome = check(reference, make_forward, ALL_LENGTHS, setting)
     assert outcome.num_preemptions > 0

@@ -68,6 +68,7 @@ def test_a_profile_is_found_by_its_key_only(tmp_path: Path) -> None:
         replace(KEY, threads=4),
         replace(KEY, precision=Precision(weights="int8")),
         replace(KEY, parallelism=Parallelism(tensor=2)),
+        replace(KEY, backend="native"),
     ):
         assert find_profile(tmp_path, other) is None
     assert find_profile(tmp_path / "absent", KEY) is None
@@ -84,6 +85,7 @@ def test_file_names_are_legible_and_safe() -> None:
     [
         (replace(KEY, model="org/Other"), r"is of model 'org/Tiny-1B', not 'org/Other'"),
         (replace(KEY, device="h100-sxm"), r"is of device 'cpu', not 'h100-sxm'"),
+        (replace(KEY, backend="native"), r"backend 'torch', not 'native'"),
         (replace(KEY, device_name="Other CPU"), r"device name 'Some CPU @ 2 GHz', not 'Other CPU'"),
         (replace(KEY, threads=8), r"threads '2', not '8'"),
         (replace(KEY, precision=Precision(weights="int8")), r"precision 'bf16 weights.*not 'int8 weights"),

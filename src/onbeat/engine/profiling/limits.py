@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -35,6 +36,17 @@ def measure_limits(device: torch.device, dtype: torch.dtype, dtype_name: str) ->
     return MachineLimits(
         memory_bandwidth=values.nbytes / read, peak_flops={dtype_name: 2 * size**3 / product}
     )
+
+
+@contextmanager
+def torch_threads(num_threads: int) -> Iterator[None]:
+    """Give torch some threads for a while."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def best_limits(first: MachineLimits, second: MachineLimits) -> MachineLimits:

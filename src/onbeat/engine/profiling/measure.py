@@ -41,11 +41,11 @@ class StepTimer:
         self._rng = np.random.default_rng(seed)
         self._blocks = np.arange(min(num_blocks, runner.num_blocks))
         self._sampling = sampling or SamplingParams()
-        vocab_size = runner.model.config.vocab_size
+        vocab_size = runner.forward.config.vocab_size
         self._token_ids: list[int] = self._rng.integers(0, vocab_size, runner.max_model_len + 1).tolist()
         self._released: tuple[str, ...] = ()
         self.num_runs = 0
-        self._is_on_cuda = runner.model.device.type == "cuda"
+        self._is_on_cuda = runner.forward.device.type == "cuda"
         _touch_cache(runner, len(self._blocks))
 
     def time(self, batch: MeasuredBatch) -> float:
@@ -103,5 +103,4 @@ def _touch_cache(runner: ModelRunner, num_blocks: int) -> None:
     """Write the first blocks of every layer, with what is in them."""
     for start in range(0, num_blocks, _BLOCKS_AT_ONCE):
         blocks = np.arange(start, min(start + _BLOCKS_AT_ONCE, num_blocks))
-        with torch.inference_mode():
-            runner.attention.scrub(blocks)
+        runner.forward.scrub(blocks)

@@ -19,7 +19,7 @@ from onbeat.engine.profiling.batches import (
 )
 from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.fit import FitTarget, fit_best
-from onbeat.engine.profiling.limits import best_limits, measure_limits
+from onbeat.engine.profiling.limits import best_limits, measure_limits, torch_threads
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES
@@ -79,7 +79,7 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
     ConfigError : the number format has no step-time model, or the time did not suffice for a fit.
     """
     device = loaded.device
-    precision = precision_of(device.dtype)
+    precision = precision_of(device.dtype, loaded.weights_format)
     if precision is None:
         raise ConfigError(
             f"step times of {device.dtype_name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
@@ -93,8 +93,9 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
             f"only {len(fitted_steps)} batches could be measured in {plan.seconds:g} s, too few for a fit; "
             "give it more time"
         )
-    if limits is not None:  # once more: a minute ago the machine may have been busy
-        limits = best_limits(limits, measure_limits(device.device, device.dtype, precision.compute))
+    again = limits_of(loaded, key.device, precision.compute)
+    if limits is not None and again is not None:  # a minute ago the machine may have been busy
+        limits = best_limits(limits, again)
     target = FitTarget(
         model=model_spec_of(loaded.config, loaded.name),
         device=device_spec_of(key.device, limits),
@@ -122,7 +123,9 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
     """Return measured limits where the device has no data sheet."""
     if device_id not in ("cpu", "cuda"):
         return None
-    return measure_limits(loaded.device.device, loaded.device.dtype, number_format)
+    device = loaded.device
+    with torch_threads(device.num_threads):  # the limits are those of all cores, whoever computes
+        return measure_limits(device.device, device.dtype, number_format)
 
 
 _NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
@@ -152,8 +155,7 @@ def _measure(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun) -> _Measured
 def _engine_settings(loaded: LoadedModel, measured: _Measured) -> dict[str, str | int | float | bool | None]:
     limits = loaded.limits
     return {
-        "attention": loaded.runner.attention.name,
-        "linear_kernel": loaded.runner.model.linear_kernel,
+        **loaded.runner.forward.settings,
         "block_size": limits.block_size,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,

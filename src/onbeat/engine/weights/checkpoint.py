@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig
@@ -27,6 +30,32 @@ class Checkpoint(Protocol):
         Raises
         ------
         ModelLoadError : the parameter is not there or cannot be read.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """A matrix as its file has it."""
+
+    type_name: str
+    """GGUF's, such as `Q4_1`."""
+    data: NDArray[np.uint8]
+    """[rows, bytes of a row], in the mapped file."""
+    to_rows: NDArray[np.int64]
+    """For each row of the file, which one of the parameter it is."""
+
+
+@runtime_checkable
+class QuantizedSource(Protocol):
+    """A checkpoint that can hand out matrices without dequantizing them."""
+
+    def quantized_rows(self, name: str) -> QuantizedRows | None:
+        """Return a parameter's rows as they are in the file; None where the file does not quantize it.
+
+        Raises
+        ------
+        ModelLoadError : the parameter is not there.
         """
         ...
 

@@ -14,6 +14,8 @@ SUPPORTED_TYPES = frozenset(
     GGMLQuantizationType[name]
     for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q4_K Q5_K Q6_K".split()  # noqa: SIM905 -- reads better
 )
+PLAIN_TYPES = frozenset({GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16})
+"""Those of them that quantize nothing."""
 _CHUNK_ELEMENTS = 1 << 18
 """A chunk and its intermediate results stay in the processor's cache, which is also what makes this fast."""
 

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig, model_config_from_gguf
-from onbeat.engine.weights.checkpoint import check_parameters
-from onbeat.engine.weights.dequantize import dequantize_rows
+from onbeat.engine.weights.checkpoint import QuantizedRows, check_parameters
+from onbeat.engine.weights.dequantize import PLAIN_TYPES, dequantize_rows
 from onbeat.engine.weights.gguf_names import ROPE_FACTORS, hf_name, stored_offset, unpermute_rows
 from onbeat.engine.weights.gguf_reader import TensorReader
 from onbeat.engine.weights.parameters import parameter_shapes
@@ -55,12 +56,24 @@ class GgufCheckpoint:
 
     def get(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Return a parameter; see `Checkpoint.get`."""
-        tensor = self._tensors.get(name)
-        if tensor is None:
-            raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
+        tensor = self._tensor(name)
         shape, minus = self._shapes[name], stored_offset(name, self._config)
         values = dequantize_rows(tensor.data, shape, tensor.tensor_type, dtype, minus=minus)
         return unpermute_rows(name, values, self._config)
+
+    def quantized_rows(self, name: str) -> QuantizedRows | None:
+        """Return a matrix as it is in the file; see `QuantizedSource.quantized_rows`."""
+        tensor, shape = self._tensor(name), self._shapes[name]
+        if tensor.tensor_type in PLAIN_TYPES or len(shape) != 2:
+            return None
+        from_rows = unpermute_rows(name, torch.arange(shape[0]), self._config).numpy()
+        return QuantizedRows(tensor.tensor_type.name, tensor.data, np.argsort(from_rows))
+
+    def _tensor(self, name: str) -> Any:
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise ModelLoadError(f"the {self._config.architecture} model has no parameter {name!r}")
+        return tensor
 
 
 def _refuse_split(metadata: dict[str, Any], path: Path) -> None:

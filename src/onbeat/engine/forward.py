@@ -1,0 +1,120 @@
+"""The seam between the model runner and what computes a step's logits, and the reference behind it in torch.
+
+Legend: T tokens of the step, R sampling rows, D model width, V vocabulary.
+"""
+
+# ruff: noqa: N815 -- tensor names carry shape suffixes
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from onbeat.engine.attention.base import AttentionBackend, ForwardContext, IntArray
+from onbeat.engine.attention.registry import select_attention_backend
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.models.model import Model
+from onbeat.engine.sampler import BestTokens
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogits:
+    """What a forward pass gives the sampling rows of a step."""
+
+    values_RV: Tensor | None
+    """float32 (float64 in a float64 model), contiguous, may be modified; None where nobody wants them."""
+    best: BestTokens | None = None
+    """Where the forward pass found them on the way."""
+    seconds: float | None = None
+    """How long the pass took, where it was measured inside."""
+
+
+class ForwardPass(Protocol):
+    """A model with its KV cache: runs the new tokens of a step, one step after the other."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where logits are."""
+        ...
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """What a reader of measurements wants to know of this forward pass."""
+        ...
+
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        """Store the keys and values of all tokens, and compute the logits of the sampling rows.
+
+        Parameters
+        ----------
+        inputs : the step.
+        wants_logits : False where each row's most likely token suffices; the logits may be returned all the
+            same.
+        """
+        ...
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make stored values of KV blocks finite."""
+        ...
+
+
+class TorchForward:
+    """A model of torch operators and its attention backend: the reference, for any device and type.
+
+    Parameters
+    ----------
+    model : built model.
+    num_blocks : KV blocks, ids 0 to `num_blocks` - 1.
+    block_size : tokens of a block, a multiple of 16.
+    """
+
+    def __init__(self, model: Model, *, num_blocks: int, block_size: int) -> None:
+        self.model = model
+        spec = KVCacheSpec.of_model(model.config, dtype=model.dtype, block_size=block_size)
+        backend = select_attention_backend(model.device)
+        with torch.inference_mode():
+            self.attention: AttentionBackend = backend(model.config, spec.allocate(num_blocks, model.device))
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        return {
+            "backend": "torch",
+            "attention": self.attention.name,
+            "linear_kernel": self.model.linear_kernel,
+        }
+
+    @torch.inference_mode()
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:  # noqa: ARG002 -- always computed
+        """Run one step; see `ForwardPass.run`."""
+        context = ForwardContext(self.attention, self.attention.plan(inputs.attention))
+        hidden_TD = self.model.forward(
+            torch.from_numpy(inputs.token_ids_T).to(self.device),
+            torch.from_numpy(inputs.positions_T).to(self.device),
+            context,
+        )
+        if not inputs.sampling_rows:
+            return StepLogits(None)
+        sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.device)
+        return StepLogits(self.model.logits(hidden_TD.index_select(0, sampling_tokens)))
+
+    @torch.inference_mode()
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make stored values of KV blocks finite."""
+        self.attention.scrub(block_ids)

@@ -1,0 +1,197 @@
+"""The forward pass of a step in the native engine: one call of the library, no Python between layers.
+
+Legend: R sampling rows, V vocabulary, H head width.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from onbeat.core.errors import ConfigError, EngineError
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.forward import StepLogits
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.layers.rotary import inverse_frequencies
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
+from onbeat.engine.native.packing import FloatArray, LayerWeights, NativeWeights
+from onbeat.engine.native.plan import PLAIN_LAYOUTS
+from onbeat.engine.native.structures import ACTIVATIONS, LayerStructure, ModelStructure, StepStructure
+from onbeat.engine.sampler import BestTokens
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeOptions:
+    """How the native engine runs a model."""
+
+    dtype: torch.dtype
+    """Of activations inside products, and of the KV cache: float32 or bfloat16."""
+    num_blocks: int
+    block_size: int
+    num_threads: int
+    instruction_set: str | None = None
+    """None takes the best one of this processor."""
+
+
+class NativeForward:
+    """Runs steps in the library, with a KV cache of its own.
+
+    Parameters
+    ----------
+    library : what runs.
+    config : the model.
+    weights : its weights, packed by the same library.
+    options : precision, KV cache and threads.
+
+    Raises
+    ------
+    ConfigError : the library refuses: memory, sizes or the instruction set.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
+    ) -> None:
+        self.config = config
+        self.device = CPU
+        self.weights = weights  # the library only borrows them
+        self.instruction_set = options.instruction_set or library.instruction_sets[0]
+        self._num_threads = options.num_threads
+        self._functions = library.functions
+        self._structures = _EngineStructures(config, weights, options)
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        self._engine: int | None = self._functions.ob_engine_create(
+            self._structures.model, self.instruction_set.encode(), error, len(error)
+        )
+        if self._engine is None:
+            raise ConfigError(f"the native engine cannot run: {error.value.decode(errors='replace')}")
+        self._free = weakref.finalize(self, self._functions.ob_engine_free, self._engine)
+        self._free.atexit = False  # the process's end frees it too
+        self._logits_RV = torch.empty(0, config.vocab_size)
+
+    @property
+    def settings(self) -> Mapping[str, str]:
+        """What a reader of measurements wants to know of this forward pass."""
+        return {
+            "backend": "native",
+            "instruction_set": self.instruction_set,
+            "weights": self.weights.stores,
+        }
+
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        """Run one step; see `ForwardPass.run`. Logits are valid until the next step."""
+        batch = inputs.attention
+        num_samples = len(inputs.sampling_tokens)
+        logits_RV = self._logits(num_samples) if wants_logits and num_samples else None
+        best = BestTokens(np.empty(num_samples, np.int64), np.empty(num_samples, np.float32))
+        step = StepStructure(
+            num_tokens=len(inputs.token_ids_T),
+            token_ids=address(inputs.token_ids_T, np.int64),
+            positions=address(inputs.positions_T, np.int64),
+            slot_mapping=address(batch.slot_mapping_T, np.int64),
+            num_rows=len(batch.query_lens_R),
+            query_lens=address(batch.query_lens_R, np.int64),
+            context_lens=address(batch.context_lens_R, np.int64),
+            slots=address(batch.slots_R, np.int64),
+            block_tables=address(batch.block_tables_SB, np.int32),
+            block_table_stride=batch.block_tables_SB.shape[1],
+            num_samples=num_samples,
+            sample_tokens=address(inputs.sampling_tokens, np.int64),
+            logits=None if logits_RV is None else logits_RV.data_ptr(),
+            best_ids=address(best.ids_R, np.int64),
+            best_logits=address(best.logits_R, np.float32),
+        )
+        if self._functions.ob_engine_step(self._engine, ctypes.byref(step)) != 0:
+            raise EngineError(
+                f"the native engine refused a step of {step.num_tokens} tokens in {step.num_rows} rows"
+            )
+        return StepLogits(logits_RV, best if num_samples else None, step.seconds)
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
+        self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
+
+    def close(self) -> None:
+        """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""
+        self._free()
+
+    def _logits(self, num_rows: int) -> Tensor:
+        """Return room for logits: used again, for fresh memory would be cleared page by page in each step."""
+        if len(self._logits_RV) < num_rows:
+            self._logits_RV = torch.empty(num_rows, self.config.vocab_size)
+        return self._logits_RV[:num_rows]
+
+
+class _EngineStructures:
+    """The library's view of a model, and everything that its pointers point to."""
+
+    def __init__(self, config: ModelConfig, weights: NativeWeights, options: NativeOptions) -> None:
+        ropes = list(dict.fromkeys(config.layer_rope(index) for index in range(config.num_layers)))
+        self._frequencies: list[FloatArray] = [
+            np.ascontiguousarray(inverse_frequencies(rope, config.head_dim).numpy(), np.float32)
+            for rope in ropes
+        ]
+        self._frequency_pointers = _pointers(self._frequencies)
+        self._layers = (LayerStructure * config.num_layers)(
+            *(
+                _layer_structure(
+                    layer,
+                    window=config.layer_window(index) or 0,
+                    rope=ropes.index(config.layer_rope(index)),
+                )
+                for index, layer in enumerate(weights.layers)
+            )
+        )
+        # The factor is rounded to the model's type first, as the reference does.
+        embedding_scale = float(torch.tensor(config.embedding_scale, dtype=options.dtype))
+        self.model = ModelStructure(
+            num_layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate_size=weights.intermediate_size,
+            vocab_size=config.vocab_size,
+            activation=ACTIVATIONS[config.hidden_activation],
+            precision=PLAIN_LAYOUTS[options.dtype].store,
+            block_size=options.block_size,
+            num_blocks=options.num_blocks,
+            num_threads=options.num_threads,
+            rms_norm_eps=config.rms_norm_eps,
+            attention_scale=config.attention_scale,
+            embedding_scale=embedding_scale,
+            embedding=weights.embedding.handle,
+            lm_head=weights.lm_head.handle,
+            final_norm=address(weights.final_norm, np.float32),
+            layers=ctypes.addressof(self._layers),
+            rope_frequencies=ctypes.addressof(self._frequency_pointers),
+        )
+
+
+def _pointers(arrays: Sequence[FloatArray]) -> Any:
+    return (ctypes.c_void_p * len(arrays))(*(address(array, np.float32) for array in arrays))
+
+
+def _layer_structure(layer: LayerWeights, *, window: int, rope: int) -> LayerStructure:
+    vectors = (
+        *("qkv_bias", "o_bias", "attention_norm", "mlp_norm", "after_attention_norm", "after_mlp_norm"),
+        *("query_norm", "key_norm"),
+    )
+    return LayerStructure(
+        qkv=layer.qkv.handle,
+        o=layer.o.handle,
+        gate_up=layer.gate_up.handle,
+        down=layer.down.handle,
+        window=window,
+        rope=rope,
+        **{name: address(getattr(layer, name), np.float32) for name in vectors},
+    )

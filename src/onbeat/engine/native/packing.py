@@ -1,0 +1,260 @@
+"""From a checkpoint to the matrices and vectors that the native engine reads.
+
+One parameter is in plain memory at a time; parameters that stay quantized go from the mapped file straight
+into their matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.model_config import Family
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
+from onbeat.engine.native.plan import WeightPlan
+from onbeat.engine.native.structures import Source, Store
+from onbeat.engine.weights import Checkpoint, parameter_shapes
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+
+INTERLEAVED_ROWS = 16
+"""Rows of the gate, then as many of the up projection: what one product of the kernel needs of both."""
+
+
+class LayerNorms(NamedTuple):
+    """A layer's norms by their names in a checkpoint."""
+
+    attention: str
+    mlp: str
+    after_attention: str | None = None
+    after_mlp: str | None = None
+
+
+_TWO_NORMS = LayerNorms("input_layernorm", "post_attention_layernorm")
+LAYER_NORMS: Mapping[Family, LayerNorms] = {
+    "llama": _TWO_NORMS,
+    "qwen2": _TWO_NORMS,
+    "qwen3": _TWO_NORMS,
+    "gemma3": LayerNorms(
+        attention="input_layernorm",
+        mlp="pre_feedforward_layernorm",
+        after_attention="post_attention_layernorm",
+        after_mlp="post_feedforward_layernorm",
+    ),
+}
+"""The families that the native engine runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """One layer; None where the family has no such vector."""
+
+    qkv: PackedMatrix
+    o: PackedMatrix
+    gate_up: PackedMatrix
+    down: PackedMatrix
+    qkv_bias: FloatArray | None
+    o_bias: FloatArray | None
+    attention_norm: FloatArray
+    mlp_norm: FloatArray
+    after_attention_norm: FloatArray | None
+    after_mlp_norm: FloatArray | None
+    query_norm: FloatArray | None
+    key_norm: FloatArray | None
+
+    @property
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeWeights:
+    """A model's weights as the native engine reads them."""
+
+    embedding: PackedMatrix
+    lm_head: PackedMatrix
+    """The embedding itself where they are tied."""
+    final_norm: FloatArray
+    layers: Sequence[LayerWeights]
+    intermediate_size: int
+    """With its padding."""
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """Each matrix once."""
+        outer = [self.embedding] if self.lm_head is self.embedding else [self.embedding, self.lm_head]
+        return outer + [matrix for layer in self.layers for matrix in layer.matrices]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all matrices."""
+        return sum(matrix.num_bytes for matrix in self.matrices)
+
+    @property
+    def stores(self) -> str:
+        """The stores of the matrices, for people: `q4+q8`."""
+        return "+".join(sorted({matrix.layout.store.name.lower() for matrix in self.matrices}))
+
+
+class Part(NamedTuple):
+    """A parameter that becomes part of a matrix."""
+
+    name: str
+    to_outputs: IntArray
+    """For each of its rows, the matrix's."""
+
+
+class WeightPacker:
+    """Packs one checkpoint.
+
+    Parameters
+    ----------
+    library : whose matrices they are.
+    checkpoint : gives each parameter once.
+    plan : how each matrix keeps its numbers.
+    num_threads : threads that share the work.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, checkpoint: Checkpoint, plan: WeightPlan, *, num_threads: int
+    ) -> None:
+        self._library = library
+        self._checkpoint = checkpoint
+        self._config = checkpoint.config
+        self._shapes = parameter_shapes(checkpoint.config)
+        self._plan = plan
+        self._num_threads = num_threads
+
+    def pack(self) -> NativeWeights:
+        """Read and pack everything.
+
+        Raises
+        ------
+        ModelLoadError : a parameter cannot be read, memory is short, or sizes do not suit the quantization.
+        """
+        config = self._config
+        embedding = self._rows("model.embed_tokens.weight")
+        return NativeWeights(
+            embedding=embedding,
+            layers=[self._layer(index) for index in range(config.num_layers)],
+            lm_head=embedding if config.tie_word_embeddings else self._rows("lm_head.weight"),
+            final_norm=self._norm("model.norm"),
+            intermediate_size=self._plan.intermediate_size,
+        )
+
+    def _layer(self, index: int) -> LayerWeights:
+        config, prefix = self._config, f"model.layers.{index}"
+        attention, names = f"{prefix}.self_attn", LAYER_NORMS[self._config.family]
+        projections = [f"{attention}.{part}_proj" for part in "qkv"]
+        after_attention, after_mlp = (
+            None if name is None else self._norm(f"{prefix}.{name}")
+            for name in (names.after_attention, names.after_mlp)
+        )
+        return LayerWeights(
+            qkv=self._rows(*(f"{name}.weight" for name in projections)),
+            o=self._rows(f"{attention}.o_proj.weight"),
+            gate_up=self._gate_up(f"{prefix}.mlp"),
+            down=self._rows(f"{prefix}.mlp.down_proj.weight", num_inputs=self._plan.intermediate_size),
+            qkv_bias=self._bias(*projections) if config.attention_bias else None,
+            o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
+            attention_norm=self._norm(f"{prefix}.{names.attention}"),
+            mlp_norm=self._norm(f"{prefix}.{names.mlp}"),
+            after_attention_norm=after_attention,
+            after_mlp_norm=after_mlp,
+            query_norm=self._norm(f"{attention}.q_norm") if config.qk_norm else None,
+            key_norm=self._norm(f"{attention}.k_norm") if config.qk_norm else None,
+        )
+
+    def _rows(self, *names: str, num_inputs: int | None = None) -> PackedMatrix:
+        """Pack parameters one below the other; rows shorter than `num_inputs` are padded with zeros."""
+        parts, start = [], 0
+        for name in names:
+            end = start + self._shapes[name][0]
+            parts.append(Part(name, np.arange(start, end)))
+            start = end
+        return self._fuse(parts, start, num_inputs or self._shapes[names[0]][1])
+
+    def _gate_up(self, prefix: str) -> PackedMatrix:
+        size, num_inputs = self._shapes[f"{prefix}.gate_proj.weight"]
+        blocks, offsets = np.divmod(np.arange(size), INTERLEAVED_ROWS)
+        gates = 2 * INTERLEAVED_ROWS * blocks + offsets
+        parts = [
+            Part(f"{prefix}.gate_proj.weight", gates),
+            Part(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
+        ]
+        return self._fuse(parts, 2 * self._plan.intermediate_size, num_inputs)
+
+    def _fuse(self, parts: Sequence[Part], num_outputs: int, num_inputs: int) -> PackedMatrix:
+        """Pack parts in the first layout that takes them all."""
+        names = [part.name for part in parts]
+        for layout in self._plan.layouts(names):
+            matrix = self._create(names, layout, num_outputs=num_outputs, num_inputs=num_inputs)
+            if all(self._pack_part(matrix, part) for part in parts) and self._pack_padding(matrix, parts):
+                return matrix
+            matrix.free()
+        raise ModelLoadError(f"{', '.join(names)} cannot be packed by the native engine; serve with torch")
+
+    def _create(
+        self, names: Sequence[str], layout: MatrixLayout, *, num_outputs: int, num_inputs: int
+    ) -> PackedMatrix:
+        try:
+            return PackedMatrix(self._library, layout, num_outputs=num_outputs, num_inputs=num_inputs)
+        except ModelLoadError as error:
+            cure = "; serve without quantization int8" if self._plan.quantization == "int8" else ""
+            raise ModelLoadError(f"{', '.join(names)}: {error}{cure}") from error
+
+    def _pack_part(self, matrix: PackedMatrix, part: Part) -> bool:
+        quantized = None
+        if matrix.layout != self._plan.plain:
+            quantized = self._plan.quantized_rows(part.name)
+        if quantized is not None:
+            return matrix.pack(
+                quantized.data,
+                Source[quantized.type_name],
+                part.to_outputs[quantized.to_rows],
+                num_threads=self._num_threads,
+            )
+        return self._pack_numbers(matrix, self._numbers(matrix, part.name), part.to_outputs)
+
+    def _pack_padding(self, matrix: PackedMatrix, parts: Sequence[Part]) -> bool:
+        """Write zeros to the rows that no part has."""
+        used = np.concatenate([part.to_outputs for part in parts])
+        unused = np.setdiff1d(np.arange(matrix.num_outputs), used)
+        zeros = torch.zeros(len(unused), matrix.num_inputs, dtype=_dtype(matrix))
+        return len(unused) == 0 or self._pack_numbers(matrix, zeros, unused)
+
+    def _numbers(self, matrix: PackedMatrix, name: str) -> torch.Tensor:
+        values = self._checkpoint.get(name, _dtype(matrix))
+        num_missing = matrix.num_inputs - values.shape[1]
+        return torch.nn.functional.pad(values, (0, num_missing)) if num_missing else values
+
+    def _pack_numbers(self, matrix: PackedMatrix, values: torch.Tensor, to_outputs: IntArray) -> bool:
+        values = values.contiguous()
+        is_bfloat16 = values.dtype == torch.bfloat16  # numpy has no such type
+        rows: NDArray[Any] = values.view(torch.int16).numpy() if is_bfloat16 else values.numpy()
+        source = Source.BF16 if is_bfloat16 else Source.F32
+        return matrix.pack(rows, source, to_outputs, num_threads=self._num_threads)
+
+    def _norm(self, name: str) -> FloatArray:
+        """Return what a norm multiplies by."""
+        return self._vector(f"{name}.weight") + np.float32(self._config.norm_weight_offset)
+
+    def _bias(self, *names: str) -> FloatArray:
+        return np.concatenate([self._vector(f"{name}.bias") for name in names])
+
+    def _vector(self, name: str) -> FloatArray:
+        values: FloatArray = self._checkpoint.get(name, torch.float32).numpy()
+        return values
+
+
+def _dtype(matrix: PackedMatrix) -> torch.dtype:
+    """Return the type in which numbers are handed to a matrix."""
+    return torch.bfloat16 if matrix.layout.store == Store.BF16 else torch.float32

@@ -1,0 +1,115 @@
+"""Which matrices are packed together, and how each keeps its numbers: decided before any is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from onbeat.engine.config import Quantization
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.native.matrix import MatrixLayout
+from onbeat.engine.native.structures import Store
+from onbeat.engine.weights import Checkpoint, QuantizedRows, QuantizedSource, parameter_shapes
+
+PLAIN_LAYOUTS: Mapping[torch.dtype, MatrixLayout] = {
+    torch.float32: MatrixLayout(Store.F32),
+    torch.bfloat16: MatrixLayout(Store.BF16),
+}
+INT8_LAYOUT = MatrixLayout(Store.Q8, 32)
+NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
+    "Q8_0": MatrixLayout(Store.Q8, 32),
+    "Q5_0": MatrixLayout(Store.Q8, 32),
+    "Q6_K": MatrixLayout(Store.Q8, 16),
+    "Q4_0": MatrixLayout(Store.Q4, 32),
+    "Q4_1": MatrixLayout(Store.Q4, 32),
+    "Q4_K": MatrixLayout(Store.Q4, 32),
+}
+"""GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
+_FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q4: "int4"}
+
+
+class WeightPlan:
+    """The layout of every matrix of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : what will be packed.
+    dtype : of matrices that are not quantized: float32 or bfloat16.
+    quantization : `auto` leaves numbers that the file quantizes as they are, `none` turns them into plain
+        ones, `int8` quantizes all matrices.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, dtype: torch.dtype, quantization: Quantization) -> None:
+        self.plain = PLAIN_LAYOUTS[dtype]
+        self.quantization = quantization
+        self._source = checkpoint if isinstance(checkpoint, QuantizedSource) else None
+        self._config = checkpoint.config
+        # Rows of 16 gates and 16 ups lie in turn, and a scale is shared by 32 inputs of the next matrix.
+        multiple = INT8_LAYOUT.group if quantization == "int8" else 16
+        self.intermediate_size = -(-self._config.intermediate_size // multiple) * multiple
+        """Width of the feed-forward layer, padded with zeros."""
+
+    def quantized_rows(self, name: str) -> QuantizedRows | None:
+        """Return a parameter as the file has it, where it is packed so."""
+        if self.quantization == "none" or self._source is None:
+            return None
+        rows = self._source.quantized_rows(name)
+        if rows is None or rows.type_name not in NATURAL_LAYOUTS:
+            return None
+        if self.quantization == "int8" and NATURAL_LAYOUTS[rows.type_name] != INT8_LAYOUT:
+            return None
+        return rows
+
+    def layouts(self, names: Sequence[str]) -> tuple[MatrixLayout, ...]:
+        """Return how a matrix of some parameters may be kept, best first.
+
+        Parts that the file quantizes differently (K-quant mixtures do so with values, among queries and keys)
+        go into a store of 8 bits with the narrower group, which holds either as it is; where that cannot be,
+        or a part is of a type without a store, into plain numbers. Neither loses anything noticeable, as
+        quantizing numbers a second time would.
+        """
+        if self.quantization == "int8":
+            return (INT8_LAYOUT,)
+        rows = [self.quantized_rows(name) for name in names]
+        found = {NATURAL_LAYOUTS[part.type_name] for part in rows if part is not None}
+        if None in rows or not found:
+            return (self.plain,)
+        if len(found) == 1:
+            return (*found, self.plain)
+        return (MatrixLayout(Store.Q8, min(layout.group for layout in found)), self.plain)
+
+    def num_bytes(self) -> int:
+        """Return about how many bytes the matrices take."""
+        return math.ceil(sum(self._bytes_by_store().values()))
+
+    def number_format(self) -> str:
+        """Return the number format of most weights, as step-time models call it."""
+        by_store = self._bytes_by_store()
+        return _FORMATS[max(by_store, key=lambda store: by_store[store])]
+
+    def _bytes_by_store(self) -> dict[Store, float]:
+        shapes = parameter_shapes(self._config)
+        totals: dict[Store, float] = {}
+        for names in matrix_groups(self._config):
+            layout = self.layouts(names)[0]
+            size = sum(math.prod(shapes[name]) for name in names) * layout.bytes_per_number
+            totals[layout.store] = totals.get(layout.store, 0.0) + size
+        return totals
+
+
+def matrix_groups(config: ModelConfig) -> list[tuple[str, ...]]:
+    """Return the names of the parameters that make up each packed matrix."""
+    groups: list[tuple[str, ...]] = [("model.embed_tokens.weight",)]
+    for index in range(config.num_layers):
+        prefix = f"model.layers.{index}"
+        groups += [
+            tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"),
+            (f"{prefix}.self_attn.o_proj.weight",),
+            tuple(f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")),
+            (f"{prefix}.mlp.down_proj.weight",),
+        ]
+    if not config.tie_word_embeddings:
+        groups.append(("lm_head.weight",))
+    return groups

@@ -1,0 +1,81 @@
+"""The ways to run tiny models that golden tests go through, and how near each must come to the reference."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from onbeat.engine.native.library import NativeLibrary
+from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model, tiny_model
+
+TIE_GAP = 1e-3
+"""Where the reference's two largest logits are nearer than this, float32 may choose the other one."""
+FLOAT32_ERROR = 1e-4
+"""Most of a row's logits, relative to their norm."""
+
+
+class TinyEngine(Protocol):
+    """Runs tiny models by their names in `tiny_models.FAMILIES`."""
+
+    def make_forward(self, name: str, dtype: torch.dtype | None = None) -> MakeForward:
+        """Return what makes forward passes; without a type, in the most exact one that the engine has."""
+        ...
+
+    def check(
+        self, token_ids: Sequence[int], expected_ids: Sequence[int], expected_logits: torch.Tensor
+    ) -> int:
+        """Check greedy tokens against float64's and return how many have the same tokens before them."""
+        ...
+
+    def check_logits(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
+        """Check rows of logits against float64's."""
+        ...
+
+
+class TorchEngine:
+    """In float64: equal to the last token, and to nine decimals."""
+
+    def make_forward(self, name: str, dtype: torch.dtype | None = None) -> MakeForward:
+        return on_torch(tiny_model(name, dtype or torch.float64).model)
+
+    def check(
+        self, token_ids: Sequence[int], expected_ids: Sequence[int], expected_logits: torch.Tensor
+    ) -> int:
+        assert list(token_ids) == list(expected_ids)
+        return len(expected_ids)
+
+    def check_logits(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-9)
+
+
+class NativeEngine:
+    """In float32: equal until a tie that float32 cannot see."""
+
+    def __init__(self, library: NativeLibrary) -> None:
+        self.library = library
+        self._make = functools.cache(self._make_new)
+
+    def make_forward(self, name: str, dtype: torch.dtype | None = None) -> MakeForward:
+        return self._make(name, dtype or torch.float32)
+
+    def _make_new(self, name: str, dtype: torch.dtype) -> MakeForward:
+        return on_native(self.library, StateCheckpoint(hf_tiny_model(name, torch.float64)), dtype=dtype)
+
+    def check(
+        self, token_ids: Sequence[int], expected_ids: Sequence[int], expected_logits: torch.Tensor
+    ) -> int:
+        assert len(token_ids) == len(expected_ids)
+        for index, (token_id, expected_id) in enumerate(zip(token_ids, expected_ids, strict=True)):
+            if token_id != expected_id:
+                first, second = expected_logits[index].topk(2).values.tolist()
+                assert first - second < TIE_GAP, f"token {index} is {token_id}, not {expected_id}"
+                return index + 1
+        return len(expected_ids)
+
+    def check_logits(self, logits: torch.Tensor, expected: torch.Tensor) -> None:
+        errors = (logits.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+        assert float(errors.max()) < FLOAT32_ERROR

@@ -1,0 +1,65 @@
+"""Forward passes for tests: the same weights on torch and on the native engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from onbeat.engine.config import Quantization
+from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.models.model import Model
+from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.packing import NativeWeights, WeightPacker
+from onbeat.engine.native.plan import WeightPlan
+from onbeat.engine.weights import Checkpoint
+
+
+class MakeForward(Protocol):
+    """Makes a forward pass with an empty KV cache."""
+
+    def __call__(self, *, num_blocks: int, block_size: int) -> ForwardPass: ...
+
+
+def on_torch(model: Model) -> MakeForward:
+    return partial(TorchForward, model)
+
+
+def pack(
+    library: NativeLibrary,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization = "none",
+    num_threads: int = 1,
+) -> NativeWeights:
+    plan = WeightPlan(checkpoint, dtype=dtype, quantization=quantization)
+    return WeightPacker(library, checkpoint, plan, num_threads=num_threads).pack()
+
+
+def on_native(
+    library: NativeLibrary,
+    checkpoint: Checkpoint,
+    *,
+    dtype: torch.dtype = torch.float32,
+    quantization: Quantization = "none",
+    num_threads: int = 2,
+    instruction_set: str | None = None,
+) -> Callable[..., NativeForward]:
+    """Return what makes native forward passes that share packed weights."""
+    weights = pack(library, checkpoint, dtype=dtype, quantization=quantization)
+
+    def make(*, num_blocks: int, block_size: int) -> NativeForward:
+        options = NativeOptions(
+            dtype=dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_threads=num_threads,
+            instruction_set=instruction_set,
+        )
+        return NativeForward(library, checkpoint.config, weights, options)
+
+    return make

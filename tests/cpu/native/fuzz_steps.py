@@ -1,0 +1,255 @@
+"""A program that runs made-up steps on made-up models: `python -m tests.cpu.native.fuzz_steps SECONDS SEED`.
+
+It is meant for a library built with a sanitizer, which ends it at the first stray access; so it imports no
+torch, whose own memory handling a sanitizer stumbles over. Every array that the library reads is as long as
+it must be and no longer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, NotLoaded, address, load_library
+from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
+from onbeat.engine.native.structures import LayerStructure, ModelStructure, Source, StepStructure, Store
+
+LAYOUTS = (
+    MatrixLayout(Store.F32),
+    MatrixLayout(Store.BF16),
+    MatrixLayout(Store.Q8, 32),
+)
+"""Stores that float rows go into."""
+
+
+@dataclass
+class Sizes:
+    """A model's sizes, drawn at random."""
+
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    block_size: int
+    num_blocks: int
+    window: int
+    is_bfloat16: bool
+    """Plain matrices are of the type of the activations."""
+    layout: MatrixLayout
+    num_layers: int = 2
+
+
+def draw_sizes(rng: np.random.Generator) -> Sizes:
+    layout = LAYOUTS[rng.integers(len(LAYOUTS))]
+    unit = layout.group or 1
+    num_kv_heads = int(rng.integers(1, 4))
+    return Sizes(
+        hidden=max(unit, 8) * int(rng.integers(1, 6)),
+        num_heads=num_kv_heads * int(rng.integers(1, 5)),
+        num_kv_heads=num_kv_heads,
+        head_dim=32 * int(rng.integers(1, 5)) if layout.group else 2 * int(rng.integers(4, 65)),
+        intermediate=32 * int(rng.integers(1, 6)) if layout.group else 16 * int(rng.integers(1, 10)),
+        vocab=int(rng.integers(3, 300)),
+        block_size=16 * int(rng.integers(1, 5)),
+        num_blocks=int(rng.integers(12, 60)),
+        window=int(rng.choice([0, 0, 1, 7, 40])),
+        is_bfloat16=layout.store == Store.BF16 or (layout.store == Store.Q8 and bool(rng.integers(2))),
+        layout=layout,
+    )
+
+
+class Engine:
+    """A random model in the library."""
+
+    def __init__(self, library: NativeLibrary, sizes: Sizes, rng: np.random.Generator) -> None:
+        self._library = library
+        self._rng = rng
+        self._layout = sizes.layout
+        self._kept: list[Any] = []
+        self._functions = library.functions
+        query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
+        layers = [
+            LayerStructure(
+                qkv=self._matrix(query + 2 * kv, sizes.hidden),
+                o=self._matrix(sizes.hidden, query),
+                gate_up=self._matrix(2 * sizes.intermediate, sizes.hidden),
+                down=self._matrix(sizes.hidden, sizes.intermediate),
+                qkv_bias=self._vector(query + 2 * kv) if rng.integers(2) else None,
+                o_bias=self._vector(sizes.hidden) if rng.integers(2) else None,
+                attention_norm=self._vector(sizes.hidden),
+                mlp_norm=self._vector(sizes.hidden),
+                after_attention_norm=self._vector(sizes.hidden) if rng.integers(2) else None,
+                after_mlp_norm=self._vector(sizes.hidden) if rng.integers(2) else None,
+                query_norm=self._vector(sizes.head_dim) if rng.integers(2) else None,
+                key_norm=self._vector(sizes.head_dim) if rng.integers(2) else None,
+                window=sizes.window * (index % 2),
+                rope=0,
+            )
+            for index in range(sizes.num_layers)
+        ]
+        self._layers = (LayerStructure * len(layers))(*layers)
+        self._ropes = (ctypes.c_void_p * 1)(self._vector(sizes.head_dim // 2))
+        embedding = self._matrix(sizes.vocab, sizes.hidden)
+        self._model = ModelStructure(
+            num_layers=sizes.num_layers,
+            hidden_size=sizes.hidden,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
+            intermediate_size=sizes.intermediate,
+            vocab_size=sizes.vocab,
+            activation=int(rng.integers(2)),
+            precision=Store.BF16 if sizes.is_bfloat16 else Store.F32,
+            block_size=sizes.block_size,
+            num_blocks=sizes.num_blocks,
+            num_threads=int(rng.integers(1, 5)),
+            rms_norm_eps=1e-5,
+            attention_scale=0.1,
+            embedding_scale=1.0,
+            embedding=embedding,
+            lm_head=embedding if rng.integers(2) else self._matrix(sizes.vocab, sizes.hidden),
+            final_norm=self._vector(sizes.hidden),
+            layers=ctypes.addressof(self._layers),
+            rope_frequencies=ctypes.addressof(self._ropes),
+        )
+        error = ctypes.create_string_buffer(ERROR_BYTES)
+        sets = library.instruction_sets
+        name = sets[rng.integers(len(sets))]
+        self._engine = self._functions.ob_engine_create(self._model, name.encode(), error, len(error))
+        assert self._engine, error.value
+
+    def step(self, **fields: Any) -> int:
+        step = StepStructure(
+            **{
+                name: address(value, value.dtype) if isinstance(value, np.ndarray) else value
+                for name, value in fields.items()
+            }
+        )
+        return int(self._functions.ob_engine_step(self._engine, ctypes.byref(step)))
+
+    def scrub(self, block_ids: np.ndarray) -> None:
+        self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
+
+    def close(self) -> None:
+        self._functions.ob_engine_free(self._engine)
+        for kept in self._kept:
+            if isinstance(kept, PackedMatrix):
+                kept.free()
+
+    def _matrix(self, num_outputs: int, num_inputs: int) -> int | None:
+        matrix = PackedMatrix(self._library, self._layout, num_outputs=num_outputs, num_inputs=num_inputs)
+        rows = (self._rng.standard_normal((num_outputs, num_inputs)) / num_inputs**0.5).astype(np.float32)
+        source = Source.F32
+        if self._layout.store == Store.BF16:
+            rows, source = (rows.view(np.uint32) >> 16).astype(np.uint16), Source.BF16
+        assert matrix.pack(rows, source, self._rng.permutation(num_outputs), num_threads=2)
+        self._kept.append(matrix)
+        return matrix.handle
+
+    def _vector(self, size: int) -> int | None:
+        vector = self._rng.uniform(0.1, 1.0, size).astype(np.float32)
+        self._kept.append(vector)
+        return address(vector, np.float32)
+
+
+def draw_step(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
+    """Return the fields of a valid step: rows of any length over scattered, partly shared blocks."""
+    num_rows = int(rng.integers(1, 9))
+    width = int(rng.integers(1, 1 + min(sizes.num_blocks // num_rows, 9)))
+    contexts = rng.integers(1, width * sizes.block_size + 1, num_rows)
+    queries = np.minimum(np.where(rng.random(num_rows) < 0.5, 1, rng.integers(1, 150, num_rows)), contexts)
+    blocks = rng.permutation(sizes.num_blocks)[: num_rows * width].reshape(num_rows, width)
+    tables = blocks.astype(np.int32)[rng.permutation(num_rows)]
+    slots = rng.permutation(num_rows)
+    rows = np.repeat(np.arange(num_rows), queries)
+    ends = np.cumsum(queries)
+    positions = np.arange(len(rows)) + np.repeat(contexts - ends, queries)
+    in_block = positions % sizes.block_size
+    slot_mapping = tables[slots[rows], positions // sizes.block_size].astype(np.int64) * sizes.block_size
+    num_samples = int(rng.integers(0, num_rows + 1))
+    samples = np.sort(rng.permutation(ends - 1)[:num_samples])
+    wants_logits = bool(rng.integers(2))
+    return {
+        "num_tokens": len(rows),
+        "token_ids": rng.integers(0, sizes.vocab, len(rows)),
+        "positions": positions,
+        "slot_mapping": slot_mapping + in_block,
+        "num_rows": num_rows,
+        "query_lens": queries,
+        "context_lens": contexts,
+        "slots": slots,
+        "block_tables": tables,
+        "block_table_stride": width,
+        "num_samples": num_samples,
+        "sample_tokens": samples,
+        "logits": np.full((num_samples, sizes.vocab), np.nan, np.float32) if wants_logits else None,
+        "best_ids": np.full(num_samples, -1, np.int64),
+        "best_logits": np.full(num_samples, np.nan, np.float32),
+    }
+
+
+def check(fields: dict[str, Any], sizes: Sizes) -> None:
+    """Check what a step has written."""
+    assert np.isfinite(fields["best_logits"]).all()
+    assert ((fields["best_ids"] >= 0) & (fields["best_ids"] < sizes.vocab)).all()
+    logits = fields["logits"]
+    if logits is not None and len(logits):
+        np.testing.assert_array_equal(logits.argmax(axis=-1), fields["best_ids"])
+        np.testing.assert_array_equal(logits.max(axis=-1), fields["best_logits"])
+
+
+def spoil(fields: dict[str, Any], sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
+    """Return a copy with one value out of its range."""
+    name, value = (
+        ("token_ids", sizes.vocab),
+        ("token_ids", -1),
+        ("slot_mapping", sizes.num_blocks * sizes.block_size),
+        ("slot_mapping", -1),
+        ("query_lens", 0),
+        ("query_lens", 10_000),
+        ("context_lens", 0),
+        ("block_tables", sizes.num_blocks),
+        ("block_tables", -1),
+    )[rng.integers(9)]
+    array = fields[name].copy()
+    array.reshape(-1)[0 if name != "block_tables" else fields["slots"][0] * array.shape[1]] = value
+    return fields | {name: array}
+
+
+def fuzz(library: NativeLibrary, seconds: float, seed: int) -> int:
+    """Run models of 20 steps until the time is up; return the number of steps."""
+    rng = np.random.default_rng(seed)
+    end = time.monotonic() + seconds
+    num_steps = 0
+    while time.monotonic() < end or not num_steps:
+        sizes = draw_sizes(rng)
+        engine = Engine(library, sizes, rng)
+        for _ in range(20):
+            fields = draw_step(sizes, rng)
+            assert engine.step(**fields) == 0, (sizes, fields)
+            check(fields, sizes)
+            assert engine.step(**spoil(fields, sizes, rng)) == -1, "a malformed step was run"
+            engine.scrub(rng.permutation(sizes.num_blocks)[:3])
+            num_steps += 1
+        engine.close()
+    return num_steps
+
+
+def main() -> int:
+    library = load_library()
+    if isinstance(library, NotLoaded):
+        sys.stderr.write(f"{library.reason}\n")
+        return 1
+    sys.stdout.write(f"{fuzz(library, float(sys.argv[1]), int(sys.argv[2]))} steps\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,138 @@
+"""Which backend is taken, what is said of it, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import Request, SamplingParams
+from onbeat.engine.build import build_engine
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.load import ModelLoader, prepare_model
+from onbeat.engine.native.library import VARIABLE, NativeLibrary
+from onbeat.hub.resolve import resolve_model
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
+    return EngineConfig(
+        model=resolve_model(str(directory), needs_weights=False),
+        load_format="dummy",
+        dtype="float32",
+        policy="sarathi",
+        step_time_profile="none",
+        max_model_len=256,
+        kv_cache_memory_bytes=2**20,
+        threads=1,
+    )
+
+
+@pytest.fixture
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "libonbeat_native.so"))
+
+
+@pytest.fixture(autouse=True)
+def threads_of_torch() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def start_sentence(loader: ModelLoader) -> str:
+    said: list[str] = []
+    loader.load(said.append)
+    return said[0]
+
+
+def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config: EngineConfig) -> None:
+    loader = prepare_model(config)
+    sets = native_library.instruction_sets
+    assert start_sentence(loader).endswith(f"by the native engine ({sets[0]}, fp32 weights)")
+    quantized = prepare_model(replace(config, quantization="int8", dtype="bfloat16"))
+    assert start_sentence(quantized).endswith(f"by the native engine ({sets[0]}, int8 weights)")
+    assert quantized.load(lambda _: None).weights_format == "int8"
+
+
+def test_torch_is_taken_where_it_is_asked_for(config: EngineConfig) -> None:
+    loader = prepare_model(replace(config, backend="torch"))
+    assert start_sentence(loader).endswith("by torch (as asked for)")
+    assert loader.load(lambda _: None).runner.forward.settings["backend"] == "torch"
+
+
+def test_torch_serves_what_the_native_engine_cannot_and_says_why(
+    config: EngineConfig, no_library: None
+) -> None:
+    sentence = start_sentence(prepare_model(config))
+    assert "by torch (not by the native engine: its library libonbeat_native.so is not there" in sentence
+    sentence = start_sentence(prepare_model(replace(config, dtype="float64")))
+    assert sentence.endswith("by torch (not by the native engine: it does not compute in float64)")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"backend": "native"}, "the native engine cannot run: its library .* leave --backend out"),
+        ({"backend": "native", "dtype": "float64"}, "it does not compute in float64; leave --backend out"),
+        ({"quantization": "int8"}, r"quantization int8 needs the native engine, .*leave --quantization out"),
+        ({"quantization": "int8", "backend": "torch"}, r"would run by torch \(as asked for\)"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    config: EngineConfig, no_library: None, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare_model(replace(config, **changes))
+
+
+@pytest.mark.parametrize(("field", "value"), [("backend", "jax"), ("quantization", "int3")])
+def test_unknown_choices_are_named(config: EngineConfig, field: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown {field} '{value}'; choose one of auto"):
+        replace(config, **{field: value})  # type: ignore[arg-type]
+
+
+def test_quantized_weights_leave_more_memory(native_library: NativeLibrary, config: EngineConfig) -> None:
+    plain, int8 = (
+        prepare_model(replace(config, quantization=quantization)).backend.weight_bytes()
+        for quantization in ("none", "int8")
+    )
+    assert int8 < 0.4 * plain
+
+
+def test_narrow_heads_are_counted_with_their_padding(
+    native_library: NativeLibrary, config: EngineConfig
+) -> None:
+    """The model's heads are 8 wide."""
+    native, on_torch = (
+        prepare_model(replace(config, backend=backend)).backend.kv_cache_spec(16).block_bytes
+        for backend in ("native", "torch")
+    )
+    assert native == 2 * on_torch
+
+
+def test_both_backends_generate_the_same(native_library: NativeLibrary, config: EngineConfig) -> None:
+    tokens = []
+    for backend in ("native", "torch"):
+        core, _ = build_engine(replace(config, backend=backend), lambda _: None)
+        core.add(
+            Request(
+                request_id="r",
+                prompt_token_ids=tuple(range(40)),
+                sampling=SamplingParams(temperature=0.0, max_tokens=12),
+            )
+        )
+        found: list[int] = []
+        while core.has_work:
+            message = core.step()
+            for output in message.outputs if message else ():
+                found += output.new_token_ids
+        core.shutdown()
+        tokens.append(found)
+    assert tokens[0] == tokens[1]

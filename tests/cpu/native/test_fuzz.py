@@ -1,0 +1,50 @@
+"""Random models and steps: with the library as it is, and with one that watches every access to memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from onbeat.engine.native.library import VARIABLE, NativeLibrary
+from tests.cpu.native.fuzz_steps import fuzz
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_steps(native_library: NativeLibrary, seed: int) -> None:
+    assert fuzz(native_library, seconds=1.0, seed=seed) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+def test_random_steps_touch_only_their_own_memory(tmp_path: Path) -> None:
+    library = tmp_path / "libonbeat_native-address.so"
+    build = [sys.executable, str(ROOT / "hatch_build.py"), "--sanitize", "address", "--output", str(library)]
+    subprocess.run(build, check=True, capture_output=True)
+    find = ["g++", "-print-file-name=libasan.so"]
+    runtime = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
+    if not Path(runtime).is_absolute():
+        pytest.skip("the compiler has no address sanitizer")
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.cpu.native.fuzz_steps", "20", "0"],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            VARIABLE: str(library),
+            "LD_PRELOAD": runtime,
+            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
+            "PYTHONMALLOC": "malloc",  # an array's end is then where its memory ends
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    assert "steps" in run.stdout

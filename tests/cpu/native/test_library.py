@@ -1,0 +1,52 @@
+"""Finding the native engine's library, and what is said where it cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from onbeat.engine.native import library
+from onbeat.engine.native.library import VARIABLE, NativeLibrary, NotLoaded, load_library
+
+
+def reason() -> str:
+    loaded = load_library()
+    assert isinstance(loaded, NotLoaded)
+    return loaded.reason
+
+
+def test_a_build_without_the_library_names_the_cure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(library, "BUILT_LIBRARY", tmp_path / "libonbeat_native.so")
+    assert "libonbeat_native.so is not there (install g++, then onbeat again)" in reason()
+
+
+def test_a_named_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "other.so"))
+    assert f"other.so is not there (${VARIABLE} names it)" in reason()
+
+
+def test_a_file_that_is_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "broken.so"))
+    assert "cannot be loaded" in reason()
+
+
+def test_a_library_of_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, str(Path(torch.__file__).parent / "lib/libc10.so"))
+    assert "ob_abi_version" in reason()
+
+
+def test_another_version_of_the_interface(
+    native_library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "ABI_VERSION", 99)
+    assert "interface version 1, not 99 (install onbeat again)" in reason()
+
+
+def test_every_processor_has_the_portable_instructions(native_library: NativeLibrary) -> None:
+    sets = native_library.instruction_sets
+    assert sets[-1] == "portable"
+    assert set(sets) <= {"avx512bf16", "avx512", "avx2", "portable"}

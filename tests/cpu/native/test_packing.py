@@ -1,0 +1,225 @@
+"""A checkpoint's parameters in packed matrices: their order, their padding, their stores."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ModelLoadError
+from onbeat.engine.config import Quantization
+from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.matrix import PackedMatrix
+from onbeat.engine.native.packing import NativeWeights
+from onbeat.engine.native.plan import WeightPlan
+from onbeat.engine.native.structures import Store
+from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
+from onbeat.hub.files import ModelFiles
+from tests.cpu.engine.forwards import pack
+from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model
+from tests.cpu.weights import tiny_models as gguf_models
+
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0"]
+"""Types that the gguf package can write."""
+Numbers = NDArray[np.float32]
+
+
+def rows_of(matrix: PackedMatrix) -> Numbers:
+    return np.stack([matrix.row(index) for index in range(matrix.num_outputs)])
+
+
+def parameter(checkpoint: Checkpoint, name: str) -> Numbers:
+    values: Numbers = checkpoint.get(name, torch.float32).numpy()
+    return values
+
+
+def packed_layer(checkpoint: Checkpoint, weights: NativeWeights, index: int) -> dict[str, Numbers]:
+    """A layer's matrices taken apart again, by the names of their parts."""
+    config, layer = checkpoint.config, weights.layers[index]
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    parts = np.split(rows_of(layer.qkv), [query, query + kv])
+    gate_up = rows_of(layer.gate_up).reshape(-1, 2, 16, config.hidden_size)
+    gate, up = (gate_up[:, part].reshape(-1, config.hidden_size) for part in range(2))
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+    return {
+        **dict(zip(names, [*parts, rows_of(layer.o)], strict=True)),
+        "mlp.gate_proj": gate,
+        "mlp.up_proj": up,
+        "mlp.down_proj": rows_of(layer.down),
+    }
+
+
+def assert_layers_equal(checkpoint: Checkpoint, weights: NativeWeights, error: float) -> None:
+    for index in range(checkpoint.config.num_layers):
+        for name, actual in packed_layer(checkpoint, weights, index).items():
+            expected = parameter(checkpoint, f"model.layers.{index}.{name}.weight")
+            padding = [(0, more - less) for more, less in zip(actual.shape, expected.shape, strict=True)]
+            expected = np.pad(expected, padding)
+            difference = np.linalg.norm(actual - expected)
+            assert difference <= error * np.linalg.norm(expected), f"layer {index}, {name}"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_parameters_of_every_family(native_library: NativeLibrary, name: str) -> None:
+    checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float32))
+    weights = pack(native_library, checkpoint, num_threads=2)
+    config = checkpoint.config
+    assert_layers_equal(checkpoint, weights, 0.0)
+    np.testing.assert_array_equal(
+        rows_of(weights.embedding), parameter(checkpoint, "model.embed_tokens.weight")
+    )
+    assert (weights.lm_head is weights.embedding) == config.tie_word_embeddings
+    offset = 1.0 if name == "gemma3" else 0.0
+    np.testing.assert_array_equal(weights.final_norm, parameter(checkpoint, "model.norm.weight") + offset)
+    layer = weights.layers[1]
+    for actual, norm in (
+        (layer.attention_norm, "input_layernorm"),
+        (layer.mlp_norm, "pre_feedforward_layernorm" if offset else "post_attention_layernorm"),
+        (layer.after_attention_norm, "post_attention_layernorm" if offset else None),
+        (layer.after_mlp_norm, "post_feedforward_layernorm" if offset else None),
+        (layer.query_norm, "self_attn.q_norm" if config.qk_norm else None),
+        (layer.key_norm, "self_attn.k_norm" if config.qk_norm else None),
+    ):
+        assert (actual is None) == (norm is None)
+        if norm is not None:
+            expected = parameter(checkpoint, f"model.layers.1.{norm}.weight") + offset
+            np.testing.assert_array_equal(actual, expected)
+    assert (layer.qkv_bias is not None) == config.attention_bias
+    if config.attention_bias:
+        biases = [parameter(checkpoint, f"model.layers.1.self_attn.{part}_proj.bias") for part in "qkv"]
+        np.testing.assert_array_equal(layer.qkv_bias, np.concatenate(biases))
+    assert weights.num_bytes == sum(matrix.num_bytes for matrix in set(weights.matrices))
+
+
+@pytest.mark.parametrize(("quantization", "padded"), [("none", 48), ("int8", 64)])
+def test_a_ragged_feed_forward_width_is_padded_with_zeros(
+    native_library: NativeLibrary, quantization: Quantization, padded: int
+) -> None:
+    checkpoint = DummyCheckpoint(small_config(intermediate_size=41))
+    weights = pack(native_library, checkpoint, quantization=quantization)
+    assert weights.intermediate_size == padded
+    assert weights.layers[0].down.num_inputs == padded
+    assert_layers_equal(checkpoint, weights, 0.01)
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    sizes = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 50,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+    }
+    return model_config_from_hf(sizes | changes)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma3"])
+def test_int8_is_near_the_weights_and_takes_a_quarter(native_library: NativeLibrary, name: str) -> None:
+    checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float32))
+    weights = pack(native_library, checkpoint, quantization="int8")
+    assert weights.stores == "q8"
+    assert_layers_equal(checkpoint, weights, 0.01)
+    assert weights.num_bytes < 0.45 * pack(native_library, checkpoint).num_bytes
+
+
+def test_int8_of_sizes_that_no_group_divides_names_the_parameter(native_library: NativeLibrary) -> None:
+    checkpoint = DummyCheckpoint(small_config(hidden_size=40, head_dim=8))
+    with pytest.raises(ModelLoadError, match=r"embed_tokens.*40.*serve without quantization int8"):
+        pack(native_library, checkpoint, quantization="int8")
+
+
+def write_and_open(path: Path, types: dict[str, str]) -> Checkpoint:
+    """A tiny Llama whose matrices have these GGUF types, by the endings of their names."""
+    model = gguf_models.tiny_model("llama")
+    names = [gguf_models.to_gguf(name, value.numpy(), model.config)[0] for name, value in
+             gguf_models.parameters(model).items() if value.dim() == 2]  # fmt: skip
+    kinds = {
+        name: gguf.GGMLQuantizationType[kind]
+        for name in names
+        for ending, kind in types.items()
+        if name.endswith(f"{ending}.weight")
+    }
+    gguf_models.write_gguf(path, model, kinds)
+    return open_checkpoint(ModelFiles(kind="gguf", path=path, name="tiny"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantized_file_goes_in_as_it_is(native_library: NativeLibrary, kind: str, tmp_path: Path) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", {"": kind})
+    weights = pack(native_library, checkpoint, quantization="auto", num_threads=2)
+    assert weights.stores == ("q4" if kind.startswith("Q4") else "q8")
+    assert_layers_equal(checkpoint, weights, 1e-3)
+    embedding = parameter(checkpoint, "model.embed_tokens.weight")
+    np.testing.assert_allclose(rows_of(weights.embedding), embedding, rtol=2e-3, atol=2e-3)
+
+
+def test_none_makes_plain_numbers_of_a_quantized_file(native_library: NativeLibrary, tmp_path: Path) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1"})
+    weights = pack(native_library, checkpoint, quantization="none")
+    assert weights.stores == "f32"
+    assert_layers_equal(checkpoint, weights, 0.0)
+
+
+def test_int8_of_a_quantized_file(native_library: NativeLibrary, tmp_path: Path) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1", "ffn_down": "Q8_0"})
+    weights = pack(native_library, checkpoint, quantization="int8")
+    assert weights.stores == "q8"
+    assert_layers_equal(checkpoint, weights, 0.01)
+    down = parameter(checkpoint, "model.layers.0.mlp.down_proj.weight")
+    np.testing.assert_allclose(rows_of(weights.layers[0].down), down, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("types", "stores"),
+    [
+        ({"": "Q4_0", "attn_v": "Q8_0"}, ({Store.Q8, Store.F32}, Store.Q4)),
+        ({"": "Q4_0", "attn_v": "F32"}, ({Store.F32}, Store.Q4)),
+        ({"": "Q8_0", "attn_k": "Q5_0", "ffn_down": "Q5_1"}, ({Store.Q8}, Store.F32)),
+    ],
+)
+def test_parts_of_different_types_lose_nothing(
+    native_library: NativeLibrary,
+    types: dict[str, str],
+    stores: tuple[set[Store], Store],
+    tmp_path: Path,
+) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", types)
+    weights = pack(native_library, checkpoint, quantization="auto")
+    assert weights.layers[0].qkv.layout.store in stores[0]
+    assert weights.layers[0].down.layout.store == stores[1]
+    assert_layers_equal(checkpoint, weights, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "number_format"),
+    [
+        (torch.float32, "none", "fp32"),
+        (torch.bfloat16, "auto", "int4"),
+        (torch.bfloat16, "none", "bf16"),
+        (torch.bfloat16, "int8", "int8"),
+    ],
+)
+def test_the_plan_knows_the_memory_beforehand(
+    native_library: NativeLibrary,
+    dtype: torch.dtype,
+    quantization: Quantization,
+    number_format: str,
+    tmp_path: Path,
+) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1"})
+    plan = WeightPlan(checkpoint, dtype=dtype, quantization=quantization)
+    assert plan.number_format() == number_format
+    weights = pack(native_library, checkpoint, dtype=dtype, quantization=quantization)
+    assert 0.7 * weights.num_bytes < plan.num_bytes() < 1.3 * weights.num_bytes
