@@ -29,11 +29,11 @@ inline int64_t quantized_rows_bytes(int64_t num_rows, int64_t padded_inputs) {
     return num_rows * (quantized_stride(padded_inputs) + num_blocks * (int64_t)sizeof(QuantizedBlock));
 }
 
-typedef int32_t FourLanes __attribute__((vector_size(16)));
+typedef uint32_t FourLanes __attribute__((vector_size(16)));
 
 // One number of sixteen: halves are combined with each other until a single lane is left.
 template <class Combine>
-OB_INLINE int32_t reduce(I16 values, Combine combine) {
+OB_INLINE uint32_t reduce(U16 values, Combine combine) {
     FourLanes quarters[4];
     memcpy(quarters, &values, sizeof values);
     FourLanes lanes = combine(combine(quarters[0], quarters[1]), combine(quarters[2], quarters[3]));
@@ -44,11 +44,11 @@ OB_INLINE int32_t reduce(I16 values, Combine combine) {
 
 // Of absolute values that are compared as whole numbers, a NaN is the largest, so none gets lost.
 OB_INLINE float largest_magnitude(F16 a, F16 b) {
-    const I16 larger = each<I16>([&](int i) {
-        const I16::Part x = (I16::Part)a.part[i] & 0x7fffffff, y = (I16::Part)b.part[i] & 0x7fffffff;
+    const U16 larger = each<U16>([&](int i) {
+        const U16::Part x = (U16::Part)a.part[i] & 0x7fffffffu, y = (U16::Part)b.part[i] & 0x7fffffffu;
         return x > y ? x : y;
     });
-    const int32_t bits = reduce(larger, [](FourLanes x, FourLanes y) { return x > y ? x : y; });
+    const uint32_t bits = reduce(larger, [](FourLanes x, FourLanes y) { return x > y ? x : y; });
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
@@ -58,12 +58,14 @@ struct Sums {
     int32_t first, second;
 };
 
-// Both sums at once, one in the lower and one in the upper half of each lane: no number is beyond 127.
+// Both sums at once, one in the lower and one in the upper half of each lane: no number is beyond 127 (where
+// some came of NaN they are, and the sums are of no use; unsigned numbers may overflow).
 OB_INLINE Sums sums_of(I16 first, I16 second) {
-    const I16 both = each<I16>([&](int i) { return first.part[i] + second.part[i] * 65536; });
-    const int32_t total = reduce(both, [](FourLanes x, FourLanes y) { return x + y; });
+    const U16 both =
+        each<U16>([&](int i) { return (U16::Part)first.part[i] + ((U16::Part)second.part[i] << 16); });
+    const uint32_t total = reduce(both, [](FourLanes x, FourLanes y) { return x + y; });
     const int32_t low = (int16_t)total;
-    return {low, (total - low) / 65536};
+    return {low, (int32_t)(total - (uint32_t)low) / 65536};
 }
 
 // The nearest whole numbers of |x| < 2^22.
