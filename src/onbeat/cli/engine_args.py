@@ -55,6 +55,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """How the engine runs."""
     group = add_device_arguments(parser)
     group.add_argument(
+        "--tensor-parallel-size",
+        "-tp",
+        type=count,
+        default=1,
+        metavar="N",
+        help="processes that the model is split among, on the CPU and by torch; for tests, not for speed",
+    )
+    group.add_argument(
         "--step-time-profile",
         default=DEFAULT_STEP_TIME,
         metavar="FILE",
@@ -194,6 +202,7 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         backend=args.backend,
         seed=args.seed,
         threads=args.threads,
+        tensor_parallel_size=args.tensor_parallel_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         block_size=args.block_size,
         step_time_profile=args.step_time_profile,

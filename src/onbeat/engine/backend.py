@@ -15,6 +15,7 @@ from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
 from onbeat.engine.native.packing import LAYER_NORMS, WeightPacker
 from onbeat.engine.native.plan import PLAIN_LAYOUTS, WeightPlan
+from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 
 NATIVE_HEAD_MULTIPLE = 16
@@ -137,6 +138,8 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     ------
     ConfigError : what was asked for cannot run here.
     """
+    if config.tensor_parallel_size > 1:
+        return ParallelBackend(config, checkpoint, device)
     if config.backend == "torch":
         found: NativeLibrary | NotLoaded = NotLoaded("as asked for")
     else:

@@ -37,7 +37,9 @@ class EngineConfig:
     seed: int = 0
     """Seed of dummy weights."""
     threads: int | None = None
-    """CPU threads of a forward pass."""
+    """CPU threads of a forward pass, of all ranks together."""
+    tensor_parallel_size: int = 1
+    """Processes that the model is split among: on the CPU, by torch."""
     backend: BackendName = "auto"
     """What computes steps. `native`: onbeat's own CPU engine. `torch`: any device and dtype. `auto`: native
     where it can run, else torch."""
@@ -78,8 +80,8 @@ class EngineConfig:
             if value not in choices:
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
         for name in (
-            *("threads", "kv_cache_memory_bytes", "max_model_len", "max_num_batched_tokens"),
-            *("max_num_queued_reqs", "max_num_queued_tokens"),
+            *("threads", "tensor_parallel_size", "kv_cache_memory_bytes", "max_model_len"),
+            *("max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"),
         ):
             number = getattr(self, name)
             if number is not None and number < 1:

@@ -66,6 +66,10 @@ class ForwardPass(Protocol):
         """Make stored values of KV blocks finite."""
         ...
 
+    def close(self) -> None:
+        """Let go of threads and processes; no step may run any more."""
+        ...
+
 
 class TorchForward:
     """A model of torch operators and its attention backend: the reference, for any device and type.
@@ -109,7 +113,7 @@ class TorchForward:
             torch.from_numpy(inputs.positions_T).to(self.device),
             context,
         )
-        if not inputs.sampling_rows:
+        if not len(inputs.sampling_tokens):  # not the rows, which a tensor-parallel rank is not told of
             return StepLogits(None)
         sampling_tokens = torch.from_numpy(inputs.sampling_tokens).to(self.device)
         return StepLogits(self.model.logits(hidden_TD.index_select(0, sampling_tokens)))
@@ -118,3 +122,6 @@ class TorchForward:
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite."""
         self.attention.scrub(block_ids)
+
+    def close(self) -> None:
+        """Let go of nothing: torch keeps its threads, and memory goes with the object."""

@@ -1,0 +1,75 @@
+"""`onbeat serve --tensor-parallel-size 2`: the program, its sentences, a dead rank, and no process left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.parallel.processes import rank_pids
+
+FLAGS = (
+    *("--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", "32M"),
+    *("--max-model-len", "4k", "--step-time-profile", "roofline"),
+)
+REQUEST = {"prompt": "The sky is", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_directory(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def server(directory: Path) -> Iterator[ServerProgram]:
+    with serving(directory, *FLAGS, "--threads", "2", "-tp", "2") as program:
+        yield program
+
+
+def complete(url: str) -> str:
+    reply = httpx.post(f"{url}/v1/completions", json=REQUEST, timeout=30)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["text"]
+    return text
+
+
+def test_a_split_server_answers_as_a_whole_one(server: ServerProgram, directory: Path) -> None:
+    with serving(directory, *FLAGS, "--threads", "1", "--backend", "torch") as whole:
+        expected = complete(whole.url)
+    assert complete(server.url) == expected
+    assert any("tensor parallel: 2 ranks of 1 thread each" in line for line in server.lines), server.lines
+    engine = server.engine_pid
+    [rank] = rank_pids(engine)
+    server.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert not is_running(engine)
+    assert not is_running(rank)
+
+
+def test_a_killed_rank_fails_requests_and_is_told(server: ServerProgram) -> None:
+    complete(server.url)
+    engine = server.engine_pid
+    [rank] = rank_pids(engine)
+    os.kill(rank, signal.SIGKILL)
+    for _ in range(2):
+        reply = httpx.post(f"{server.url}/v1/completions", json=REQUEST, timeout=10)
+        assert reply.status_code == 500
+        assert f"rank 1 (process {rank}) was ended by SIGKILL" in reply.json()["error"]["message"]
+    server.send_signal(signal.SIGTERM)
+    assert server.exit_code() == 0
+    assert not is_running(engine)
+
+
+def test_a_size_that_does_not_divide_is_one_line(directory: Path) -> None:
+    done = run_program("serve", directory, *FLAGS, "--tensor-parallel-size", "3", "--port", "0")
+    assert done.returncode == 2
+    assert "sizes that do: 1, 2, 4" in done.stderr
+    assert "Traceback" not in done.stderr
