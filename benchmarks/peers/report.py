@@ -171,7 +171,8 @@ def draw(document: Document) -> Any:
     made.update_xaxes(
         title_text="concurrency", type="log", tickvals=[int(load) for load in plain_loads(runs)]
     )
-    made.update_yaxes(rangemode="tozero")
+    made.update_yaxes(rangemode="tozero", col=1)
+    made.update_yaxes(range=[0, 1.03], col=2)
     made.update_layout(
         title=f"{' and '.join(document['names'])} on this CPU",
         template="plotly_white",
