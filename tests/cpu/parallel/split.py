@@ -28,6 +28,7 @@ class ThreadFollowers:
     """The ranks after the first, in threads; they end when the connections are closed."""
 
     def __init__(self, forwards: Sequence[ForwardPass]) -> None:
+        self.forwards = forwards
         self._pool = ThreadPoolExecutor(len(forwards))
         self._connections: list[Connection] = []
         self._futures: list[Future[None]] = []
