@@ -14,7 +14,7 @@ from onbeat.bench.config import TargetConfig
 from onbeat.bench.feed import PromptFeed
 from onbeat.bench.outcomes import group_keys
 from onbeat.bench.payload import Api, PayloadBuilder
-from onbeat.bench.probe import choose_model, wait_until_ready
+from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.promise import Promises, SendSLO, choose_transport
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
@@ -119,7 +119,9 @@ class LoadClient:
             base_url=target.url, api=target.api, model=target.model, request_timeout=REQUEST_SECONDS
         )
         async with open_session(config.request_timeout) as session:
-            offered = await wait_until_ready(session, config)
+            # A server whose model is known is not asked for it: some cannot list models of a directory.
+            known = ServerModels() if target.model is not None else None
+            offered = known or await wait_until_ready(session, config)
             transport = choose_transport(self._send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=False)
             extra = {"temperature": 0.0} | ({"ignore_eos": True} if target.ignore_eos else {})
             endpoint = Endpoint(
