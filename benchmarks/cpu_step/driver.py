@@ -56,6 +56,9 @@ class TimedForward:
     def scrub(self, block_ids: IntArray) -> None:
         self._forward.scrub(block_ids)
 
+    def close(self) -> None:
+        self._forward.close()
+
     def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         start = time.perf_counter()
         logits = self._forward.run(inputs, wants_logits=wants_logits)
