@@ -33,6 +33,19 @@ struct TileRows {
     }
 };
 
+// What to ask the memory for while a tile is computed: what lies so far beyond what is read, in some of the
+// steps. Asked for in one go, a group's lines would fill the queue of open requests and hold everything up.
+struct TileAhead {
+    int64_t distance;  // bytes
+    uint32_t steps;    // a bit for each step of a group
+
+    OB_INLINE void ask(const uint8_t* at, int step) const {
+        if ((steps >> step & 1) == 0) return;
+        prefetch(at + distance);
+        prefetch(at + distance + kCacheLine);
+    }
+};
+
 template <class Sums, int kRows>
 struct GroupSums {
     Sums of[kRows][2];
@@ -59,13 +72,16 @@ struct Q8Group {
     static constexpr QuantLayout kLayout = kGroup == 32 ? kQ8Layout32 : kQ8Layout16;
 
     template <int kRows>
-    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, F16 (*totals)[2]) {
+    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
+                              F16 (*totals)[2]) {
         GroupSums<Bytes::Sums, kRows> sums = {};
 #pragma GCC unroll 8
         for (int first = 0; first < kGroup; first += 4) {
             const uint8_t* bytes = group + first * kPanelOutputs;
+            ahead.ask(bytes, first / 4);
             add_products<Bytes, kRows>(sums, load_bytes(bytes), load_bytes(bytes + 64), rows, first);
         }
+        prefetch(group + kLayout.scales + ahead.distance);
         const F16 scales[2] = {scale(group, 0), scale(group, 1)};
 #pragma GCC unroll 8
         for (int row = 0; row < kRows; ++row) {
@@ -98,15 +114,19 @@ struct Q4Group {
     static constexpr QuantLayout kLayout = kQ4Layout32;
 
     template <int kRows>
-    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, F16 (*totals)[2]) {
+    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
+                              F16 (*totals)[2]) {
         GroupSums<Nibbles::Sums, kRows> sums = {};
 #pragma GCC unroll 4
         for (int first = 0; first < 16; first += 4) {
             const uint8_t* bytes = group + first * kPanelOutputs;
+            ahead.ask(bytes, first / 4);
             const U16 low = load_bytes(bytes), high = load_bytes(bytes + 64);
             add_products<Nibbles, kRows>(sums, nibbles(low, 0), nibbles(high, 0), rows, first);
             add_products<Nibbles, kRows>(sums, nibbles(low, 4), nibbles(high, 4), rows, 16 + first);
         }
+        prefetch(group + kLayout.scales + ahead.distance);
+        prefetch(group + kLayout.minima + ahead.distance);
         const F16 scales[2] = {scale(group, 0), scale(group, 1)};
         const F16 minima[2] = {minimum(group, 0), minimum(group, 1)};
 #pragma GCC unroll 8
@@ -132,12 +152,6 @@ struct Q4Group {
     }
 };
 
-// What to ask the memory for while a tile is computed.
-struct TileAhead {
-    const uint8_t* address;
-    int64_t lines;  // for each group
-};
-
 template <class Group, int kRows>
 void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, TileAhead ahead,
                     float (*out)[kPanelOutputs]) {
@@ -145,9 +159,7 @@ void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, Til
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) totals[row][0] = totals[row][1] = zero();
     for (int64_t index = 0; index < num_groups; ++index) {
-        for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kCacheLine);
-        ahead.address += ahead.lines * kCacheLine;
-        Group::template add<kRows>(group, index, rows, totals);
+        Group::template add<kRows>(group, index, rows, ahead, totals);
         group += Group::kLayout.bytes;
         rows.values += Group::kLayout.inputs;
     }
@@ -169,20 +181,18 @@ OB_INLINE void tile_of_rows(int num_rows, const uint8_t* panel, int64_t num_grou
     tile_of_groups<Group, kRows>(panel, num_groups, rows, ahead, out);
 }
 
-// A single tile streams its panel from memory. Where several share one, it is in the cache for all but the
-// first, and each asks for a part of the next panel.
+// A single tile streams its panel from memory. Where several share one, it is in the cache since the last
+// panel, when each asked for a part of it, those of its steps.
 template <class Group>
 OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const QuantizedRows& x,
                              int64_t first_row, int num_rows, float (*out)[kPanelOutputs]) {
     const uint8_t* bytes = matrix.panel(panel);
     const int64_t num_groups = matrix.padded_inputs / Group::kLayout.inputs;
     const int64_t num_tiles = (x.num_rows + kQuantRows - 1) / kQuantRows;
-    constexpr int64_t kLines = Group::kLayout.bytes / kCacheLine;
-    TileAhead ahead = {bytes + kQuantStreamAhead, kLines};
+    TileAhead ahead = {kQuantStreamAhead, ~0u};
     if (num_tiles > 1) {
-        ahead.lines = (kLines + num_tiles - 1) / num_tiles;
-        const int64_t share = num_groups * ahead.lines * kCacheLine;
-        ahead.address = bytes + matrix.panel_bytes + first_row / kQuantRows * share;
+        ahead = {matrix.panel_bytes, 0};
+        for (int64_t step = first_row / kQuantRows; step < 8; step += num_tiles) ahead.steps |= 1u << step;
     }
     const TileRows rows = {x.values + first_row * x.stride, x.blocks + first_row * x.num_blocks, x.stride,
                            x.num_blocks};
