@@ -94,7 +94,7 @@ ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inpu
         return nullptr;
     }
     matrix.mapped_bytes = static_cast<size_t>(matrix.num_panels * matrix.panel_bytes);
-    matrix.data = ob::map_memory(matrix.mapped_bytes);
+    matrix.data = ob::take_shared_memory(matrix.mapped_bytes);
     if (matrix.data == nullptr) {
         std::snprintf(error, error_size, "no memory for a matrix of %zu bytes", matrix.mapped_bytes);
         return nullptr;
@@ -142,7 +142,7 @@ void ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
 
 void ob_matrix_free(ob_matrix* matrix) {
     if (matrix == nullptr) return;
-    ob::unmap_memory(matrix->data, matrix->mapped_bytes);
+    ob::give_back_shared_memory(matrix->data, matrix->mapped_bytes);
     delete matrix;
 }
 

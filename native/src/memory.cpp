@@ -2,9 +2,45 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <mutex>
 #include <new>
+#include <vector>
 
 namespace ob {
+namespace {
+
+constexpr size_t kLargePage = size_t{2} << 20;
+constexpr size_t kAreaBytes = size_t{64} << 20;
+
+size_t rounded(size_t bytes, size_t multiple) { return (bytes + multiple - 1) / multiple * multiple; }
+
+// A piece of memory that starts at a large page, handed out from front to back.
+struct Area {
+    uint8_t* mapping;
+    size_t mapped_bytes;
+    uint8_t* first;
+    size_t bytes;
+    size_t used = 0;
+    size_t given_back = 0;
+};
+
+std::mutex areas_mutex;
+std::vector<Area> areas;
+
+bool add_area(size_t bytes) {
+    Area area{};
+    area.bytes = rounded(std::max(bytes, kAreaBytes), kLargePage);
+    area.mapped_bytes = area.bytes + kLargePage;
+    area.mapping = map_memory(area.mapped_bytes);
+    if (area.mapping == nullptr) return false;
+    const size_t past = reinterpret_cast<uintptr_t>(area.mapping) % kLargePage;
+    area.first = area.mapping + (past ? kLargePage - past : 0);
+    areas.push_back(area);
+    return true;
+}
+
+}  // namespace
 
 uint8_t* map_memory(size_t bytes) {
     if (bytes == 0) return nullptr;
@@ -16,6 +52,30 @@ uint8_t* map_memory(size_t bytes) {
 
 void unmap_memory(uint8_t* memory, size_t bytes) {
     if (memory != nullptr) munmap(memory, bytes);
+}
+
+uint8_t* take_shared_memory(size_t bytes) {
+    bytes = rounded(bytes, 64);
+    const std::lock_guard<std::mutex> lock(areas_mutex);
+    if (areas.empty() || areas.back().bytes - areas.back().used < bytes) {
+        if (!add_area(bytes)) return nullptr;
+    }
+    Area& area = areas.back();
+    uint8_t* memory = area.first + area.used;
+    area.used += bytes;
+    return memory;
+}
+
+void give_back_shared_memory(uint8_t* memory, size_t bytes) {
+    if (memory == nullptr) return;
+    const std::lock_guard<std::mutex> lock(areas_mutex);
+    const auto holds = [&](const Area& area) { return memory >= area.first && memory < area.first + area.bytes; };
+    const auto area = std::find_if(areas.begin(), areas.end(), holds);
+    area->given_back += rounded(bytes, 64);
+    if (area->given_back == area->used) {
+        unmap_memory(area->mapping, area->mapped_bytes);
+        areas.erase(area);
+    }
 }
 
 uint8_t* Buffer::at_least(size_t bytes) {

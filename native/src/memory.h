@@ -10,6 +10,11 @@ namespace ob {
 uint8_t* map_memory(size_t bytes);
 void unmap_memory(uint8_t* memory, size_t bytes);
 
+// Memory for what is read again in every step, such as weights. Small pieces share large pages: a processor that
+// must look up a new address for every 4 KiB reads far slower. NULL where the system has none to give.
+uint8_t* take_shared_memory(size_t bytes);
+void give_back_shared_memory(uint8_t* memory, size_t bytes);
+
 // Memory that grows and forgets what it held.
 class Buffer {
 public:

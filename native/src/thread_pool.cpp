@@ -17,7 +17,7 @@ namespace {
 // A waiter spins for as long as a quiet machine's others need, then sleeps: whoever shares the core (the server,
 // a client, a neighbour) must get it, or the thread that everybody waits for would not run. Spinning on, or
 // sched_yield instead of sleeping, makes a step many times longer beside one busy process.
-constexpr auto kSpin = std::chrono::microseconds(4);
+constexpr auto kSpin = std::chrono::microseconds(20);
 constexpr int kPausesPerLook = 8;
 
 inline void pause_briefly() {
