@@ -12,7 +12,6 @@ from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
-from onbeat.engine.parallel.executor import ClosingExecutor
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
@@ -45,7 +44,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         recorder = start_record(header)
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        ClosingExecutor(ThreadExecutor(loaded.runner), loaded.runner.forward.close),
+        ThreadExecutor(loaded.runner, on_shutdown=loaded.runner.forward.close),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         watch=step_time.watch,

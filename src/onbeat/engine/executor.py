@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
@@ -18,10 +19,16 @@ class ThreadExecutor:
     """One worker thread: steps run in order, and the host may plan the next one meanwhile.
 
     Torch lets go of the interpreter lock inside its operators, so planning overlaps with them.
+
+    Parameters
+    ----------
+    runner : runs the steps.
+    on_shutdown : lets go of what they ran on; called once no step runs any more.
     """
 
-    def __init__(self, runner: StepRunner) -> None:
+    def __init__(self, runner: StepRunner, *, on_shutdown: Callable[[], None] = lambda: None) -> None:
         self._runner = runner
+        self._on_shutdown = on_shutdown
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="onbeat-step")
 
     def submit(self, scheduled: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -29,3 +36,4 @@ class ThreadExecutor:
 
     def shutdown(self) -> None:
         self._pool.shutdown(wait=True)
+        self._on_shutdown()
