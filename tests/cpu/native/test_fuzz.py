@@ -22,7 +22,7 @@ def test_random_steps(native_library: NativeLibrary, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 def test_random_steps_touch_only_their_own_memory(tmp_path: Path) -> None:
     library = tmp_path / "libonbeat_native-address.so"
