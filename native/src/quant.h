@@ -3,8 +3,7 @@
 // The inputs become bytes too (quant_rows.h). Within a group the products add up in integers; groups add up
 // in float. A tile is the 32 outputs of a panel for a few rows, which share what is read of the panel.
 //
-// For many rows, where arithmetic and not memory is what takes the time, `expand_panel` makes a float panel
-// for the kernels of linear.h.
+// `expand_panel` makes a float panel for the kernels of linear.h, where bytes would be the slower way.
 #pragma once
 
 #include "quant_rows.h"
@@ -13,7 +12,9 @@ namespace ob {
 namespace OB_NAMESPACE {
 
 constexpr int kQuantRows = kWidth == 16 ? 8 : kWidth == 8 ? 2 : 1;  // most rows of a tile
-constexpr int64_t kQuantFewRows = 64;        // with more rows, expanding the panel is the faster way
+// Most rows that a panel meets as bytes. Products of bytes are the faster ones for any number of rows where
+// there are instructions for them, but a thread's scratch memory ends.
+constexpr int64_t kQuantFewRows = kWidth > 4 ? 64 : 2;
 constexpr int64_t kQuantStreamAhead = 8192;  // bytes
 constexpr int64_t kCacheLine = 64;
 
