@@ -29,6 +29,7 @@ template <class E, int kRows>
 void tile(const typename E::Number* panel, const typename E::Number* x, int64_t stride, int64_t num_steps,
           Ahead ahead, PanelRow* out) {
     // Few rows have few sums, and each addition would wait for the last: several sets take turns.
+    constexpr int kStepLines = kPanelOutputs * E::kPack * (int)sizeof(*panel) / kLine;
     constexpr int kSets = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
     F16 sums[kSets][kRows][2];
 #pragma GCC unroll 4
@@ -37,10 +38,18 @@ void tile(const typename E::Number* panel, const typename E::Number* x, int64_t 
         for (int row = 0; row < kRows; ++row) sums[set][row][0] = sums[set][row][1] = zero();
 
     for (int64_t step = 0; step < num_steps; step += kStepsAtOnce) {
-        for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kLine);
-        ahead.address += ahead.lines * kLine;
+        // A panel that streams from memory asks for as many lines as it reads, a few with each step: in one go
+        // they would fill the queue of open requests and hold up what is computed meanwhile.
+        const bool is_stream = ahead.lines == kStepLines * kStepsAtOnce;
+        if (!is_stream) {
+            for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kLine);
+        }
 #pragma GCC unroll 4
         for (int part = 0; part < kStepsAtOnce; ++part) {
+            if (is_stream) {
+                for (int line = 0; line < kStepLines; ++line)
+                    prefetch(ahead.address + (part * kStepLines + line) * kLine);
+            }
             const auto low = E::weights(panel), high = E::weights(panel + 16 * E::kPack);
             panel += kPanelOutputs * E::kPack;
 #pragma GCC unroll 12
@@ -51,6 +60,7 @@ void tile(const typename E::Number* panel, const typename E::Number* x, int64_t 
             }
         }
         x += kStepsAtOnce * E::kPack;
+        ahead.address += ahead.lines * kLine;
     }
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
@@ -122,22 +132,23 @@ template <class E, class Epilogue>
 void multiply_quantized(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, uint8_t* scratch,
                         Epilogue& epilogue) {
     typedef typename E::Number Number;
-    if (rows.size() > kQuantFewRows) {
+    if (kWidth == 4 && rows.size() > kQuantFewRows) {
         for (int64_t panel = panels.first; panel < panels.end; ++panel) {
             expand_panel<E>(w, panel, (Number*)scratch);
             multiply_panel<E>((const Number*)scratch, w.padded_inputs, inputs, rows, nullptr, epilogue, panel);
         }
         return;
     }
-    const QuantizedRows x =
-        quantize_rows(scratch, inputs.row(rows.first), inputs.stride, rows.size(), w.padded_inputs);
     alignas(64) PanelRow out[kQuantRows];
-    for (int64_t panel = panels.first; panel < panels.end; ++panel) {
-        for (int64_t first = 0; first < rows.size(); first += kQuantRows) {
-            const int64_t left = rows.size() - first;
-            const int num_rows = (int)(left < kQuantRows ? left : kQuantRows);
-            quantized_tile(w, panel, x, first, num_rows, out);
-            for (int row = 0; row < num_rows; ++row) epilogue(rows.first + first + row, panel, out[row]);
+    for (int64_t begin = rows.first; begin < rows.end; begin += kQuantFewRows) {
+        const int64_t count = rows.end - begin < kQuantFewRows ? rows.end - begin : kQuantFewRows;
+        const QuantizedRows x = quantize_rows(scratch, inputs.row(begin), inputs.stride, count, w.padded_inputs);
+        for (int64_t panel = panels.first; panel < panels.end; ++panel) {
+            for (int64_t first = 0; first < count; first += kQuantRows) {
+                const int num_rows = (int)(count - first < kQuantRows ? count - first : kQuantRows);
+                quantized_tile(w, panel, x, first, num_rows, out);
+                for (int row = 0; row < num_rows; ++row) epilogue(begin + first + row, panel, out[row]);
+            }
         }
     }
 }

@@ -52,13 +52,17 @@ OB_INLINE Vector16<T> splat(T value) {
 }
 template <class T>
 OB_INLINE Vector16<T> load(const T* from) {
-    Vector16<T> result;
-    memcpy(&result, from, sizeof result);
-    return result;
+    // Part by part: whole, GCC copies it in pieces of 16 bytes through memory where registers are narrower.
+    return each<Vector16<T>>([&](int i) {
+        typename Vector16<T>::Part part;
+        memcpy(&part, from + i * kWidth, sizeof part);
+        return part;
+    });
 }
 template <class T>
 OB_INLINE void store(T* to, Vector16<T> value) {
-    memcpy(to, &value, sizeof value);
+#pragma GCC unroll 4
+    for (int i = 0; i < kParts; ++i) memcpy(to + i * kWidth, &value.part[i], sizeof value.part[i]);
 }
 
 OB_INLINE F16 zero() { return splat(0.0f); }
@@ -225,8 +229,7 @@ struct BFloat16 {
     typedef Pair Input;
     // A bfloat16 is the upper half of a float: a shift or a mask makes one of it.
     static OB_INLINE Weights weights(const Number* from) {
-        U16 pairs;
-        memcpy(&pairs, from, sizeof pairs);
+        const U16 pairs = load((const uint32_t*)from);
         return {each<F16>([&](int i) { return (F16::Part)(pairs.part[i] << 16); }),
                 each<F16>([&](int i) { return (F16::Part)(pairs.part[i] & 0xffff0000u); })};
     }
