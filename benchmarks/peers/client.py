@@ -50,6 +50,7 @@ class Target:
     model: str | None
     api: Api
     ignore_eos: bool
+    keeps_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +119,7 @@ class LoadClient:
         config = TargetConfig(
             base_url=target.url, api=target.api, model=target.model, request_timeout=REQUEST_SECONDS
         )
-        async with open_session(config.request_timeout) as session:
+        async with open_session(config.request_timeout, keeps_alive=target.keeps_alive) as session:
             # A server whose model is known is not asked for it: some cannot list models of a directory.
             known = ServerModels() if target.model is not None else None
             offered = known or await wait_until_ready(session, config)

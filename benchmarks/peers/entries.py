@@ -45,6 +45,8 @@ class Entry:
     api: Api = "completions"
     ignore_eos: bool = True
     """Whether requests ask to go on after the end-of-sequence token."""
+    keeps_alive: bool = True
+    """Whether a connection may be used for another request: false for a server that drops it unannounced."""
     tune: Tuning | None = None
 
     def with_flag(self, flag: str, value: str) -> Entry:
@@ -88,7 +90,7 @@ def parse_entry(name: str, values: Mapping[str, Any]) -> Entry:
     ------
     EntryError : a key is missing or unknown.
     """
-    known = {"about", "command", "environment", "model", "api", "ignore_eos", "tune"}
+    known = {"about", "command", "environment", "model", "api", "ignore_eos", "keeps_alive", "tune"}
     if unknown := set(values) - known:
         raise EntryError(
             f"server {name!r} has the unknown key {sorted(unknown)[0]!r}; known: {sorted(known)}"

@@ -76,7 +76,11 @@ class Stage:
         (session,) = child_sessions() - before
         self._sessions[name] = session
         self._targets[name] = Target(
-            url=launch.url, model=launch.model, api=entry.api, ignore_eos=entry.ignore_eos
+            url=launch.url,
+            model=launch.model,
+            api=entry.api,
+            ignore_eos=entry.ignore_eos,
+            keeps_alive=entry.keeps_alive,
         )
         self._loaded.discard(name)
         self.starts.append({"server": name, "seconds": seconds, "memory_bytes": memory_bytes(session)})

@@ -33,15 +33,26 @@ class Endpoint:
     """Longest time one request may take, seconds."""
 
 
-def open_session(timeout: float) -> aiohttp.ClientSession:
-    """Return a session whose connections are kept alive and unlimited in number.
+def open_session(timeout: float, *, keeps_alive: bool = True) -> aiohttp.ClientSession:
+    """Return a session whose connections are unlimited in number.
 
     The client must never be the queue: with a limit, requests would wait in it unseen.
+
+    Parameters
+    ----------
+    timeout : of a whole request, seconds.
+    keeps_alive : whether connections are used again. A server that drops them after an answer without saying
+        so loses the next request otherwise.
     """
+    connector = (
+        aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=60)
+        if keeps_alive
+        else aiohttp.TCPConnector(limit=0, limit_per_host=0, force_close=True)
+    )
     trace = aiohttp.TraceConfig()
     trace.on_connection_reuseconn.append(_note_reuse)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, limit_per_host=0, keepalive_timeout=60),
+        connector=connector,
         timeout=aiohttp.ClientTimeout(total=timeout),
         trace_configs=[trace],
         raise_for_status=False,
