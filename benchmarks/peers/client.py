@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +16,7 @@ from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.promise import Promises, SendSLO, choose_transport
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
+from onbeat.bench.session import settled_memory
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions, summarise
@@ -139,17 +138,6 @@ class LoadClient:
             plan = LoadPlan(offsets=None, max_concurrency=concurrency)
             with settled_memory():
                 return await LoadRunner(client.send, plan).run(feed, asyncio.Event())
-
-
-@contextmanager
-def settled_memory() -> Iterator[None]:
-    """Keep what exists now out of garbage collection, which would stop the client for milliseconds."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _chosen(values: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:

@@ -13,8 +13,6 @@ namespace ob {
 namespace OB_NAMESPACE {
 
 constexpr int kTileRows = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 1;
-constexpr int64_t kStreamAhead = 8192;       // bytes
-constexpr int64_t kLine = 64;
 constexpr int64_t kStepsAtOnce = 4;          // inner steps between two looks at prefetching
 constexpr int64_t kChunkBytes = 400 << 10;   // inputs that stay in the second-level cache
 
@@ -29,7 +27,7 @@ template <class E, int kRows>
 void tile(const typename E::Number* panel, const typename E::Number* x, int64_t stride, int64_t num_steps,
           Ahead ahead, PanelRow* out) {
     // Few rows have few sums, and each addition would wait for the last: several sets take turns.
-    constexpr int kStepLines = kPanelOutputs * E::kPack * (int)sizeof(*panel) / kLine;
+    constexpr int kStepLines = kPanelOutputs * E::kPack * (int)sizeof(*panel) / kCacheLine;
     constexpr int kSets = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
     F16 sums[kSets][kRows][2];
 #pragma GCC unroll 4
@@ -42,13 +40,13 @@ void tile(const typename E::Number* panel, const typename E::Number* x, int64_t 
         // they would fill the queue of open requests and hold up what is computed meanwhile.
         const bool is_stream = ahead.lines == kStepLines * kStepsAtOnce;
         if (!is_stream) {
-            for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kLine);
+            for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kCacheLine);
         }
 #pragma GCC unroll 4
         for (int part = 0; part < kStepsAtOnce; ++part) {
             if (is_stream) {
                 for (int line = 0; line < kStepLines; ++line)
-                    prefetch(ahead.address + (part * kStepLines + line) * kLine);
+                    prefetch(ahead.address + (part * kStepLines + line) * kCacheLine);
             }
             const auto low = E::weights(panel), high = E::weights(panel + 16 * E::kPack);
             panel += kPanelOutputs * E::kPack;
@@ -60,7 +58,7 @@ void tile(const typename E::Number* panel, const typename E::Number* x, int64_t 
             }
         }
         x += kStepsAtOnce * E::kPack;
-        ahead.address += ahead.lines * kLine;
+        ahead.address += ahead.lines * kCacheLine;
     }
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row) {
@@ -98,7 +96,7 @@ void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inpu
                     const uint8_t* next, Epilogue& epilogue, int64_t panel_index) {
     const int64_t num_steps = padded_inputs / E::kPack;
     const int64_t num_tiles = (rows.size() + kTileRows - 1) / kTileRows;
-    const int64_t lines = kStepsAtOnce * kPanelOutputs * E::kPack * (int64_t)sizeof(*panel) / kLine;
+    const int64_t lines = kStepsAtOnce * kPanelOutputs * E::kPack * (int64_t)sizeof(*panel) / kCacheLine;
     Ahead ahead = {(const uint8_t*)panel + kStreamAhead, lines};
     if (num_tiles > 1) ahead = {next, (lines + num_tiles - 1) / num_tiles};
     if (next == nullptr) ahead.lines = 0;
@@ -107,7 +105,7 @@ void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inpu
         const Range own = {rows.first + rows.size() * index / num_tiles,
                            rows.first + rows.size() * (index + 1) / num_tiles};
         tile_of<E>(own.size(), panel, inputs.row(own.first), inputs.stride, num_steps, ahead, out);
-        if (num_tiles > 1) ahead.address += ahead.lines * kLine * (num_steps / kStepsAtOnce);
+        if (num_tiles > 1) ahead.address += ahead.lines * kCacheLine * (num_steps / kStepsAtOnce);
         for (int64_t row = own.first; row < own.end; ++row) epilogue(row, panel_index, out[row - own.first]);
     }
 }
@@ -127,7 +125,8 @@ void multiply_float(const ob_matrix& w, Inputs<E> inputs, Range rows, Range pane
     }
 }
 
-// Few rows meet the quantized panel in integers; for many rows the panel is expanded once.
+// Rows meet the quantized panel in integers, as many at once as scratch memory holds; where a processor has no products
+// of bytes, the panel is expanded once for more than a few.
 template <class E, class Epilogue>
 void multiply_quantized(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, uint8_t* scratch,
                         Epilogue& epilogue) {

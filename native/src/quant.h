@@ -15,8 +15,6 @@ constexpr int kQuantRows = kWidth == 16 ? 8 : kWidth == 8 ? 2 : 1;  // most rows
 // Most rows that a panel meets as bytes. Products of bytes are the faster ones for any number of rows where
 // there are instructions for them, but a thread's scratch memory ends.
 constexpr int64_t kQuantFewRows = kWidth > 4 ? 64 : 2;
-constexpr int64_t kQuantStreamAhead = 8192;  // bytes
-constexpr int64_t kCacheLine = 64;
 
 // The rows of a tile, from the first input of the group that is at hand.
 struct TileRows {
@@ -190,7 +188,7 @@ OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const Quant
     const uint8_t* bytes = matrix.panel(panel);
     const int64_t num_groups = matrix.padded_inputs / Group::kLayout.inputs;
     const int64_t num_tiles = (x.num_rows + kQuantRows - 1) / kQuantRows;
-    TileAhead ahead = {kQuantStreamAhead, ~0u};
+    TileAhead ahead = {kStreamAhead, ~0u};
     if (num_tiles > 1) {
         ahead = {matrix.panel_bytes, 0};
         for (int64_t step = first_row / kQuantRows; step < 8; step += num_tiles) ahead.steps |= 1u << step;

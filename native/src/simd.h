@@ -241,6 +241,9 @@ struct BFloat16 {
     static OB_INLINE Number from_float(float value) { return to_bf16(value); }
 };
 
+constexpr int64_t kCacheLine = 64;      // bytes
+constexpr int64_t kStreamAhead = 8192;  // bytes from what is read of a stream to what is asked for
+
 OB_INLINE void prefetch(const void* address) { __builtin_prefetch(address, 0, 3); }
 
 }  // namespace OB_NAMESPACE

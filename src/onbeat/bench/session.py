@@ -151,7 +151,7 @@ async def _run(
     await feed.fill()
     runner = LoadRunner(client.send, plan, on_end=progress.on_request)
     progress.on_start(run, len(workload))
-    with _settled_memory():
+    with settled_memory():
         outcome = await runner.run(feed, stop)
     run = replace(run, num_prompts=len(workload))
     is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
@@ -167,7 +167,7 @@ async def _run(
 
 
 @contextmanager
-def _settled_memory() -> Iterator[None]:
+def settled_memory() -> Iterator[None]:
     """Keep what exists now out of garbage collection; a full round would stop the client for over 10 ms."""
     gc.collect()
     gc.freeze()
