@@ -91,7 +91,7 @@ def describe(shape: BatchShape) -> str:
         context = shape.decode_context_tokens // shape.num_decodes
         parts.append(f"{_number(shape.num_decodes, 'decode')} at {context:,} tokens")
     if shape.num_chunks:
-        tokens = shape.num_new_tokens - shape.num_decodes
+        tokens = shape.num_chunk_tokens
         after = f" after {shape.chunk_cached_tokens:,}" if shape.chunk_cached_tokens else ""
         parts.append(f"{_number(shape.num_chunks, 'chunk')} of {tokens:,} tokens{after}")
     return ", ".join(parts)

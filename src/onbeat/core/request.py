@@ -171,3 +171,7 @@ class RequestOutput:
     """TTFT that was predicted at the request's arrival, seconds; set on its first output alone."""
     is_relegated: bool = False
     """Whether the request is served as best effort by now: its objectives could not be kept."""
+    num_drafted_tokens: int = 0
+    """Draft tokens verified for the request so far."""
+    num_accepted_tokens: int = 0
+    """Of these, tokens that became output."""

@@ -29,6 +29,26 @@ class BatchShape:
     """Sum of squared chunk lengths."""
     num_lm_head_rows: int = 0
     num_verify_rows: int = 0
+    """Decode rows that verify draft tokens; `num_decodes` counts them too."""
+    num_draft_tokens: int = 0
+    """Draft tokens verified, the rows' own tokens left out; `num_new_tokens` counts them too."""
+    num_draft_passes: int = 0
+    """Forward passes, one after another, in which a proposer's model made the drafts; 0 where none runs."""
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        """New tokens of prompts, and of requests that compute again what a preemption took."""
+        return self.num_new_tokens - self.num_decodes - self.num_draft_tokens
+
+    def add_verify(self, num_computed_tokens: int, num_drafts: int) -> None:
+        """Count a decode row with drafts: its context is read once, and each of its tokens has logits."""
+        self.num_new_tokens += 1 + num_drafts
+        self.num_sequences += 1
+        self.num_decodes += 1
+        self.decode_context_tokens += num_computed_tokens + 1 + num_drafts
+        self.num_lm_head_rows += 1 + num_drafts
+        self.num_draft_tokens += num_drafts
+        self.num_verify_rows += num_drafts > 0
 
     def add(self, num_computed_tokens: int, num_new_tokens: int, *, samples: bool) -> None:
         """Count one more row."""
@@ -57,7 +77,11 @@ class ScheduledRequest(NamedTuple):
     new_block_ids: tuple[int, ...]
     """Blocks appended to the request's block table since its last row."""
     samples: bool
-    """Whether the last new token's logits are sampled."""
+    """Whether the last new token's logits are sampled; with drafts, those of the row's other tokens too."""
+    num_draft_tokens: int = 0
+    """Of the new tokens, the last ones: drafts to propose and verify in this step. The model runner may have
+    fewer to propose. Where a step before is in flight whose drafts are not verified yet, the row's
+    `num_computed_tokens` is what it is if all of them are accepted, and the runner knows better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +116,8 @@ class SchedulerOutput:
     """Time that the policy allowed the step, seconds; None where it plans by tokens, or nothing bound it."""
     budget_request_id: str | None = None
     """The request whose deadline set the budget."""
+    expected_tokens: float = 0.0
+    """Output tokens that the decode rows should deliver; kept where drafts are planned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +129,33 @@ class ModelRunnerOutput:
     sampled_token_ids : one list per row with `samples`, in row order.
     logprobs : the same length, or None when no row asked for any; an entry is None where its row did not ask.
     failed : request id -> what went wrong, for rows whose result is unusable (their tokens are empty).
+    num_drafted : drafts that were verified for each row with `samples`: those that were asked for, or fewer.
+        A row has as many tokens as drafts were accepted, and one more. None where none were asked for.
+    num_available : drafts that the proposer has ready for the next step of each row with `samples`; None
+        where it makes as many as one asks for, or where nothing is proposed.
     """
 
     sampled_token_ids: list[list[int]]
     logprobs: list[list[TokenLogprobs] | None] | None = None
     failed: dict[str, str] | None = None
+    num_drafted: list[int] | None = None
+    num_available: list[int] | None = None
+
+
+@dataclass(slots=True)
+class DraftStats:
+    """What speculation did in one step."""
+
+    lengths: list[int]
+    """Decode rows by the number of drafts that were planned: index k counts rows with k of them."""
+    drafted_at: list[int]
+    """Index j counts the drafts verified at position j of their row, the first at 0."""
+    accepted_at: list[int]
+    """Likewise, those accepted."""
+    num_tokens: int
+    """Output tokens that the step's decode rows delivered."""
+    expected_tokens: float
+    """What they were expected to deliver when the step was planned."""
 
 
 @dataclass(slots=True)
@@ -147,6 +195,8 @@ class StepStats:
     """The request whose deadline set the budget."""
     scheduler: SchedulerState | None = None
     """Queues and promises after the step; None where the policy keeps no deadlines."""
+    drafts: DraftStats | None = None
+    """None where nothing is speculated, or the step had no decode row."""
 
 
 @dataclass(slots=True)

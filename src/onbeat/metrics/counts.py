@@ -182,7 +182,7 @@ class RunCounts:
             self.mfu.observe(stats.mfu)
         self.step_tokens.observe(shape.num_new_tokens)
         self.step_decodes.observe(shape.num_decodes)
-        self.step_chunk_tokens.observe(shape.num_new_tokens - shape.num_decodes)
+        self.step_chunk_tokens.observe(shape.num_chunk_tokens)
         self.step_rows.observe(shape.num_sequences)
         self.schedule.observe(stats.schedule_seconds)
         self.update.observe(stats.update_seconds)

@@ -40,7 +40,7 @@ class PolicyCounts:
 
     def on_step(self, stats: StepStats) -> None:
         """Count a step."""
-        self.num_chunk_tokens += stats.shape.num_new_tokens - stats.shape.num_decodes
+        self.num_chunk_tokens += stats.shape.num_chunk_tokens
         if stats.budget_seconds is not None:
             self.budget.observe(stats.budget_seconds)
             self.num_over_budget += stats.end - stats.start > stats.budget_seconds

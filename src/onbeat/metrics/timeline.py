@@ -86,7 +86,7 @@ class Timeline:
                     "rows": shape.num_sequences,
                     "decodes": shape.num_decodes,
                     "chunks": shape.num_chunks,
-                    "chunk_tokens": shape.num_new_tokens - shape.num_decodes,
+                    "chunk_tokens": shape.num_chunk_tokens,
                     "decode_context_tokens": shape.decode_context_tokens,
                     "running": stats.num_running,
                     "waiting": stats.num_waiting,

@@ -111,7 +111,7 @@ def distserve_closure(
             fixed, per_decode_context, per_sequence = small if num_decodes < large_batch else large
             growing = per_decode_context * context + per_sequence * num_decodes
         if shape.num_chunks:
-            num_tokens = shape.num_new_tokens - num_decodes
+            num_tokens = shape.num_chunk_tokens
             fixed = max(fixed, prefill_fixed) + hops
             growing += per_token * num_tokens + per_square * (2 * shape.query_key_pairs - num_tokens)
             context += num_tokens + shape.chunk_cached_tokens
@@ -150,7 +150,7 @@ def turbospec_closure(
             + per_sequence * shape.num_sequences
             + (when_speculating if shape.num_verify_rows else 0.0)
         )
-        all_context = context + shape.num_new_tokens - shape.num_decodes
+        all_context = context + shape.num_chunk_tokens
         return max(total, lowest) + overhead.per_step + overhead.per_token * all_context
 
     return seconds

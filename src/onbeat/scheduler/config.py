@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES, SLOMode
+
+DraftLength = Literal["adaptive", "fixed"]
+DRAFT_LENGTHS: tuple[str, ...] = get_args(DraftLength)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """How many draft tokens the scheduler plans; what proposes them is the model runner's matter."""
+
+    num_speculative_tokens: int
+    """Most drafts of a request in one step, at least 1."""
+    draft_length: DraftLength = "adaptive"
+    """`adaptive`: as many as promise the most tokens per second, down to none. `fixed`: always the most."""
+    runs_model: bool = False
+    """Whether a model makes the drafts, one forward pass for each position."""
+    initial_acceptance: float = 0.7
+    """Share of drafts taken to be accepted, of those whose predecessors are, before anything is known;
+    in (0, 1)."""
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.num_speculative_tokens}; it must be at least 1"
+            )
+        if self.draft_length not in DRAFT_LENGTHS:
+            raise ConfigError(
+                f"unknown draft_length {self.draft_length!r}; choose one of {', '.join(DRAFT_LENGTHS)}"
+            )
+        if not 0.0 < self.initial_acceptance < 1.0:
+            raise ConfigError(f"initial_acceptance is {self.initial_acceptance}; it must be between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +66,8 @@ class SchedulerConfig:
     """Most requests that wait; one more is refused whatever its objectives. None sets no limit."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that wait, likewise."""
+    speculation: SpeculationConfig | None = None
+    """None plans no drafts."""
 
     def __post_init__(self) -> None:
         if self.block_size < 16 or self.block_size % 16:
@@ -55,6 +88,11 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.slo_mode not in SLO_MODES:
             raise ConfigError(f"unknown slo_mode {self.slo_mode!r}; known are {', '.join(SLO_MODES)}")
+        if self.speculation is not None and self.speculation.num_speculative_tokens > self.block_size:
+            raise ConfigError(
+                f"num_speculative_tokens is {self.speculation.num_speculative_tokens}; it must not be above "
+                f"block_size ({self.block_size})"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "

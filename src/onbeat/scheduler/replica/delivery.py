@@ -7,10 +7,16 @@ from onbeat.scheduler.replica.request_state import RequestState
 
 
 def deliver(
-    state: RequestState, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None
+    state: RequestState, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None, num_drafts: int = 0
 ) -> RequestOutput:
-    """Append sampled tokens to a request and see whether they end it."""
-    state.num_in_flight_tokens -= 1
+    """Append sampled tokens to a request and see whether they end it.
+
+    Parameters
+    ----------
+    num_drafts : that the step was planned with.
+    """
+    state.num_in_flight_tokens -= 1 + num_drafts
+    state.num_in_flight_drafts -= num_drafts
     num_tokens = state.num_tokens + len(sampled_ids)
     finish_reason, stop_token_id = None, None
     if state.stop_token_ids or num_tokens > state.max_total_tokens:
@@ -30,7 +36,9 @@ def deliver(
         state.num_cached_tokens,
         state.num_preemptions,
         state.scheduled_time,
-        logprobs,
+        logprobs if logprobs is None else logprobs[: len(sampled_ids)],
+        num_drafted_tokens=state.num_drafted_tokens,
+        num_accepted_tokens=state.num_accepted_tokens,
     )
 
 
@@ -44,6 +52,8 @@ def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutp
         state.num_cached_tokens,
         state.num_preemptions,
         state.scheduled_time,
+        num_drafted_tokens=state.num_drafted_tokens,
+        num_accepted_tokens=state.num_accepted_tokens,
     )
 
 

@@ -41,11 +41,14 @@ class RequestState:
         "last_preemption",
         "max_total_tokens",
         "next_deadline",
+        "num_accepted_tokens",
         "num_allocated_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_drafted_tokens",
         "num_external_tokens",
         "num_hit_tokens",
+        "num_in_flight_drafts",
         "num_in_flight_tokens",
         "num_late_tokens",
         "num_preemptions",
@@ -59,6 +62,7 @@ class RequestState:
         "request_id",
         "scheduled_time",
         "sort_key",
+        "speculation",
         "status",
         "stop_token_ids",
         "tbt",
@@ -79,7 +83,15 @@ class RequestState:
         self.num_external_tokens = request.num_external_tokens
         """Of its tokens, those whose KV is still to come from elsewhere."""
         self.num_in_flight_tokens = 0
-        """Tokens that planned steps will sample but that are not known yet."""
+        """Tokens that planned steps will sample but that are not known yet; with drafts, the most of them."""
+        self.num_in_flight_drafts = 0
+        """Of these, drafts, which may be rejected. `num_computed_tokens` counts them as accepted."""
+        self.num_drafted_tokens = 0
+        """Drafts verified so far."""
+        self.num_accepted_tokens = 0
+        """Of these, tokens that became output."""
+        self.speculation: object | None = None
+        """What drafting remembers of the request; nobody else looks at it."""
         self.max_total_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.block_ids: list[int] = []
@@ -123,6 +135,11 @@ class RequestState:
     def num_wanted_tokens(self) -> int:
         """Tokens, known or in flight, that are not computed yet."""
         return self.num_tokens + self.num_in_flight_tokens - self.num_computed_tokens
+
+    @property
+    def num_certain_tokens(self) -> int:
+        """Tokens in flight that will be delivered whatever becomes of drafts."""
+        return self.num_in_flight_tokens - self.num_in_flight_drafts
 
     @property
     def will_be_full(self) -> bool:

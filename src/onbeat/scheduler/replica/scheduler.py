@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from itertools import repeat
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.request import FinishReason, Request, RequestOutput
@@ -34,7 +33,15 @@ from onbeat.scheduler.replica.slo.deadlines import (
     queue_rank,
     set_deadlines,
 )
+from onbeat.scheduler.replica.speculation.choice import make_drafting
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
+from onbeat.scheduler.replica.verification import (
+    SampledRow,
+    advance_with_drafts,
+    correct_shape,
+    sampled_rows,
+    take_back_rejected,
+)
 
 _new_row = tuple.__new__
 """Makes a named tuple without the call of its own constructor, of which a step would make hundreds."""
@@ -73,6 +80,7 @@ class Scheduler:
                 f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
                 "give a step-time model, or use a policy with a token budget (sarathi)"
             )
+        self._drafting = make_drafting(config.speculation)
         self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         self._states: dict[str, RequestState] = {}
         self._released_ids: list[str] = []
@@ -192,7 +200,8 @@ class Scheduler:
         """
         step_id, states, planned_at = self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
-        num_more = self._take_back(states, scheduled, result)
+        self._take_back(states, scheduled, result)
+        correct_shape(scheduled, result)
         if self.step_time_model is not None and scheduled.max_repeats == 1:
             # Steps wait for one another, save for those of a pipeline, which run side by side.
             is_pipeline = self.config.num_micro_batches > 1
@@ -202,32 +211,29 @@ class Scheduler:
         keeps_deadlines = self._policy.keeps_deadlines
         outputs: list[RequestOutput] = []
         failed = result.failed or {}
-        sampled = iter(result.sampled_token_ids)
-        logprobs = iter(result.logprobs) if result.logprobs is not None else repeat(None)
+        sampled = sampled_rows(result)
         for state, row in zip(states, scheduled.rows, strict=True):
-            _, num_computed, num_new, _, samples = row
+            _, num_computed, num_new, _, samples, _ = row
             if samples:
-                row_token_ids, row_logprobs = next(sampled), next(logprobs)
+                got = next(sampled)
             status = state.status
             if status is RequestStatus.FINISHED or status is RequestStatus.PADDING:
                 continue
             if failed and state.request_id in failed:
                 outputs.append(self._fail(state, failed[state.request_id]))
                 continue
+            # Not those of a row planned before a preemption: they belong to others by now.
+            holds_blocks = status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
             finished = False
             if samples:
-                output = deliver(state, row_token_ids, row_logprobs)
+                output = self._deliver(state, row, got, holds_blocks=holds_blocks)
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
                     self._note_delivery(state, output, now)
-            num_valid = num_computed + num_new + num_more
-            # Not for a row planned before a preemption: its blocks belong to others by now.
-            if (
-                num_valid >= state.num_tokens_to_register
-                and status is RequestStatus.RUNNING
-                and state.admitted_step_id <= step_id
-            ):
+            # All but the last token sampled; a row planned behind drafts does not know its place itself.
+            num_valid = state.num_tokens - 1 if samples else num_computed + num_new
+            if holds_blocks and num_valid >= state.num_tokens_to_register:
                 self.kv.register_full_blocks(state, num_valid)
             if finished:
                 self._finish(state)
@@ -281,6 +287,10 @@ class Scheduler:
         plan = self._new_plan(now)
         self._policy.composer.compose(plan, self._order)
         self._commit_lost(plan.lost)
+        if self._drafting is not None:
+            plan.is_repeatable = False
+            if plan.decodes:
+                self._drafting.plan(plan)
         return plan
 
     def _new_plan(self, now: float) -> StepPlan:
@@ -307,17 +317,7 @@ class Scheduler:
         step_id = self._num_steps
         self._num_steps += 1
         shape = BatchShape()
-        admitted = list(self._unannounced.values())
-        self._unannounced.clear()
-        rows, states = self._commit_decodes(plan.decodes, shape), plan.decodes.copy()
-        for state, num_new in plan.chunks:
-            rows.append(self._advance(state, num_new, shape))
-            states.append(state)
-        for admission in plan.admissions:
-            state = admission.state
-            admitted.append(self._admit(admission, now, step_id))
-            rows.append(self._advance(state, admission.num_new_tokens, shape))
-            states.append(state)
+        rows, states, admitted = self._commit_rows(plan, shape, now, step_id)
         self._commit_pulls(plan, now)
         released_ids, self._released_ids = tuple(self._released_ids), []
         self._in_flight.append((step_id, states, now))
@@ -342,7 +342,30 @@ class Scheduler:
             max_repeats,
             plan.budget,
             plan.budget_request_id,
+            plan.expected_tokens,
         )
+
+    def _commit_rows(
+        self, plan: StepPlan, shape: BatchShape, now: float, step_id: int
+    ) -> tuple[list[ScheduledRequest], list[RequestState], list[AdmittedRequest]]:
+        """Advance the requests of a step; return their rows, and whom the model runner must hear of."""
+        admitted = list(self._unannounced.values())
+        self._unannounced.clear()
+        states = plan.decodes.copy()
+        if plan.num_drafts:
+            rows = advance_with_drafts(states, plan.num_drafts, self.kv, shape)
+            shape.num_draft_passes = plan.num_draft_passes
+        else:
+            rows = self._commit_decodes(states, shape)
+        for state, num_new in plan.chunks:
+            rows.append(self._advance(state, num_new, shape))
+            states.append(state)
+        for admission in plan.admissions:
+            state = admission.state
+            admitted.append(self._admit(admission, now, step_id))
+            rows.append(self._advance(state, admission.num_new_tokens, shape))
+            states.append(state)
+        return rows, states, admitted
 
     def _commit_lost(self, states: list[RequestState]) -> None:
         """Serve requests as best effort, or not at all, whose first token cannot be in time."""
@@ -406,7 +429,9 @@ class Scheduler:
                 state.num_computed_tokens = num_computed + 1
                 state.num_in_flight_tokens += samples
                 num_sampling += samples
-            rows.append(_new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples)))
+            rows.append(
+                _new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0))
+            )
         num_decodes = len(decodes)
         shape.num_new_tokens += num_decodes
         shape.num_sequences += num_decodes
@@ -426,18 +451,17 @@ class Scheduler:
 
     def _take_back(
         self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
-    ) -> int:
-        """Bring rows up to date with how often their step was run; return how often beyond the first."""
+    ) -> None:
+        """Bring rows up to date with how often their step was run."""
         if self.config.num_micro_batches > 1:
             for state in states:
                 state.is_in_flight = False
         if scheduled.max_repeats == 1:
-            return 0
+            return
         num_more = len(result.sampled_token_ids[0]) - 1
         assert 0 <= num_more < scheduled.max_repeats, "the step was run too often"
         if num_more:
             advance_repeats(states, num_more, self.kv)
-        return num_more
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
         state.status = RequestStatus.RUNNING
@@ -465,6 +489,22 @@ class Scheduler:
         self.waiting.push(state)
 
     # --- results --------------------------------------------------------------------------------------
+
+    def _deliver(
+        self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool
+    ) -> RequestOutput:
+        """Give a request the tokens of its row."""
+        token_ids, logprobs, num_drafted, num_available = got
+        if self._drafting is not None:
+            num_accepted = len(token_ids) - 1 if num_drafted else 0
+            state.num_drafted_tokens += num_drafted
+            state.num_accepted_tokens += num_accepted
+            if holds_blocks and row.num_draft_tokens:
+                take_back_rejected(state, row.num_draft_tokens, len(token_ids))
+            self._drafting.observe(
+                state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+            )
+        return deliver(state, token_ids, logprobs, row.num_draft_tokens)
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
         """Hold a delivery against its deadline, and tell the caller what has become of the promise."""

@@ -59,6 +59,12 @@ class StepPlan:
         """Requests, waiting or running, whose first token can no longer be in time."""
         self.decodes: list[RequestState] = []
         """Running requests that get one token."""
+        self.num_drafts: list[int] = []
+        """Drafts of each of `decodes` beside its token; empty where none are planned."""
+        self.num_draft_passes = 0
+        """Forward passes, one after another, in which a proposer's model makes them."""
+        self.expected_tokens = 0.0
+        """Output tokens that `decodes` should deliver; kept where drafts are planned."""
         self.chunks: list[tuple[RequestState, int]] = []
         """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []

@@ -74,7 +74,7 @@ class PromiseBook(Worth):
         """Count a delivery."""
         if state.predicted_ttft and not state.is_best_effort:
             self._ttft_ratios.append((now - state.request.arrival) / state.predicted_ttft)
-        self.num_lost += note_delivery(state, now, mode)
+        self.num_lost += note_delivery(state, now, mode, num_tokens)
         if self.has_tenants:
             self._tenants.on_output(state.request.tenant, num_tokens)
 

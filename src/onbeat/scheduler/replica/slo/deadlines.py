@@ -61,17 +61,21 @@ def queue_rank(state: RequestState) -> float:
     return BEST_EFFORT_RANK if state.is_best_effort else min(state.ttft_deadline, BEST_EFFORT_RANK)
 
 
-def note_delivery(state: RequestState, now: float, mode: SLOMode) -> bool:
+def note_delivery(state: RequestState, now: float, mode: SLOMode, num_tokens: int = 1) -> bool:
     """Move on to the next token's deadline after a delivery; return whether this broke the promise.
 
     `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack. In
-    `gap` mode each delivery is due `tbt` after the one before.
+    `gap` mode each delivery is due `tbt` after the one before, however many tokens it has.
     """
     is_first, late = state.last_delivery == -inf, now > state.next_deadline + TOLERANCE
     state.last_delivery = now
     if state.is_best_effort:
         return False
-    state.num_late_tokens += late
+    num_late = int(late)
+    if late and num_tokens > 1 and mode == "stream" and state.tbt > 0:
+        # The k-th token of the delivery was due k - 1 objectives later.
+        num_late = min(num_tokens, 1 + int((now - state.next_deadline - TOLERANCE) / state.tbt))
+    state.num_late_tokens += num_late
     if is_first:
         if late:  # no later token can make up for the first
             give_up(state)
@@ -79,7 +83,10 @@ def note_delivery(state: RequestState, now: float, mode: SLOMode) -> bool:
         due = state.ttft_deadline
         state.next_deadline = (due if mode == "stream" and now < due < inf else now) + state.tbt
         return False
-    state.next_deadline = (state.next_deadline if mode == "stream" else now) + state.tbt
+    if mode == "stream":
+        state.next_deadline += num_tokens * state.tbt
+    else:
+        state.next_deadline = now + state.tbt
     if late and state.num_late_tokens * LATE_TOKENS_IN > state.max_total_tokens - state.num_prompt_tokens:
         give_up(state)
         return True

@@ -152,7 +152,7 @@ class StepFiller:
 
     def _chunk(self, num_cached: int, num_wanted: int, limit: float) -> int:
         """Return how much of a prompt fits."""
-        num_chunk_tokens = self.shape.num_new_tokens - self.shape.num_decodes
+        num_chunk_tokens = self.shape.num_chunk_tokens
         most = min(num_wanted, self._plan.num_tokens_left, self.most_chunk_tokens - num_chunk_tokens)
         if most < 1:
             return 0

@@ -56,7 +56,7 @@ class RunningView:
                 continue
             streams.append(state)
             if num_in_flight:
-                deadline += num_in_flight * state.tbt
+                deadline += state.num_certain_tokens * state.tbt
             dues.append(deadline)
             if horizon <= deadline < due:
                 due, self.due_state = deadline, state
@@ -73,8 +73,8 @@ class RunningView:
 
 def next_due(state: RequestState) -> float:
     """Return the deadline of the next token to plan, the ones in flight counted as delivered."""
-    num_in_flight = state.num_in_flight_tokens
-    return state.next_deadline + num_in_flight * state.tbt if num_in_flight else state.next_deadline
+    num_certain = state.num_certain_tokens
+    return state.next_deadline + num_certain * state.tbt if num_certain else state.next_deadline
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:

@@ -1,0 +1,1 @@
+"""Speculative decoding in the engine: what proposes drafts, and how they are verified."""

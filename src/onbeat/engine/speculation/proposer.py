@@ -1,0 +1,58 @@
+"""What proposes draft tokens: the protocol between the model runner and its proposers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from onbeat.engine.input_batch import InputBatch
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """A request that is to get drafts in this step."""
+
+    slot: int
+    """Of the input batch."""
+    num_tokens: int
+    """Its tokens, prompt and output, all of them known; the KV of the last one is not computed yet."""
+    num_drafts: int
+    """Most drafts to propose, at least 1. The request's KV blocks have room for all of them."""
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of requests. A wrong guess costs time, never a wrong token.
+
+    It reads tokens, block tables and sampling parameters of the input batch by slot. Calls come in the order
+    of the steps: `release`, `admit`, `propose`, and `num_available` after the step's tokens were appended.
+    """
+
+    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
+        """Take in a request that is new, or runs again after a preemption.
+
+        Parameters
+        ----------
+        num_computed_tokens : tokens whose KV the prefix cache holds in the request's first blocks.
+        """
+        ...
+
+    def release(self, slot: int) -> None:
+        """Forget a request that ended or was preempted."""
+        ...
+
+    def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:
+        """Return the drafts of each row: what should follow its last token; possibly fewer, or none."""
+        ...
+
+    def num_available(self, batch: InputBatch, slot: int, num_tokens: int) -> int | None:
+        """Return how many drafts `propose` would find for a request now; None where it makes any number.
+
+        Parameters
+        ----------
+        num_tokens : the request's tokens, the newest included.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...

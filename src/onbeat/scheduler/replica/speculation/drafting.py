@@ -1,0 +1,33 @@
+"""The seam between the scheduler and what decides on drafts."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+
+class Drafting(Protocol):
+    """Decides how many draft tokens each decode row of a step verifies."""
+
+    def plan(self, plan: StepPlan) -> None:
+        """Set `plan.num_drafts`, one number for each of `plan.decodes`, and `plan.expected_tokens`.
+
+        It comes last: rows, chunks and admissions are settled. Drafts take what they leave: tokens
+        (`num_tokens_left`), KV blocks (`take_block`), and time (`budget`).
+        """
+        ...
+
+    def observe(
+        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
+    ) -> None:
+        """Learn what became of a row that delivered tokens.
+
+        Parameters
+        ----------
+        num_drafted : drafts that were verified; 0 where none were asked for, or none could be proposed.
+        num_accepted : of these.
+        num_available : drafts that are ready for the request's next step; None where any number can be made.
+        """
+        ...
