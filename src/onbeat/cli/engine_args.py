@@ -15,6 +15,7 @@ from onbeat.engine.config import (
     QUANTIZATIONS,
     EngineConfig,
 )
+from onbeat.engine.speculation.config import METHODS, parse_speculative_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -74,6 +75,14 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="reuse the KV of shared prompt prefixes",
+    )
+    group.add_argument(
+        "--speculative-config",
+        type=parse_speculative_config,
+        metavar="JSON",
+        help=f"draft tokens ahead and verify them together: method ({', '.join(METHODS)}), "
+        "num_speculative_tokens, draft_length (adaptive to the load, or fixed), model, prompt_lookup_max, "
+        'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',
     )
 
 
@@ -213,6 +222,7 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         scheduling_policy=args.scheduling_policy,
         enable_prefix_caching=args.enable_prefix_caching,
         async_scheduling=args.async_scheduling,
+        speculative=args.speculative_config,
         slo_mode=args.slo_mode,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLOMode
+from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.hub.files import ModelFiles
 
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -56,6 +57,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     async_scheduling: bool = False
     """Plan the next step while the current one runs."""
+    speculative: SpeculativeConfig | None = None
+    """Draft tokens and what proposes them; None decodes without."""
     slo_mode: SLOMode = "stream"
     """What keeping a TBT objective means (`core.slo.SLO_MODES`)."""
     max_num_queued_reqs: int | None = None

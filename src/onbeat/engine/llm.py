@@ -12,6 +12,7 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
+from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
 from onbeat.text.chat_template import load_chat_template
@@ -40,6 +41,7 @@ class LLM:
     Parameters
     ----------
     model : path, known model or hub id, as for `onbeat serve`; None is the embedded model.
+    speculative_config : what `--speculative-config` takes, as a mapping; None decodes without drafts.
     engine_options : fields of `EngineConfig`, such as `dtype`, `policy` or `max_model_len`.
 
     Examples
@@ -49,7 +51,15 @@ class LLM:
     ' Paris.'
     """
 
-    def __init__(self, model: str | None = None, **engine_options: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        **engine_options: Any,
+    ) -> None:
+        if speculative_config is not None:
+            engine_options["speculative"] = read_speculative_config(speculative_config)
         needs_weights = engine_options.get("load_format") != "dummy"
         files = resolve_model(model or DEFAULT_MODEL, needs_weights=needs_weights)
         self.tokenizer: Tokenizer = load_tokenizer(files.path)

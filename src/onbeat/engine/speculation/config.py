@@ -1,0 +1,178 @@
+"""Configuration of speculative decoding, with vLLM's keys; imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from onbeat.core.errors import ConfigError
+from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
+
+Method = Literal["ngram", "draft-model", "early-exit"]
+METHODS: tuple[str, ...] = get_args(Method)
+
+DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 8, "draft-model": 4, "early-exit": 4}
+"""Most drafts of a request where the user names none: looked up, they cost only their verification."""
+DEFAULT_LOOKUP_MAX = 5
+DEFAULT_LOOKUP_MIN = 2
+
+_COMMON_KEYS = ("method", "num_speculative_tokens", "draft_length")
+_OWN_KEYS: Mapping[str, tuple[str, ...]] = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "draft-model": ("model",),
+    "early-exit": ("num_layers",),
+}
+_ALL_KEYS = (*_COMMON_KEYS, *(key for keys in _OWN_KEYS.values() for key in keys))
+_TEXT_KEYS = frozenset({"method", "draft_length", "model"})
+_NEEDS_TRAINED_HEADS = ("eagle", "medusa", "mtp", "mlp_speculator", "dflash", "dspark")
+"""Methods of vLLM, or parts of their names, whose drafts come from weights trained for one target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """What proposes draft tokens, and how many at most."""
+
+    method: Method
+    """`ngram`: what followed the same tokens earlier in the request (prompt lookup). `draft-model`: a smaller
+    model with the same tokenizer. `early-exit`: the first layers of the model itself, with its own head."""
+    num_speculative_tokens: int
+    """Most drafts of a request in one step."""
+    draft_length: DraftLength = "adaptive"
+    """`adaptive`: as many as promise the most tokens per second under the current load, down to none.
+    `fixed`: always the most."""
+    model: str | None = None
+    """Of `draft-model`: path, known model or hub id."""
+    prompt_lookup_max: int = DEFAULT_LOOKUP_MAX
+    """Of `ngram`: most tokens that must have occurred before, tried first."""
+    prompt_lookup_min: int = DEFAULT_LOOKUP_MIN
+    """Of `ngram`: fewest, tried last."""
+    num_layers: int | None = None
+    """Of `early-exit`: layers that make the drafts. None lets the engine choose."""
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ConfigError(_unknown_method(self.method))
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "num_layers"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.draft_length not in DRAFT_LENGTHS:
+            raise ConfigError(
+                f"unknown draft_length {self.draft_length!r}; choose one of {', '.join(DRAFT_LENGTHS)}"
+            )
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_min ({self.prompt_lookup_min}) is above prompt_lookup_max "
+                f"({self.prompt_lookup_max}); lower the first or raise the second"
+            )
+        if self.method == "draft-model" and not self.model:
+            raise ConfigError(
+                "method 'draft-model' needs the key 'model': a path, known model or hub id of a smaller "
+                "model with the same tokenizer"
+            )
+        for name, method in (("model", "draft-model"), ("num_layers", "early-exit")):
+            if getattr(self, name) is not None and self.method != method:
+                raise ConfigError(
+                    f"key {name!r} belongs to method {method!r}, not to {self.method!r}; leave it out"
+                )
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether drafts take forward passes."""
+        return self.method != "ngram"
+
+    def for_scheduler(self) -> SpeculationConfig:
+        """Return what the scheduler must know of this."""
+        return SpeculationConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_length=self.draft_length,
+            runs_model=self.runs_model,
+        )
+
+
+def parse_speculative_config(text: str) -> SpeculativeConfig:
+    """Read a configuration from JSON, such as '{"method": "ngram", "num_speculative_tokens": 5}'.
+
+    Raises
+    ------
+    ConfigError : it is no JSON object, or as `read_speculative_config`.
+    """
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"the speculative config is not JSON ({error}): {text!r}; write it such as "
+            '\'{"method": "ngram", "num_speculative_tokens": 5}\''
+        ) from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the speculative config must be a JSON object with the key 'method', but it is {text!r}"
+        )
+    return read_speculative_config(content)
+
+
+def read_speculative_config(content: Mapping[str, Any]) -> SpeculativeConfig:
+    """Read a configuration from vLLM's keys; what is left out has defaults.
+
+    As in vLLM, a `model` without a `method` is a draft model, and underscores in a method's name are dashes.
+
+    Raises
+    ------
+    ConfigError : a key or method is unknown, does not belong to the method, or has an impossible value.
+    """
+    given = {key: value for key, value in content.items() if value is not None}
+    for key, value in given.items():
+        _check_key(key, value)
+    method = _method(given)
+    for key in given:
+        if key not in (*_COMMON_KEYS, *_OWN_KEYS[method]):
+            owner = next(name for name, keys in _OWN_KEYS.items() if key in keys)
+            raise ConfigError(f"key {key!r} belongs to method {owner!r}, not to {method!r}; leave it out")
+    options = given | {"method": method}
+    options.setdefault("num_speculative_tokens", DEFAULT_DRAFTS[method])
+    # Either bound alone moves the other where it must.
+    if "prompt_lookup_min" not in options and "prompt_lookup_max" in options:
+        options["prompt_lookup_min"] = min(DEFAULT_LOOKUP_MIN, options["prompt_lookup_max"])
+    if "prompt_lookup_max" not in options and "prompt_lookup_min" in options:
+        options["prompt_lookup_max"] = max(DEFAULT_LOOKUP_MAX, options["prompt_lookup_min"])
+    return SpeculativeConfig(**options)
+
+
+def _check_key(key: str, value: object) -> None:
+    """Refuse a key that there is not, and a value of another type than the key's."""
+    if key not in _ALL_KEYS:
+        near = difflib.get_close_matches(str(key), _ALL_KEYS, n=1)
+        cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(_ALL_KEYS)}"
+        raise ConfigError(f"unknown key {key!r} in the speculative config; {cure}")
+    if key in _TEXT_KEYS:
+        if not isinstance(value, str):
+            raise ConfigError(f"{key} is {value!r}; it must be a text")
+    elif not isinstance(value, int) or isinstance(value, bool):
+        raise ConfigError(f"{key} is {value!r}; it must be a whole number")
+
+
+def _method(given: Mapping[str, Any]) -> Method:
+    """Return the method that was asked for, spelled our way."""
+    if "method" not in given:
+        if "model" in given:
+            return "draft-model"
+        raise ConfigError(
+            f"the speculative config lacks the key 'method'; choose one of {', '.join(METHODS)}"
+        )
+    spelled = given["method"].replace("_", "-")
+    for method in get_args(Method):
+        if spelled == method:
+            return cast("Method", method)
+    raise ConfigError(_unknown_method(given["method"]))
+
+
+def _unknown_method(name: str) -> str:
+    if any(part in name.lower() for part in _NEEDS_TRAINED_HEADS):
+        return (
+            f"speculative method {name!r} needs weights that were trained with the model, which onbeat does "
+            f"not support; choose one of {', '.join(METHODS)}"
+        )
+    return f"unknown speculative method {name!r}; choose one of {', '.join(METHODS)}"

@@ -1,0 +1,137 @@
+"""What `--speculative-config` takes, and how it refuses the rest."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from onbeat.cli.args import parse
+from onbeat.cli.engine_args import engine_config
+from onbeat.cli.main import build_parser, main
+from onbeat.core.errors import ConfigError
+from onbeat.engine.speculation.config import (
+    SpeculativeConfig,
+    parse_speculative_config,
+    read_speculative_config,
+)
+from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.config import SpeculationConfig
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (
+            {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
+            {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        ),
+        ({"method": "ngram"}, {"num_speculative_tokens": 8, "draft_length": "adaptive", "model": None}),
+        ({"method": "ngram", "prompt_lookup_max": 1}, {"prompt_lookup_max": 1, "prompt_lookup_min": 1}),
+        ({"method": "ngram", "prompt_lookup_min": 7}, {"prompt_lookup_max": 7, "prompt_lookup_min": 7}),
+        ({"method": "ngram", "model": None}, {"method": "ngram", "model": None}),
+        ({"method": "draft_model", "model": "a/b"}, {"method": "draft-model", "model": "a/b"}),
+        ({"model": "a/b"}, {"method": "draft-model", "num_speculative_tokens": 4}),
+        ({"method": "early_exit"}, {"method": "early-exit", "num_layers": None, "num_speculative_tokens": 4}),
+        (
+            {"method": "early-exit", "num_layers": 3, "draft_length": "fixed"},
+            {"num_layers": 3, "draft_length": "fixed"},
+        ),
+    ],
+)
+def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expected: dict[str, Any]) -> None:
+    config = parse_speculative_config(json.dumps(content))
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert read_speculative_config(content) == config
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("ngram", "not JSON"),
+        ("[1]", "must be a JSON object"),
+        ("{}", "lacks the key 'method'; choose one of ngram, draft-model, early-exit"),
+        ('{"method": "lookup"}', "unknown speculative method 'lookup'; choose one of ngram"),
+        ('{"method": "eagle3"}', "'eagle3' needs weights that were trained with the model"),
+        ('{"method": "medusa"}', "not support; choose one of ngram, draft-model, early-exit"),
+        ('{"method": "deepseek_mtp"}', "not support"),
+        ('{"method": 3}', "method is 3; it must be a text"),
+        ('{"method": "ngram", "num_speculativ_tokens": 3}', "did you mean 'num_speculative_tokens'"),
+        ('{"method": "ngram", "xyz": 3}', "unknown key 'xyz' in the speculative config; known are method, "),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 0}',
+            "num_speculative_tokens is 0; it must be at lea",
+        ),
+        ('{"method": "ngram", "num_speculative_tokens": "5"}', "is '5'; it must be a whole number"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "is True; it must be a whole number"),
+        ('{"method": "ngram", "num_speculative_tokens": 1.5}', "is 1.5; it must be a whole number"),
+        (
+            '{"method": "ngram", "draft_length": "auto"}',
+            "unknown draft_length 'auto'; choose one of adaptive",
+        ),
+        (
+            '{"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}',
+            "prompt_lookup_min (3) is ab",
+        ),
+        ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min is 0"),
+        (
+            '{"method": "ngram", "model": "a/b"}',
+            "key 'model' belongs to method 'draft-model', not to 'ngram'",
+        ),
+        ('{"method": "draft-model"}', "needs the key 'model'"),
+        ('{"method": "draft-model", "model": ""}', "needs the key 'model'"),
+        (
+            '{"method": "draft-model", "model": "a", "num_layers": 2}',
+            "'num_layers' belongs to method 'early-",
+        ),
+        ('{"method": "early-exit", "num_layers": 0}', "num_layers is 0; it must be at least 1"),
+        ('{"method": "early-exit", "prompt_lookup_max": 2}', "'prompt_lookup_max' belongs to method 'ngram'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_cure(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_speculative_config(text)
+    assert message in str(caught.value)
+
+
+def test_fields_are_checked_in_python_too() -> None:
+    with pytest.raises(ConfigError, match="unknown speculative method 'suffix'"):
+        SpeculativeConfig(method="suffix", num_speculative_tokens=2)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="'num_layers' belongs to method 'early-exit'"):
+        SpeculativeConfig(method="ngram", num_speculative_tokens=2, num_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("content", "runs_model"), [({"method": "ngram"}, False), ({"method": "early-exit"}, True)]
+)
+def test_the_scheduler_gets_what_it_must_know(content: dict[str, Any], runs_model: bool) -> None:
+    config = read_speculative_config(content | {"num_speculative_tokens": 3, "draft_length": "fixed"})
+    assert config.for_scheduler() == SpeculationConfig(
+        num_speculative_tokens=3, draft_length="fixed", runs_model=runs_model
+    )
+
+
+def test_the_flag_of_serve_makes_the_engine_config(tmp_path: Any) -> None:
+    arguments = ["serve", "--speculative_config", '{"method": "ngram", "num_speculative_tokens": 3}']
+    args = parse(build_parser(), arguments)
+    config = engine_config(args, ModelFiles("hf", tmp_path, "tiny"))
+    assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+    assert (
+        engine_config(parse(build_parser(), ["serve"]), ModelFiles("hf", tmp_path, "tiny")).speculative
+        is None
+    )
+
+
+def test_a_wrong_flag_ends_the_command_with_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--speculative-config", '{"method": "eagle"}']) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "'eagle'" in error
+
+
+def test_configuring_loads_no_torch() -> None:
+    code = "import sys, onbeat.engine.speculation.config, onbeat.engine.config; print('torch' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
