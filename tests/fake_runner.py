@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from onbeat.core.errors import EngineDead
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
@@ -15,15 +16,32 @@ from tests.fake_step_time import LinearStepTime
 
 
 class FakeRunner:
-    """Token at position p is p % 97; a request named `bad...` fails, one named `boom...` its whole step."""
+    """Token at position p is p % 97.
 
-    def __init__(self, step_seconds: float = 0.0) -> None:
+    A request named `bad...` fails, one named `boom...` its whole step, one named `dead...` the engine.
+
+    Parameters
+    ----------
+    step_seconds : how long a step takes.
+    idle_checks : `check_alive` finds the engine dead once it has been called as often; None is never.
+    """
+
+    def __init__(self, step_seconds: float = 0.0, *, idle_checks: int | None = None) -> None:
         self.step_seconds = step_seconds
+        self._idle_checks = idle_checks
+
+    def check_alive(self) -> None:
+        if self._idle_checks is not None:
+            self._idle_checks -= 1
+            if self._idle_checks <= 0:
+                raise EngineDead("it ended while nothing ran")
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         time.sleep(self.step_seconds)
         if any(row.request_id.startswith("boom") for row in scheduled.rows):
             raise RuntimeError("boom")
+        if any(row.request_id.startswith("dead") for row in scheduled.rows):
+            raise EngineDead("rank 1 has ended")
         failed = {row.request_id: "bad logits" for row in scheduled.rows if row.request_id.startswith("bad")}
         sampled = [
             [] if row.request_id in failed else [(row.num_computed_tokens + row.num_new_tokens) % 97]
@@ -55,11 +73,13 @@ def build_fake_engine(
     *,
     step_seconds: float = 0.0,
     max_in_flight_steps: int = 1,
+    idle_checks: int | None = None,
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | changes))
-    executor = ThreadExecutor(FakeRunner(step_seconds))
+    runner = FakeRunner(step_seconds, idle_checks=idle_checks)
+    executor = ThreadExecutor(runner, check_alive=runner.check_alive)
     return EngineCore(
         Scheduler(config, LinearStepTime()), executor, max_in_flight_steps=max_in_flight_steps
     ), fake_info(config)

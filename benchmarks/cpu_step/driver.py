@@ -56,6 +56,9 @@ class TimedForward:
     def scrub(self, block_ids: IntArray) -> None:
         self._forward.scrub(block_ids)
 
+    def check_alive(self) -> None:
+        self._forward.check_alive()
+
     def close(self) -> None:
         self._forward.close()
 

@@ -18,6 +18,10 @@ class Executor(Protocol):
         """Start a step; steps run one after another in the order of submission."""
         ...
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if what steps run on is gone; called while no step runs."""
+        ...
+
     def shutdown(self) -> None:
         """Wait for running work and let go of threads and memory."""
         ...
@@ -41,6 +45,8 @@ class EngineInfo:
     dtype: str
     priority_scheduling: bool
     """Whether `Request.priority` has an effect."""
+    speculation: str | None = None
+    """What proposes draft tokens, by its name in the configuration; None where nothing is speculated."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,10 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         if step_time.description is not None:
             header = replace(header, step_time=step_time.description.as_json())
         recorder = start_record(header)
+    forward = loaded.runner.forward
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        ThreadExecutor(loaded.runner, on_shutdown=loaded.runner.forward.close),
+        ThreadExecutor(loaded.runner, check_alive=forward.check_alive, on_shutdown=forward.close),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         watch=step_time.watch,

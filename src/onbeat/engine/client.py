@@ -28,6 +28,7 @@ from onbeat.core.request import FinishReason, Request
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
+    Died,
     FromEngine,
     Progress,
     Ready,
@@ -76,6 +77,7 @@ class ProcessEngineClient:
         self._streams: dict[str, asyncio.Queue[_Item]] = {}
         self._info: EngineInfo | None = None
         self._is_alive = False
+        self._why_dead = _DEAD_MESSAGE
         self._reader: asyncio.Task[None] | None = None
 
     @property
@@ -97,9 +99,9 @@ class ProcessEngineClient:
         self._observers.append(observer)
 
     def check_alive(self) -> None:
-        """Raise `EngineDead` if the process has ended."""
+        """Raise `EngineDead` if the process has ended, or cannot run a step any more."""
         if not self._is_alive:
-            raise EngineDead(_DEAD_MESSAGE)
+            raise EngineDead(self._why_dead)
 
     async def start(self) -> None:
         """Start the process and wait until it is ready; entering the client does it if it is not done.
@@ -208,15 +210,25 @@ class ProcessEngineClient:
             ended.cancel()
 
     def _on_process_end(self) -> None:
-        """Fail every open stream: nobody may wait for an engine that is gone."""
-        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._process.sentinel)
         if self._is_alive:
             self._process.join()  # its files are closed; its exit code follows within milliseconds
             logger.error("the engine process has ended (exit code %s)", self._process.exitcode)
         self._is_alive = False
         self._ended.set()
+        loop.call_later(LAST_WORDS_SECONDS, self._fail_streams)
+
+    def _on_last_words(self, message: str) -> None:
+        logger.error("the engine has died: %s", message)
+        self._why_dead = message
+        self._is_alive = False
+        self._fail_streams()
+
+    def _fail_streams(self) -> None:
+        """Fail every open stream: nobody may wait for an engine that is gone."""
         for stream in self._streams.values():
-            stream.put_nowait(EngineDead(_DEAD_MESSAGE))
+            stream.put_nowait(EngineDead(self._why_dead))
 
     async def _stop(self) -> None:
         self._is_alive = False
@@ -262,6 +274,8 @@ class ProcessEngineClient:
                     for output in outputs.outputs:
                         if stream := self._streams.get(output.request_id):
                             stream.put_nowait(Delivery(outputs.now, output))
+                case Died(message):
+                    self._on_last_words(message)
                 case Rejected() as rejected:
                     if stream := self._streams.get(rejected.request_id):
                         stream.put_nowait(unpack_rejection(rejected))

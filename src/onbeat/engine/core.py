@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.errors import EngineDead, Overloaded, SLOUnattainable
 from onbeat.core.protocols import Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
@@ -124,6 +124,10 @@ class EngineCore:
         expired, self._expired = self._expired, []
         return StepOutputs(self._clock(), expired)
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if no step can run any more; call it while none does."""
+        self._executor.check_alive()
+
     def shutdown(self) -> None:
         """Wait for steps in flight and let the executor go."""
         self._executor.shutdown()
@@ -170,10 +174,18 @@ class EngineCore:
         return scheduled is not None
 
     def collect(self) -> StepOutputs:
-        """Wait for the oldest step and take its results."""
+        """Wait for the oldest step and take its results.
+
+        Raises
+        ------
+        EngineDead : no step can run any more; this one's requests are gone.
+        """
         step = self._in_flight.popleft()
         try:
             result = step.future.result()
+        except EngineDead as error:
+            self.scheduler.update(step.scheduled, _failed_step(step.scheduled, str(error)), self._clock())
+            raise
         except Exception as error:
             # The outermost loop of the engine: the requests of this step fail, the server goes on.
             logger.exception("step %d failed", step.scheduled.step_id)
@@ -207,7 +219,7 @@ class EngineCore:
             schedule_seconds=step.schedule_seconds,
             update_seconds=update_seconds,
             chunk_request_ids=(
-                [row.request_id for row in scheduled.rows if row.num_new_tokens > 1]
+                [row.request_id for row in scheduled.rows if row.num_new_tokens > 1 + row.num_draft_tokens]
                 if scheduled.shape.num_chunks
                 else []
             ),

@@ -66,6 +66,10 @@ class ForwardPass(Protocol):
         """Make stored values of KV blocks finite."""
         ...
 
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if a process that steps need is gone; called while no step runs."""
+        ...
+
     def close(self) -> None:
         """Let go of threads and processes; no step may run any more."""
         ...
@@ -122,6 +126,9 @@ class TorchForward:
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite."""
         self.attention.scrub(block_ids)
+
+    def check_alive(self) -> None:
+        """Find nothing: all of it is in this process."""
 
     def close(self) -> None:
         """Let go of nothing: torch keeps its threads, and memory goes with the object."""

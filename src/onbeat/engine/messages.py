@@ -39,12 +39,18 @@ class StartFailed(msgspec.Struct, tag="start-failed", array_like=True):
     is_user_error: bool
 
 
+class Died(msgspec.Struct, tag="died", array_like=True):
+    """The engine's last words: no step can run any more, and its process ends."""
+
+    message: str
+
+
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     outputs: StepOutputs
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = Progress | Ready | StartFailed | Rejected | Stepped
+FromEngine = Progress | Ready | StartFailed | Rejected | Stepped | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -6,19 +6,21 @@ import logging
 import multiprocessing
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
-from onbeat.core.errors import OnbeatError, RequestRejected
+from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
+    Died,
     Progress,
     Ready,
     Shutdown,
@@ -68,12 +70,22 @@ def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
         outbox.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         outbox.send(encode(Ready(info)))
-        loop = _EngineLoop(core, inbox, outbox)
-        loop.run()
-        core.shutdown()
-        loop.close()
+        _serve(core, inbox, outbox)
     finally:
         context.destroy(linger=1000)
+
+
+def _serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    """Serve until told to stop; an engine that can run no step any more says why and ends the process."""
+    loop = _EngineLoop(core, inbox, outbox)
+    try:
+        loop.run()
+    except EngineDead as error:
+        outbox.send(encode(Died(str(error))))
+        sys.exit(1)
+    finally:
+        core.shutdown()
+        loop.close()
 
 
 class _EngineLoop:
@@ -98,6 +110,7 @@ class _EngineLoop:
         while not self._stopped and self._has_parent():
             if not core.has_work:
                 core.scheduler.check_invariants()
+                core.check_alive()
                 if not self._inbox.poll(timeout=int(IDLE_POLL_SECONDS * 1000)):
                     continue
             self._read_inbox()

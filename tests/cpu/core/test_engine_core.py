@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from onbeat.core.errors import EngineDead
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.scheduler.config import SchedulerConfig
@@ -82,6 +83,23 @@ def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(caplog):
     assert "RuntimeError: boom" in outputs.outputs[0].error
     tokens, _, _ = run_all(core, make_requests((5, 7)))
     assert len(tokens["r0"]) == 7
+
+
+def step_for_ever(core):
+    while core.has_work:
+        core.step()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_dead_engine_is_no_failed_step(depth):
+    core, _ = build_fake_engine(lambda text: None, max_in_flight_steps=depth)
+    for call in range(2):
+        core.add(make_requests((5, 7), prefix=f"dead{call}")[0])
+        with pytest.raises(EngineDead, match="rank 1 has ended"):
+            step_for_ever(core)
+        assert core.scheduler.num_unfinished == 0
+        core.scheduler.check_invariants()
+    core.shutdown()
 
 
 def test_stats_describe_the_steps():

@@ -117,6 +117,31 @@ async def test_a_killed_engine_fails_open_streams_and_later_ones():
             await collect(client, make_request("b"))
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_an_engine_that_can_run_no_step_any_more_says_why_and_ends(depth, caplog):
+    async with engine(step_seconds=0.01, max_in_flight_steps=depth) as client:
+        task = asyncio.create_task(collect(client, make_request(max_tokens=900)))
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineDead, match="rank 1 has ended"):
+            await asyncio.wait_for(collect(client, make_request("dead")), 5)
+        with pytest.raises(EngineDead, match="rank 1 has ended"):
+            await asyncio.wait_for(task, 5)
+        assert not client.is_alive
+        with pytest.raises(EngineDead, match="rank 1 has ended"):
+            await collect(client, make_request("b"))
+        await wait_for(lambda: not client._process.is_alive())
+        assert client._process.exitcode == 1
+    assert "the engine has died: rank 1 has ended" in caplog.text
+
+
+async def test_an_idle_engine_notices_that_it_is_dead():
+    async with engine(idle_checks=3) as client:
+        assert client.is_alive
+        await wait_for(lambda: not client.is_alive)
+        with pytest.raises(EngineDead, match="it ended while nothing ran"):
+            await collect(client, make_request())
+
+
 async def test_a_signal_to_the_whole_group_does_not_end_the_engine():
     async with engine(step_seconds=0.002) as client:
         task = asyncio.create_task(collect(client, make_request(max_tokens=50)))

@@ -44,6 +44,9 @@ class ThreadFollowers:
     def give_up(self, error: Exception) -> EngineDead:
         return EngineDead(f"rank 0 failed: {error}")
 
+    def check_alive(self) -> None:
+        assert not any(future.done() for future in self._futures)
+
     def close(self) -> None:
         for connection, future in zip(self._connections, self._futures, strict=True):
             connection.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from onbeat.core.errors import ConfigError, EngineError
+from onbeat.core.errors import ConfigError, EngineDead
 from onbeat.core.request import SamplingParams
 from onbeat.engine.llm import LLM
 from tests.cpu.e2e.program import is_running, wait_for
@@ -68,7 +68,7 @@ def test_two_processes_give_the_tokens_of_one_and_a_killed_one_is_an_error(
         os.kill(pid, signal.SIGKILL)
         start = time.monotonic()
         for _ in range(2):
-            with pytest.raises(EngineError, match=rf"rank 1 \(process {pid}\) was ended by SIGKILL"):
+            with pytest.raises(EngineDead, match=rf"rank 1 \(process {pid}\) was ended by SIGKILL"):
                 llm.generate(PROMPTS, GREEDY)
         assert time.monotonic() - start < 5
     assert rank_pids(os.getpid()) == []
@@ -85,7 +85,7 @@ def test_a_rank_killed_within_a_step_ends_the_step(make_llm: Callable[..., LLM])
         pids = rank_pids(os.getpid())
         assert len(pids) == 3
         killer = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {pids[1]}"])
-        with pytest.raises(EngineError, match=r"rank 2 .* was ended by SIGKILL"):
+        with pytest.raises(EngineDead, match=r"rank 2 .* was ended by SIGKILL"):
             generate_for_ever(llm)
         killer.wait()
         assert not any(is_running(pid) for pid in pids)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving
+from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving, wait_for
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.cpu.parallel.processes import rank_pids
 
@@ -54,18 +56,48 @@ def test_a_split_server_answers_as_a_whole_one(server: ServerProgram, directory:
     assert not is_running(rank)
 
 
-def test_a_killed_rank_fails_requests_and_is_told(server: ServerProgram) -> None:
-    complete(server.url)
+def status(url: str) -> int:
+    return httpx.get(url, timeout=5).status_code
+
+
+def test_a_rank_killed_under_load_ends_the_engine_and_is_told(server: ServerProgram) -> None:
     engine = server.engine_pid
     [rank] = rank_pids(engine)
-    os.kill(rank, signal.SIGKILL)
-    for _ in range(2):
-        reply = httpx.post(f"{server.url}/v1/completions", json=REQUEST, timeout=10)
-        assert reply.status_code == 500
-        assert f"rank 1 (process {rank}) was ended by SIGKILL" in reply.json()["error"]["message"]
+    with ThreadPoolExecutor(2) as pool:
+        request = {**REQUEST, "max_tokens": 4000}
+        running = [
+            pool.submit(httpx.post, f"{server.url}/v1/completions", json=request, timeout=60)
+            for _ in range(2)
+        ]
+        wait_for(lambda: server.metrics()["onbeat_requests_running"] == 2)
+        os.kill(rank, signal.SIGKILL)
+        start = time.monotonic()
+        replies = [future.result() for future in running]
+        assert time.monotonic() - start < 5
+    replies.append(httpx.post(f"{server.url}/v1/completions", json=REQUEST, timeout=10))
+    cause = f"rank 1 (process {rank}) was ended by SIGKILL"
+    for reply in replies:
+        assert reply.status_code == 503
+        assert reply.json()["error"]["code"] == "engine_dead"
+        assert cause in reply.json()["error"]["message"]
+    assert status(f"{server.url}/health") == 503
+    assert status(f"{server.url}/ready") == 503
+    wait_for(lambda: not is_running(engine))
     server.send_signal(signal.SIGTERM)
-    assert server.exit_code() == 0
-    assert not is_running(engine)
+    assert server.exit_code() == 1
+    assert server.lines[-1].startswith("onbeat: error: tensor-parallel ")
+    assert any("the engine has died" in line and cause in line for line in server.lines)
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_a_rank_killed_while_nothing_runs_is_noticed(server: ServerProgram) -> None:
+    complete(server.url)
+    [rank] = rank_pids(server.engine_pid)
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: status(f"{server.url}/health") == 503, timeout=10)
+    reply = httpx.post(f"{server.url}/v1/completions", json=REQUEST, timeout=10)
+    assert reply.status_code == 503
+    assert f"rank 1 (process {rank}) was ended by SIGKILL" in reply.json()["error"]["message"]
 
 
 def test_a_size_that_does_not_divide_is_one_line(directory: Path) -> None:

@@ -120,6 +120,9 @@ class NativeForward:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
         self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
 
+    def check_alive(self) -> None:
+        """Find nothing: all of it is in this process."""
+
     def close(self) -> None:
         """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""
         self._free()

@@ -32,6 +32,8 @@ class Followers(Protocol):
 
     def give_up(self, error: Exception) -> EngineDead: ...
 
+    def check_alive(self) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -87,6 +89,10 @@ class LeadingForward:
         """Make stored values of KV blocks finite, on all ranks."""
         self._followers.send(Scrub(block_ids))
         self._own.scrub(block_ids)
+
+    def check_alive(self) -> None:
+        """Raise `EngineDead` if a rank has failed or ended; no step may run meanwhile."""
+        self._followers.check_alive()
 
     def close(self) -> None:
         """End the other ranks' processes; no step may run any more. Being forgotten does the same."""

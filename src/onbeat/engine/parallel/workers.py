@@ -120,6 +120,18 @@ class Workers:
             except OSError as error:
                 raise self.give_up(error) from error
 
+    def check_alive(self) -> None:
+        """Look whether all are there; between steps only, when none of them has anything to say.
+
+        Raises
+        ------
+        EngineDead : one has failed or ended.
+        """
+        if self._error is not None:
+            raise EngineDead(self._error)
+        if wait([process.connection for process in self._processes], 0):
+            raise self.give_up(EngineDead("another rank has ended"))
+
     def give_up(self, error: Exception) -> EngineDead:
         """End all after a failure, and return what is to be raised.
 
