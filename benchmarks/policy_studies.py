@@ -265,11 +265,26 @@ def normalised_latency(result: SimulationResult) -> float:
     return float(np.median([record.e2e / record.num_output_tokens for record in result.records]))
 
 
-def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings, *, factor: float) -> float:
-    """Return the highest rate whose median normalised latency is within `factor` of the idle machine's."""
-    limit = factor * normalised_latency(run(load.at_rate(0.01).take(np.arange(200)), settings))
-    low, high = 0.02, 200.0
-    while high > 1.025 * low:
+def rate_at_latency(
+    load: OfferedLoad,
+    settings: ReplicaSettings,
+    *,
+    factor: float,
+    within: tuple[float, float] = (0.02, 200.0),
+    tolerance: float = 1.025,
+    num_idle_requests: int = 200,
+) -> float:
+    """Return the highest rate whose median normalised latency is within `factor` of the idle machine's.
+
+    Parameters
+    ----------
+    within : rates per second, one that is low enough and one that is too high.
+    tolerance : ratio of the rates between which the search ends.
+    num_idle_requests : how many of the load's first requests show the idle machine's latency.
+    """
+    limit = factor * normalised_latency(run(load.at_rate(0.01).take(np.arange(num_idle_requests)), settings))
+    low, high = within
+    while high > tolerance * low:
         middle = (low * high) ** 0.5
         fits = normalised_latency(run(load.at_rate(middle), settings)) <= limit
         low, high = (middle, high) if fits else (low, middle)

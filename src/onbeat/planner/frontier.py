@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
 
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions, summarise
@@ -103,24 +101,3 @@ def group_points(points: Sequence[FrontierPoint]) -> dict[str, list[FrontierPoin
         if point.summary:
             groups.setdefault(point.series, []).append(point)
     return groups
-
-
-def at_latency(
-    points: Sequence[FrontierPoint], limit: float, value: Callable[[FrontierPoint], float]
-) -> float | None:
-    """Return a value of one case where its median TPOT reaches a limit, interpolated between levels.
-
-    Parameters
-    ----------
-    points : of one case, by rising level.
-    limit : of the median TPOT, seconds.
-    value : such as the concurrency, or the output throughput per device.
-
-    Returns
-    -------
-    The value; that of the last level where none reaches the limit, None where the first is above it.
-    """
-    tpots = np.maximum.accumulate([point.summary["median_tpot_ms"] / 1e3 for point in points])
-    if not len(tpots) or tpots[0] > limit:
-        return None
-    return float(np.interp(limit, tpots, [value(point) for point in points]))

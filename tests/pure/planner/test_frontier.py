@@ -10,7 +10,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
-from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, at_latency, group_points, run_level
+from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, group_points, run_level
 from onbeat.report.page import Page
 from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
 
@@ -59,26 +59,6 @@ def test_a_stopped_level_is_no_point() -> None:
 def test_a_level_is_a_rate_or_a_concurrency(rate: float | None, concurrency: int | None) -> None:
     with pytest.raises(ConfigError, match="one of them"):
         Level(request_rate=rate, concurrency=concurrency)
-
-
-def make_point(concurrency: int, tpot_ms: float) -> FrontierPoint:
-    return FrontierPoint(
-        labels=(),
-        level=Level(concurrency=concurrency),
-        summary={"median_tpot_ms": tpot_ms, "users": concurrency},
-    )
-
-
-def test_interpolates_between_levels() -> None:
-    points = [make_point(1, 5.0), make_point(11, 10.0), make_point(31, 20.0)]
-
-    def users(point: FrontierPoint) -> float:
-        return float(point.summary["users"])
-
-    assert at_latency(points, 0.0075, users) == pytest.approx(6.0)
-    assert at_latency(points, 0.010, users) == pytest.approx(11.0)
-    assert at_latency(points, 1.0, users) == 31.0
-    assert at_latency(points, 0.004, users) is None
 
 
 def make_capacity(rate: float, **labels: str) -> Capacity:

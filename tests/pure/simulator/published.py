@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.policy_studies import rate_at_latency as search_rate
+from benchmarks.policy_studies import run
 from onbeat.metrics.summary import collect_samples, percentile
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
-from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
-from onbeat.simulator.simulate import simulate
+from onbeat.simulator.setup import ReplicaSettings
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 
@@ -59,11 +59,6 @@ def chat_load(num_requests: int, *, rate: float = 1.0, max_tokens: int = 8192, s
         num_prompt_tokens=prompts,
         num_output_tokens=outputs,
     )
-
-
-def run(load: OfferedLoad, settings: ReplicaSettings) -> SimulationResult:
-    simulation = build_simulation(settings)
-    return simulate(load, simulation.config, simulation.step_time)
 
 
 @dataclass(frozen=True)
@@ -111,17 +106,6 @@ def not_none(value: float | None) -> float:
     return value
 
 
-def normalised_latency(result: SimulationResult) -> float:
-    """Return the median of latency per output token, seconds (Orca's metric)."""
-    return float(np.median([record.e2e / record.num_output_tokens for record in result.records]))
-
-
-def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings, *, factor: float) -> float:
-    """Return the highest rate whose normalised latency is within `factor` of the idle machine's."""
-    limit = factor * normalised_latency(run(load.at_rate(0.01).take(np.arange(50)), settings))
-    low, high = 0.1, 50.0
-    while high > 1.1 * low:
-        middle = (low * high) ** 0.5
-        fits = normalised_latency(run(load.at_rate(middle), settings)) <= limit
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
+    """Return the highest rate whose normalised latency is within 5 times the idle machine's, within 10 %."""
+    return search_rate(load, settings, factor=5.0, within=(0.1, 50.0), tolerance=1.1, num_idle_requests=50)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.policy_studies import run
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.metrics.attainment import good_requests
@@ -27,7 +28,6 @@ from tests.pure.simulator.published import (
     chat_load,
     keeps_objective,
     rate_at_latency,
-    run,
     shared_data,
 )
 
@@ -141,7 +141,7 @@ class TestOrca:
             num_prompt_tokens=prompts,
             num_output_tokens=outputs,
         )
-        return rate_at_latency(load, replace(self.GPT3, policy=policy, max_num_seqs=max_num_seqs), factor=5.0)
+        return rate_at_latency(load, replace(self.GPT3, policy=policy, max_num_seqs=max_num_seqs))
 
     def test_serves_five_times_the_rate_of_request_level_batching(self):
         static = self.rate("static", 8, is_uniform=True)  # FasterTransformer's best batch
@@ -164,7 +164,7 @@ def test_paged_memory_serves_more_than_a_reservation_of_the_declared_length():
         declared_max_tokens=2048,
     )
     reserved, paged = (
-        rate_at_latency(load, replace(base, policy=policy), factor=5.0) for policy in ("orca", "hybrid-only")
+        rate_at_latency(load, replace(base, policy=policy)) for policy in ("orca", "hybrid-only")
     )
     assert paged >= 1.5 * reserved
 

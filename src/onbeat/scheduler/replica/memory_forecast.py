@@ -20,58 +20,10 @@ tokens are sampled from the history of lengths; here the caller gives a quantile
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, count
-from operator import add, itemgetter, mul, neg
+from operator import itemgetter
 
 _REMAINING = itemgetter(1)
-
-
-class MemoryForecast:
-    """The peak of a set of requests, and what one more would make of it.
-
-    Building costs O(n log n), asking about a newcomer O(log n), taking it in O(n).
-
-    Parameters
-    ----------
-    rows : (tokens held, tokens still to come) of each request.
-    """
-
-    __slots__ = ("_falling", "_highest_after", "_highest_before", "_rows", "_sum_held")
-
-    def __init__(self, rows: Iterable[tuple[int, int]] = ()) -> None:
-        self._rows = sorted(rows, key=_REMAINING, reverse=True)
-        self._rebuild()
-
-    @property
-    def peak_tokens(self) -> int:
-        """The most KV slots in use at once; 0 without requests."""
-        return self._highest_before[-1]
-
-    def peak_with(self, held_tokens: int, remaining_tokens: int) -> int:
-        """Return the peak if one more request joined now."""
-        # Those that end later are not moved by it; at each later end it is one more that has grown.
-        index = bisect_right(self._falling, -remaining_tokens)
-        own = self._sum_held[index] + held_tokens + (index + 1) * remaining_tokens
-        after = self._highest_after[index] + held_tokens
-        return max(self._highest_before[index], own, after)
-
-    def add(self, held_tokens: int, remaining_tokens: int) -> None:
-        """Take one more request in."""
-        index = bisect_right(self._falling, -remaining_tokens)
-        self._rows.insert(index, (held_tokens, remaining_tokens))
-        self._rebuild()
-
-    def _rebuild(self) -> None:
-        remaining = [row[1] for row in self._rows]
-        self._falling = list(map(neg, remaining))
-        self._sum_held = list(accumulate([row[0] for row in self._rows], initial=0))
-        at_ends = list(map(add, self._sum_held[1:], map(mul, count(1), remaining)))
-        self._highest_before = _running_max(at_ends)
-        """Peak over the ends of the first i requests."""
-        self._highest_after = _running_max(map(add, reversed(at_ends), reversed(remaining)))[::-1]
-        """Peak over the ends after the first i, each with what one more request has grown by then."""
 
 
 def peak_tokens(rows: Iterable[tuple[int, int]]) -> int:
@@ -108,14 +60,3 @@ def fits(rows: Sequence[tuple[int, int]], newcomer: tuple[int, int], capacity: i
     if sum_held + newcomer[1] + sum([remaining for _, remaining in rows]) <= capacity:
         return True
     return peak_tokens([*rows, newcomer]) <= capacity
-
-
-def _running_max(values: Iterable[int]) -> list[int]:
-    """Return the largest of the first i values for i = 0, 1, ...; 0 of none."""
-    highest = 0
-    result = [0]
-    for value in values:
-        if value > highest:
-            highest = value
-        result.append(highest)
-    return result
