@@ -16,8 +16,8 @@ from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
 from onbeat.bench.promise import Promises, SendSLO, choose_transport
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
-from onbeat.bench.session import settled_memory
 from onbeat.core.protocols import Tokenizer
+from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions, summarise
 from onbeat.workload.mixture import SHORT

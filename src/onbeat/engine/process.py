@@ -15,6 +15,7 @@ import zmq
 
 from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
 from onbeat.core.protocols import EngineInfo
+from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.messages import (
@@ -69,8 +70,9 @@ def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
         logger.exception("the engine could not start")
         outbox.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
-        outbox.send(encode(Ready(info)))
-        _serve(core, inbox, outbox)
+        with settled_memory():
+            outbox.send(encode(Ready(info)))
+            _serve(core, inbox, outbox)
     finally:
         context.destroy(linger=1000)
 

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineClient
+from onbeat.core.settled_memory import settled_memory
 from onbeat.server.config import ServerConfig
 from onbeat.server.lifecycle import Lifecycle
 
@@ -103,7 +104,7 @@ async def serve(
     server = _Server(_uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
     try:
-        with _signals(stopper.on_signal):
+        with settled_memory(), _signals(stopper.on_signal):
             await server.serve(sockets=[sock])
     except OSError as error:
         raise _cannot_listen(f"{config.host}:{config.port}", error) from error
