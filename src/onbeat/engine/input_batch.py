@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,12 +27,13 @@ class StepInputs:
     positions_T: IntArray
     attention: AttentionBatch
     sampling_tokens: IntArray
-    """Index into the packed tokens of each sampling row's last token."""
+    """Index into the packed tokens of each token whose logits are wanted: each sampling row's last one. With
+    drafts, wave after wave: each row's last token before its drafts, then each first draft, and so on."""
     sampling_rows: list[SamplingRow]
     sampling_request_ids: list[str]
     sampling_slots: IntArray
     sampling_positions: IntArray
-    """Position that each sampled token will have."""
+    """Position that each row's sampled token, or the first of them, will have."""
 
 
 class InputBatch:
@@ -52,12 +54,14 @@ class InputBatch:
         self.token_ids_SP: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), np.int32)
         self.block_tables_SB: BlockTable = np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32)
         self.num_blocks_S: IntArray = np.zeros(max_num_seqs, np.int64)
+        self.num_tokens_S: IntArray = np.zeros(max_num_seqs, np.int64)
+        """Known tokens: drafts lie behind them."""
         self.sampling_rows: dict[int, SamplingRow] = {}
         self.slots: dict[str, int] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
 
-    def admit(self, admitted: AdmittedRequest) -> None:
-        """Take in a request: its tokens so far and its block table."""
+    def admit(self, admitted: AdmittedRequest) -> int:
+        """Take in a request: its tokens so far and its block table. Return its slot."""
         request = admitted.request
         assert request.request_id not in self.slots, f"request {request.request_id} is already running"
         slot = self.free_slots.pop()
@@ -66,29 +70,50 @@ class InputBatch:
         num_tokens = num_prompt_tokens + len(admitted.output_token_ids)
         self.token_ids_SP[slot, :num_prompt_tokens] = request.prompt_token_ids
         self.token_ids_SP[slot, num_prompt_tokens:num_tokens] = admitted.output_token_ids
+        self.num_tokens_S[slot] = num_tokens
         self.num_blocks_S[slot] = 0
         self._append_blocks(slot, admitted.block_ids)
         self.sampling_rows[slot] = SamplingRow(
             request.sampling, request.prompt_token_ids, list(admitted.output_token_ids)
         )
+        return slot
 
-    def release(self, request_id: str) -> None:
-        """Forget a request; one that never ran is ignored."""
+    def release(self, request_id: str) -> int | None:
+        """Forget a request and return the slot it had; one that never ran is ignored."""
         slot = self.slots.pop(request_id, None)
         if slot is not None:
             del self.sampling_rows[slot]
             self.free_slots.append(slot)
+        return slot
 
-    def prepare(self, rows: Sequence[ScheduledRequest]) -> StepInputs:
-        """Append new blocks to the tables and gather the step's input."""
-        slots = self.slots
+    def take_blocks(self, rows: Sequence[ScheduledRequest]) -> None:
+        """Append the rows' new blocks to the tables; comes before `prepare`."""
         for row in rows:
             if row.new_block_ids:
-                self._append_blocks(slots[row.request_id], row.new_block_ids)
+                self._append_blocks(self.slots[row.request_id], row.new_block_ids)
+
+    def prepare(
+        self, rows: Sequence[ScheduledRequest], drafts: Sequence[Sequence[int]] | None = None
+    ) -> StepInputs:
+        """Gather the step's input.
+
+        Parameters
+        ----------
+        drafts : of each row, as many as were planned or fewer. A sampling row then starts where its known
+            tokens say: it may have been planned as if drafts before it were all accepted. None: as planned.
+        """
+        slots = self.slots
         slots_R = np.array([slots[row.request_id] for row in rows], np.int64)
         starts_R = np.array([row.num_computed_tokens for row in rows], np.int64)
         query_lens_R = np.array([row.num_new_tokens for row in rows], np.int64)
         samples_R = np.array([row.samples for row in rows], np.bool_)
+        num_drafts_R = np.zeros_like(query_lens_R)
+        if drafts is not None:
+            num_drafts_R += np.array([len(row_drafts) for row_drafts in drafts], np.int64)
+            query_lens_R += num_drafts_R - np.array([row.num_draft_tokens for row in rows], np.int64)
+            num_tokens_R = self.num_tokens_S[slots_R]
+            starts_R = np.where(samples_R, num_tokens_R + num_drafts_R - query_lens_R, starts_R)
+            self._write(slots_R, num_tokens_R, drafts)
         context_lens_R = starts_R + query_lens_R
         ends_R = np.cumsum(query_lens_R)
         slots_T = np.repeat(slots_R, query_lens_R)
@@ -104,11 +129,11 @@ class InputBatch:
                 block_tables_SB=self.block_tables_SB,
                 slot_mapping_T=blocks_T * self.block_size + positions_T % self.block_size,
             ),
-            sampling_tokens=ends_R[samples_R] - 1,
+            sampling_tokens=_tokens_to_sample(ends_R[samples_R] - 1, num_drafts_R[samples_R]),
             sampling_rows=[self.sampling_rows[slot] for slot in slots_R[samples_R].tolist()],
             sampling_request_ids=[row.request_id for row in rows if row.samples],
             sampling_slots=slots_R[samples_R],
-            sampling_positions=context_lens_R[samples_R],
+            sampling_positions=(context_lens_R - num_drafts_R)[samples_R],
         )
 
     def append(self, inputs: StepInputs, sampled: SampledTokens) -> None:
@@ -118,15 +143,47 @@ class InputBatch:
         """
         token_ids = np.maximum(np.array(sampled.token_ids, np.int64), 0)
         self.token_ids_SP[inputs.sampling_slots, inputs.sampling_positions] = token_ids
+        self.num_tokens_S[inputs.sampling_slots] = inputs.sampling_positions + 1
         for sampling_row, token_id in zip(inputs.sampling_rows, token_ids.tolist(), strict=True):
             sampling_row.output_token_ids.append(token_id)
+
+    def append_verified(self, inputs: StepInputs, token_ids: Sequence[Sequence[int]]) -> None:
+        """Add tokens to the request of each sampling row, whose `output_token_ids` has them already."""
+        self._write(inputs.sampling_slots, inputs.sampling_positions, token_ids)
+        self.num_tokens_S[inputs.sampling_slots] = inputs.sampling_positions + [len(ids) for ids in token_ids]
 
     def block_ids(self, slot: int) -> IntArray:
         """Return the block table of a request."""
         return self.block_tables_SB[slot, : self.num_blocks_S[slot]].astype(np.int64)
+
+    def _write(self, slots_R: IntArray, positions_R: IntArray, token_ids: Sequence[Sequence[int]]) -> None:
+        """Put each row's tokens in its slot, from a position on."""
+        lens_R = np.array([len(ids) for ids in token_ids], np.int64)
+        if not lens_R.any():
+            return
+        offsets = np.arange(lens_R.sum()) - np.repeat(np.cumsum(lens_R) - lens_R, lens_R)
+        positions = np.repeat(positions_R, lens_R) + offsets
+        self.token_ids_SP[np.repeat(slots_R, lens_R), positions] = list(chain.from_iterable(token_ids))
 
     def _append_blocks(self, slot: int, block_ids: Sequence[int]) -> None:
         start = self.num_blocks_S[slot]
         end = start + len(block_ids)
         self.block_tables_SB[slot, start:end] = block_ids
         self.num_blocks_S[slot] = end
+
+
+def wave_order(num_drafts_R: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the wave and the row of each token that is sampled, wave after wave.
+
+    Wave 0 holds one token of each row; wave j the token behind its j-th draft, of the rows that have one.
+    """
+    waves = np.arange(num_drafts_R.max(initial=0) + 1)
+    return np.nonzero(waves[:, None] <= num_drafts_R)
+
+
+def _tokens_to_sample(last_tokens_R: IntArray, num_drafts_R: IntArray) -> IntArray:
+    """Return the packed tokens whose logits are wanted, from the last one of each sampling row."""
+    if not num_drafts_R.any():
+        return last_tokens_R
+    waves, rows = wave_order(num_drafts_R)
+    return (last_tokens_R - num_drafts_R)[rows] + waves

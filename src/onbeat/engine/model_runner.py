@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import (
@@ -16,19 +14,9 @@ from onbeat.core.step import (
 )
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch, StepInputs
-from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
-
-
-class TokenSampler(Protocol):
-    """Chooses one token per row of logits."""
-
-    def needs_logits(self, rows: list[SamplingRow]) -> bool:
-        """Whether more than each row's most likely token is needed to choose."""
-        ...
-
-    def sample(
-        self, logits_RV: Tensor | None, rows: list[SamplingRow], best: BestTokens | None = None
-    ) -> SampledTokens: ...
+from onbeat.engine.sampler import SampledTokens
+from onbeat.engine.speculation.proposer import DraftRow, Proposer
+from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
 
 
 class ModelRunner:
@@ -45,9 +33,10 @@ class ModelRunner:
     max_num_seqs : most requests at once.
     max_model_len : most tokens of one request.
     sampler : chooses tokens.
+    proposer : makes the drafts of rows that are planned with some; None where none ever is.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what it runs on, and what it runs with
         self,
         *,
         forward: ForwardPass,
@@ -56,35 +45,47 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         sampler: TokenSampler,
+        proposer: Proposer | None = None,
     ) -> None:
         self.forward = forward
         self.sampler = sampler
+        self.proposer = proposer
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
-        for request_id in scheduled.released_ids:
-            self.batch.release(request_id)
-        for admitted in scheduled.admitted:
-            self.batch.admit(admitted)
-        if not scheduled.rows:
-            return ModelRunnerOutput([])
-        inputs = self.batch.prepare(scheduled.rows)
-        rows = inputs.sampling_rows
-        logits = self.forward.run(inputs, wants_logits=self.sampler.needs_logits(rows))
+        rows = scheduled.rows
+        self._change_requests(scheduled)
         if not rows:
             return ModelRunnerOutput([])
-        sampled = self.sampler.sample(logits.values_RV, rows, logits.best)
-        for index in sampled.errors:
+        self.batch.take_blocks(rows)
+        drafts = None if self.proposer is None else self._propose(self.proposer, rows)
+        inputs = self.batch.prepare(rows, drafts)
+        wants_logits = self.sampler.needs_logits(inputs.sampling_rows)
+        logits = self.forward.run(inputs, wants_logits=wants_logits)
+        if not inputs.sampling_rows:
+            return ModelRunnerOutput([])
+        if drafts is not None and any(drafts):
+            sampling_drafts = [ids for ids, row in zip(drafts, rows, strict=True) if row.samples]
+            verified = verify(
+                self.sampler, logits, inputs.sampling_rows, sampling_drafts, wants_logits=wants_logits
+            )
+            self.batch.append_verified(inputs, verified.token_ids)
+        else:
+            sampled = self.sampler.sample(logits.values_RV, inputs.sampling_rows, logits.best)
+            self.batch.append(inputs, sampled)
+            verified = _of_one_token(sampled)
+        for index in verified.errors:
             # Its blocks will be another request's.
             self.forward.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
-        self.batch.append(inputs, sampled)
-        return _to_output(inputs, sampled)
+        return self._to_output(rows, drafts, inputs, verified)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a chunk and a decode, so that the first request finds kernels and memory prepared.
+
+        With a proposer, the decode has a draft.
 
         Call before the first step: it writes to the first KV blocks.
 
@@ -100,23 +101,89 @@ class ModelRunner:
             sampling=SamplingParams(temperature=0.0),
         )
         num_prompt_tokens = len(request.prompt_token_ids)
-        admitted = AdmittedRequest(request, (), tuple(range(num_prompt_tokens // block_size + 1)))
+        num_blocks = num_prompt_tokens // block_size + 1
+        admitted = AdmittedRequest(request, (), tuple(range(num_blocks)))
+        num_slots = min(num_blocks * block_size, self.max_model_len)
+        num_drafts = int(self.proposer is not None and num_prompt_tokens + 2 <= num_slots)
         chunk = ScheduledRequest(request.request_id, 0, num_prompt_tokens, (), samples=True)
-        decode = ScheduledRequest(request.request_id, num_prompt_tokens, 1, (), samples=True)
+        decode = ScheduledRequest(
+            request.request_id,
+            num_prompt_tokens,
+            1 + num_drafts,
+            (),
+            samples=True,
+            num_draft_tokens=num_drafts,
+        )
         self.execute(SchedulerOutput(-2, (chunk,), (admitted,), (), BatchShape()))
         if num_prompt_tokens < self.max_model_len:
             self.execute(SchedulerOutput(-1, (decode,), (), (), BatchShape()))
-        self.batch.release(request.request_id)
+        self._release(request.request_id)
+
+    def _change_requests(self, scheduled: SchedulerOutput) -> None:
+        """Forget the requests that left, then take in those that came."""
+        for request_id in scheduled.released_ids:
+            self._release(request_id)
+        slots = [self.batch.admit(admitted) for admitted in scheduled.admitted]
+        if self.proposer is not None and slots:
+            starts = {row.request_id: row.num_computed_tokens for row in scheduled.rows}
+            for admitted, slot in zip(scheduled.admitted, slots, strict=True):
+                self.proposer.admit(self.batch, slot, starts.get(admitted.request.request_id, 0))
+
+    def _release(self, request_id: str) -> None:
+        slot = self.batch.release(request_id)
+        if slot is not None and self.proposer is not None:
+            self.proposer.release(slot)
+
+    def _propose(self, proposer: Proposer, rows: Sequence[ScheduledRequest]) -> list[list[int]]:
+        """Return the drafts of each row, as many as were planned or fewer."""
+        drafts: list[list[int]] = [[] for _ in rows]
+        indices = [index for index, row in enumerate(rows) if row.num_draft_tokens]
+        if not indices:
+            return drafts
+        draft_rows = []
+        for index in indices:
+            slot = self.batch.slots[rows[index].request_id]
+            num_tokens = int(self.batch.num_tokens_S[slot])
+            draft_rows.append(DraftRow(slot, num_tokens, rows[index].num_draft_tokens))
+        for index, proposed in zip(indices, proposer.propose(self.batch, draft_rows), strict=True):
+            drafts[index] = proposed[: rows[index].num_draft_tokens]
+        return drafts
+
+    def _to_output(
+        self,
+        rows: Sequence[ScheduledRequest],
+        drafts: list[list[int]] | None,
+        inputs: StepInputs,
+        verified: VerifiedTokens,
+    ) -> ModelRunnerOutput:
+        token_ids, errors = verified.token_ids, verified.errors
+        logprobs = verified.logprobs if any(entry is not None for entry in verified.logprobs) else None
+        num_drafted = num_available = failed = None
+        if drafts is not None:
+            if any(row.num_draft_tokens for row in rows):
+                num_drafted = [len(ids) for ids, row in zip(drafts, rows, strict=True) if row.samples]
+            num_available = self._num_available(inputs)
+        if errors:
+            token_ids = [[] if index in errors else ids for index, ids in enumerate(token_ids)]
+            failed = {inputs.sampling_request_ids[index]: message for index, message in errors.items()}
+        return ModelRunnerOutput(token_ids, logprobs, failed, num_drafted, num_available)
+
+    def _num_available(self, inputs: StepInputs) -> list[int] | None:
+        """Ask how many drafts there will be for each row's request; None where any number can be made."""
+        assert self.proposer is not None
+        found = []
+        for slot in inputs.sampling_slots.tolist():
+            num = self.proposer.num_available(self.batch, slot, int(self.batch.num_tokens_S[slot]))
+            if num is None:
+                return None
+            found.append(num)
+        return found
 
 
-def _to_output(inputs: StepInputs, sampled: SampledTokens) -> ModelRunnerOutput:
-    token_ids = [[token_id] for token_id in sampled.token_ids]
-    logprobs = None
-    if any(entry is not None for entry in sampled.logprobs):
-        logprobs = [None if entry is None else [entry] for entry in sampled.logprobs]
-    if not sampled.errors:
-        return ModelRunnerOutput(token_ids, logprobs)
-    for index in sampled.errors:
-        token_ids[index] = []
-    failed = {inputs.sampling_request_ids[index]: message for index, message in sampled.errors.items()}
-    return ModelRunnerOutput(token_ids, logprobs, failed)
+def _of_one_token(sampled: SampledTokens) -> VerifiedTokens:
+    """Return what was sampled for rows without drafts."""
+    return VerifiedTokens(
+        [[max(token_id, 0)] for token_id in sampled.token_ids],
+        [None if entry is None else [entry] for entry in sampled.logprobs],
+        sampled.errors,
+    )

@@ -114,7 +114,7 @@ class Sampler:
             _attach_logprobs(kept_CV, changed, rows, sampled)
         asking = _select(rows, sampled, lambda row: row.asks_logprobs and not row.edits_logits)
         if asking:
-            _attach_logprobs(_take(logits_RV, asking), asking, rows, sampled)
+            _attach_logprobs(take_rows(logits_RV, asking), asking, rows, sampled)
         return sampled
 
     def _edit(
@@ -125,7 +125,7 @@ class Sampler:
         if not edited:
             return
         edit_logits(logits_RV, {index: rows[index] for index in edited})
-        for index, token_id, peak in zip(edited, *_argmax(_take(logits_RV, edited)), strict=True):
+        for index, token_id, peak in zip(edited, *_argmax(take_rows(logits_RV, edited)), strict=True):
             sampled.token_ids[index], peaks[index] = token_id, peak
         reason = "no token can be sampled under allowed_token_ids, logit_bias, penalties and min_tokens"
         _report_invalid(sampled, edited, peaks, reason)
@@ -136,7 +136,7 @@ class Sampler:
         """Draw for rows whose whole vocabulary takes part, in the order of token ids."""
         random = _select(rows, sampled, lambda row: not row.is_greedy and not row.is_truncated)
         for chunk in _chunks(random):
-            probs_CV = _probabilities(_take(logits_RV, chunk), rows, chunk, peaks)
+            probs_CV = _probabilities(take_rows(logits_RV, chunk), rows, chunk, peaks)
             host_CV, sums = probs_CV.cpu().numpy(), _block_sums(probs_CV)
             for index, probs_V, block_sums in zip(chunk, host_CV, sums, strict=True):
                 cumulative = np.cumsum(block_sums, dtype=np.float64)
@@ -152,7 +152,7 @@ class Sampler:
         """Draw for rows with min-p, top-k or top-p: narrow each row down before anything is sorted."""
         random = _select(rows, sampled, lambda row: not row.is_greedy and row.is_truncated)
         for chunk in _chunks(random):
-            logits_CV = _take(logits_RV, chunk)
+            logits_CV = take_rows(logits_RV, chunk)
             masses = _masses(logits_CV, rows, chunk, peaks)
             bounds = _bounds(logits_CV, rows, chunk, peaks)
             for index, logits_V in zip(chunk, logits_CV.cpu().numpy(), strict=True):
@@ -206,7 +206,7 @@ def _chunks(indices: Sequence[int]) -> Iterator[Sequence[int]]:
         yield indices[start : start + _CHUNK_ROWS]
 
 
-def _take(logits_RV: Tensor, indices: Sequence[int]) -> Tensor:
+def take_rows(logits_RV: Tensor, indices: Sequence[int]) -> Tensor:
     """Return some rows, as a view where they lie next to one another."""
     first, last = indices[0], indices[-1]
     if last - first + 1 == len(indices):
@@ -262,7 +262,7 @@ def _masses(
     if not places:
         return {}
     indices = [chunk[place] for place in places]
-    probs_CV = _probabilities(_take(logits_CV, places), rows, indices, peaks)
+    probs_CV = _probabilities(take_rows(logits_CV, places), rows, indices, peaks)
     largest = probs_CV.amax(dim=-1).tolist()
     return {index: 1.0 / value for index, value in zip(indices, largest, strict=True)}
 
@@ -280,6 +280,6 @@ def _bounds(
         elif params.top_k:
             places_by_k[min(params.top_k, logits_CV.shape[1])].append(place)
     for top_k, places in places_by_k.items():
-        smallest = torch.topk(_take(logits_CV, places), top_k, dim=-1).values[:, -1].tolist()
+        smallest = torch.topk(take_rows(logits_CV, places), top_k, dim=-1).values[:, -1].tolist()
         bounds.update(zip([chunk[place] for place in places], smallest, strict=True))
     return bounds

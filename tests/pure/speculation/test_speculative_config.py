@@ -117,10 +117,12 @@ def test_the_scheduler_gets_what_it_must_know(content: dict[str, Any], runs_mode
 def test_the_flag_of_serve_makes_the_engine_config(tmp_path: Any) -> None:
     arguments = ["serve", "--speculative_config", '{"method": "ngram", "num_speculative_tokens": 3}']
     args = parse(build_parser(), arguments)
-    config = engine_config(args, ModelFiles("hf", tmp_path, "tiny"))
+    config = engine_config(args, ModelFiles(kind="hf", path=tmp_path, name="tiny"))
     assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=3)
     assert (
-        engine_config(parse(build_parser(), ["serve"]), ModelFiles("hf", tmp_path, "tiny")).speculative
+        engine_config(
+            parse(build_parser(), ["serve"]), ModelFiles(kind="hf", path=tmp_path, name="tiny")
+        ).speculative
         is None
     )
 
