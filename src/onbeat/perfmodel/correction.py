@@ -9,6 +9,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 
 _KEY_STRIDE = 64  # above any bit length of a token count
+_WITH_DRAFTS = _KEY_STRIDE * _KEY_STRIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,10 @@ class CorrectionConfig:
 
 
 class OnlineCorrection:
-    """Multiplicative factors by bucket of (new tokens, context read), both by powers of two.
+    """Multiplicative factors by bucket of (new tokens, context read), by powers of two; apart with drafts.
+
+    Where a step with drafts has not run often enough, the factor is that of the same rows without them: else
+    a machine that is quicker than its model would make drafts look dear, and they would never be tried.
 
     A bucket's factor is the exponentially weighted geometric mean of measured / predicted. Each step counts
     as at most the bounds, so that one stall cannot move it far.
@@ -50,6 +54,12 @@ class OnlineCorrection:
         """Return the factor on the prediction for a batch; 1 until its bucket is ready."""
         context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
         key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+        if drafts := shape.num_draft_tokens:
+            found = self._factors.get(key + _WITH_DRAFTS)
+            if found is not None:
+                return found
+            num_others, context_tokens = shape.num_new_tokens - drafts, context_tokens - drafts
+            key = num_others.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
         return self._factors.get(key, 1.0)
 
     def observe(self, shape: BatchShape, ratio: float) -> None:
@@ -61,6 +71,8 @@ class OnlineCorrection:
         """
         context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
         key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+        if shape.num_draft_tokens:
+            key += _WITH_DRAFTS
         count, mean = self._buckets.get(key, (0, 0.0))
         count += 1
         low, high = self._log_bounds

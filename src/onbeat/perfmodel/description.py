@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.early_exit import early_exit_fit, early_exit_spec
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.model_sizes import ModelSpec
@@ -16,6 +17,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.shape_range import ShapeRange
+from onbeat.perfmodel.speculative import SpeculativeStepTime
 
 T = TypeVar("T")
 
@@ -52,6 +54,20 @@ class StepTimeDescription:
             )
         return plain.with_learning()
 
+    def early_exit(self, num_layers: int) -> StepTimeDescription:
+        """Return the description of the model's first layers with its LM head.
+
+        Raises
+        ------
+        ConfigError : no layers, or not fewer than the model has.
+        """
+        fitted = self.fitted
+        return replace(
+            self,
+            model=early_exit_spec(self.model, num_layers),
+            fitted=None if fitted is None else early_exit_fit(fitted, self.model, num_layers, self.precision),
+        )
+
     def as_json(self) -> dict[str, Any]:
         """Return plain values, numbers in full."""
         fitted = self.fitted
@@ -71,26 +87,52 @@ class StepTimeDescription:
         }
 
 
-def description_from_json(values: Mapping[str, Any]) -> StepTimeDescription:
-    """Return what `StepTimeDescription.as_json` described.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeDescription:
+    """What a live engine with a draft model predicts its steps with."""
+
+    target: StepTimeDescription
+    draft: StepTimeDescription
+
+    def predictor(self) -> SpeculativeStepTime:
+        """Return the model as it is before its first step: it learns from each one that it is told of."""
+        return SpeculativeStepTime(self.target.predictor(), self.draft.predictor())
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values, numbers in full."""
+        return {"target": self.target.as_json(), "draft": self.draft.as_json()}
+
+
+AnyDescription = StepTimeDescription | SpeculativeDescription
+
+
+def description_from_json(values: Mapping[str, Any]) -> AnyDescription:
+    """Return what `as_json` of either kind described.
 
     Raises
     ------
     ConfigError : a value is missing, or this version knows none of the kind.
     """
     try:
-        fitted = values["fitted"]
-        return StepTimeDescription(
-            model=_build(ModelSpec, values["model"]),
-            device=_build(DeviceSpec, values["device"]),
-            parallelism=_build(Parallelism, values["parallelism"]),
-            precision=_build(Precision, values["precision"]),
-            fitted=None if fitted is None else _fitted(fitted),
-        )
+        if "target" in values:
+            target, draft = _single(values["target"]), _single(values["draft"])
+            return SpeculativeDescription(target=target, draft=draft)
+        return _single(values)
     except (KeyError, TypeError) as error:
         raise ConfigError(
             f"the step-time model was described by another version of onbeat ({error}); use that version"
         ) from error
+
+
+def _single(values: Mapping[str, Any]) -> StepTimeDescription:
+    fitted = values["fitted"]
+    return StepTimeDescription(
+        model=_build(ModelSpec, values["model"]),
+        device=_build(DeviceSpec, values["device"]),
+        parallelism=_build(Parallelism, values["parallelism"]),
+        precision=_build(Precision, values["precision"]),
+        fitted=None if fitted is None else _fitted(fitted),
+    )
 
 
 def _fitted(values: Mapping[str, Any]) -> FittedModel:

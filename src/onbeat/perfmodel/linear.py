@@ -17,8 +17,10 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.linear_coefficients import (
     DistServeCoefficients,
     TurboSpecCoefficients,
+    TurboSpecDrafts,
     read_distserve_coefficients,
     read_turbospec_coefficients,
+    read_turbospec_drafts,
 )
 
 StepSeconds = Callable[[BatchShape], float]
@@ -96,6 +98,8 @@ def distserve_closure(
 
     Mixed steps: the form knows none. Their fixed part (reading the weights, launching kernels) is paid
     once, so it is the larger of the two; the parts that grow with tokens and sequences add up.
+
+    Drafts: the form knows none. One counts as another sequence that brings no context to read.
     """
     prefill_fixed, per_token, per_square = coefficients.prefill
     small, large, large_batch = coefficients.decode_small, coefficients.decode_large, coefficients.large_batch
@@ -108,8 +112,9 @@ def distserve_closure(
         fixed = growing = 0.0
         context = shape.decode_context_tokens
         if num_decodes:
-            fixed, per_decode_context, per_sequence = small if num_decodes < large_batch else large
-            growing = per_decode_context * context + per_sequence * num_decodes
+            num_tokens = num_decodes + shape.num_draft_tokens
+            fixed, per_decode_context, per_sequence = small if num_tokens < large_batch else large
+            growing = per_decode_context * context + per_sequence * num_tokens
         if shape.num_chunks:
             num_tokens = shape.num_chunk_tokens
             fixed = max(fixed, prefill_fixed) + hops
@@ -127,9 +132,9 @@ def turbospec_closure(
 ) -> StepSeconds:
     """Return TurboSpec's form as a function of the batch.
 
-    Context tokens are those that the step reads from the cache. The published coefficients have a
-    negative term for each sequence: far outside of what was measured (hundreds of sequences with hardly
-    any context) the sum would fall to zero, and is kept at a tenth of the fixed term.
+    Context tokens are those that the step reads from the cache, drafts left out. The published coefficients
+    have a negative term for each sequence: far outside of what was measured (hundreds of sequences with
+    hardly any context) the sum would fall to zero, and is kept at a tenth of the fixed term.
     """
     per_context, per_new, per_sequence = (
         coefficients.per_context_token,
@@ -142,7 +147,7 @@ def turbospec_closure(
     def seconds(shape: BatchShape) -> float:
         if not shape.num_sequences:
             return 0.0
-        context = shape.decode_context_tokens + shape.chunk_cached_tokens
+        context = shape.decode_context_tokens - shape.num_draft_tokens + shape.chunk_cached_tokens
         total = (
             fixed
             + per_context * context
@@ -152,5 +157,45 @@ def turbospec_closure(
         )
         all_context = context + shape.num_chunk_tokens
         return max(total, lowest) + overhead.per_step + overhead.per_token * all_context
+
+    return seconds
+
+
+def turbospec_speculation(path: Path, *, model: str, tensor: int = 1, method: str) -> StepSeconds:
+    """Return the time of a step that drafts by a method and verifies, as TurboSpec's goodput has it.
+
+    Parameters
+    ----------
+    path : TurboSpec's regression (`.csv`).
+    model : its name in the file.
+    tensor : degree of parallelism.
+    method : see `read_turbospec_drafts`.
+
+    Raises
+    ------
+    ConfigError : no such file, model, degree or method.
+    """
+    target = read_turbospec_coefficients(path, model=model, tensor=tensor)
+    drafts = read_turbospec_drafts(path, model=model, tensor=tensor, method=method)
+    return turbospec_speculation_closure(target, drafts)
+
+
+def turbospec_speculation_closure(target: TurboSpecCoefficients, drafts: TurboSpecDrafts) -> StepSeconds:
+    """Return TurboSpec's form with what drafting takes; a step without drafts takes the target's time."""
+    target_seconds = turbospec_closure(target)
+
+    def seconds(shape: BatchShape) -> float:
+        total = target_seconds(shape)
+        if not shape.num_draft_tokens:
+            return total
+        context = shape.decode_context_tokens - shape.num_draft_tokens + shape.chunk_cached_tokens
+        return (
+            (1 + drafts.target_share) * total
+            + drafts.fixed
+            + drafts.per_context_token * context
+            + drafts.per_new_token * shape.num_new_tokens
+            + drafts.per_sequence * shape.num_sequences
+            + drafts.per_draft * shape.num_draft_tokens / shape.num_verify_rows
+        )
 
     return seconds

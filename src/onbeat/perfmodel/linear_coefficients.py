@@ -47,6 +47,23 @@ class TurboSpecCoefficients:
     fixed: float
 
 
+@dataclass(frozen=True, slots=True)
+class TurboSpecDrafts:
+    """What making drafts takes on top of the target's step: a linear form, or a share of the target's time.
+
+    Seconds for each unit; a method has one or the other, and zeros for the rest.
+    """
+
+    per_context_token: float
+    per_new_token: float
+    per_sequence: float
+    per_draft: float
+    """For each draft of a row, however many rows there are."""
+    fixed: float
+    target_share: float
+    """Of the target's time: for drafting, where it has no form of its own, and for all around it."""
+
+
 def read_distserve_coefficients(path: Path, *, model: str, tensor: int) -> DistServeCoefficients:
     """Read one model's coefficients from DistServe's profiler JSON.
 
@@ -88,11 +105,7 @@ def read_turbospec_coefficients(path: Path, *, model: str, tensor: int) -> Turbo
     ------
     ConfigError : no such file, column, model or degree, or a coefficient that is not a finite number.
     """
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            rows = [row for row in csv.DictReader(file) if row.get("role") == "target"]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the coefficients in {path}: {error}") from error
+    rows = [row for row in _read_csv(path) if row.get("role") == "target"]
     if not rows:
         raise ConfigError(f"{path} has no row with role 'target'; is it a TurboSpec coefficient file?")
     name = _match_model(model, [row.get("config", "") for row in rows], path)
@@ -112,6 +125,53 @@ def read_turbospec_coefficients(path: Path, *, model: str, tensor: int) -> Turbo
         when_speculating=seconds("c_enable_spec_ms"),
         fixed=seconds("c_fixed_ms"),
     )
+
+
+def read_turbospec_drafts(path: Path, *, model: str, tensor: int, method: str) -> TurboSpecDrafts:
+    """Read what drafting takes from a TurboSpec coefficient CSV.
+
+    Parameters
+    ----------
+    path, model, tensor : as in `read_turbospec_coefficients`.
+    method : of drafting, column `method` (`ngram`, `eagle`).
+
+    Raises
+    ------
+    ConfigError : no such file, column, model, degree or method, or a coefficient that is not a finite number.
+    """
+    rows = _read_csv(path)
+    name = _match_model(model, [row.get("config", "") for row in rows], path)
+    own = [row for row in rows if row.get("config") == name and row.get("tp") == str(tensor)]
+    methods = {row.get("method", ""): row for row in own if row.get("role") == "draft"}
+    if method not in methods:
+        known = ", ".join(methods) or "none"
+        raise ConfigError(
+            f"{path} has no coefficients of drafting by {method!r} for {name} TP {tensor}; it has {known}"
+        )
+    row = methods[method]
+
+    def number(cells: Mapping[str, str], column: str, unit: float) -> float:
+        if not cells.get(column):  # what a method does not cost is left out
+            return 0.0
+        return _number(cells[column], f"{path}, {name} TP {tensor}, {method}, {column}") * unit
+
+    around = [other for other in own if other.get("role") == "overhead"]
+    return TurboSpecDrafts(
+        per_context_token=number(row, "c_kv_ms_per_ctx_token", _SECONDS_PER_MS),
+        per_new_token=number(row, "c_compute_ms_per_batched_token", _SECONDS_PER_MS),
+        per_sequence=number(row, "c_batch_ms_per_seq", _SECONDS_PER_MS),
+        per_draft=number(row, "c_num_spec_ms_per_draft_token", _SECONDS_PER_MS),
+        fixed=number(row, "c_fixed_ms", _SECONDS_PER_MS),
+        target_share=sum(number(cells, "fraction_of_target_time", 1.0) for cells in (row, *around)),
+    )
+
+
+def _read_csv(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            return list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the coefficients in {path}: {error}") from error
 
 
 def _load_object(path: Path) -> dict[str, Any]:

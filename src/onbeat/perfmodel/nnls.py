@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.shapes import FIELDS
+from onbeat.perfmodel.shapes import FIELDS, draft_pairs, draft_pairs_of
 
 FEATURES = (
     "num_new_tokens",
@@ -21,16 +21,22 @@ FEATURES = (
     "decode_context_tokens",
     "num_lm_head_rows",
     "num_verify_rows",
+    "num_draft_tokens",
 )
 """The sums that count, beside a fixed time."""
-PASSES = ("has_decodes", "has_chunks")
-"""Whether there are any: attention over decodes and over chunks is a pass each, with a start of its own."""
+PAIRS = "draft_pairs"
+"""What a row that verifies drafts computes beyond a plain decode: see `shapes.draft_pairs`."""
+PASSES = ("has_decodes", "has_chunks", "has_drafts")
+"""Whether there are any: attention over decodes, over chunks and over rows with drafts is a pass each, with a
+start of its own."""
 
 _COLUMNS = [FIELDS.index(name) for name in FEATURES]
-_COUNTS = [FIELDS.index(name) for name in ("num_decodes", "num_chunks")]
+_COUNTS = [FIELDS.index(name) for name in ("num_decodes", "num_chunks", "num_draft_tokens")]
 _FIXED, _LOWEST = "fixed", "lowest"
-_NAMES = (_FIXED, *FEATURES, *PASSES)
+_NAMES = (_FIXED, *FEATURES, PAIRS, *PASSES)
 _LOWEST_SHARE = 0.5
+_OF_DRAFTS = frozenset(("num_draft_tokens", PAIRS, "has_drafts"))
+"""What fits of before there were drafts lack: to them a draft is a new token and a row of the LM head."""
 
 
 class NNLSForm:
@@ -51,6 +57,8 @@ class NNLSForm:
 
 def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
     known = {*_NAMES, _LOWEST}
+    if known - parameters.keys() == _OF_DRAFTS:
+        parameters = {**dict.fromkeys(_OF_DRAFTS, 0.0), **parameters}
     if parameters.keys() != known:
         unlike = ", ".join(sorted(parameters.keys() ^ known))
         raise ConfigError(
@@ -60,12 +68,25 @@ def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
     return parameters
 
 
+def scale_layers(parameters: Mapping[str, float], *, layers: float, fixed: float) -> dict[str, float]:
+    """Return the parameters of a model with fewer layers.
+
+    Parameters
+    ----------
+    layers : its layers, as a share.
+    fixed : its share of the time that every step takes.
+    """
+    shares = dict.fromkeys(_checked(parameters), layers)
+    shares |= {_FIXED: fixed, _LOWEST: fixed, "num_lm_head_rows": 1.0}
+    return {name: value * shares[name] for name, value in _checked(parameters).items()}
+
+
 def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
     """Return the coefficients, seconds a unit, that minimise the squared relative error.
 
     Parameters
     ----------
-    matrix : rows of `shape_matrix`. [N, 10]
+    matrix : rows of `shape_matrix`. [N, F]
     seconds : measured, positive. [N]
 
     Returns
@@ -91,15 +112,20 @@ def nnls_seconds(matrix: NDArray[np.float64], parameters: Mapping[str, float]) -
 
 
 def _features(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return one column a name of `_NAMES`. [N, 11]."""
-    return np.column_stack([np.ones(len(matrix)), matrix[:, _COLUMNS], matrix[:, _COUNTS] > 0])
+    """Return one column a name of `_NAMES`."""
+    return np.column_stack(
+        [np.ones(len(matrix)), matrix[:, _COLUMNS], draft_pairs_of(matrix), matrix[:, _COUNTS] > 0]
+    )
 
 
 def nnls_closure(parameters: Mapping[str, float]) -> Callable[[BatchShape], float]:
     """Return the prediction for one batch, in plain floats."""
     fixed, lowest = parameters[_FIXED], parameters[_LOWEST]
-    new, sequences, chunks, pairs, cached, context, lm_head, verify = (parameters[name] for name in FEATURES)
-    decode_pass, chunk_pass = (parameters[name] for name in PASSES)
+    new, sequences, chunks, pairs, cached, context, lm_head, verify, draft = (
+        parameters[name] for name in FEATURES
+    )
+    draft_pair = parameters[PAIRS]
+    decode_pass, chunk_pass, draft_pass = (parameters[name] for name in PASSES)
 
     def seconds(shape: BatchShape) -> float:
         total = (
@@ -111,12 +137,14 @@ def nnls_closure(parameters: Mapping[str, float]) -> Callable[[BatchShape], floa
             + cached * shape.chunk_cached_tokens
             + context * shape.decode_context_tokens
             + lm_head * shape.num_lm_head_rows
-            + verify * shape.num_verify_rows
         )
         if shape.num_decodes:
             total += decode_pass
         if shape.num_chunks:
             total += chunk_pass
+        if drafts := shape.num_draft_tokens:
+            total += draft_pass + verify * shape.num_verify_rows
+            total += draft * drafts + draft_pair * draft_pairs(shape)
         return total if total > lowest else lowest
 
     return seconds

@@ -4,7 +4,8 @@ The composition is that of Vidur (Agrawal et al., MLSys 2024): operators that se
 attention of decodes by (sequences, mean context); attention of chunks as one equivalent chunk; communication
 by bytes. Departures: times are interpolated, and extrapolated, in place of a random forest's look-up table;
 the equivalent chunk keeps the exact number of query-key pairs; embedding and LM head, which Vidur leaves
-out, can be counted.
+out, can be counted. Rows that verify drafts, which Vidur does not know, read their context once, as decodes,
+unless the arithmetic of all their tokens takes longer.
 """
 
 from __future__ import annotations
@@ -28,8 +29,11 @@ from onbeat.perfmodel.operator_curves import (
 )
 from onbeat.perfmodel.operator_files import OperatorFiles, find_operator_files
 from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.shapes import draft_pairs
 
 _ALL_REDUCES = 2  # a layer: after attention and after the MLP
+_LONG_CHUNK = 4096
+"""Tokens of a chunk whose attention is bound by arithmetic."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +80,18 @@ def operator_table_closure(
     layers = model.num_layers
     layers_of_decodes = layers * (1 + options.decode_batching_overhead)
     layers_of_chunks = layers * (1 + options.chunk_batching_overhead)
+    pair_seconds = chunk(_LONG_CHUNK, 0) / (_LONG_CHUNK * (_LONG_CHUNK + 1) / 2)
 
     def seconds(shape: BatchShape) -> float:
         total = tokens(shape.num_new_tokens)
         if decodes := shape.num_decodes:
             # A decode's context counts its own token, a profile's cache does not.
             cached = shape.decode_context_tokens / decodes - 1
-            total += (layers_of_decodes if decodes > 1 else layers) * decode(decodes, cached)
+            attention = decode(decodes, cached)
+            if shape.num_draft_tokens:
+                pairs = shape.decode_context_tokens + draft_pairs(shape)
+                attention = max(attention, pairs * pair_seconds)
+            total += (layers_of_decodes if decodes > 1 else layers) * attention
         if chunks := shape.num_chunks:
             length = math.sqrt(shape.sum_chunk_squares)
             cached = max(0.0, shape.query_key_pairs / length - (length + 1) / 2)

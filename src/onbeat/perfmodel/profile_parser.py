@@ -22,6 +22,8 @@ _T = TypeVar("_T")
 SCHEMA_VERSION = 2
 """Changes whenever a reader of the old layout would misread the new one. Files of another version are
 refused, not converted: measuring again takes two minutes."""
+_LATER_COLUMNS = ("num_draft_tokens", "num_draft_passes")
+"""Sums that files of before there were drafts lack: they are 0 there."""
 
 
 def parse_profile(content: object, path: Path) -> Profile:
@@ -145,19 +147,21 @@ def _fitted(fit: _Object) -> FittedModel:
 
 
 def _steps(top: _Object) -> tuple[MeasuredStep, ...]:
-    columns = [*FIELDS, "seconds"]
-    if top.raw("columns") != columns:
-        raise top.error("columns", top.raw("columns"), f"{columns}")
+    columns = top.value("columns", list)
+    names = [name for name in FIELDS if name not in _LATER_COLUMNS or name in columns]
+    if columns != [*names, "seconds"]:
+        raise top.error("columns", columns, f"{[*FIELDS, 'seconds']}")
     rows = top.raw("steps")
     if not (isinstance(rows, list) and rows):
         raise top.error("steps", rows, "a list of at least one measured step")
-    return tuple(_step(top, index, row) for index, row in enumerate(rows))
+    return tuple(_step(top, names, index, row) for index, row in enumerate(rows))
 
 
-def _step(top: _Object, index: int, row: object) -> MeasuredStep:
-    if not (isinstance(row, list) and len(row) == len(FIELDS) + 1 and all(map(_is_number, row))):
-        raise top.error(f"steps[{index}]", row, f"{len(FIELDS) + 1} finite numbers")
+def _step(top: _Object, names: list[str], index: int, row: object) -> MeasuredStep:
+    if not (isinstance(row, list) and len(row) == len(names) + 1 and all(map(_is_number, row))):
+        raise top.error(f"steps[{index}]", row, f"{len(names) + 1} finite numbers")
     *sums, seconds = row
     if min(sums) < 0 or seconds <= 0:
         raise top.error(f"steps[{index}]", row, "counts of at least 0 and a time above 0")
-    return MeasuredStep(BatchShape(*(int(value) for value in sums)), float(seconds))
+    shape = BatchShape(**{name: int(value) for name, value in zip(names, sums, strict=True)})
+    return MeasuredStep(shape, float(seconds))

@@ -2,7 +2,8 @@
 
 Williams, Waterman and Patterson, "Roofline", CACM 2009, per part of a step: matrices, LM head, attention of
 chunks, attention of decodes, element-wise operations, all-reduces, transfers between stages. The parts of a
-step depend on each other, so their times add up.
+step depend on each other, so their times add up. A decode row that verifies drafts reads its context once
+and computes with it for each of its tokens.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class _Coefficients:
     head_row: float
     head_weights: float
     pair: float
-    chunk_kv: float
+    kv: float
     decode_kv: float
     window: float
     windowed_share: float
@@ -118,7 +119,7 @@ def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coef
         head_row=terms.head_row / parameters.gemm_efficiency,
         head_weights=terms.head_weights * by_weight,
         pair=pair,
-        chunk_kv=kv,
+        kv=kv,
         decode_kv=max(kv, pair),  # a decode is one query: a pair for each token that is read
         window=terms.window,
         windowed_share=terms.windowed_share,
@@ -158,7 +159,7 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     gemm_token, gemm_fixed = at.gemm_token, at.gemm_token * at.tile_tokens
     expert_weights, expert_miss = at.expert_weights, at.expert_miss
     head_row, head_weights = at.head_row, at.head_weights
-    pair, chunk_kv, decode_kv = at.pair, at.chunk_kv, at.decode_kv
+    pair, kv, decode_kv = at.pair, at.kv, at.decode_kv
     window, share = at.window, at.windowed_share
     p, inverse_p = at.smoothness, 1 / at.smoothness
 
@@ -182,12 +183,17 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         if share and context > decodes * window:
             context -= share * (context - decodes * window)
         total += context * decode_kv
+        if drafts := shape.num_draft_tokens:
+            verifying = shape.num_verify_rows
+            queries = 1 + drafts / verifying  # of a row, on average
+            total += context * verifying / decodes * (max(kv, queries * pair) - decode_kv)
         if num_chunks := shape.num_chunks:
-            in_chunks, pairs, cached = tokens - decodes, shape.query_key_pairs, shape.chunk_cached_tokens
+            in_chunks = tokens - decodes - drafts
+            pairs, cached = shape.query_key_pairs, shape.chunk_cached_tokens
             if share:
                 pairs -= share * max(0.0, pairs - in_chunks * window)
                 cached -= share * max(0.0, cached - num_chunks * window)
-            a, b = pairs * pair, (cached + in_chunks) * chunk_kv
+            a, b = pairs * pair, (cached + in_chunks) * kv
             total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
         return total
 
@@ -207,7 +213,7 @@ def roofline_seconds(
 
     Parameters
     ----------
-    matrix : rows of `shapes.shape_matrix`: [N, 10].
+    matrix : rows of `shapes.shape_matrix`: [N, F].
 
     Returns
     -------
@@ -237,15 +243,22 @@ def roofline_seconds(
 
 def _attention(matrix: Vector, at: _Coefficients) -> Vector:
     decodes, context = matrix[:, column.DECODES], matrix[:, column.DECODE_CONTEXT_TOKENS]
-    in_chunks = matrix[:, column.NEW_TOKENS] - decodes
+    drafts, verifying = matrix[:, column.DRAFT_TOKENS], matrix[:, column.VERIFY_ROWS]
+    in_chunks = matrix[:, column.NEW_TOKENS] - decodes - drafts
     pairs, cached = matrix[:, column.QUERY_KEY_PAIRS], matrix[:, column.CHUNK_CACHED_TOKENS]
     if at.windowed_share:
         context = context - at.windowed_share * np.maximum(0, context - decodes * at.window)
         pairs = pairs - at.windowed_share * np.maximum(0, pairs - in_chunks * at.window)
         num_chunks = matrix[:, column.CHUNKS]
         cached = cached - at.windowed_share * np.maximum(0, cached - num_chunks * at.window)
-    chunks = _soft_max(pairs * at.pair, (cached + in_chunks) * at.chunk_kv, at.smoothness)
-    return context * at.decode_kv + np.where(matrix[:, column.CHUNKS] > 0, chunks, 0)
+    chunks = _soft_max(pairs * at.pair, (cached + in_chunks) * at.kv, at.smoothness)
+    queries = 1 + drafts / np.maximum(verifying, 1)
+    verified = context * verifying / np.maximum(decodes, 1)
+    return (
+        context * at.decode_kv
+        + verified * (np.maximum(at.kv, queries * at.pair) - at.decode_kv)
+        + np.where(matrix[:, column.CHUNKS] > 0, chunks, 0)
+    )
 
 
 def _soft_max(a: Vector, b: Vector, p: float) -> Vector:

@@ -24,12 +24,13 @@ DECODE_CONTEXT_TOKENS = FIELDS.index("decode_context_tokens")
 SUM_CHUNK_SQUARES = FIELDS.index("sum_chunk_squares")
 LM_HEAD_ROWS = FIELDS.index("num_lm_head_rows")
 VERIFY_ROWS = FIELDS.index("num_verify_rows")
+DRAFT_TOKENS = FIELDS.index("num_draft_tokens")
 
 _row = attrgetter(*FIELDS)
 
 
 def shape_matrix(shapes: Iterable[BatchShape]) -> NDArray[np.float64]:
-    """Return one row a shape, one column a field of `FIELDS`: [N, 10]."""
+    """Return one row a shape, one column a field of `FIELDS`: [N, F]."""
     rows = [_row(shape) for shape in shapes]
     return np.array(rows, dtype=np.float64).reshape(len(rows), len(FIELDS))
 
@@ -37,3 +38,19 @@ def shape_matrix(shapes: Iterable[BatchShape]) -> NDArray[np.float64]:
 def shapes_of(matrix: NDArray[np.float64]) -> list[BatchShape]:
     """Return the shapes of a matrix: the inverse of `shape_matrix`."""
     return [BatchShape(*(int(value) for value in row)) for row in matrix]
+
+
+def draft_pairs(shape: BatchShape) -> float:
+    """Return the query-key pairs of draft tokens: what a verified row computes beyond a plain decode.
+
+    The sums do not say which decode rows verify; each draft is taken to attend to their mean context.
+    """
+    if not shape.num_draft_tokens:
+        return 0.0
+    return shape.num_draft_tokens * shape.decode_context_tokens / shape.num_decodes
+
+
+def draft_pairs_of(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return `draft_pairs` of the rows of a shape matrix. [N]."""
+    decodes = np.maximum(matrix[:, DECODES], 1)
+    return matrix[:, DRAFT_TOKENS] * matrix[:, DECODE_CONTEXT_TOKENS] / decodes

@@ -11,6 +11,7 @@ from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.shapes import draft_pairs
 
 
 class StepWork:
@@ -42,7 +43,7 @@ class StepWork:
         return (
             shape.num_new_tokens * self._token_flops
             + shape.num_lm_head_rows * self._head_flops
-            + (shape.query_key_pairs + shape.decode_context_tokens) * self._pair_flops
+            + (shape.query_key_pairs + shape.decode_context_tokens + draft_pairs(shape)) * self._pair_flops
         )
 
     def bytes_read(self, shape: BatchShape) -> float:

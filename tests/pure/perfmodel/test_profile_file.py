@@ -59,6 +59,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["profile.json"]
 
 
+def test_a_profile_of_before_there_were_drafts_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(path, PROFILE)
+    content = json.loads(path.read_text())
+    places = [content["columns"].index(name) for name in ("num_draft_tokens", "num_draft_passes")]
+    for row in (content["columns"], *content["steps"]):
+        for place in reversed(places):
+            del row[place]
+    path.write_text(json.dumps(content))
+    assert read_profile(path, KEY) == PROFILE
+
+
 def test_a_profile_is_found_by_its_key_only(tmp_path: Path) -> None:
     write_profile(profile_path(tmp_path, KEY), PROFILE)
     assert find_profile(tmp_path, KEY) == PROFILE
@@ -118,9 +130,11 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["steps"][1].__setitem__(-1, 0.0), r"steps\[1\] is .* a time above 0"),
         (lambda c: c["steps"][1].__setitem__(0, -3), r"steps\[1\] is .* at least 0"),
         (lambda c: c["steps"][0].__setitem__(-1, float("nan")), r"steps\[0\] is .*finite"),
-        (lambda c: c["steps"][0].pop(), r"steps\[0\] is .*11 finite numbers"),
+        (lambda c: c["steps"][0].pop(), r"steps\[0\] is .*13 finite numbers"),
         (lambda c: c.update(steps=[]), "steps is .*at least one"),
         (lambda c: c["columns"].reverse(), "columns is"),
+        (lambda c: c["columns"].remove("num_verify_rows"), "columns is"),
+        (lambda c: c.update(columns=7), "columns is 7; it must be of type list"),
         (lambda c: c["fit"].update(method="forest"), r"fit\.method is 'forest'; it must be one of"),
         (lambda c: c["fit"].update(ratios=[1.0, -1.0]), r"fit\.ratios is"),
         (lambda c: c["fit"]["parameters"].update(fixed="big"), r"fit\.parameters\.fixed is 'big'"),

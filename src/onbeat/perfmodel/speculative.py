@@ -1,0 +1,136 @@
+"""Step times with a draft model: the target's step, and the passes of the model that made the drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel.correction import Drift
+from onbeat.perfmodel.predictor import Predictor
+
+
+class SpeculativeStepTime:
+    """A target model that verifies and a draft model that proposes, one after the other in the same step.
+
+    time = target(step) + `num_draft_passes` x draft(a decode step of the rows that are drafted for).
+    Quantiles add up as means do: what slows one of them, another program or heat, slows both. Drafts that are
+    looked up (no passes) cost nothing here but their verification, which the target's model knows.
+
+    Parameters
+    ----------
+    target : of the model whose tokens these are.
+    draft : of the model that guesses them. It is asked for decodes alone.
+    """
+
+    __slots__ = ("_draft", "_target")
+
+    def __init__(self, target: Predictor, draft: Predictor) -> None:
+        self._target = target
+        self._draft = draft
+
+    def with_learning(self) -> SpeculativeStepTime:
+        """Return the same models, but each learns from steps."""
+        return SpeculativeStepTime(self._target.with_learning(), self._draft.with_learning())
+
+    def step_time(self, shape: BatchShape, q: float | None = None) -> float:
+        """Return the expected time, or its q-quantile. See `core.StepTimeModel`."""
+        return self._target.step_time(shape, q) + self.draft_time(shape, q)
+
+    def draft_time(self, shape: BatchShape, q: float | None = None) -> float:
+        """Return the draft model's share of `step_time`, seconds."""
+        if not shape.num_draft_passes:
+            return 0.0
+        return shape.num_draft_passes * self._draft.step_time(draft_pass(shape), q)
+
+    def max_chunk_tokens(
+        self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None
+    ) -> int:
+        """Return the longest chunk that may join a batch within a time budget. See `core.StepTimeModel`.
+
+        The draft model's passes come off the budget first: they are for decodes, whatever chunk joins.
+        """
+        draft_time = self.draft_time(shape, q)
+        longest = self._target.max_chunk_tokens(shape, cached_tokens, budget - draft_time, q)
+        if longest > 1 or not draft_time:
+            return longest
+        # A single token is a decode row, and moves the mean context that drafts are made at.
+        with_token = replace(shape)
+        with_token.add(cached_tokens, 1, samples=True)
+        return int(self.step_time(with_token, q) <= budget)
+
+    def observe(self, shape: BatchShape, seconds: float) -> None:
+        """Learn from a measured step: each model takes its predicted share of the time.
+
+        Steps without drafts teach the target's model alone, so that the shares come right with time.
+        """
+        draft_time = self.draft_time(shape)
+        if not draft_time:
+            self._target.observe(shape, seconds)
+            return
+        target_share = self._target.step_time(shape)
+        target_share /= target_share + draft_time
+        self._target.observe(shape, seconds * target_share)
+        self._draft.observe(draft_pass(shape), seconds * (1 - target_share) / shape.num_draft_passes)
+
+    @property
+    def drift(self) -> Drift | None:
+        """Whether the measured steps have left the target's model, which is part of each; see `Predictor`."""
+        return self._target.drift
+
+
+def draft_pass(shape: BatchShape) -> BatchShape:
+    """Return one of the draft model's passes for a step: a decode for each row that still wants a draft.
+
+    Rows want different numbers of drafts, of which the sums know the mean; and each row is taken to have the
+    mean context.
+    """
+    num_rows = max(1, round(shape.num_draft_tokens / max(shape.num_draft_passes, 1)))
+    context = round(num_rows * shape.decode_context_tokens / max(shape.num_decodes, 1))
+    return BatchShape(
+        num_new_tokens=num_rows,
+        num_sequences=num_rows,
+        num_decodes=num_rows,
+        decode_context_tokens=max(context, num_rows),
+        num_lm_head_rows=num_rows,
+    )
+
+
+class BatchWork(Protocol):
+    """What a batch takes of a device at least; `utilisation.StepWork` is one."""
+
+    def flops(self, shape: BatchShape) -> float:
+        """Return operations."""
+        ...
+
+    def bytes_read(self, shape: BatchShape) -> float:
+        """Return bytes of weights and KV."""
+        ...
+
+
+class SpeculativeWork:
+    """The work of a step with that of its draft passes: what MBU and MFU are made from.
+
+    Parameters
+    ----------
+    target, draft : of the two models.
+    """
+
+    def __init__(self, target: BatchWork, draft: BatchWork) -> None:
+        self._target = target
+        self._draft = draft
+
+    def flops(self, shape: BatchShape) -> float:
+        """Return the operations of both models."""
+        return self._target.flops(shape) + _of_passes(self._draft.flops, shape)
+
+    def bytes_read(self, shape: BatchShape) -> float:
+        """Return the bytes of weights and KV that both models read."""
+        return self._target.bytes_read(shape) + _of_passes(self._draft.bytes_read, shape)
+
+
+def _of_passes(of_batch: Callable[[BatchShape], float], shape: BatchShape) -> float:
+    if not shape.num_draft_passes:
+        return 0.0
+    return shape.num_draft_passes * of_batch(draft_pass(shape))
