@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.utilisation import StepWork, flops_utilisation, memory_bandwidth_utilisation
@@ -26,6 +27,7 @@ def print_summary(console: Console, result: ProfileResult, *, profile: Path, rep
     console.print(_title(result), markup=False)
     console.print(_rich_table(ERROR_HEADER, error_rows(result)))
     console.print(_rich_table(STEP_HEADER, typical_rows(result)))
+    console.print(_rich_table(DRAFT_HEADER, draft_rows(result)))
     console.print(limits_line(result), markup=False)
     console.print(f"profile: {profile}\nplot: {report}", markup=False)
 
@@ -44,8 +46,9 @@ def write_report(path: Path, result: ProfileResult) -> None:
         for name, value in (("P50", errors.p50), ("P90", errors.p90), ("P95", errors.p95))
     ]
     body = heading("Step times", _title(result), tiles)
-    body += page.grid([_scatter(result), _error_figure(result)])
+    body += page.grid([_scatter(result), _error_figure(result), draft_figure(result)])
     body += table(ERROR_HEADER, error_rows(result)) + table(STEP_HEADER, typical_rows(result))
+    body += table(DRAFT_HEADER, draft_rows(result))
     body += notes([limits_line(result)])
     page.write(path, "onbeat profile", body)
 
@@ -59,6 +62,7 @@ def error_rows(result: ProfileResult) -> list[Row]:
         "held back": list(result.held_back),
         "held back, to 100 ms": [step for step in result.held_back if step.seconds <= 0.1],
         "held back, above 100 ms": [step for step in result.held_back if step.seconds > 0.1],
+        "held back, with drafts": [step for step in result.held_back if step.shape.num_draft_tokens],
         "fitted": list(result.fitted_steps),
     }
     return [(name, str(len(steps)), *_errors(result, steps)) for name, steps in kinds.items() if steps]
@@ -89,7 +93,8 @@ def describe(shape: BatchShape) -> str:
     parts = []
     if shape.num_decodes:
         context = shape.decode_context_tokens // shape.num_decodes
-        parts.append(f"{_number(shape.num_decodes, 'decode')} at {context:,} tokens")
+        drafts = f" with {_number(shape.num_draft_tokens, 'draft')}" if shape.num_draft_tokens else ""
+        parts.append(f"{_number(shape.num_decodes, 'decode')} at {context:,} tokens{drafts}")
     if shape.num_chunks:
         tokens = shape.num_chunk_tokens
         after = f" after {shape.chunk_cached_tokens:,}" if shape.chunk_cached_tokens else ""
@@ -125,7 +130,8 @@ def _errors(result: ProfileResult, steps: Sequence[MeasuredStep]) -> Row:
 
 
 def _typical(steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-    """Return the smallest and the largest plain steps, and the largest mix."""
+    """Return the smallest and the largest plain steps, and the largest mix, all without drafts."""
+    steps = [step for step in steps if not step.shape.num_draft_tokens]
     decodes = [step for step in steps if not step.shape.num_chunks]
     chunks = [step for step in steps if not step.shape.num_decodes]
     first_chunks = [step for step in chunks if not step.shape.chunk_cached_tokens]

@@ -27,10 +27,13 @@ def test_a_server_uses_the_profile_that_was_measured(tiny_directory, env, tmp_pa
     assert run.returncode == 0, run.stderr
     assert "held back" in run.stdout
     assert "MBU" in run.stdout
+    assert "drafts each" in run.stdout
     (path,) = (tmp_path / "cache" / "onbeat" / "profiles").glob("*.json")
     assert str(path) in run.stdout
     assert json.loads(path.read_text())["schema_version"] == 2
-    assert "Predicted against measured" in path.with_suffix(".html").read_text()
+    page = path.with_suffix(".html").read_text()
+    assert "Predicted against measured" in page
+    assert "Steps that verify drafts" in page
 
     timeline = tmp_path / "timeline.json"
     with serving(tiny_directory, *TINY, "--timeline", timeline, env=env) as server:

@@ -6,13 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.step import BatchShape
+from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.profiling.batches import (
@@ -22,6 +23,7 @@ from onbeat.engine.profiling.batches import (
     corner_batches,
     mixed_batches,
     random_batches,
+    verify_batches,
 )
 from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.fit import FitTarget, fit_best
@@ -35,6 +37,7 @@ from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.profile import MeasuredStep
 from onbeat.perfmodel.profile_file import read_profile, write_profile
+from onbeat.perfmodel.shapes import draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
 
 SHORT = ProfilePlan(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
@@ -72,15 +75,17 @@ def test_batches_keep_the_limits(seqs, extra, length, context, seed):
         max_model_len=length,
         max_context_tokens=context,
     )
-    batches = corner_batches(limits, 4) + mixed_batches(limits, 8) + random_batches(limits, 8, seed)
+    batches = corner_batches(limits, 4) + verify_batches(limits, 4)
+    batches += mixed_batches(limits, 8) + random_batches(limits, 8, seed)
     assert batches
     for batch in batches:
         shape = batch.shape
         assert 1 <= shape.num_sequences <= seqs
         assert shape.num_new_tokens <= max(limits.max_num_batched_tokens, 2)
-        assert all(cached >= 0 and new >= 1 for cached, new, _ in batch.rows)
-        assert all(cached + new <= max(length, 2) for cached, new, _ in batch.rows)
-        assert sum(cached + new for cached, new, _ in batch.rows) <= max(context, 2 * seqs)
+        assert all(cached >= 0 and new >= 1 for cached, new, *_ in batch.rows)
+        assert all(cached + new <= max(length, 2) for cached, new, *_ in batch.rows)
+        assert all(row.num_drafts in (0, row.num_new_tokens - 1) for row in batch.rows)
+        assert sum(cached + new for cached, new, *_ in batch.rows) <= max(context, 2 * seqs)
 
 
 def test_batches_cover_what_steps_are_made_of():
@@ -95,6 +100,33 @@ def test_batches_cover_what_steps_are_made_of():
     assert any(shape.num_lm_head_rows < shape.num_sequences for shape in shapes)
 
 
+def test_what_a_draft_costs_is_measured_apart_from_what_a_row_costs():
+    limits = BatchLimits(
+        max_num_seqs=64, max_num_batched_tokens=512, max_model_len=2000, max_context_tokens=2**15
+    )
+    shapes = [batch.shape for batch in verify_batches(limits, 6)]
+    assert all(shape.num_decodes == shape.num_verify_rows == shape.num_sequences for shape in shapes)
+    assert {shape.num_draft_tokens // shape.num_decodes for shape in shapes} == {1, 3, 7}
+    assert {1, 32} <= {shape.num_decodes for shape in shapes}
+    columns = np.array(
+        [
+            (
+                1,
+                shape.num_verify_rows,
+                shape.num_draft_tokens,
+                shape.decode_context_tokens,
+                draft_pairs(shape),
+            )
+            for shape in shapes
+        ],
+        dtype=float,
+    )
+    assert np.linalg.cond(columns / columns.max(axis=0)) < 50
+    mixed = [batch.shape for batch in mixed_batches(limits, 32)]
+    assert any(shape.num_chunks and 0 < shape.num_verify_rows < shape.num_decodes for shape in mixed)
+    assert sum(shape.num_draft_tokens > 0 for shape in mixed) < len(mixed) / 2
+
+
 def test_held_back_batches_depend_on_the_seed_alone():
     assert random_batches(LIMITS, 8, 3) == random_batches(LIMITS, 8, 3)
     assert random_batches(LIMITS, 8, 3) != random_batches(LIMITS, 8, 4)
@@ -107,8 +139,41 @@ def test_the_timer_leaves_the_runner_empty(loaded):
     timer.close()
     assert min(times) > 0
     assert timer.num_runs == len(batches)
+    assert loaded.runner.proposer is None
     assert not loaded.runner.batch.slots
     assert len(loaded.runner.batch.free_slots) == loaded.limits.max_num_seqs
+
+
+def test_the_timer_verifies_the_drafts_of_a_step(loaded, monkeypatch):
+    batch = MeasuredBatch((BatchRow(30, 4, num_drafts=3), BatchRow(9, 1), BatchRow(0, 20, samples=False)))
+    seen: list[ModelRunnerOutput] = []
+    execute = loaded.runner.execute
+
+    def recorded(scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        seen.append(execute(scheduled))
+        return seen[-1]
+
+    monkeypatch.setattr(loaded.runner, "execute", recorded)
+    timer = StepTimer(loaded.runner, num_blocks=num_blocks_for([batch], 16))
+    timer.time(batch)
+    assert seen[-1].num_drafted == [3, 0]
+    assert 1 <= len(seen[-1].sampled_token_ids[0]) <= 4
+    timer.time(MeasuredBatch((BatchRow(9, 1),)))
+    assert seen[-1].num_drafted is None
+    timer.close()
+    assert loaded.runner.proposer is None
+    assert batch.shape == BatchShape(
+        num_new_tokens=25,
+        num_sequences=3,
+        num_decodes=2,
+        num_chunks=1,
+        query_key_pairs=210,
+        decode_context_tokens=44,
+        sum_chunk_squares=400,
+        num_lm_head_rows=5,
+        num_verify_rows=1,
+        num_draft_tokens=3,
+    )
 
 
 def test_a_campaign_takes_medians_and_stops_in_time():
@@ -130,10 +195,11 @@ def test_a_campaign_takes_medians_and_stops_in_time():
 
 def test_a_fit_finds_the_law_behind_the_steps():
     """Times made of a fixed part, tokens and context, as one of the methods has it."""
-    batches = corner_batches(LIMITS, 5) + mixed_batches(LIMITS, 16)
+    batches = corner_batches(LIMITS, 5) + verify_batches(LIMITS, 5) + mixed_batches(LIMITS, 16)
 
     def seconds(shape: BatchShape) -> float:
-        return 1e-3 + 1e-5 * shape.num_new_tokens + 1e-7 * shape.decode_context_tokens
+        per_token = 1e-5 * shape.num_new_tokens + 2e-5 * shape.num_draft_tokens
+        return 1e-3 + per_token + 1e-7 * shape.decode_context_tokens
 
     steps = [MeasuredStep(batch.shape, seconds(batch.shape)) for batch in batches]
     held_back = [MeasuredStep(batch.shape, seconds(batch.shape)) for batch in random_batches(LIMITS, 8, 5)]

@@ -15,6 +15,10 @@ from onbeat.scheduler.config import SchedulerConfig
 
 MAX_CHUNKS = 4
 """Most chunks in one measured step."""
+MAX_DRAFTS = 7
+"""Most drafts of a row in a measured step."""
+MOST_VERIFYING = 32
+"""Most rows of a grid step that verify: with more, drafts are hardly worth their time."""
 MAX_CACHE_SHARE = 0.9
 """Share of the KV cache that one batch may take."""
 SHORTEST_CONTEXT = 16
@@ -29,6 +33,8 @@ class BatchRow(NamedTuple):
     num_new_tokens: int
     samples: bool = True
     """False for a chunk that is not the last of its prompt."""
+    num_drafts: int = 0
+    """Of the new tokens: a decode row has one more than that."""
 
 
 MOST_TOKENS = 512
@@ -47,7 +53,10 @@ class MeasuredBatch:
         """The sums that step-time models see."""
         shape = BatchShape()
         for row in self.rows:
-            shape.add(row.num_cached_tokens, row.num_new_tokens, samples=row.samples)
+            if row.num_drafts:
+                shape.add_verify(row.num_cached_tokens, row.num_drafts)
+            else:
+                shape.add(row.num_cached_tokens, row.num_new_tokens, samples=row.samples)
         return shape
 
     def num_blocks(self, block_size: int) -> int:
@@ -104,8 +113,35 @@ def corner_batches(limits: BatchLimits, num_levels: int) -> list[MeasuredBatch]:
     return _distinct(batches)
 
 
+def verify_batches(limits: BatchLimits, num_levels: int) -> list[MeasuredBatch]:
+    """Return decodes alone that all verify drafts, on a grid of rows and drafts.
+
+    Contexts go in turns, so that a row more, a draft more and a longer context each have a price of their
+    own.
+
+    Parameters
+    ----------
+    num_levels : as in `corner_batches`; of rows there is one less, of drafts and contexts half as many.
+    """
+    maker = _BatchMaker(limits, np.random.default_rng(3))
+    contexts = _levels(SHORTEST_CONTEXT, limits.max_model_len, max(num_levels // 2, 2))
+    rows = _levels(1, min(limits.max_num_seqs, MOST_VERIFYING), max(num_levels - 1, 2))
+    drafts = _levels(1, MAX_DRAFTS, max(num_levels // 2, 2))
+    batches = [
+        maker.verifying(
+            maker.make(num_decodes=num_rows, decode_context=contexts[(i + j) % len(contexts)]), num
+        )
+        for i, num_rows in enumerate(rows)
+        for j, num in enumerate(drafts)
+    ]
+    return _distinct(batches)
+
+
 def mixed_batches(limits: BatchLimits, number: int) -> list[MeasuredBatch]:
-    """Return mixes of decodes and chunks that fill the space: a Sobol sequence, logarithmic in sizes."""
+    """Return mixes of decodes and chunks that fill the space: a Sobol sequence, logarithmic in sizes.
+
+    In every third, half of the decodes verify drafts.
+    """
     sequence = qmc.Sobol(d=_NUM_DIMENSIONS, rng=np.random.default_rng(1))
     points = sequence.random_base2(max(int(np.ceil(np.log2(max(number, 1)))), 1))[:number]
     return _distinct(_batches_at(points, limits, np.random.default_rng(2)))
@@ -117,7 +153,7 @@ def random_batches(limits: BatchLimits, number: int, seed: int) -> list[Measured
     return _distinct(_batches_at(rng.random((number, _NUM_DIMENSIONS)), limits, rng))
 
 
-_NUM_DIMENSIONS = 6
+_NUM_DIMENSIONS = 7
 
 
 def _batches_at(
@@ -125,9 +161,9 @@ def _batches_at(
 ) -> Iterator[MeasuredBatch]:
     maker = _BatchMaker(limits, rng)
     longest = limits.max_model_len
-    for decodes, context, spread, chunk, chunks, cached in points.tolist():
+    for decodes, context, spread, chunk, chunks, cached, drafts in points.tolist():
         chunk_tokens = _between(2, limits.max_num_batched_tokens, chunk)
-        yield maker.make(
+        batch = maker.make(
             num_decodes=_between(1, limits.max_num_seqs, decodes),
             decode_context=_between(SHORTEST_CONTEXT, longest, context),
             context_spread=spread,
@@ -136,6 +172,9 @@ def _batches_at(
             # A third of prompts have nothing cached, as first chunks of new requests do not.
             chunk_cached=0 if cached < 1 / 3 else _between(SHORTEST_CONTEXT, longest, 1.5 * cached - 0.5),
         )
+        if drafts >= 2 / 3:
+            batch = maker.verifying(batch, _between(1, MAX_DRAFTS, 3 * drafts - 2), share=0.5)
+        yield batch
 
 
 class _BatchMaker:
@@ -175,6 +214,24 @@ class _BatchMaker:
         left = limits.max_context_tokens - sum(row.num_cached_tokens + row.num_new_tokens for row in chunks)
         decodes = self._decodes(min(num_decodes, left // 2), decode_context, context_spread, left)
         return MeasuredBatch((*decodes, *chunks))
+
+    def verifying(self, batch: MeasuredBatch, num_drafts: int, share: float = 1.0) -> MeasuredBatch:
+        """Return a batch of the same lengths, whose decodes end with drafts as far as these fit.
+
+        Parameters
+        ----------
+        num_drafts : of a row; rows too short for all have fewer.
+        share : of the decodes that have any.
+        """
+        rows, num_left = [], self._limits.max_num_batched_tokens - batch.shape.num_new_tokens
+        for row in batch.rows:
+            number = min(num_drafts, row.num_cached_tokens - 1, num_left)
+            if row.num_new_tokens > 1 or number < 1 or self._rng.random() >= share:
+                rows.append(row)
+                continue
+            num_left -= number
+            rows.append(BatchRow(row.num_cached_tokens - number, 1 + number, num_drafts=number))
+        return MeasuredBatch(tuple(rows))
 
     def _chunks(self, tokens: int, number: int, cached: int) -> list[BatchRow]:
         limits = self._limits

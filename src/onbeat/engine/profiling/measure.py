@@ -13,6 +13,7 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, Sche
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import MeasuredBatch
+from onbeat.engine.profiling.given_drafts import GivenDrafts
 
 _BLOCKS_AT_ONCE = 64
 
@@ -21,7 +22,8 @@ class StepTimer:
     """Runs batches of requests that exist for one step each.
 
     It writes to the KV cache and takes all slots, so nothing else may run on the runner meanwhile; afterwards
-    `close` leaves it as empty as it was.
+    `close` leaves it as empty as it was. Drafts come from nowhere, whatever else the runner has to make them:
+    the times are those of verifying them.
 
     Parameters
     ----------
@@ -43,6 +45,8 @@ class StepTimer:
         self._sampling = sampling or SamplingParams()
         vocab_size = runner.forward.config.vocab_size
         self._token_ids: list[int] = self._rng.integers(0, vocab_size, runner.max_model_len + 1).tolist()
+        self._own_proposer = runner.proposer
+        self._given_drafts = GivenDrafts(self._token_ids)
         self._released: tuple[str, ...] = ()
         self.num_runs = 0
         self._is_on_cuda = runner.forward.device.type == "cuda"
@@ -51,6 +55,9 @@ class StepTimer:
     def time(self, batch: MeasuredBatch) -> float:
         """Run a batch once and return its seconds; blocks lie scattered, as in a cache that has been used."""
         rows, admitted = self._plan(batch)
+        # A runner that proposes does a little more for every row, which plain steps are not to be charged.
+        has_drafts = any(row.num_drafts for row in batch.rows)
+        self._runner.proposer = self._given_drafts if has_drafts else None
         # A step without rows only takes requests in, which is no part of the measured time.
         self._run(SchedulerOutput(0, (), admitted, self._released, BatchShape()))
         self._released = tuple(row.request_id for row in rows)
@@ -65,6 +72,7 @@ class StepTimer:
         """Release the last batch and the thread."""
         self._run(SchedulerOutput(0, (), (), self._released, BatchShape()))
         self._executor.shutdown()
+        self._runner.proposer = self._own_proposer
 
     def _run(self, scheduled: SchedulerOutput) -> None:
         self._executor.submit(scheduled).result()
@@ -82,13 +90,18 @@ class StepTimer:
             first_block += num_blocks
             request = Request(
                 request_id=f"measured-{index}",
-                prompt_token_ids=tuple(self._token_ids[:num_tokens]),
+                prompt_token_ids=tuple(self._token_ids[: num_tokens - row.num_drafts]),
                 sampling=self._sampling,
             )
             admitted.append(AdmittedRequest(request, (), block_ids))
             rows.append(
                 ScheduledRequest(
-                    request.request_id, row.num_cached_tokens, row.num_new_tokens, (), row.samples
+                    request.request_id,
+                    row.num_cached_tokens,
+                    row.num_new_tokens,
+                    (),
+                    row.samples,
+                    row.num_drafts,
                 )
             )
         return tuple(rows), tuple(admitted)

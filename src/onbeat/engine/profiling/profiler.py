@@ -16,6 +16,7 @@ from onbeat.engine.profiling.batches import (
     corner_batches,
     mixed_batches,
     random_batches,
+    verify_batches,
 )
 from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.fit import FitTarget, fit_best
@@ -33,7 +34,7 @@ class ProfilePlan:
     Parameters
     ----------
     seconds : for running batches; loading and fitting come on top.
-    num_levels : of the grids of plain batches, see `corner_batches`.
+    num_levels : of the grids of plain batches and of those with drafts, see `corner_batches`.
     num_mixed, num_held_back : mixed batches to fit, and others to test the fit.
     max_context_tokens : of a batch's rows together.
     seed : of the held-back batches.
@@ -134,7 +135,13 @@ _NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
 def _measure(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun) -> _Measured:
     limits = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=plan.max_context_tokens)
     to_fit = list(
-        dict.fromkeys(corner_batches(limits, plan.num_levels) + mixed_batches(limits, plan.num_mixed))
+        dict.fromkeys(
+            [
+                *corner_batches(limits, plan.num_levels),
+                *verify_batches(limits, plan.num_levels),
+                *mixed_batches(limits, plan.num_mixed),
+            ]
+        )
     )
     held_back = [
         batch for batch in random_batches(limits, plan.num_held_back, plan.seed) if batch not in to_fit
