@@ -134,7 +134,8 @@ def _step_time_name(args: argparse.Namespace, header: RecordHeader) -> str:
         return f"{args.step_time or 'fitted'} ({args.profile})"
     if args.step_time or args.model or args.device or header.step_time is None:
         return str(args.step_time or "roofline")
-    return f"{'roofline' if header.step_time['fitted'] is None else 'fitted'} (the engine's own)"
+    own = header.step_time.get("target", header.step_time)  # beside that of a draft model
+    return f"{'roofline' if own['fitted'] is None else 'fitted'} (the engine's own)"
 
 
 def _show(console: Console, report: ReplayReport) -> None:

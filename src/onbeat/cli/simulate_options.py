@@ -7,6 +7,7 @@ from math import isfinite
 from pathlib import Path
 
 from onbeat.cli.args import add_config_flag, checked, count
+from onbeat.cli.simulate_speculation import add_speculation_arguments, speculation_settings
 from onbeat.cli.workload_options import add_workload_arguments
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import ShedMode
@@ -42,6 +43,7 @@ def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     add_hardware_arguments(parser)
     add_fleet_arguments(parser)
     add_policy_arguments(parser)
+    add_speculation_arguments(parser)
     add_step_time_arguments(parser)
     add_workload_arguments(parser)
 
@@ -232,6 +234,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         step_noise=args.step_noise,
+        speculation=speculation_settings(args),
         disaggregation=disaggregation,
     )
 

@@ -10,6 +10,8 @@ from typing import Any
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.speculative import draft_pass
 from onbeat.perfmodel.utilisation import StepWork
 from onbeat.report.result import SCHEDULED, RunResult
 from onbeat.simulator.idle import IdleReplica
@@ -86,17 +88,36 @@ def as_run(
         ),
         "replica_busy_share": _ratio(busy, result.duration * len(result.replicas)),
         "pipeline_bubble_seconds": sum(replica.bubble_seconds for replica in result.replicas),
+        "speculation": _speculation(simulation, result),
         "wall_seconds": result.wall_seconds,
     }
     summary |= {"num_overlong": load.num_skipped, **_utilisation(simulation, result, busy)}
     return RunResult(summary=summary, records=result.records, warnings=_warnings(summary))
 
 
+def _speculation(simulation: Simulation, result: SimulationResult) -> dict[str, Any] | None:
+    """Return what was speculated and what became of it; None where nothing was."""
+    config, counts = simulation.config.scheduler.speculation, result.drafts
+    if config is None or counts is None:
+        return None
+    return {
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "draft_length": config.draft_length,
+        "num_drafted_tokens": counts.num_drafted,
+        "num_accepted_tokens": counts.num_accepted,
+        "accepted_share": _ratio(counts.num_accepted, counts.num_drafted),
+        "verifying_share": _ratio(counts.num_verify_rows, counts.num_rows),
+        "tokens_per_decode": counts.tokens_per_row,
+    }
+
+
 def _utilisation(simulation: Simulation, result: SimulationResult, busy: float) -> dict[str, float | None]:
     """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
     if not (result.num_steps and busy):
         return {"mbu": None, "mfu": None}
-    step_work = StepWork(simulation.model, simulation.precision, simulation.parallelism)
+    step_work, draft_work = _work(simulation, simulation.model), None
+    if simulation.draft is not None:
+        draft_work = _work(simulation, simulation.draft)
     num_bytes = num_operations = 0.0
     for replica in result.replicas:
         total, num_steps = replica.work, max(1, replica.num_steps)
@@ -107,11 +128,19 @@ def _utilisation(simulation: Simulation, result: SimulationResult, busy: float) 
         )
         num_bytes += step_work.bytes_read(mean) * replica.num_steps
         num_operations += step_work.flops(total)
+        if draft_work is not None:
+            one = draft_pass(total)
+            num_bytes += draft_work.bytes_read(one) * total.num_draft_passes
+            num_operations += draft_work.flops(one) * total.num_draft_passes
     device = simulation.device
     return {
         "mbu": num_bytes / busy / device.memory_bandwidth,
         "mfu": num_operations / busy / device.peak(simulation.precision.compute),
     }
+
+
+def _work(simulation: Simulation, model: ModelSpec) -> StepWork:
+    return StepWork(model, simulation.precision, simulation.parallelism)
 
 
 def shown_settings(args: argparse.Namespace) -> dict[str, Any]:

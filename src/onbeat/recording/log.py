@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 2, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 3, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, with the fields
    of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -19,6 +19,8 @@ not.
 1  as above, without what version 2 added
 2  ``add`` with objectives, weight, tenant and shed mode, also for requests that were refused for want of
    capacity (`AddCall.refused`); ``schedule`` with the requests that it gave up (`ScheduleCall.expired`)
+3  drafts: those that rows were planned with (`RecordedRow.num_draft_tokens`), and what became of them
+   (`UpdateCall.drafted`, `UpdateCall.available`, `UpdateCall.undelivered`)
 == ==================================================================================================
 """
 
@@ -31,8 +33,8 @@ from typing import Any, NamedTuple
 from onbeat.core.slo import ShedMode
 
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 2
-READABLE_VERSIONS = (1, 2)
+SCHEMA_VERSION = 3
+READABLE_VERSIONS = (1, 2, 3)
 TRAILER = "end"
 
 
@@ -101,6 +103,7 @@ class RecordedRow(NamedTuple):
     num_computed_tokens: int
     num_new_tokens: int
     samples: bool
+    num_draft_tokens: int = 0
 
 
 class RecordedAdmission(NamedTuple):
@@ -141,6 +144,14 @@ class UpdateCall:
     """From the start of the step, or the end of the one before if that was later, to its end."""
     counts: tuple[int, ...] | None = None
     """Tokens of each row that samples, in their order; None: one each."""
+    drafted: tuple[int, ...] | None = None
+    """Drafts that were verified for each row that samples; None: none were asked for."""
+    available: tuple[int, ...] | None = None
+    """Drafts that the proposer had ready for the next step of each row that samples; None where it did not
+    say."""
+    undelivered: Mapping[int, int] = field(default_factory=dict)
+    """Row that samples, counted from 0 -> tokens that it had beyond the end of its request; `counts` leaves
+    them out."""
     finished: Mapping[int, str] = field(default_factory=dict)
     """Request -> `FinishReason`; requests that the step ended, failures aside."""
     failed: tuple[int, ...] = ()

@@ -121,7 +121,8 @@ class Recording:
         if kind != FILE_KIND:
             raise self._bad_line(1, line)
         if version not in READABLE_VERSIONS:
-            readable = " and ".join(map(str, READABLE_VERSIONS))
+            *earlier, last = map(str, READABLE_VERSIONS)
+            readable = f"{', '.join(earlier)} and {last}"
             raise ConfigError(
                 f"{self.path}, line 1: the record has schema version {version}, this onbeat reads "
                 f"{readable}; replay it with onbeat {values.get('onbeat_version')}"
@@ -194,12 +195,13 @@ def _abort_call(values: Mapping[str, Any]) -> AbortCall:
 def _schedule_call(values: Mapping[str, Any]) -> ScheduleCall:
     flat = values.get("rows", ())
     columns = [flat[start::_ROW_FIELDS] for start in range(_ROW_FIELDS)]
+    num_drafts = values.get("drafts") or [0] * len(columns[0])
     return ScheduleCall(
         now=values["now"],
         step_id=values.get("step_id"),
         rows=tuple(
-            RecordedRow(request, num_computed, num_new, bool(samples))
-            for request, num_computed, num_new, samples in zip(*columns, strict=True)
+            RecordedRow(request, num_computed, num_new, bool(samples), drafts)
+            for request, num_computed, num_new, samples, drafts in zip(*columns, num_drafts, strict=True)
         ),
         new_block_ids={int(row): tuple(ids) for row, ids in values.get("new_block_ids", {}).items()},
         admitted=tuple(
@@ -213,18 +215,24 @@ def _schedule_call(values: Mapping[str, Any]) -> ScheduleCall:
 
 
 def _update_call(values: Mapping[str, Any]) -> UpdateCall:
-    counts = values.get("counts")
     return UpdateCall(
         now=values["now"],
         step_id=values["step_id"],
         seconds=values["seconds"],
-        counts=None if counts is None else tuple(counts),
+        counts=_numbers(values.get("counts")),
+        drafted=_numbers(values.get("drafted")),
+        available=_numbers(values.get("available")),
+        undelivered={int(row): count for row, count in values.get("undelivered", {}).items()},
         finished={int(request): reason for request, reason in values.get("finished", {}).items()},
         failed=tuple(values.get("failed", ())),
         block_hashes={
             int(request): _hashes(hashes) for request, hashes in values.get("block_hashes", {}).items()
         },
     )
+
+
+def _numbers(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _hashes(texts: list[str]) -> tuple[bytes, ...]:

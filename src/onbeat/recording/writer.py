@@ -217,9 +217,7 @@ class RecordWriter:
             "step_id": scheduled.step_id,
             "seconds": seconds,
         }
-        counts = [len(token_ids) for token_ids in result.sampled_token_ids]
-        if counts.count(1) != len(counts):
-            call["counts"] = _delivered_counts(counts, scheduled, outputs)
+        _put_counts(call, scheduled, result, outputs)
         finished: dict[str, str] = {}
         failed: list[int] = []
         hashes: dict[str, list[str]] = {}
@@ -244,15 +242,23 @@ class RecordWriter:
         self.sink.close()
 
     def _put_rows(self, call: dict[str, Any], scheduled_rows: Sequence[ScheduledRequest]) -> None:
-        """Put the rows in as one flat list of four numbers each: a step may have hundreds."""
+        """Put the rows in as one flat list of four numbers each: a step may have hundreds.
+
+        Drafts are a list of their own, which is there only where a row has any.
+        """
         open_requests = self._open
         rows: list[int] = []
         blocks: dict[str, tuple[int, ...]] = {}
-        for index, (request_id, num_computed, num_new, block_ids, samples) in enumerate(scheduled_rows):
+        has_drafts = False
+        for index, row in enumerate(scheduled_rows):
+            request_id, num_computed, num_new, block_ids, samples, num_drafts = row
             rows += (open_requests[request_id].number, num_computed, num_new, 1 if samples else 0)
             if block_ids:
                 blocks[str(index)] = block_ids
+            has_drafts |= num_drafts > 0
         call["rows"] = rows
+        if has_drafts:
+            call["drafts"] = [row.num_draft_tokens for row in scheduled_rows]
         if blocks:
             call["new_block_ids"] = blocks
 
@@ -308,6 +314,26 @@ def _put_promise(call: dict[str, Any], request: Request) -> None:
         call["tenant"] = _printable(request.tenant)
     if request.shed is not ShedMode.OFF:
         call["shed"] = request.shed.value
+
+
+def _put_counts(
+    call: dict[str, Any],
+    scheduled: SchedulerOutput,
+    result: ModelRunnerOutput,
+    outputs: Sequence[RequestOutput],
+) -> None:
+    """Put in how many tokens each row that samples gave, where that is not one, and what became of drafts."""
+    counts = [len(token_ids) for token_ids in result.sampled_token_ids]
+    if counts.count(1) != len(counts):
+        delivered = _delivered_counts(counts, scheduled, outputs)
+        call["counts"] = delivered
+        pairs = enumerate(zip(counts, delivered, strict=True))
+        if undelivered := {str(row): count - taken for row, (count, taken) in pairs if count > taken}:
+            call["undelivered"] = undelivered
+    if result.num_drafted is not None and any(row.num_draft_tokens for row in scheduled.rows):
+        call["drafted"] = result.num_drafted
+    if result.num_available is not None:
+        call["available"] = result.num_available
 
 
 def _delivered_counts(

@@ -13,6 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import RoutingRequest
+from onbeat.simulator.acceptance import RequestDrafts
 from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
@@ -33,6 +34,8 @@ class OfferedRequest:
     record: RequestRecord
     routing: RoutingRequest | None = None
     """What the router was told, where it wants to hear of the end."""
+    drafts: RequestDrafts | None = None
+    """Its luck with drafts, once it has been drawn."""
 
 
 class Clients:

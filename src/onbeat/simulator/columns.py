@@ -27,8 +27,11 @@ class RecordColumns:
     num_cached_tokens: array[int] = field(default_factory=lambda: array("q"))
     num_preemptions: array[int] = field(default_factory=lambda: array("q"))
     num_deliveries: array[int] = field(default_factory=lambda: array("q"))
+    num_output_tokens: array[int] = field(default_factory=lambda: array("q"))
     delivery_times: array[float] = field(default_factory=lambda: array("d"))
     """Of all requests, one after the other."""
+    delivery_sizes: array[int] = field(default_factory=lambda: array("I"))
+    """Likewise, but of those requests alone that had a delivery of several tokens."""
     finish_reasons: list[str] = field(default_factory=list)
     predicted_ttfts: array[float] = field(default_factory=lambda: array("d"))
     predicted_waits: array[float] = field(default_factory=lambda: array("d"))
@@ -36,9 +39,8 @@ class RecordColumns:
     is_relegated: bytearray = field(default_factory=bytearray)
 
     def append(self, row: int, record: RequestRecord) -> None:
-        """Add the record of a request that ended; each delivery is of one token."""
+        """Add the record of a request that ended."""
         assert record.finish_reason is not None
-        assert record.num_output_tokens == len(record.delivery_times)
         self.rows.append(row)
         self.arrivals.append(record.arrival)
         self.scheduled.append(_or_nan(record.scheduled))
@@ -46,6 +48,9 @@ class RecordColumns:
         self.num_cached_tokens.append(record.num_cached_tokens)
         self.num_preemptions.append(record.num_preemptions)
         self.num_deliveries.append(len(record.delivery_times))
+        self.num_output_tokens.append(record.num_output_tokens)
+        if record.num_output_tokens != len(record.delivery_times):
+            self.delivery_sizes.extend(record.delivery_sizes)
         self.delivery_times.extend(record.delivery_times)
         self.finish_reasons.append(record.finish_reason)
         self.predicted_ttfts.append(_or_nan(record.predicted_ttft))
@@ -55,9 +60,13 @@ class RecordColumns:
 
     def records(self, load: OfferedLoad) -> Iterable[tuple[int, RequestRecord]]:
         """Return (row of the load, record) as they were added."""
-        stop = 0
+        stop = sizes_stop = 0
         for place, row in enumerate(self.rows):
             start, stop = stop, stop + self.num_deliveries[place]
+            sizes = array("B", b"\x01" * (stop - start))
+            if self.num_output_tokens[place] != stop - start:
+                sizes_start, sizes_stop = sizes_stop, sizes_stop + stop - start
+                sizes = self.delivery_sizes[sizes_start:sizes_stop]
             request_class = load.request_class(row)
             yield (
                 row,
@@ -71,10 +80,10 @@ class RecordColumns:
                     replica=self.replica,
                     scheduled=_or_none(self.scheduled[place]),
                     delivery_times=self.delivery_times[start:stop],
-                    delivery_sizes=array("B", b"\x01" * (stop - start)),
+                    delivery_sizes=sizes,
                     end=self.ends[place],
                     finish_reason=self.finish_reasons[place],
-                    num_output_tokens=stop - start,
+                    num_output_tokens=self.num_output_tokens[place],
                     num_cached_tokens=self.num_cached_tokens[place],
                     num_preemptions=self.num_preemptions[place],
                     predicted_ttft=_or_none(self.predicted_ttfts[place]),

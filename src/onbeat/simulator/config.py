@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import ShedMode
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.simulator.acceptance import Acceptance
 
 if TYPE_CHECKING:
     from onbeat.simulator.disaggregation import DisaggregationConfig
@@ -34,7 +35,7 @@ class SimulationConfig:
     pipeline: int = 1
     """Pipeline stages of a replica, each with an equal share of a step."""
     seed: int = 0
-    """Of the `random` router, and of the noise."""
+    """Of the `random` router, the noise, and the acceptance of drafts."""
     max_concurrency: int | None = None
     """Most requests that the clients have under way; the next is sent when one ends. None sets no limit."""
     declared_max_tokens: int | None = None
@@ -45,6 +46,8 @@ class SimulationConfig:
     """What every request asks for where its TTFT objective is predicted to be missed."""
     step_noise: float = 0.0
     """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    """Of drafts, where the scheduler plans any."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
 

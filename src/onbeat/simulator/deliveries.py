@@ -15,29 +15,38 @@ class Deliveries:
     Parameters
     ----------
     replica_name : as records carry it.
+    has_drafts : whether a delivery may have several tokens.
     """
 
-    def __init__(self, replica_name: str) -> None:
+    def __init__(self, replica_name: str, *, has_drafts: bool = False) -> None:
         self._replica_name = replica_name
+        self._has_drafts = has_drafts
         self._open: dict[str, OfferedRequest] = {}
 
     def open(self, offered: OfferedRequest) -> None:
         """Start to write for a request."""
         offered.record.replica = self._replica_name
         self._open[offered.request.request_id] = offered
+        if self._has_drafts:  # another replica may have delivered to it
+            offered.record.delivery_sizes = array("I", offered.record.delivery_sizes)
+
+    def offered(self, request_id: str) -> OfferedRequest:
+        """Return an open request; where there are drafts, its record counts the tokens that it has."""
+        return self._open[request_id]
 
     def num_left(self, request_id: str) -> int:
         """Return the output tokens that a request has yet to get."""
         record = self._open[request_id].record
         assert record.offered_output_tokens is not None
-        return record.offered_output_tokens - len(record.delivery_times)
+        num_tokens = record.num_output_tokens if self._has_drafts else len(record.delivery_times)
+        return record.offered_output_tokens - num_tokens
 
     def take(self, outputs: Iterable[RequestOutput], ends: array[float]) -> list[OfferedRequest]:
         """Write the outputs of a step, or of a run of them; return the requests that ended.
 
         Parameters
         ----------
-        outputs : as many tokens for each request as there were steps.
+        outputs : as many tokens for each request as there were steps; with drafts, any number of one step.
         ends : when each step ended, seconds.
         """
         finished = []
@@ -45,11 +54,14 @@ class Deliveries:
         for output in outputs:
             offered = is_opened[output.request_id]
             offered.record.delivery_times.extend(ends)
+            if self._has_drafts:
+                offered.record.delivery_sizes.append(len(output.new_token_ids))
+                offered.record.num_output_tokens += len(output.new_token_ids)
             if output.predicted_ttft is not None:
                 offered.record.predicted_ttft = output.predicted_ttft
             if output.finish_reason is not None:
                 del is_opened[output.request_id]
-                _close(offered, output, ends[-1])
+                self._close(offered, output, ends[-1])
                 finished.append(offered)
         return finished
 
@@ -60,7 +72,7 @@ class Deliveries:
             offered = self._open.pop(output.request_id)
             if output.predicted_ttft is not None:
                 offered.record.predicted_ttft = output.predicted_ttft
-            _close(offered, output, now)
+            self._close(offered, output, now)
             expired.append(offered)
         return expired
 
@@ -69,16 +81,16 @@ class Deliveries:
         found = [self._open[output.request_id] for output in outputs]
         return [offered for offered in found if not offered.record.delivery_times]
 
-
-def _close(offered: OfferedRequest, output: RequestOutput, end: float) -> None:
-    record, reason = offered.record, output.finish_reason
-    assert reason is not None
-    num_tokens = len(record.delivery_times)
-    record.delivery_sizes = array("B", b"\x01" * num_tokens)
-    record.num_output_tokens = num_tokens
-    record.scheduled = output.scheduled_time if output.scheduled_time >= 0 else None
-    record.num_cached_tokens = output.num_cached_tokens
-    record.num_preemptions = output.num_preemptions
-    record.is_relegated = output.is_relegated
-    record.finish_reason = reason.value
-    record.end = end
+    def _close(self, offered: OfferedRequest, output: RequestOutput, end: float) -> None:
+        record, reason = offered.record, output.finish_reason
+        assert reason is not None
+        if not self._has_drafts:
+            num_tokens = len(record.delivery_times)
+            record.delivery_sizes = array("B", b"\x01" * num_tokens)
+            record.num_output_tokens = num_tokens
+        record.scheduled = output.scheduled_time if output.scheduled_time >= 0 else None
+        record.num_cached_tokens = output.num_cached_tokens
+        record.num_preemptions = output.num_preemptions
+        record.is_relegated = output.is_relegated
+        record.finish_reason = reason.value
+        record.end = end

@@ -15,7 +15,7 @@ from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.planning import make_scheduler, plan_step
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.sampling import VirtualSampler
+from onbeat.simulator.sampling import make_sampler
 from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
 from onbeat.simulator.step_noise import make_noise
 from onbeat.simulator.step_times import predict
@@ -24,6 +24,8 @@ from onbeat.simulator.step_times import predict
 @dataclass(slots=True)
 class _MicroBatch:
     scheduled: SchedulerOutput
+    shape: BatchShape
+    """What the device computes."""
     counts: tuple[PlanningCounts, PlanningCounts]
     start: float
     end: float
@@ -58,8 +60,8 @@ class PipelineReplica:
         self._overhead = config.host_overhead
         self._noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self._observer = observer
-        self._deliveries = Deliveries(name)
-        self._sampler = VirtualSampler(self._deliveries, may_stop=config.declared_max_tokens is not None)
+        self._deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
+        self._sampler = make_sampler(config, self._deliveries)
         self._under_way: deque[_MicroBatch] = deque()
         self._free_at = [0.0] * config.pipeline
         """When each stage ends its last micro-batch."""
@@ -104,7 +106,11 @@ class PipelineReplica:
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
         counters = count(
-            self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds, work=self._work
+            self.scheduler,
+            num_steps=self._num_steps,
+            busy_seconds=self._busy_seconds,
+            work=self._work,
+            drafts=self._sampler.counts,
         )
         if not self._under_way:
             counters.bubble_seconds = self._num_stages * self._busy_seconds - self._stage_seconds
@@ -114,7 +120,8 @@ class PipelineReplica:
         self, scheduled: SchedulerOutput, counts: tuple[PlanningCounts, PlanningCounts], now: float
     ) -> _MicroBatch:
         """Send a micro-batch through the stages, and find out when it leaves the last."""
-        seconds = predict(self._model, scheduled.shape) / self._num_stages
+        shape = self._sampler.begin(scheduled)
+        seconds = predict(self._model, shape) / self._num_stages
         if self._noise is not None:
             seconds *= self._noise.factor(self._num_steps + len(self._under_way))
         end = now + self._overhead
@@ -125,14 +132,14 @@ class PipelineReplica:
         predicted = None
         if self.scheduler.step_time_model is not None:
             predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
-        return _MicroBatch(scheduled, counts, now, end, predicted)
+        return _MicroBatch(scheduled, shape, counts, now, end, predicted)
 
     def _end_oldest(self) -> list[OfferedRequest]:
         batch = self._under_way.popleft()
         scheduled = batch.scheduled
         self._num_steps += 1
-        context = scheduled.shape.decode_context_tokens
-        add_work(self._work, scheduled.shape, first_context=context, num_steps=1)
+        context = batch.shape.decode_context_tokens
+        add_work(self._work, batch.shape, first_context=context, num_steps=1)
         outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, 1), batch.end)
         self.started += self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, array("d", [batch.end]))

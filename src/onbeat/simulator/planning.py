@@ -24,8 +24,8 @@ class Learner(Protocol):
 def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel) -> Scheduler:
     """Return the scheduler of one replica.
 
-    A policy that plans by predicted times gets a model of its own, which it corrects by the steps that it
-    sees, as a live engine does; what the device does is not its to see.
+    A policy that plans by predicted times, or weighs drafts by them, gets a model of its own, which it
+    corrects by the steps that it sees, as a live engine does; what the device does is not its to see.
 
     Parameters
     ----------
@@ -35,11 +35,14 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel) -> Schedul
     ------
     ConfigError : a policy that needs predictions, and a model that cannot be handed to it.
     """
-    if not make_policy(config).needs_step_time:
+    speculation = config.speculation
+    weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
+    if not (make_policy(config).needs_step_time or weighs_drafts):
         return Scheduler(config)
     if not isinstance(step_time, Learner):
         raise ConfigError(
-            f"policy {config.policy!r} predicts the times of its steps, but {type(step_time).__name__} "
+            f"{'adaptive drafting' if weighs_drafts else f'policy {config.policy!r}'} predicts the times of "
+            f"steps, but {type(step_time).__name__} "
             "cannot learn from them (it has no with_learning); use a perfmodel.Predictor"
         )
     return Scheduler(config, step_time.with_learning())

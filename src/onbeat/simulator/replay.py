@@ -23,7 +23,7 @@ from onbeat.recording.log import (
     UpdateCall,
 )
 from onbeat.recording.reader import Recording
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 STOP_TOKEN_ID = -1
@@ -93,7 +93,19 @@ def scheduler_config(header: RecordHeader) -> SchedulerConfig:
             "the record's scheduler configuration differs from this version's in "
             f"{', '.join(sorted(wrong))}; replay it with onbeat {header.onbeat_version}"
         )
-    return SchedulerConfig(**header.scheduler)
+    values = dict(header.scheduler)
+    if (speculation := values.get("speculation")) is not None:
+        values["speculation"] = _speculation_config(header, speculation)
+    return SchedulerConfig(**values)
+
+
+def _speculation_config(header: RecordHeader, values: Mapping[str, Any]) -> SpeculationConfig:
+    if unknown := values.keys() - {field.name for field in fields(SpeculationConfig)}:
+        raise ConfigError(
+            "the record's speculation differs from this version's in "
+            f"{', '.join(sorted(unknown))}; replay it with onbeat {header.onbeat_version}"
+        )
+    return SpeculationConfig(**values)
 
 
 class Replay:
@@ -212,7 +224,7 @@ class Replay:
         released = [name if isinstance(name, str) else ids[name] for name in call.released]
         yield "released requests", released, list(scheduled.released_ids)
         recorded_rows = [(ids[row.request], *row[1:]) for row in call.rows]
-        rows = [(row.request_id, *row[1:3], row.samples) for row in scheduled.rows]
+        rows = [(row.request_id, *row[1:3], row.samples, row.num_draft_tokens) for row in scheduled.rows]
         if recorded_rows != rows:
             yield from _row_sides(recorded_rows, rows)
         recorded_blocks = [call.new_block_ids.get(index, ()) for index in range(len(call.rows))]
@@ -258,8 +270,15 @@ class Replay:
             else []
             for request_id, count in zip(ids, counts, strict=True)
         ]
+        for row, count in call.undelivered.items():
+            sampled[row] += [OTHER_TOKEN_ID] * count
         failed = {self._ids[request]: "failed in the recorded run" for request in call.failed}
-        return ModelRunnerOutput(sampled, failed=failed or None)
+        return ModelRunnerOutput(
+            sampled,
+            failed=failed or None,
+            num_drafted=None if call.drafted is None else list(call.drafted),
+            num_available=None if call.available is None else list(call.available),
+        )
 
     def _compare(self, step_id: int | None, what: str, recorded: object, replayed: object) -> None:
         """Keep the first difference."""
@@ -292,7 +311,7 @@ def _row_sides(
     """Yield the first row that differs, or the numbers of rows."""
     for index, (before, now) in enumerate(zip(recorded, replayed, strict=False)):
         if before != now:
-            yield f"row {index} of {len(recorded)} (id, computed, new, samples)", before, now
+            yield f"row {index} of {len(recorded)} (id, computed, new, samples, drafts)", before, now
             return
     yield "number of rows", len(recorded), len(replayed)
 

@@ -16,6 +16,7 @@ from onbeat.metrics.summary import collect_samples, percentile
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.recorded_acceptance import measured_acceptance
 from onbeat.simulator.replay_history import RecordedRequest, RunHistory
 from onbeat.simulator.replay_model import learning_model
 from onbeat.simulator.replay_times import RecordedStepTimes, step_cycles
@@ -126,6 +127,9 @@ class _Run:
             raise ConfigError(f"{recording.path} has no request that was ever scheduled; record a busier run")
         taken.sort()
         requests = [history.requests[number] for _, number in taken]
+        self._acceptance = replace(
+            measured_acceptance(requests), known=tuple(request.drafts for request in requests)
+        )
         self._records = [request.record for request in requests]
         self._is_relegating = any(request.shed is ShedMode.RELEGATE for request in requests)
         classes, class_ids = _classes(requests)
@@ -146,10 +150,13 @@ class _Run:
         )
 
     def settings(self, config: SchedulerConfig) -> SimulationConfig:
-        """Return what is simulated: one replica that takes all that the recorded one took."""
+        """Return what is simulated: one replica that takes all that the recorded one took.
+
+        Drafts that the recorded run verified turn out as they did there.
+        """
         limits = replace(config, max_num_queued_reqs=None, max_num_queued_tokens=None)
         shed = ShedMode.RELEGATE if self._is_relegating else ShedMode.OFF
-        return SimulationConfig(scheduler=limits, shed=shed)
+        return SimulationConfig(scheduler=limits, shed=shed, acceptance=self._acceptance)
 
     def compare(
         self, result: SimulationResult, history: RunHistory, *, num_matched_steps: int | None = None

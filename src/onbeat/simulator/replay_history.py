@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
@@ -12,6 +13,7 @@ from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
+from onbeat.simulator.acceptance import KnownDrafts
 from onbeat.simulator.refusal import REJECTED
 from onbeat.simulator.replay import recorded_slo
 
@@ -53,6 +55,8 @@ class RecordedRequest:
     """
     weight: float = 1.0
     shed: ShedMode = ShedMode.OFF
+    drafts: KnownDrafts = field(default_factory=KnownDrafts)
+    """What the run found out about its output tokens."""
 
 
 @dataclass(slots=True)
@@ -76,7 +80,8 @@ class RunHistory:
 
 def read_history(recording: Recording) -> RunHistory:
     """Collect the requests and steps of a record."""
-    reader = _HistoryReader()
+    speculation = recording.header.scheduler.get("speculation")
+    reader = _HistoryReader(runs_draft_model=speculation is not None and speculation["runs_model"])
     for call in recording.calls():
         match call:
             case AddCall():
@@ -91,8 +96,10 @@ def read_history(recording: Recording) -> RunHistory:
 
 
 class _HistoryReader:
-    def __init__(self) -> None:
+    def __init__(self, *, runs_draft_model: bool) -> None:
+        self._runs_draft_model = runs_draft_model
         self._records: list[RequestRecord] = []
+        self._drafts: list[KnownDrafts] = []
         self._adds: list[AddCall] = []
         self._first_steps: list[int] = []
         """For each request, the first step that was planned with it in the queue, counted from 0."""
@@ -105,8 +112,10 @@ class _HistoryReader:
         # A request that came after the last plan has no step.
         first_steps = self._first_steps + [len(self._steps)] * (len(self._records) - len(self._first_steps))
         requests = [
-            RecordedRequest(record, self._sent(record, index), call.weight, call.shed)
-            for record, index, call in zip(self._records, first_steps, self._adds, strict=True)
+            RecordedRequest(record, self._sent(record, index), call.weight, call.shed, drafts)
+            for record, index, call, drafts in zip(
+                self._records, first_steps, self._adds, self._drafts, strict=True
+            )
         ]
         return RunHistory(requests, self._steps)
 
@@ -127,6 +136,7 @@ class _HistoryReader:
         )
         self._adds.append(call)
         self._records.append(record)
+        self._drafts.append(KnownDrafts())
         if call.refused is None:
             self._open.add(call.request)
             return
@@ -157,14 +167,13 @@ class _HistoryReader:
 
     def update(self, call: UpdateCall) -> None:
         planned, follows_idleness = self._in_flight.popleft()
-        shape = BatchShape()
-        for row in planned.rows:
-            shape.add(row.num_computed_tokens, row.num_new_tokens, samples=row.samples)
+        shape = self._shape(planned, call)
         self._steps.append(
             RecordedStep(call.step_id, shape, planned.now, call.now, call.seconds, follows_idleness)
         )
         sampling = [row.request for row in planned.rows if row.samples]
         counts = (1,) * len(sampling) if call.counts is None else call.counts
+        self._note_drafts(call, sampling, counts)
         for request, count in zip(sampling, counts, strict=True):
             if count and request in self._open and request not in call.failed:
                 record = self._records[request]
@@ -175,6 +184,35 @@ class _HistoryReader:
             self._end(request, call.now, FinishReason(reason))
         for request in call.failed:
             self._end(request, call.now, FinishReason.ERROR)
+
+    def _shape(self, planned: ScheduleCall, call: UpdateCall) -> BatchShape:
+        """Return what the device computed: of drafts, those that could be proposed."""
+        shape = BatchShape()
+        drafted = iter(() if call.drafted is None else call.drafted)
+        for row in planned.rows:
+            num_drafted = next(drafted, 0) if row.samples else 0
+            if row.num_draft_tokens:
+                shape.add_verify(row.num_computed_tokens, num_drafted)
+            else:
+                shape.add(row.num_computed_tokens, row.num_new_tokens, samples=row.samples)
+        if self._runs_draft_model:
+            shape.num_draft_passes = max((row.num_draft_tokens for row in planned.rows), default=0)
+        return shape
+
+    def _note_drafts(self, call: UpdateCall, sampling: Sequence[int], counts: Sequence[int]) -> None:
+        """Note by the place of output tokens which drafts were right, and how many there were."""
+        for index, (request, count) in enumerate(zip(sampling, counts, strict=True)):
+            if not count or request not in self._open or request in call.failed:
+                continue
+            place, drafts = self._records[request].num_output_tokens, self._drafts[request]
+            if call.drafted is not None:
+                for token in range(min(call.drafted[index], count)):
+                    # The last token is the target's own: in its place a draft was rejected, unless all were
+                    # accepted, or the request ended.
+                    if token < count - 1 or request not in call.finished:
+                        drafts.is_right[place + token] = token < count - 1
+            if call.available is not None:
+                drafts.num_available[place + count] = call.available[index]
 
     def _end(self, request: int, now: float, reason: FinishReason) -> None:
         record = self._records[request]

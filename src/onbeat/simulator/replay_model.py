@@ -47,12 +47,19 @@ def recorded_step_time_model(
 
     Raises
     ------
-    ConfigError : an unknown model or device, or a profile of something else.
+    ConfigError : an unknown model or device, a profile of something else, or a run with a draft model that
+        is to be predicted by another model than its own.
     """
     if kind is None and profile is None and model is None and device is None:
         own = learning_model(header)
         if own is not None:
             return own
+    speculation = header.scheduler.get("speculation")
+    if speculation is not None and speculation["runs_model"]:
+        raise ConfigError(
+            "the recorded engine ran a model for its drafts, whose time only the engine's own step-time "
+            "model knows; leave out --step-time, --profile, --model and --device"
+        )
     kind = kind or ("roofline" if profile is None else "fitted")
     if kind == "fitted" and profile is not None and model is None:
         model = read_profile(profile).key.model

@@ -16,7 +16,7 @@ from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.planning import make_scheduler, plan_step
 from onbeat.simulator.result import ReplicaCounters
-from onbeat.simulator.sampling import VirtualSampler
+from onbeat.simulator.sampling import make_sampler
 from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
 from onbeat.simulator.step_noise import make_noise
 from onbeat.simulator.step_times import refuse
@@ -97,8 +97,8 @@ class SerialReplica:
         self._repeats = observer is None or not observer.wants_every_step
         self._tells_first_tokens = not is_alone
         self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
-        self._deliveries = Deliveries(name)
-        self._sampler = VirtualSampler(self._deliveries, may_stop=config.declared_max_tokens is not None)
+        self._deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
+        self._sampler = make_sampler(config, self._deliveries)
         self._scheduled: SchedulerOutput | None = None
         """The step under way, or the first of the run under way."""
         self._start = 0.0
@@ -106,6 +106,8 @@ class SerialReplica:
         """Ends of the steps of the run, as far as they are predicted."""
         self._num_left = 0
         """Steps that the run may still have beyond those predicted."""
+        self._shape = BatchShape()
+        """What the device computes in the step under way."""
         self._first_context = 0
         """`decode_context_tokens` of the first step; the shape itself moves on with each prediction."""
         self._num_steps = 0
@@ -138,18 +140,18 @@ class SerialReplica:
         if scheduled is None or now < self.next_time:
             return []
         if self._num_left:
-            self._look_ahead(scheduled, now, next_arrival)
+            self._look_ahead(now, next_arrival)
             return []
         ends, self._scheduled, self.next_time = self._ends, None, inf
         num_steps = len(ends)
         self._num_steps += num_steps
-        add_work(self._work, scheduled.shape, first_context=self._first_context, num_steps=num_steps)
+        add_work(self._work, self._shape, first_context=self._first_context, num_steps=num_steps)
         outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, num_steps), now)
         if self._tells_first_tokens and (scheduled.admitted or scheduled.shape.num_chunks):
             self.started = self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, ends)
         if self._observer is not None:
-            scheduled.shape.decode_context_tokens = self._first_context
+            self._shape.decode_context_tokens = self._first_context
             stats = step_stats(self.scheduler, scheduled, self._counts, self._start, now)
             if self._predicted is not None:
                 stats.predicted_seconds = self._predicted if num_steps == 1 else None
@@ -176,26 +178,31 @@ class SerialReplica:
             self._busy_since = inf
             return expired
         self._scheduled, self._start = scheduled, now
-        self._first_context = scheduled.shape.decode_context_tokens
+        self._shape = self._sampler.begin(scheduled)
+        self._first_context = self._shape.decode_context_tokens
         self._num_left = self._sampler.max_steps(scheduled)
         self._ends = array("d")
         if self._observer is not None and self.scheduler.step_time_model is not None:
             self._predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
-        self._look_ahead(scheduled, now, next_arrival)
+        self._look_ahead(now, next_arrival)
         return expired
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
         return count(
-            self.scheduler, num_steps=self._num_steps, busy_seconds=self._busy_seconds, work=self._work
+            self.scheduler,
+            num_steps=self._num_steps,
+            busy_seconds=self._busy_seconds,
+            work=self._work,
+            drafts=self._sampler.counts,
         )
 
-    def _look_ahead(self, scheduled: SchedulerOutput, end: float, next_arrival: float) -> None:
+    def _look_ahead(self, end: float, next_arrival: float) -> None:
         """Predict further steps of the run, the first of which starts at `end`.
 
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
-        shape, step_time = scheduled.shape, self._model.step_time
+        shape, step_time = self._shape, self._model.step_time
         overhead, noise = self._overhead, self._noise
         ends, num_left = self._ends, self._num_left
         num_rows = shape.num_lm_head_rows

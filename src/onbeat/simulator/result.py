@@ -10,6 +10,39 @@ from onbeat.metrics.record import RequestRecord
 
 
 @dataclass(slots=True)
+class DraftCounts:
+    """What speculation did to decode rows."""
+
+    num_rows: int = 0
+    """Decode rows, with drafts or without."""
+    num_verify_rows: int = 0
+    """Of these, rows with drafts."""
+    num_drafted: int = 0
+    """Drafts verified."""
+    num_accepted: int = 0
+    """Of these, drafts that became output."""
+
+    def add(self, num_drafted: int, num_tokens: int) -> None:
+        """Count a row that gave so many tokens."""
+        self.num_rows += 1
+        self.num_verify_rows += num_drafted > 0
+        self.num_drafted += num_drafted
+        self.num_accepted += num_tokens - 1
+
+    def add_all(self, other: DraftCounts) -> None:
+        """Count what another has counted."""
+        self.num_rows += other.num_rows
+        self.num_verify_rows += other.num_verify_rows
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Mean output tokens of a decode row: 1 without drafts."""
+        return 1 + self.num_accepted / self.num_rows if self.num_rows else 1.0
+
+
+@dataclass(slots=True)
 class ReplicaCounters:
     """What one replica did in a run."""
 
@@ -31,6 +64,8 @@ class ReplicaCounters:
     tokens, LM-head rows, query-key pairs, and context read by chunks and decodes."""
     bubble_seconds: float = 0.0
     """Idle time of pipeline stages while the replica was busy, summed over the stages."""
+    drafts: DraftCounts | None = None
+    """None where nothing is speculated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +103,17 @@ class SimulationResult:
     def num_relegated(self) -> int:
         """Requests that ended as best effort."""
         return sum(record.is_relegated for record in self.records)
+
+    @property
+    def drafts(self) -> DraftCounts | None:
+        """What speculation did on all replicas; None where there was none."""
+        found = [each.drafts for each in self.replicas if each.drafts is not None]
+        if not found:
+            return None
+        total = DraftCounts()
+        for each in found:
+            total.add_all(each)
+        return total
 
     @property
     def num_steps(self) -> int:

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from typing import Protocol
+
+from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.simulator.client import STOP
+from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
+from onbeat.simulator.result import DraftCounts
+from onbeat.simulator.verifying import VerifyingSampler
 
 _ORDINARY = STOP + 1
+
+
+class Sampler(Protocol):
+    """What a virtual device computes in a step, and which tokens come of it."""
+
+    @property
+    def counts(self) -> DraftCounts | None:
+        """What became of drafts so far; None where nothing is speculated."""
+        ...
+
+    def max_steps(self, scheduled: SchedulerOutput) -> int:
+        """Return how often the step may be run before one of its requests ends."""
+        ...
+
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+        """Take note of a step that begins; return what the device computes."""
+        ...
+
+    def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
+        """Return the tokens of a step that was run `num_steps` times."""
+        ...
 
 
 class VirtualSampler:
@@ -21,6 +47,14 @@ class VirtualSampler:
     def __init__(self, deliveries: Deliveries, *, may_stop: bool) -> None:
         self._deliveries = deliveries
         self._may_stop = may_stop
+
+    @property
+    def counts(self) -> None:
+        return None
+
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+        """Return the shape of the step, as it was planned."""
+        return scheduled.shape
 
     def max_steps(self, scheduled: SchedulerOutput) -> int:
         """Return how often the step may be run before one of its requests ends.
@@ -48,3 +82,18 @@ class VirtualSampler:
                 if row.samples
             ]
         )
+
+
+def make_sampler(config: SimulationConfig, deliveries: Deliveries) -> Sampler:
+    """Return what samples on one replica."""
+    may_stop = config.declared_max_tokens is not None
+    speculation = config.scheduler.speculation
+    if speculation is None:
+        return VirtualSampler(deliveries, may_stop=may_stop)
+    return VerifyingSampler(
+        deliveries,
+        config.acceptance,
+        num_speculative_tokens=speculation.num_speculative_tokens,
+        seed=config.seed,
+        may_stop=may_stop,
+    )

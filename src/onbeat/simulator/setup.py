@@ -16,12 +16,16 @@ from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget, make_policy
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
+from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
 from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.speculation import SpeculationSettings, beside_draft_model
 from onbeat.workload.offered import OfferedLoad
 
 AUTO = "auto"
@@ -86,6 +90,8 @@ class ReplicaSettings:
     """Most prompt tokens that wait at a replica."""
     step_noise: float = 0.0
     """Standard deviation of the logarithm of a step's time over its prediction."""
+    speculation: SpeculationSettings | None = None
+    """None plans no drafts."""
     disaggregation: DisaggregationSettings | None = None
 
     @property
@@ -103,6 +109,8 @@ class Simulation:
     config: SimulationConfig
     step_time: StepTimeModel
     model: ModelSpec
+    draft: ModelSpec | None
+    """What makes drafts, where a model does."""
     device: DeviceSpec
     parallelism: Parallelism
     precision: Precision
@@ -129,27 +137,15 @@ def build_simulation(
     """
     model = find_model_spec(settings.model)
     device = find_device(settings.device)
-    parallelism = Parallelism(tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel)
+    parallelism = _parallelism(settings)
     precision = _precision(settings)
-    step_time = make_step_time_model(
-        settings.step_time,
-        model=model,
-        device=device,
-        parallelism=parallelism,
-        precision=precision,
-        profile=settings.profile,
-    )
+    draft = None if settings.speculation is None else settings.speculation.draft_spec(model)
+    step_time = _step_time(settings, model, draft, device, precision)
     memory = None
     if settings.num_blocks is None:
-        memory = kv_capacity(
-            model,
-            device,
-            parallelism=parallelism,
-            precision=precision,
-            block_size=settings.block_size,
-            max_num_batched_tokens=_largest_step(settings),
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-        )
+        memory = _memory(settings, model, device, precision)
+        if draft is not None and settings.speculation is not None and settings.speculation.num_layers is None:
+            memory = beside_draft_model(memory, _memory(settings, draft, device, precision))
     num_blocks = settings.num_blocks if memory is None else memory.num_blocks
     assert num_blocks is not None
     max_model_len = _max_model_len(settings, model, num_blocks)
@@ -169,6 +165,7 @@ def build_simulation(
         slo_mode=settings.slo_mode,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
+        speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),
     )
     make_policy(scheduler)  # refuses what does not go together before anything runs
     return Simulation(
@@ -183,10 +180,12 @@ def build_simulation(
             declared_max_tokens=settings.declared_max_tokens,
             shed=settings.shed,
             step_noise=settings.step_noise,
+            acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
             disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
         ),
         step_time=step_time,
         model=model,
+        draft=draft,
         device=device,
         parallelism=parallelism,
         precision=precision,
@@ -225,6 +224,52 @@ def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:
     """Return the mean context of a decode: the load's, or what a full batch has KV memory for."""
     context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
     return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))
+
+
+def _step_time(
+    settings: ReplicaSettings,
+    model: ModelSpec,
+    draft: ModelSpec | None,
+    device: DeviceSpec,
+    precision: Precision,
+) -> Predictor | SpeculativeStepTime:
+    """Return the step times of a replica, those of its draft model included.
+
+    What is measured is the target; the draft model's times are those of the roofline.
+    """
+    parallelism = _parallelism(settings)
+    target_time = make_step_time_model(
+        settings.step_time,
+        model=model,
+        device=device,
+        parallelism=parallelism,
+        precision=precision,
+        profile=settings.profile,
+    )
+    if draft is None:
+        return target_time
+    draft_time = make_step_time_model(
+        "roofline", model=draft, device=device, parallelism=parallelism, precision=precision
+    )
+    return SpeculativeStepTime(target_time, draft_time)
+
+
+def _memory(
+    settings: ReplicaSettings, model: ModelSpec, device: DeviceSpec, precision: Precision
+) -> KVCapacity:
+    return kv_capacity(
+        model,
+        device,
+        parallelism=_parallelism(settings),
+        precision=precision,
+        block_size=settings.block_size,
+        max_num_batched_tokens=_largest_step(settings),
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+    )
+
+
+def _parallelism(settings: ReplicaSettings) -> Parallelism:
+    return Parallelism(tensor=settings.tensor_parallel, pipeline=settings.pipeline_parallel)
 
 
 def _precision(settings: ReplicaSettings) -> Precision:
@@ -293,7 +338,12 @@ def _disaggregation(
     if pools is None:
         return None
     return DisaggregationConfig(
-        prefill=PoolConfig(num_replicas=pools.prefill_replicas, scheduler=scheduler, step_time=step_time),
+        # A prompt's first token is all that its replica delivers: there is nothing to draft.
+        prefill=PoolConfig(
+            num_replicas=pools.prefill_replicas,
+            scheduler=replace(scheduler, speculation=None),
+            step_time=step_time,
+        ),
         decode=PoolConfig(num_replicas=pools.decode_replicas, scheduler=scheduler, step_time=step_time),
         transfer=KVTransfer(
             bytes_per_token=model.kv_bytes_per_token(precision),

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from onbeat.core.step import BatchShape, SchedulerOutput, StepStats
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.result import DraftCounts, ReplicaCounters
 
 
 class PlanningCounts(NamedTuple):
@@ -51,7 +51,9 @@ def step_stats(
         num_prefix_hits=after.num_prefix_hits - before.num_prefix_hits,
         schedule_seconds=0.0,
         update_seconds=0.0,
-        chunk_request_ids=[row.request_id for row in scheduled.rows if row.num_new_tokens > 1],
+        chunk_request_ids=[
+            row.request_id for row in scheduled.rows if row.num_new_tokens - row.num_draft_tokens > 1
+        ],
         predicted_seconds=end - start,
         budget_seconds=scheduled.budget,
         budget_request_id=scheduled.budget_request_id,
@@ -66,15 +68,25 @@ def add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_st
     first_context : `decode_context_tokens` of the first step.
     """
     num_rows = shape.num_lm_head_rows
+    total.num_decodes += shape.num_decodes * num_steps
     total.num_new_tokens += shape.num_new_tokens * num_steps
     total.num_lm_head_rows += num_rows * num_steps
     total.query_key_pairs += shape.query_key_pairs * num_steps
     total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
     more_context = num_rows * (num_steps * (num_steps - 1) // 2)
     total.decode_context_tokens += first_context * num_steps + more_context
+    total.num_draft_tokens += shape.num_draft_tokens * num_steps
+    total.num_draft_passes += shape.num_draft_passes * num_steps
 
 
-def count(scheduler: Scheduler, *, num_steps: int, busy_seconds: float, work: BatchShape) -> ReplicaCounters:
+def count(
+    scheduler: Scheduler,
+    *,
+    num_steps: int,
+    busy_seconds: float,
+    work: BatchShape,
+    drafts: DraftCounts | None = None,
+) -> ReplicaCounters:
     """Sum up a replica."""
     pool = scheduler.kv.pool
     return ReplicaCounters(
@@ -87,4 +99,5 @@ def count(scheduler: Scheduler, *, num_steps: int, busy_seconds: float, work: Ba
         num_blocks=pool.num_blocks,
         peak_used_blocks=pool.peak_used_blocks,
         num_leaked_blocks=pool.num_used_blocks if scheduler.num_unfinished == 0 else 0,
+        drafts=drafts,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
@@ -27,7 +27,10 @@ def make_header(config: SchedulerConfig, **changes) -> RecordHeader:
 
 
 class RecordedRun:
-    """Steps a scheduler; a token is its position, so that requests of equal start share prefixes."""
+    """Steps a scheduler; a token is its position, so that requests of equal start share prefixes.
+
+    Of the drafts, some cannot be proposed, and some are rejected, by the place of the token.
+    """
 
     def __init__(
         self,
@@ -47,6 +50,7 @@ class RecordedRun:
         self.failing: set[str] = set()
         self.finished: dict[str, FinishReason] = {}
         self.refused: dict[str, Overloaded | SLOUnattainable] = {}
+        self.num_tokens: dict[str, int] = {}
 
     def tick(self) -> float:
         self.now += 0.1 + 1e-9 * len(self.steps)
@@ -94,11 +98,19 @@ class RecordedRun:
     def update(self, scheduled: SchedulerOutput, now: float, *, seconds: float) -> None:
         sampling = [row for row in scheduled.rows if row.samples]
         failed = {row.request_id: "bad" for row in scheduled.rows if row.request_id in self.failing}
-        tokens = [
-            [] if row.request_id in failed else [row.num_computed_tokens + row.num_new_tokens]
-            for row in sampling
-        ]
+        tokens, drafted, available = [], [], []
+        for row in sampling:
+            first = row.num_computed_tokens + row.num_new_tokens  # of its prompt; only looked at then
+            place = self.num_tokens.setdefault(row.request_id, first)
+            num_drafted = min(row.num_draft_tokens, place % 5)
+            num_tokens = 0 if row.request_id in failed else 1 + min(num_drafted, place % 3)
+            tokens.append(list(range(place, place + num_tokens)))
+            drafted.append(num_drafted)
+            self.num_tokens[row.request_id] += num_tokens
+            available.append((place + num_tokens) % 5)
         result = ModelRunnerOutput(tokens, failed=failed or None)
+        if self.scheduler.config.speculation is not None:
+            result = replace(result, num_drafted=drafted, num_available=available)
         outputs = self.scheduler.update(scheduled, result, now)
         self.note(outputs)
         self.writer.update(scheduled, result, outputs, now=now, seconds=seconds)

@@ -58,7 +58,7 @@ def test_calls_read_back_as_they_were_made(path: Path) -> None:
     assert next(call for call in calls if isinstance(call, AbortCall)).requests == (4,)
     plans = [call for call in calls if isinstance(call, ScheduleCall) and call.step_id is not None]
     assert [[(f"r{row.request}", *row[1:]) for row in plan.rows] for plan in plans] == [
-        [(row.request_id, row.num_computed_tokens, row.num_new_tokens, row.samples) for row in step.rows]
+        [(row.request_id, row.num_computed_tokens, row.num_new_tokens, row.samples, 0) for row in step.rows]
         for step in run.steps
     ]
     updates = [call for call in calls if isinstance(call, UpdateCall)]

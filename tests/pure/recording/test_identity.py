@@ -14,6 +14,7 @@ from onbeat.core.slo import SLO, ShedMode
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.recording.reader import Recording
+from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.replay import Replay
 from tests.pure.recording.recorded import start_run
@@ -37,8 +38,9 @@ class RecordedMachine(RuleBasedStateMachine):
         prefix=st.booleans(),
         max_requests=st.sampled_from([None, 2]),
         max_tokens=st.sampled_from([None, 150]),
+        draft_length=st.sampled_from([None, "fixed", "adaptive"]),
     )
-    def start(self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens):
+    def start(self, policy, order, depth, num_blocks, prefix, max_requests, max_tokens, draft_length):
         if POLICIES[policy]().order is not None:
             order = "fcfs"  # its own takes the place of priorities
         config = make_config(
@@ -48,6 +50,8 @@ class RecordedMachine(RuleBasedStateMachine):
             enable_prefix_caching=prefix,
             max_num_queued_reqs=max_requests,
             max_num_queued_tokens=max_tokens,
+            speculation=draft_length
+            and SpeculationConfig(num_speculative_tokens=4, draft_length=draft_length),
         )
         self.directory = tempfile.TemporaryDirectory()
         self.path = Path(self.directory.name, "run.gz")

@@ -186,16 +186,16 @@ class TestShedding:
 
 class TestVersions:
     def test_files_of_version_1_are_read(self, path: Path) -> None:
-        """They lack what version 2 added: fields of the configuration too."""
+        """They lack what later versions added: fields of the configuration too."""
         run = start_run(path, make_config())
         for index in range(5):
             run.add(make_request(str(index), run.now))
             run.step()
         run.finish()
         lines = lines_of(path)
-        assert lines[0]["schema_version"] == 2
+        assert lines[0]["schema_version"] == 3
         lines[0]["schema_version"] = 1
-        for name in ("slo_mode", "max_num_queued_reqs", "max_num_queued_tokens"):
+        for name in ("slo_mode", "max_num_queued_reqs", "max_num_queued_tokens", "speculation"):
             del lines[0]["scheduler"][name]
         write_lines(path, lines)
         assert Replay(Recording(path)).run().is_identical
@@ -203,9 +203,11 @@ class TestVersions:
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)
-        lines[0]["schema_version"] = 3
+        lines[0]["schema_version"] = 4
         write_lines(path, lines)
-        with pytest.raises(ConfigError, match=r"version 3, this onbeat reads 1 and 2; replay it with onbeat"):
+        with pytest.raises(
+            ConfigError, match=r"version 4, this onbeat reads 1, 2 and 3; replay it with onbeat"
+        ):
             Recording(path)
 
 

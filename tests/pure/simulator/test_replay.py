@@ -15,14 +15,18 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.correction import OnlineCorrection
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.recording.reader import Recording
+from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator import replay_forecast
+from onbeat.simulator.acceptance import Acceptance, KnownDrafts
+from onbeat.simulator.recorded_acceptance import measured_acceptance, read_acceptance
 from onbeat.simulator.replay import Replay, scheduler_config
 from onbeat.simulator.replay_forecast import forecast_with_model, forecast_with_recorded_times
-from onbeat.simulator.replay_history import RecordedStep, RunHistory, read_history
+from onbeat.simulator.replay_history import RecordedRequest, RecordedStep, RunHistory, read_history
 from onbeat.simulator.replay_times import RecordedStepTimes, StepCycle, step_cycles
 from onbeat.simulator.simulate import simulate
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
@@ -194,9 +198,9 @@ def test_recorded_times_answer_nothing_else() -> None:
         RecordedStepTimes([])
 
 
-def timed_run(path: Path, seconds, *, num_requests: int = 40) -> Recording:
+def timed_run(path: Path, seconds, *, num_requests: int = 40, **changes) -> Recording:
     """Record a virtual engine whose steps take what a function of the shape says, and the host 1 ms."""
-    config = make_config()
+    config = make_config(**changes)
     run = start_run(path, config)
     arrivals = [0.11 * index * (1 + index % 3) for index in range(num_requests)]
     arrivals.sort()
@@ -240,6 +244,63 @@ def test_with_its_own_times_a_simulation_repeats_the_record(path: Path) -> None:
     assert {error.metric for error in forecast.errors} == {"ttft", "itl", "e2el"}
     for error in forecast.errors:
         assert error.relative_error == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("runs_model", [False, True])
+def test_drafts_turn_out_as_they_did_in_the_record(path: Path, *, runs_model: bool) -> None:
+    speculation = SpeculationConfig(num_speculative_tokens=4, draft_length="fixed", runs_model=runs_model)
+    recording = timed_run(path, linear, speculation=speculation)
+    assert scheduler_config(recording.header).speculation == speculation
+    assert Replay(recording).run().is_identical
+    history = read_history(recording)
+    assert any(step.shape.num_draft_tokens for step in history.steps)
+    forecast = forecast_with_recorded_times(recording, history, scheduler_config(recording.header))
+    assert forecast.num_matched_steps == forecast.num_steps == len(history.steps)
+    for error in forecast.errors:
+        assert error.relative_error == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("call", "name", "what"),
+    [("schedule", "drafts", "row 0 of"), ("update", "counts", "requests that ended")],
+)
+def test_other_drafts_are_a_difference(path: Path, call: str, name: str, what: str) -> None:
+    speculation = SpeculationConfig(num_speculative_tokens=4, draft_length="fixed")
+    timed_run(path, linear, speculation=speculation)
+    lines = [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    line = next(line for line in lines if line.get("call") == call and line.get(name, [0])[0] > 1)
+    line[name][0] -= 1
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    difference = Replay(Recording(path)).run().difference
+    assert difference is not None
+    assert difference.what.startswith((what, "row 0 of", "number of rows"))
+
+
+def test_the_acceptance_of_a_record_is_that_of_drafts_that_had_a_chance(path: Path) -> None:
+    requests = [
+        a_request("code", {0: True, 1: True, 2: False, 4: False}, {0: 4, 1: 0}),
+        a_request("chat", {3: True}, {0: 2}),
+        a_request(None, {}, {5: 0}),
+    ]
+    assert measured_acceptance(requests) == Acceptance(
+        rate=3 / 5, rates=(("chat", 1.0), ("code", 0.5)), hit_rate=0.5
+    )
+    assert measured_acceptance(requests[2:]).rate == Acceptance().rate
+
+
+def test_acceptance_is_read_from_a_record(path: Path) -> None:
+    timed_run(path, linear, speculation=SpeculationConfig(num_speculative_tokens=4, draft_length="fixed"))
+    found = read_acceptance(path)
+    assert 0.2 < found.rate < 0.9
+    assert found.hit_rate == pytest.approx(0.8, abs=0.05)  # the driver has none at every fifth token
+    timed_run(path, linear)
+    with pytest.raises(ConfigError, match="records no verified draft"):
+        read_acceptance(path)
+
+
+def a_request(name: str | None, is_right: dict[int, bool], num_available: dict[int, int]) -> RecordedRequest:
+    record = RequestRecord(request_id="a", arrival=0.0, num_prompt_tokens=1, request_class=name)
+    return RecordedRequest(record, 0.0, drafts=KnownDrafts(is_right, num_available))
 
 
 def test_policies_that_plan_by_time_are_simulated_with_the_model_they_had(path: Path, monkeypatch) -> None:

@@ -1,0 +1,108 @@
+"""The flags that say what is speculated in a simulation, and how often drafts are right."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from onbeat.cli.args import checked
+from onbeat.core.errors import ConfigError
+from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.simulator.acceptance import DEFAULT_RATE, Acceptance
+from onbeat.simulator.recorded_acceptance import read_acceptance
+from onbeat.simulator.speculation import SpeculationSettings
+
+_OF_DRAFTS = ("acceptance_rate", "acceptance_record", "draft_hit_rate")
+"""Flags that need --speculative-config."""
+
+
+def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
+    """Say what makes drafts, and what becomes of them."""
+    group = parser.add_argument_group("speculative decoding")
+    group.add_argument(
+        "--speculative-config",
+        type=parse_speculative_config,
+        metavar="JSON",
+        help=f"as `onbeat serve` takes it: method ({', '.join(METHODS)}), num_speculative_tokens, model and "
+        'others; such as \'{"method": "draft-model", "model": "meta-llama/Llama-3.2-1B"}\'',
+    )
+    group.add_argument(
+        "--acceptance-rate",
+        nargs="+",
+        default=[],
+        metavar="[CLASS=]RATE",
+        help="share of drafts that are accepted, of those whose predecessors are, for all requests or a "
+        f"class of objectives (default: {DEFAULT_RATE:g})",
+    )
+    group.add_argument(
+        "--acceptance-record",
+        type=Path,
+        metavar="FILE",
+        help="take the rates from what `onbeat serve --record FILE` has written",
+    )
+    group.add_argument(
+        "--draft-hit-rate",
+        type=checked(float, "a number"),
+        metavar="SHARE",
+        help="share of steps for which ngram finds drafts (default: all, or as in the record)",
+    )
+
+
+def speculation_settings(args: argparse.Namespace) -> SpeculationSettings | None:
+    """Return what the flags ask for; None without --speculative-config.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together, or a rate that is none.
+    """
+    config: SpeculativeConfig | None = args.speculative_config
+    if config is None:
+        for name in _OF_DRAFTS:
+            if getattr(args, name) not in (None, []):
+                raise ConfigError(f"--{name.replace('_', '-')} needs --speculative-config")
+        return None
+    num_layers = config.num_layers
+    if config.method == "early-exit" and num_layers is None:
+        num_layers = -(-find_model_spec(args.model).num_layers // 2)  # as in the engine
+    return SpeculationSettings(
+        num_speculative_tokens=config.num_speculative_tokens,
+        is_adaptive=config.draft_length == "adaptive",
+        draft_model=config.model,
+        num_layers=num_layers,
+        acceptance=_acceptance(args, config),
+    )
+
+
+def _acceptance(args: argparse.Namespace, config: SpeculativeConfig) -> Acceptance:
+    """Return the given rates; where none is given, those of the record."""
+    found = Acceptance() if args.acceptance_record is None else read_acceptance(args.acceptance_record)
+    rate, rates = found.rate, dict(found.rates)
+    for text in args.acceptance_rate:
+        name, _, number = text.rpartition("=")
+        try:
+            value = float(number)
+        except ValueError:
+            raise ConfigError(f"--acceptance-rate is {text!r}; write 0.7 or CLASS=0.7") from None
+        if name:
+            rates[name] = value
+        else:
+            rate = value
+    return replace(
+        found, rate=rate, rates=tuple(sorted(rates.items())), hit_rate=_hit_rate(args, config, found)
+    )
+
+
+def _hit_rate(args: argparse.Namespace, config: SpeculativeConfig, found: Acceptance) -> float | None:
+    """Return how often drafts are found; None for a model, which makes any number."""
+    given: float | None = args.draft_hit_rate
+    if config.runs_model:
+        if given is not None:
+            raise ConfigError(
+                f"--draft-hit-rate is for ngram, which looks drafts up; {config.method} always makes some"
+            )
+        return None
+    if given is not None:
+        return given
+    return 1.0 if found.hit_rate is None else found.hit_rate

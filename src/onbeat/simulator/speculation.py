@@ -1,0 +1,93 @@
+"""What a person says of speculative decoding, and what it costs a simulated replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.early_exit import early_exit_spec
+from onbeat.perfmodel.memory import KVCapacity
+from onbeat.perfmodel.model_sizes import ModelSpec
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.scheduler.config import SpeculationConfig
+from onbeat.simulator.acceptance import Acceptance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationSettings:
+    """Drafts of one replica. Without a draft model and layers they are looked up, which takes no time.
+
+    Raises
+    ------
+    ConfigError : both a draft model and layers.
+    """
+
+    num_speculative_tokens: int
+    """Most drafts of a request in one step."""
+    is_adaptive: bool = True
+    """Whether the scheduler weighs how many are worth their time; else it always plans the most."""
+    draft_model: str | None = None
+    """A packaged name, a config.json or its directory; on the target's devices, cut and stored alike."""
+    num_layers: int | None = None
+    """First layers of the target that make the drafts (early exit)."""
+    acceptance: Acceptance = field(default_factory=Acceptance)
+
+    def __post_init__(self) -> None:
+        if self.draft_model is not None and self.num_layers is not None:
+            raise ConfigError(
+                f"drafts come either from a draft model ({self.draft_model}) or from the first layers of the "
+                f"model itself ({self.num_layers}); give one of the two"
+            )
+
+    def for_scheduler(self) -> SpeculationConfig:
+        """Return what the scheduler must know of this."""
+        return SpeculationConfig(
+            num_speculative_tokens=self.num_speculative_tokens,
+            draft_length="adaptive" if self.is_adaptive else "fixed",
+            runs_model=self.draft_model is not None or self.num_layers is not None,
+        )
+
+    def draft_spec(self, target: ModelSpec) -> ModelSpec | None:
+        """Return the model that makes the drafts; None where they are looked up.
+
+        Raises
+        ------
+        ConfigError : an unknown model, one that is not smaller than the target, or more layers than it has.
+        """
+        if self.num_layers is not None:
+            return early_exit_spec(target, self.num_layers)
+        if self.draft_model is None:
+            return None
+        draft = find_model_spec(self.draft_model)
+        if draft.layer_parameters >= target.layer_parameters:
+            raise ConfigError(
+                f"the draft model {draft.name} has {draft.layer_parameters / 1e9:.2f} billion parameters in "
+                f"its layers, and {target.name} has {target.layer_parameters / 1e9:.2f}; choose a smaller one"
+            )
+        return draft
+
+
+def beside_draft_model(target: KVCapacity, draft: KVCapacity) -> KVCapacity:
+    """Return the target's KV capacity where a draft model and its KV share the devices with it.
+
+    Every block of the target has one of the draft model beside it, for the same tokens.
+
+    Raises
+    ------
+    ConfigError : nothing is left.
+    """
+    left = target.kv_bytes - draft.weight_bytes
+    block_bytes = target.block_bytes + draft.block_bytes
+    if left < block_bytes:
+        raise ConfigError(
+            "the draft model does not fit beside the model: its weights take "
+            f"{draft.weight_bytes / 2**30:.1f} GiB of the {target.kv_bytes / 2**30:.1f} GiB that a device "
+            "has left; choose a smaller one, more devices or narrower weights"
+        )
+    return replace(
+        target,
+        num_blocks=int(left // block_bytes),
+        weight_bytes=target.weight_bytes + draft.weight_bytes,
+        kv_bytes=left,
+        block_bytes=block_bytes,
+    )

@@ -1,0 +1,261 @@
+"""Drafts in simulated runs: how many are accepted, what they cost, and that nothing else changes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.scheduler.config import DraftLength, SpeculationConfig
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.acceptance import Acceptance, KnownDrafts
+from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
+from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
+from onbeat.simulator.simulate import simulate
+from onbeat.simulator.speculation import SpeculationSettings
+from onbeat.workload.slo_classes import SLOClass
+from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
+
+
+def drafting(num_drafts: int, draft_length: DraftLength = "fixed", **changes) -> SpeculationConfig:
+    return SpeculationConfig(num_speculative_tokens=num_drafts, draft_length=draft_length, **changes)
+
+
+def speculating(num_drafts: int = 3, *, policy: str = "sarathi", rate: float = 0.7, hit_rate=None, **changes):
+    return make_config(
+        policy,
+        scheduler={"speculation": drafting(num_drafts)} | changes.pop("scheduler", {}),
+        acceptance=Acceptance(rate=rate, hit_rate=hit_rate),
+        **changes,
+    )
+
+
+def draw(rate: float, num_tokens: int = 20_000, row: int = 0, **changes):
+    acceptance = Acceptance(rate=rate, **changes)
+    return acceptance.draw(row, num_tokens, request_class=None, seed=3, num_speculative_tokens=4)
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("num_drafts", [1, 3, 7])
+def test_accepted_drafts_are_geometric(rate: float, num_drafts: int) -> None:
+    """The mean of a row is that of the goodput formula, 1 + a + ... + a^k."""
+    runs = np.minimum(draw(rate).num_right, num_drafts)
+    expected = sum(rate**j for j in range(1, num_drafts + 1))
+    assert runs[:-8].mean() == pytest.approx(expected, rel=0.05)
+
+
+def test_luck_is_the_same_whatever_is_asked_for() -> None:
+    assert draw(0.7).num_right == draw(0.7, hit_rate=0.5).num_right
+    assert draw(0.7).num_right != draw(0.7, row=1).num_right
+    low, high = np.array(draw(0.5).num_right), np.array(draw(0.9).num_right)
+    assert (low <= high).all()
+    assert (low < high).any()
+
+
+def test_drafts_are_found_as_often_as_said() -> None:
+    available = draw(0.7, hit_rate=0.25).num_available
+    assert available is not None
+    assert set(available) == {0, 4}
+    assert np.mean(available) == pytest.approx(1.0, rel=0.1)
+
+
+def test_what_is_known_is_not_drawn() -> None:
+    known = (KnownDrafts({2: False, 3: True, 4: True, 5: False}, {0: 1, 3: 2}),)
+    acceptance = Acceptance(rate=1.0, hit_rate=0.0, known=known)
+    drafts = acceptance.draw(0, 8, request_class=None, seed=0, num_speculative_tokens=4)
+    assert drafts.num_right == [2, 1, 0, 2, 1, 0, 2, 1]
+    assert drafts.num_available == [1, 0, 0, 2, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rate": 1.2}, {"rates": (("chat", -0.1),)}, {"hit_rate": 2.0}],
+    ids=lambda change: str(change),
+)
+def test_a_rate_is_a_share(changes) -> None:
+    with pytest.raises(ConfigError, match="between 0 and 1"):
+        Acceptance(**changes)
+
+
+def test_one_request_by_hand() -> None:
+    """A prompt of 20 tokens gives a token; then rows of 1 + 3 give four each, cut at the end."""
+    model = ShapeTime(lambda shape: 0.1 if shape.num_chunks else 0.01 + 0.001 * shape.num_draft_tokens)
+    result = simulate(make_load([20], [8], [2.0]), speculating(3, rate=1.0), model)
+    [record] = result.records
+    assert list(record.delivery_sizes) == [1, 4, 3]
+    assert list(record.delivery_times) == pytest.approx([2.1, 2.113, 2.125])  # two drafts can still be output
+    assert record.num_output_tokens == record.offered_output_tokens == 8
+    assert record.tpot == pytest.approx(0.025 / 7)
+    assert result.drafts is not None
+    assert (result.drafts.num_rows, result.drafts.num_drafted, result.drafts.num_accepted) == (2, 5, 5)
+    assert result.drafts.tokens_per_row == 3.5
+
+
+def test_rejected_drafts_cost_time_and_nothing_else() -> None:
+    model = ShapeTime(lambda shape: 0.01 * shape.num_new_tokens)
+    load = make_load([1], [4], [0.0])
+    [record] = simulate(load, speculating(2, rate=0.0), model).records
+    assert list(record.delivery_sizes) == [1, 1, 1, 1]
+    # Two drafts, then one, then none: as many as the request still has tokens to come, less its own.
+    assert list(record.delivery_times) == pytest.approx([0.01, 0.04, 0.06, 0.07])
+
+
+def test_drafts_that_are_not_found_cost_nothing() -> None:
+    load = random_load(30, rate=50, seed=1)
+    plain = simulate(load, make_config(), linear_time()).records
+    speculative = simulate(load, speculating(4, hit_rate=0.0), linear_time()).records
+    assert [list(each.delivery_times) for each in speculative] == [
+        list(each.delivery_times) for each in plain
+    ]
+    assert [list(each.delivery_sizes) for each in speculative] == [
+        list(each.delivery_sizes) for each in plain
+    ]
+
+
+def test_classes_have_rates_of_their_own() -> None:
+    classes = [SLOClass(name=name, slo=SLO(), share=0.5) for name in ("code", "chat")]
+    load = random_load(60, rate=50, seed=2).with_classes(classes, seed=0)
+    config = make_config(
+        scheduler={"speculation": drafting(3)}, acceptance=Acceptance(rate=0.0, rates=(("code", 1.0),))
+    )
+    sizes: dict[str | None, set[int]] = {"code": set(), "chat": set()}
+    for record in simulate(load, config, linear_time()).records:
+        sizes[record.request_class].update(record.delivery_sizes)
+    assert sizes == {"code": {1, 2, 3, 4}, "chat": {1}}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    num_drafts=st.integers(1, 8),
+    draft_length=st.sampled_from(["fixed", "adaptive"]),
+    rate=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+    hit_rate=st.sampled_from([None, 0.4]),
+    pipeline=st.sampled_from([1, 1, 2]),
+    declared=st.sampled_from([None, 50]),
+    num_blocks=st.integers(16, 40),
+    seed=st.integers(0, 3),
+)
+def test_every_request_gets_its_tokens(
+    policy, num_drafts, draft_length, rate, hit_rate, pipeline, declared, num_blocks, seed
+) -> None:
+    load = random_load(25, rate=100, seed=seed)
+    config = make_config(
+        policy,
+        scheduler={
+            "num_blocks": num_blocks,
+            "speculation": drafting(num_drafts, draft_length),
+            "num_micro_batches": pipeline,
+        },
+        acceptance=Acceptance(rate=rate, hit_rate=hit_rate),
+        pipeline=pipeline,
+        declared_max_tokens=declared,
+        seed=seed,
+    )
+    result = simulate(load, config, linear_time())
+    assert [each.num_output_tokens for each in result.records] == load.num_output_tokens.tolist()
+    assert all(sum(each.delivery_sizes) == each.num_output_tokens for each in result.records)
+    assert all(len(each.delivery_sizes) == len(each.delivery_times) for each in result.records)
+    assert result.replicas[0].num_leaked_blocks == 0
+    assert result.drafts is not None
+    assert result.drafts.num_accepted <= result.drafts.num_drafted
+
+
+def test_observers_and_processes_change_nothing() -> None:
+    load = random_load(60, rate=100, seed=5)
+    config = speculating(3, num_replicas=2, hit_rate=0.6)
+    alone = simulate(load, config, linear_time())
+    watched = simulate(load, config, linear_time(), observer=(steps := StepByStep()))
+    spread = simulate(load, config, linear_time(), jobs=2)
+    for other in (watched, spread):
+        for one, another in zip(alone.records, other.records, strict=True):
+            assert one.delivery_times == another.delivery_times
+            assert list(one.delivery_sizes) == list(another.delivery_sizes)
+        assert other.drafts == alone.drafts
+    assert alone.drafts is not None
+    assert sum(stats.shape.num_draft_tokens for _, stats in steps.steps) == alone.drafts.num_drafted
+    chunked = {request_id for _, stats in steps.steps for request_id in stats.chunk_request_ids}
+    assert chunked <= {record.request_id for record in alone.records if record.num_prompt_tokens > 1}
+
+
+def test_pools_draft_where_they_generate() -> None:
+    load = random_load(40, rate=60, seed=6)
+    limits = make_config().scheduler
+    speculating_limits = make_config(scheduler={"speculation": drafting(3)}).scheduler
+    pools = DisaggregationConfig(
+        prefill=PoolConfig(num_replicas=1, scheduler=limits, step_time=linear_time()),
+        decode=PoolConfig(num_replicas=1, scheduler=speculating_limits, step_time=linear_time()),
+        transfer=KVTransfer(bytes_per_token=1e3, bandwidth=1e9, latency=1e-4),
+    )
+    config = make_config(disaggregation=pools, acceptance=Acceptance(rate=1.0))
+    result = simulate(load, config, linear_time())
+    for record in result.records:
+        assert sum(record.delivery_sizes) == record.num_output_tokens == record.offered_output_tokens
+        assert record.delivery_sizes[0] == 1
+        # Five tokens are the first one, and a row of four.
+        assert len(record.delivery_sizes) == 1 + -(-(record.num_output_tokens - 1) // 4)
+    assert result.replicas[0].drafts is None
+    assert result.drafts == result.replicas[1].drafts
+
+
+# --- from what a person says ------------------------------------------------------------------------------
+
+
+def settings_of(**changes) -> ReplicaSettings:
+    values = {"model": "meta-llama/Llama-3.1-8B", "device": "h100-sxm"}
+    return ReplicaSettings(**(values | changes))
+
+
+def test_a_draft_model_takes_time_and_memory() -> None:
+    plain = build_simulation(settings_of())
+    drafts = SpeculationSettings(num_speculative_tokens=4, draft_model="meta-llama/Llama-3.2-1B")
+    simulation = build_simulation(settings_of(speculation=drafts))
+    speculation = simulation.config.scheduler.speculation
+    assert speculation is not None
+    assert speculation.runs_model
+    assert simulation.config.scheduler.num_blocks < plain.config.scheduler.num_blocks
+    assert simulation.memory is not None
+    assert plain.memory is not None
+    assert simulation.memory.weight_bytes > plain.memory.weight_bytes + 2e9
+    result = simulate(random_load(10, rate=5, seed=0), simulation.config, simulation.step_time)
+    assert all(record.is_completed for record in result.records)
+
+
+def test_an_early_exit_takes_time_and_no_memory() -> None:
+    drafts = SpeculationSettings(num_speculative_tokens=4, num_layers=8)
+    simulation = build_simulation(settings_of(speculation=drafts))
+    assert simulation.memory == build_simulation(settings_of()).memory
+    assert simulation.draft is not None
+    assert simulation.draft.num_layers == 8
+
+
+def test_a_pool_for_prompts_drafts_nothing() -> None:
+    pools = DisaggregationSettings(prefill_replicas=1, decode_replicas=1, bandwidth=1e9)
+    drafts = SpeculationSettings(num_speculative_tokens=4)
+    simulation = build_simulation(settings_of(policy="sarathi", disaggregation=pools, speculation=drafts))
+    config = simulation.config.disaggregation
+    assert config is not None
+    assert config.prefill.scheduler.speculation is None
+    assert config.decode.scheduler.speculation is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"draft_model": "meta-llama/Llama-3.1-70B"}, "choose a smaller one"),
+        ({"draft_model": "meta-llama/Llama-3.1-8B"}, "choose a smaller one"),
+        ({"draft_model": "meta-llama/Llama-3.2-1B", "num_layers": 4}, "one of the two"),
+        ({"num_layers": 32}, "choose from 1 to 31"),
+        ({"num_speculative_tokens": 17}, "must not be above block_size"),
+        ({"num_speculative_tokens": 0}, "at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_simulation(
+            settings_of(speculation=SpeculationSettings(**({"num_speculative_tokens": 4} | changes)))
+        )
