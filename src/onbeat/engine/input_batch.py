@@ -178,7 +178,8 @@ def wave_order(num_drafts_R: IntArray) -> tuple[IntArray, IntArray]:
     Wave 0 holds one token of each row; wave j the token behind its j-th draft, of the rows that have one.
     """
     waves = np.arange(num_drafts_R.max(initial=0) + 1)
-    return np.nonzero(waves[:, None] <= num_drafts_R)
+    places, rows = np.nonzero(waves[:, None] <= num_drafts_R)
+    return places.astype(np.int64, copy=False), rows.astype(np.int64, copy=False)
 
 
 def _tokens_to_sample(last_tokens_R: IntArray, num_drafts_R: IntArray) -> IntArray:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.sampler import Sampler
+from onbeat.engine.sampler import Sampler, SamplingRow
 from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.engine.speculation.ngram import NgramProposer
 from onbeat.engine.speculation.proposer import Proposer
@@ -180,18 +180,18 @@ class ScriptedProposer:
 
     Parameters
     ----------
-    answers : by prompt, the tokens that follow.
+    answer : the tokens that follow a request's prompt.
     right : whether the draft for a position (of prompt and output) is to be the right one; by default all.
     shortfall : how many drafts fewer than asked, by position.
     """
 
     def __init__(
         self,
-        answers: Mapping[tuple[int, ...], list[int]],
+        answer: Callable[[SamplingRow], list[int]],
         right: Any = lambda position: True,
         shortfall: Any = lambda position: 0,
     ) -> None:
-        self.answers = answers
+        self.answer = answer
         self.right = right
         self.shortfall = shortfall
         self.slots: dict[int, int] = {}
@@ -209,12 +209,11 @@ class ScriptedProposer:
 
     def _drafts(self, batch: Any, row: Any) -> list[int]:
         sampling_row = batch.sampling_rows[row.slot]
-        prompt = tuple(sampling_row.prompt_token_ids)
-        known = [*prompt, *sampling_row.output_token_ids]
+        known = [*sampling_row.prompt_token_ids, *sampling_row.output_token_ids]
         assert row.num_tokens == len(known)
         assert batch.token_ids_SP[row.slot, : row.num_tokens].tolist() == known
         assert batch.num_blocks_S[row.slot] * batch.block_size >= row.num_tokens + row.num_drafts
-        everything = [*prompt, *self.answers[prompt]]
+        everything = [*sampling_row.prompt_token_ids, *self.answer(sampling_row)]
         num_drafts = max(row.num_drafts - self.shortfall(row.num_tokens), 0)
         positions = range(row.num_tokens, min(row.num_tokens + num_drafts, len(everything)))
         return [everything[p] if self.right(p) else (everything[p] + 1) % 211 for p in positions]
@@ -227,8 +226,10 @@ class ScriptedProposer:
     def close(self) -> None: ...
 
 
-def answers(requests: Iterable[Request], reference: Run) -> dict[tuple[int, ...], list[int]]:
-    return {tuple(r.prompt_token_ids): reference.token_ids[r.request_id] for r in requests}
+def answers(requests: Iterable[Request], reference: Run) -> Callable[[SamplingRow], list[int]]:
+    """Return what a run answered; requests are told apart by prompt and seed."""
+    known = {(r.prompt_token_ids, r.sampling.seed): reference.token_ids[r.request_id] for r in requests}
+    return lambda row: known[row.prompt_token_ids, row.params.seed]
 
 
 def assert_same(speculated: Run, plain: Run) -> None:

@@ -58,26 +58,37 @@ class NgramProposer:
 class _History:
     """A request's tokens, where each n-gram of them last occurred, and where to copy from.
 
-    Every token is indexed once for each length: nothing here grows with the context but memory, by some
-    hundred bytes per token and length.
+    A new token takes one entry for each length of n-grams, whatever the context.
+
+    Parameters
+    ----------
+    lengths : of the n-grams, longest first.
     """
 
-    __slots__ = ("_lengths", "_match_length", "_position_after", "source", "token_ids")
+    __slots__ = ("_indices", "_match_length", "_suffix", "_suffix_mask", "source", "token_ids")
 
     def __init__(self, lengths: range) -> None:
         self.token_ids: list[int] = []
         self.source: int | None = None
         """Position that is to be copied next; None where the last tokens are new."""
-        self._lengths = lengths
-        """Longest first."""
-        self._position_after: dict[int, dict[int, int]] = {length: {} for length in lengths}
-        """By length: an n-gram, its tokens packed in one number, to the position after it."""
         self._match_length = 0
-        """How many tokens before `source` are the request's last ones, as far as was looked."""
+        """How many tokens before `source` are known to equal the last ones."""
+        self._indices: list[tuple[int, int, dict[int, int]]] = [
+            (length, (1 << length * _TOKEN_BITS) - 1, {}) for length in lengths
+        ]
+        """By length: what cuts an n-gram from `_suffix`, and n-grams to the positions after them."""
+        self._suffix = 0
+        """The last tokens, each one more than its id, in one number; 0 stands before the first."""
+        self._suffix_mask = self._indices[0][1]
 
     def extend(self, token_ids: list[int]) -> None:
         """Add new tokens and find where to copy from."""
-        self._follow(token_ids)
+        if self.source is not None and self.continuation(len(token_ids)) == token_ids:
+            # It said what really came: what was before tells this place from others with the same n-gram.
+            self.source += len(token_ids)
+            self._match_length += len(token_ids)
+        else:
+            self.source, self._match_length = None, 0
         self._index(token_ids)
         self._look_up()
 
@@ -91,44 +102,22 @@ class _History:
             copied += copied[: min(period, num - len(copied))]
         return copied
 
-    def _follow(self, token_ids: list[int]) -> None:
-        """Move on in the source as long as it says what really came."""
-        if self.source is not None and self.continuation(len(token_ids)) == token_ids:
-            self.source += len(token_ids)
-            self._match_length += len(token_ids)
-        else:
-            self.source, self._match_length = None, 0
-
     def _index(self, token_ids: list[int]) -> None:
-        """Note what every n-gram is followed by that now has a follower."""
-        known = self.token_ids
-        num_before = len(known)
-        known += token_ids
-        for length, position_after in self._position_after.items():
-            first = max(num_before - length, 0)
-            keys = self._pack(known[first:-1], length)
-            position_after.update(zip(keys, range(first + length, len(known)), strict=True))
+        """Append tokens, each of which follows the n-grams before it."""
+        suffix, suffix_mask, indices = self._suffix, self._suffix_mask, self._indices
+        for position, token_id in enumerate(token_ids, len(self.token_ids)):
+            for _, mask, position_after in indices:
+                position_after[suffix & mask] = position
+            suffix = (suffix << _TOKEN_BITS | token_id + 1) & suffix_mask
+        self._suffix = suffix
+        self.token_ids += token_ids
 
     def _look_up(self) -> None:
         """Look for a longer match than the one that is followed."""
-        known = self.token_ids
-        for length in self._lengths:
+        for length, mask, position_after in self._indices:
             if length <= self._match_length:
                 return
-            if length < len(known):
-                (key,) = self._pack(known[-length:], length)
-                position = self._position_after[length].get(key)
-                if position is not None:
-                    self.source, self._match_length = position, length
-                    return
-
-    @staticmethod
-    def _pack(token_ids: list[int], length: int) -> list[int]:
-        """Return one number for each n-gram of some tokens."""
-        keys = token_ids[: max(len(token_ids) - length + 1, 0)]
-        for offset in range(1, length):
-            keys = [
-                (key << _TOKEN_BITS) | token_id
-                for key, token_id in zip(keys, token_ids[offset:], strict=False)
-            ]
-        return keys
+            position = position_after.get(self._suffix & mask)
+            if position is not None:
+                self.source, self._match_length = position, length
+                return

@@ -25,6 +25,7 @@ import numpy as np
 from torch import Tensor
 
 from onbeat.core.request import TokenLogprobs
+from onbeat.engine.attention.base import IntArray
 from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import wave_order
 from onbeat.engine.sampler import INVALID_TOKEN, BestTokens, SampledTokens, take_rows
@@ -123,12 +124,16 @@ def _verify_in_waves(
         sampled = sampler.sample(
             take_rows(logits.values_RV, places_C.tolist()),
             [rows[index] for index in indices],
-            None if logits.best is None else BestTokens(*(part[places_C] for part in logits.best)),
+            _select(logits.best, places_C),
         )
         for place, index in enumerate(indices):
             token_id = _take(verified, rows, index, sampled, place)
             is_alive[index] = wave < len(drafts[index]) and token_id == drafts[index][wave]
     return verified
+
+
+def _select(best: BestTokens | None, places_C: IntArray) -> BestTokens | None:
+    return None if best is None else BestTokens(best.ids_R[places_C], best.logits_R[places_C])
 
 
 def _take(

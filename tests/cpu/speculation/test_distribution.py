@@ -1,0 +1,139 @@
+"""Drafts leave the distribution of sampled tokens as it is: a Markov chain, whose distribution is known."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import binomtest, chi2_contingency, chisquare
+
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.forward import StepLogits
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.proposer import Proposer
+from tests.cpu.speculation.runs import Run, ScriptedProposer, fixed, make_request, ngram, run
+
+VOCAB = 6
+CPU = torch.device("cpu")
+NUM_REQUESTS = 1500
+NUM_TOKENS = 5
+PROMPT = (1, 2, 0, 1, 2, 3, 1)
+
+
+class MarkovForward:
+    """A model whose logits depend on the last token alone."""
+
+    device = CPU
+    settings: Mapping[str, str] = {}
+
+    def __init__(self) -> None:
+        generator = np.random.default_rng(3)
+        self.logits_VV = torch.tensor(generator.normal(0.0, 1.0, (VOCAB, VOCAB)), dtype=torch.float32)
+
+    @property
+    def config(self) -> ModelConfig:
+        raise NotImplementedError("nobody asks a Markov chain for layers")
+
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        if not len(inputs.sampling_tokens):
+            return StepLogits(None)
+        return StepLogits(self.logits_VV[torch.from_numpy(inputs.token_ids_T[inputs.sampling_tokens])])
+
+    def scrub(self, block_ids: IntArray) -> None: ...
+
+    def close(self) -> None: ...
+
+    def check_alive(self) -> None: ...
+
+    def transitions(self, temperature: float) -> np.ndarray:
+        return torch.softmax(self.logits_VV.double() / temperature, dim=-1).numpy()
+
+
+def sample(
+    temperature: float, *, first_seed: int, num_drafts: int = 0, proposer: Proposer | None = None
+) -> Run:
+    """Generate for the same prompt with many seeds."""
+    requests = [
+        make_request(str(seed), PROMPT, NUM_TOKENS, seed=seed, temperature=temperature)
+        for seed in range(first_seed, first_seed + NUM_REQUESTS)
+    ]
+    return run(
+        lambda **sizes: MarkovForward(),
+        requests,
+        speculation=fixed(num_drafts) if num_drafts else None,
+        proposer=proposer,
+        sampler=Sampler(VOCAB, CPU),
+        max_num_seqs=64,
+        max_num_batched_tokens=1024,
+    )
+
+
+def likely_chain(from_token: int, length: int) -> list[int]:
+    chain = [from_token]
+    for _ in range(length):
+        chain.append(int(MarkovForward().logits_VV[chain[-1]].argmax()))
+    return chain[1:]
+
+
+def proposers(num_drafts: int) -> dict[str, Proposer]:
+    return {
+        "ngram": ngram(num_drafts),
+        "likely": ScriptedProposer(lambda row: likely_chain(PROMPT[-1], 20)),
+        "one-token": ScriptedProposer(lambda row: [4] * 20),
+    }
+
+
+def counts(outputs: Run, start: int) -> list[int]:
+    """Count pairs of tokens at an output position and the next."""
+    pairs = Counter(tuple(ids[start : start + 2]) for ids in outputs.token_ids.values())
+    return [pairs[first, second] for first in range(VOCAB) for second in range(VOCAB)]
+
+
+@pytest.mark.parametrize("name", ["ngram", "likely", "one-token"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_tokens_have_the_distribution_of_the_model(name: str, temperature: float) -> None:
+    speculated = sample(temperature, first_seed=10_000, num_drafts=3, proposer=proposers(3)[name])
+    plain = sample(temperature, first_seed=20_000)
+    assert speculated.num_drafted > NUM_REQUESTS
+    transitions = MarkovForward().transitions(temperature)
+    reached = transitions[PROMPT[-1]]
+    for start in range(NUM_TOKENS - 1):
+        expected = (reached[:, None] * transitions).reshape(-1) * NUM_REQUESTS
+        reached = reached @ transitions
+        seen = expected > 3  # rarer pairs are counted together: chi-square is an approximation for many
+        for outputs in (speculated, plain):
+            observed = np.array(counts(outputs, start))
+            grouped = [np.append(part[seen], part[~seen].sum()) for part in (observed, expected)]
+            assert chisquare(*grouped).pvalue > 1e-3
+        table = np.array([counts(speculated, start), counts(plain, start)])
+        assert chi2_contingency(table[:, table.sum(axis=0) > 8]).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_a_draft_is_accepted_as_often_as_the_model_would_sample_it(temperature: float) -> None:
+    speculated = sample(temperature, first_seed=0, num_drafts=1, proposer=proposers(1)["one-token"])
+    # Every step is a trial: token 4 is drafted, and accepted with the probability that the model gives it.
+    probability = MarkovForward().transitions(temperature)
+    trials: list[tuple[float, bool]] = []
+    for ids in speculated.token_ids.values():
+        position = 0
+        while position + 2 < NUM_TOKENS:  # the last token of a request is never drafted
+            trials.append((probability[ids[position], 4], ids[position + 1] == 4))
+            position += 1 + (ids[position + 1] == 4)
+    num_accepted = sum(accepted for _, accepted in trials)
+    assert speculated.num_accepted == num_accepted
+    assert speculated.num_drafted == len(trials)
+    mean = sum(p for p, _ in trials) / len(trials)
+    assert binomtest(num_accepted, len(trials), mean).pvalue > 1e-3
+
+
+def test_outputs_are_equal_with_equal_seeds() -> None:
+    plain = sample(1.0, first_seed=0)
+    for name, proposer in proposers(4).items():
+        speculated = sample(1.0, first_seed=0, num_drafts=4, proposer=proposer)
+        assert speculated.token_ids == plain.token_ids, name
