@@ -1,0 +1,1 @@
+"""Speculation live: off, adaptive and fixed draft lengths in turns: `benchmarks/speculation_live.py`."""
