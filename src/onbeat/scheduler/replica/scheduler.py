@@ -80,7 +80,9 @@ class Scheduler:
                 f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
                 "give a step-time model, or use a policy with a token budget (sarathi)"
             )
-        self._drafting = make_drafting(config.speculation)
+        self._promises = self._policy.promises
+        quantile = None if self._promises is None else self._promises.tuning.quantile
+        self._drafting = make_drafting(config.speculation, step_time_model, quantile=quantile)
         self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         self._states: dict[str, RequestState] = {}
         self._released_ids: list[str] = []
@@ -93,7 +95,6 @@ class Scheduler:
         """(step id, rows, when it was planned)"""
         self._expired: list[RequestOutput] = []
         self._last_update = float("-inf")
-        self._promises = self._policy.promises
         self._busy_until = float("-inf")
         """When the last planned step is expected to end; kept for policies that ask."""
         self._num_added = 0
@@ -495,16 +496,19 @@ class Scheduler:
     ) -> RequestOutput:
         """Give a request the tokens of its row."""
         token_ids, logprobs, num_drafted, num_available = got
+        output = deliver(state, token_ids, logprobs, row.num_draft_tokens)
         if self._drafting is not None:
             num_accepted = len(token_ids) - 1 if num_drafted else 0
             state.num_drafted_tokens += num_drafted
-            state.num_accepted_tokens += num_accepted
+            state.num_accepted_tokens += min(num_accepted, len(output.new_token_ids))  # not beyond its end
+            output.num_drafted_tokens = state.num_drafted_tokens
+            output.num_accepted_tokens = state.num_accepted_tokens
             if holds_blocks and row.num_draft_tokens:
                 take_back_rejected(state, row.num_draft_tokens, len(token_ids))
             self._drafting.observe(
                 state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
             )
-        return deliver(state, token_ids, logprobs, row.num_draft_tokens)
+        return output
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
         """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
@@ -532,7 +536,7 @@ class Scheduler:
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
             state.status = RequestStatus.PADDING
             # A step in flight may have planned beyond the end: the padding row repeats the last known token.
-            state.num_in_flight_tokens = 0
+            state.num_in_flight_tokens = state.num_in_flight_drafts = 0
             state.num_computed_tokens = state.num_tokens - 1
             del self._states[state.request_id]
         else:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.speculation.decision import decide
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -12,21 +15,26 @@ class FixedDrafts:
 
     Parameters
     ----------
-    num_drafts : of each row.
+    config : drafts of each row, and whether a model makes them.
     """
 
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
+    def __init__(self, config: SpeculationConfig) -> None:
+        self._config = config
+        self._book = AcceptanceBook(config.initial_acceptance)
 
     def plan(self, plan: StepPlan) -> None:
         """Give each row its drafts, first come first."""
+        num_drafts = []
         for state in plan.decodes:
-            most = max(0, min(most_drafts(state, self._num_drafts), plan.num_tokens_left))
-            num = fit_blocks(plan, state, most)
-            plan.num_tokens_left -= num
-            plan.num_drafts.append(num)
+            most = max(0, min(most_drafts(state, self._config.num_speculative_tokens), plan.num_tokens_left))
+            num_drafts.append(fit_blocks(plan, state, most))
+            plan.num_tokens_left -= num_drafts[-1]
+        decide(plan, num_drafts, self._book, runs_model=self._config.runs_model)
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
     ) -> None:
-        """Learn nothing."""
+        """Learn how many tokens to expect; the plan does not depend on it."""
+        self._book.observe(
+            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+        )

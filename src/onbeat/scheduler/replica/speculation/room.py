@@ -19,15 +19,19 @@ def most_drafts(state: RequestState, limit: int) -> int:
     return max(0, min(limit, num_left - 1))
 
 
-def fit_blocks(plan: StepPlan, state: RequestState, num_drafts: int) -> int:
+def fit_blocks(plan: StepPlan, state: RequestState, num_drafts: int, *, num_kept: int = 0) -> int:
     """Return as many of the drafts as find a KV slot, and set the blocks aside; nobody is preempted for them.
 
     A request's own token already has its slot, in a block that the plan has set aside where it takes one.
+
+    Parameters
+    ----------
+    num_kept : free blocks that drafts leave to others.
     """
     size = plan.block_size
     num_allocated = max(state.num_allocated_tokens, -(-(state.num_computed_tokens + 1) // size) * size)
     while state.num_computed_tokens + 1 + num_drafts > num_allocated:
-        if not plan.take_block():
+        if plan.num_blocks_left <= num_kept or not plan.take_block():
             return num_allocated - state.num_computed_tokens - 1
         num_allocated += size
     return num_drafts

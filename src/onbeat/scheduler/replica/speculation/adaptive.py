@@ -1,0 +1,155 @@
+"""As many drafts as pay: goodput under the load and the acceptance of the moment."""
+
+from __future__ import annotations
+
+from math import inf
+
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SpeculationConfig
+from onbeat.scheduler.replica.hysteresis import Hysteresis
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.slo.view import next_due
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.speculation.decision import decide
+from onbeat.scheduler.replica.speculation.menu import DraftMenu, Ranking
+from onbeat.scheduler.replica.speculation.probing import Probing
+from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
+from onbeat.scheduler.replica.speculation.search import Choice, GoodputSearch
+from onbeat.scheduler.replica.speculation.step_cost import StepCost
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+_ENTER = 1.15
+"""What drafts gain over what their time is worth, from which on drafting begins."""
+_LEAVE = 1.0
+"""Likewise, below which it ends."""
+_WORTH_BEHIND = 2.0
+"""Of a token of a stream that is late, or will be within two steps, beside one of any other."""
+
+
+class AdaptiveDrafts:
+    """Chooses the drafts of each step that maximise its goodput: worth of its tokens over its predicted time.
+
+    Drafts are marginal: of all rows' next drafts the one with the highest chance is the next to be taken
+    (SmartSpec, arXiv 2406.14066, with a length for each request), and tokens of streams that are behind
+    their deadlines count more (AdaServe, arXiv 2501.12162). The time is that of the whole step, draft
+    passes included, and stays within the plan's budget.
+
+    Prompts in the step count, too. In the time that their chunks take, the decodes alone would get on with
+    their tokens, and a chunk is worth these tokens. So drafts are taken beside prompts if they save more
+    time of steps to come than they cost in this one: they then bring the end of all work closer, prompts
+    that wait included. In a step that prompts have made compute-bound each draft costs its full time, and
+    few or none pay.
+
+    Nobody is preempted for a draft, and drafts leave a free block for each row's next token.
+
+    Parameters
+    ----------
+    config : most drafts of a row, and whether a model makes them.
+    model : predicts the time of steps.
+    quantile : of a step's time that must be within the plan's budget; None is the mean.
+    """
+
+    def __init__(
+        self, config: SpeculationConfig, model: StepTimeModel, *, quantile: float | None = None
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._quantile = quantile
+        self._book = AcceptanceBook(config.initial_acceptance)
+        self._switch = Hysteresis(_ENTER, _LEAVE)
+        self._probing = Probing()
+
+    def observe(
+        self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
+    ) -> None:
+        """Learn from a row's drafts. See `Drafting.observe`."""
+        self._book.observe(
+            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+        )
+
+    def plan(self, plan: StepPlan) -> None:
+        """Choose the drafts of each decode row. See `Drafting.plan`."""
+        num_drafts = [0] * len(plan.decodes)
+        if plan.num_tokens_left > 0:
+            num_drafts = self._choose(plan)
+            self._take_room(plan, num_drafts)
+        decide(plan, num_drafts, self._book, runs_model=self._config.runs_model)
+
+    def _choose(self, plan: StepPlan) -> list[int]:
+        """Return the drafts of each decode row, blocks aside."""
+        num_drafts = [0] * len(plan.decodes)
+        cost = StepCost(plan, self._model, self._quantile)
+        menu, worth, longest_idle = self._menu(plan, cost)
+        if not menu.deepest or not worth:
+            return num_drafts
+        value = worth * cost.plain / cost.decodes
+        choice = self._best(menu, cost, value, plan.num_tokens_left)
+        if choice is not None and self._pays(choice, cost, value):
+            num_drafts = menu.split(choice.ranking, choice.num_drafts)
+        self._probing.earn(cost.plain)
+        if longest_idle is not None and not num_drafts[longest_idle]:
+            self._probe(plan, cost, value, num_drafts, longest_idle)
+        return num_drafts
+
+    def _menu(self, plan: StepPlan, cost: StepCost) -> tuple[DraftMenu, float, int | None]:
+        """Return what rows could take, what their own tokens are worth, and which row to probe, if any."""
+        menu, total = DraftMenu(), 0.0
+        limit, book = self._config.num_speculative_tokens, self._book
+        soon = plan.now + 2 * cost.plain
+        idle_row, longest = None, -1
+        for index, state in enumerate(plan.decodes):
+            rate = book.of(state)
+            most = most_drafts(state, limit)
+            if rate.num_available is not None and rate.num_available < most:
+                most = rate.num_available
+            worth = 1.0
+            if state.next_deadline < inf and next_due(state) < soon:
+                worth = _WORTH_BEHIND
+            if state.status is RequestStatus.RUNNING:
+                total += worth
+            if most and rate.num_idle > longest and self._probing.wants(rate):
+                idle_row, longest = index, rate.num_idle
+            menu.offer(most, rate.acceptance, worth)
+        return menu, total, idle_row
+
+    def _best(self, menu: DraftMenu, cost: StepCost, value: float, most: int) -> Choice | None:
+        """Return the best number of drafts above 0; None where not even one fits the time budget."""
+        entries, deepest = menu.entries(), menu.deepest
+        # Passes of a model come one after another, so its drafts cost by the deepest, too: each is tried.
+        depths = range(1, deepest + 1) if self._config.runs_model else (deepest,)
+        best = None
+        for depth in depths:
+            ranking = Ranking([entry for entry in entries if entry.position <= depth])
+            num_passes = depth if self._config.runs_model else 0
+            search = GoodputSearch(ranking, cost, value=value, num_passes=num_passes)
+            choice = search.best(min(most, len(ranking)))
+            if choice is not None and (best is None or choice.goodput > best.goodput):
+                best = choice
+        return best
+
+    def _pays(self, choice: Choice, cost: StepCost, value: float) -> bool:
+        """Whether drafts are worth their time; by a margin where there were none before."""
+        price = (choice.seconds - cost.plain) * value / cost.plain
+        return self._switch.update(choice.gain / price if price > 0 else inf)
+
+    def _probe(self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], index: int) -> None:
+        """Give a row without drafts one, if what this may lose has been earned."""
+        state = plan.decodes[index]
+        num, num_rows = sum(num_drafts), sum(map(bool, num_drafts))
+        num_passes = max(num_drafts) if self._config.runs_model else 0
+        with_probe = cost.seconds(num + 1, num_rows + 1, max(1, num_passes) if self._config.runs_model else 0)
+        if num >= plan.num_tokens_left or with_probe == inf:
+            return
+        before = cost.seconds(num, num_rows, num_passes)
+        gain = self._book.of(state).acceptance * cost.plain / value
+        if self._probing.pay(max(0.0, with_probe - before - gain)):
+            num_drafts[index] = 1
+
+    def _take_room(self, plan: StepPlan, num_drafts: list[int]) -> None:
+        """Give drafts their tokens and blocks; fewer where blocks are short."""
+        num_kept = len(num_drafts)
+        for index, num in enumerate(num_drafts):
+            if num:
+                fitting = fit_blocks(plan, plan.decodes[index], num, num_kept=num_kept)
+                num_drafts[index] = fitting
+                plan.num_tokens_left -= fitting

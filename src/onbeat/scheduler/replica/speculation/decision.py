@@ -1,0 +1,34 @@
+"""Writes what was decided on drafts into a plan."""
+
+from __future__ import annotations
+
+from onbeat.scheduler.replica.request_state import RequestStatus
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.speculation.goodput import expected_tokens
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+
+def decide(plan: StepPlan, num_drafts: list[int], book: AcceptanceBook, *, runs_model: bool) -> None:
+    """Give a plan its drafts and the output tokens that are expected of them.
+
+    Parameters
+    ----------
+    num_drafts : of each of `plan.decodes`; blocks and tokens for them have been taken already.
+    runs_model : whether a model makes them, one pass for each position.
+    """
+    expected = 0.0
+    for state, num in zip(plan.decodes, num_drafts, strict=True):
+        if state.status is not RequestStatus.RUNNING:
+            continue  # a padding row delivers nothing
+        if num:
+            rate = book.of(state)
+            if rate.num_available is not None:
+                num = min(num, rate.num_available)
+            expected += expected_tokens(rate.acceptance, num)
+        else:
+            expected += 1.0
+    plan.expected_tokens = expected
+    deepest = max(num_drafts, default=0)
+    if deepest:
+        plan.num_drafts = num_drafts
+        plan.num_draft_passes = deepest if runs_model else 0

@@ -1,0 +1,75 @@
+"""The number of drafts with the largest goodput."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from onbeat.scheduler.replica.speculation.menu import Ranking
+from onbeat.scheduler.replica.speculation.step_cost import StepCost
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The first drafts of a ranking, and what they do for the step."""
+
+    ranking: Ranking
+    num_drafts: int
+    gain: float
+    """Worth of the tokens that they are expected to bring."""
+    seconds: float
+    """The step's time with them; infinite where the plan's budget does not allow it."""
+    goodput: float
+    """Worth of the step over its time."""
+
+
+class GoodputSearch:
+    """Looks for the best prefix of a ranking with few questions to the step-time model.
+
+    Gains fall along a ranking and time grows, mostly ever faster, so goodput has one peak; but the first
+    draft has costs that later ones share. So sizes that double are looked at first, all of them, and then
+    the peak beside the best is climbed: some 2 log2(n) questions.
+
+    Parameters
+    ----------
+    ranking : the drafts.
+    cost : their time.
+    value : worth of the step without drafts.
+    num_passes : of the proposer's model.
+    """
+
+    def __init__(self, ranking: Ranking, cost: StepCost, *, value: float, num_passes: int) -> None:
+        self._ranking = ranking
+        self._cost = cost
+        self._value = value
+        self._num_passes = num_passes
+
+    def best(self, most: int) -> Choice | None:
+        """Return the best of 1 to `most` drafts, the fewest of equals; None where the budget allows none."""
+        sizes = [1 << bit for bit in range(most.bit_length())]
+        if sizes and sizes[-1] < most:
+            sizes.append(most)
+        choices = [self._at(size) for size in sizes]
+        if not choices or choices[0].seconds == inf:
+            return None
+        peak = max(range(len(choices)), key=lambda index: choices[index].goodput)
+        low = sizes[max(0, peak - 1)]
+        high = sizes[min(len(sizes) - 1, peak + 1)]
+        return self._climb(choices[peak], low, high)
+
+    def _climb(self, best: Choice, low: int, high: int) -> Choice:
+        """Follow the slope between two sizes to the peak, if it is above the best known."""
+        while low < high:
+            middle = (low + high) // 2
+            here, next_ = self._at(middle), self._at(middle + 1)
+            best = max(best, here, next_, key=lambda choice: (choice.goodput, -choice.num_drafts))
+            if here.goodput < next_.goodput:
+                low = middle + 1
+            else:
+                high = middle
+        return best
+
+    def _at(self, num_drafts: int) -> Choice:
+        gain, num_rows = self._ranking.first(num_drafts)
+        seconds = self._cost.seconds(num_drafts, num_rows, self._num_passes)
+        return Choice(self._ranking, num_drafts, gain, seconds, (self._value + gain) / seconds)
