@@ -139,9 +139,7 @@ struct ob_engine {
           kernels(chosen),
           pool(ob::create_thread_pool(given.num_threads)) {
         model.layers = layers.data();
-        const int64_t numbers = ob::page_numbers(model) * model.block_size / kPageTokens * model.num_kv_heads *
-                                model.num_blocks * model.num_layers;
-        kv_bytes = static_cast<size_t>(numbers * number_bytes());
+        kv_bytes = static_cast<size_t>(ob::block_numbers(model) * model.num_blocks * number_bytes());
         kv_cache = ob::map_memory(kv_bytes);
     }
     ob_engine(const ob_engine&) = delete;
@@ -164,6 +162,8 @@ struct ob_engine {
     ob::ThreadPool* pool;
     uint8_t* kv_cache = nullptr;
     size_t kv_bytes = 0;
+    int64_t num_used_blocks = 0;  // from the first block to the last one that was written
+    size_t touched_bytes = 0;     // of the KV cache, from its start
 
     std::vector<ob::AttentionItem> items;
     std::vector<ob::MergeItem> merges;
@@ -289,6 +289,8 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
 
 void ob_engine::run(ob_step& step) {
     ob::StepContext context = prepare(step);
+    const int64_t last_slot = *std::max_element(step.slot_mapping, step.slot_mapping + step.num_tokens);
+    num_used_blocks = std::max(num_used_blocks, last_slot / model.block_size + 1);
     struct Job {
         const ob::Kernels* kernels;
         ob::StepContext* context;
@@ -368,21 +370,31 @@ int32_t ob_engine_step(ob_engine* engine, ob_step* step) {
 
 void ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks) {
     const ob_model& model = engine->model;
-    const int64_t count = ob::page_numbers(model) * model.block_size / kPageTokens * model.num_kv_heads;
-    for (int64_t layer = 0; layer < model.num_layers; ++layer) {
-        for (int64_t index = 0; index < num_blocks; ++index) {
-            const int64_t first = ob::page_numbers(model) * ob::page_index(model, layer, block_ids[index], 0, 0);
-            for (int64_t i = first; i < first + count; ++i) {
-                if (model.precision == OB_STORE_BF16) {
-                    auto* number = reinterpret_cast<uint16_t*>(engine->kv_cache) + i;
-                    if ((*number & 0x7f80) == 0x7f80) *number = 0;
-                } else {
-                    auto* number = reinterpret_cast<float*>(engine->kv_cache) + i;
-                    if (!std::isfinite(*number)) *number = 0;
-                }
+    const int64_t count = ob::block_numbers(model);
+    for (int64_t index = 0; index < num_blocks; ++index) {
+        const int64_t first = count * block_ids[index];
+        for (int64_t i = first; i < first + count; ++i) {
+            if (model.precision == OB_STORE_BF16) {
+                auto* number = reinterpret_cast<uint16_t*>(engine->kv_cache) + i;
+                if ((*number & 0x7f80) == 0x7f80) *number = 0;
+            } else {
+                auto* number = reinterpret_cast<float*>(engine->kv_cache) + i;
+                if (!std::isfinite(*number)) *number = 0;
             }
         }
     }
+}
+
+int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks) {
+    const int64_t block_bytes = ob::block_numbers(engine->model) * engine->number_bytes();
+    const auto end = [&](int64_t block) {
+        return std::min(static_cast<size_t>(block * block_bytes), engine->kv_bytes);
+    };
+    engine->touched_bytes = std::max(engine->touched_bytes, end(engine->num_used_blocks));
+    if (engine->touched_bytes >= end(engine->num_used_blocks + num_blocks)) return 0;
+    engine->touched_bytes += ob::touch_page(engine->kv_cache + engine->touched_bytes,
+                                                engine->kv_bytes - engine->touched_bytes);
+    return 1;
 }
 
 }  // extern "C"

@@ -10,6 +10,7 @@
 namespace ob {
 namespace {
 
+constexpr size_t kSmallPage = 4096;
 constexpr size_t kLargePage = size_t{2} << 20;
 constexpr size_t kAreaBytes = size_t{64} << 20;
 
@@ -52,6 +53,15 @@ uint8_t* map_memory(size_t bytes) {
 
 void unmap_memory(uint8_t* memory, size_t bytes) {
     if (memory != nullptr) munmap(memory, bytes);
+}
+
+size_t touch_page(uint8_t* memory, size_t most_bytes) {
+    const size_t bytes = std::min(kLargePage - reinterpret_cast<uintptr_t>(memory) % kLargePage, most_bytes);
+    for (size_t offset = 0; offset < bytes; offset += kSmallPage) {
+        volatile uint8_t* byte = memory + offset;
+        *byte = *byte;
+    }
+    return bytes;
 }
 
 uint8_t* take_shared_memory(size_t bytes) {

@@ -10,6 +10,10 @@ namespace ob {
 uint8_t* map_memory(size_t bytes);
 void unmap_memory(uint8_t* memory, size_t bytes);
 
+// Writes to the rest of the large page at an address, so that the system provides it; what it holds stays as it is.
+// Returns how many bytes that were: up to the page's end, but not more than `most_bytes`.
+size_t touch_page(uint8_t* memory, size_t most_bytes);
+
 // Memory for what is read again in every step, such as weights. Small pieces share large pages: a processor that
 // must look up a new address for every 4 KiB reads far slower. NULL where the system has none to give.
 uint8_t* take_shared_memory(size_t bytes);

@@ -84,9 +84,16 @@ inline int64_t page_numbers(const ob_model& model) {
     return kPageTokens * (model.head_dim + padded_head(model));
 }
 
+// All layers of a block lie together: were each layer's blocks together, all layers would run into memory that was
+// never touched in the same step, which then waits for dozens of large pages at once.
 inline int64_t page_index(const ob_model& model, int64_t layer, int64_t block, int64_t kv_head, int64_t offset) {
     const int64_t pages = model.block_size / kPageTokens;
-    return ((layer * model.num_blocks + block) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
+    return ((block * model.num_layers + layer) * model.num_kv_heads + kv_head) * pages + offset / kPageTokens;
+}
+
+// Numbers of a block in all layers.
+inline int64_t block_numbers(const ob_model& model) {
+    return page_numbers(model) * (model.block_size / kPageTokens) * model.num_kv_heads * model.num_layers;
 }
 
 // What each instruction set provides.

@@ -48,6 +48,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         ThreadExecutor(loaded.runner, check_alive=forward.check_alive, on_shutdown=forward.close),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
+        rest=loaded.runner.forward.touch_ahead,
         watch=step_time.watch,
     )
     return core, info

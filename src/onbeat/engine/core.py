@@ -42,6 +42,7 @@ class EngineCore:
         host's work behind the device. The loop is the same.
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
+    rest : what there is to do while nothing runs: called over and over, returns whether it did anything.
     watch : judges what each step reached of the device; None where the device's limits are not known.
     """
 
@@ -53,6 +54,7 @@ class EngineCore:
         max_in_flight_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
         recorder: RecordWriter | None = None,
+        rest: Callable[[], bool] = lambda: False,
         watch: StepWatch | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -60,6 +62,7 @@ class EngineCore:
         self._max_in_flight_steps = max_in_flight_steps
         self._clock = clock
         self._recorder = recorder
+        self._rest = rest
         self._watch = watch
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
@@ -127,6 +130,10 @@ class EngineCore:
     def check_alive(self) -> None:
         """Raise `EngineDead` if no step can run any more; call it while none does."""
         self._executor.check_alive()
+
+    def rest(self) -> bool:
+        """Use a moment without work; return whether there was something to do. No step may be under way."""
+        return self._rest()
 
     def shutdown(self) -> None:
         """Wait for steps in flight and let the executor go."""

@@ -70,6 +70,13 @@ class ForwardPass(Protocol):
         """Raise `EngineDead` if a process that steps need is gone; called while no step runs."""
         ...
 
+    def touch_ahead(self) -> bool:
+        """Take a little of the memory that later steps will need; return whether there was any to take.
+
+        Called over and over while nothing runs; a call takes some milliseconds at most.
+        """
+        ...
+
     def close(self) -> None:
         """Let go of threads and processes; no step may run any more."""
         ...
@@ -129,6 +136,10 @@ class TorchForward:
 
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
+
+    def touch_ahead(self) -> bool:
+        """Return False: torch takes all memory at start."""
+        return False
 
     def close(self) -> None:
         """Let go of nothing: torch keeps its threads, and memory goes with the object."""

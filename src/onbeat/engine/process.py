@@ -113,7 +113,7 @@ class _EngineLoop:
             if not core.has_work:
                 core.scheduler.check_invariants()
                 core.check_alive()
-                if not self._inbox.poll(timeout=int(IDLE_POLL_SECONDS * 1000)):
+                if not self._inbox.poll(timeout=0 if core.rest() else int(IDLE_POLL_SECONDS * 1000)):
                     continue
             self._read_inbox()
             launched = core.launch()

@@ -28,6 +28,8 @@ from onbeat.engine.native.structures import ACTIVATIONS, LayerStructure, ModelSt
 from onbeat.engine.sampler import BestTokens
 
 CPU = torch.device("cpu")
+_BYTES_AHEAD = 256 << 20
+"""Of the KV cache, that an idle engine has provided beyond what it has used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class NativeForward:
         self.weights = weights  # the library only borrows them
         self.instruction_set = options.instruction_set or library.instruction_sets[0]
         self._num_threads = options.num_threads
+        kv_numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim * options.block_size
+        self._num_blocks_ahead = max(1, _BYTES_AHEAD // (kv_numbers * options.dtype.itemsize))
         self._functions = library.functions
         self._structures = _EngineStructures(config, weights, options)
         error = ctypes.create_string_buffer(ERROR_BYTES)
@@ -122,6 +126,10 @@ class NativeForward:
 
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
+
+    def touch_ahead(self) -> bool:
+        """Have a little of the KV cache's memory provided; see `ForwardPass.touch_ahead`."""
+        return self._functions.ob_engine_touch(self._engine, self._num_blocks_ahead) == 1
 
     def close(self) -> None:
         """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""

@@ -31,6 +31,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_engine_free": (None, (c_void_p,)),
     "ob_engine_step": (c_int32, (c_void_p, POINTER(StepStructure))),
     "ob_engine_scrub": (None, (c_void_p, c_void_p, c_int64)),
+    "ob_engine_touch": (c_int32, (c_void_p, c_int64)),
 }
 """Name to result and arguments."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 
 class Store(IntEnum):

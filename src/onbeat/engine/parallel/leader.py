@@ -85,6 +85,10 @@ class LeadingForward:
             # Whatever it was, the other ranks are now somewhere within this step.
             raise self._followers.give_up(error) from error
 
+    def touch_ahead(self) -> bool:
+        """Return False: ranks compute with torch, which takes all memory at start."""
+        return False
+
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite, on all ranks."""
         self._followers.send(Scrub(block_ids))
