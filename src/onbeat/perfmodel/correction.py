@@ -35,23 +35,28 @@ class CorrectionConfig:
 class OnlineCorrection:
     """Multiplicative factors by bucket of (new tokens, context read), by powers of two; apart with drafts.
 
-    Where a step with drafts has not run often enough, the factor is that of the same rows without them: else
-    a machine that is quicker than its model would make drafts look dear, and they would never be tried.
+    With drafts in use, batches are compared before one of them runs, and a factor that only one of them has
+    decides wrongly: on a machine that is quicker than its model, the batch that has not run looks dear, and
+    never runs. So from the first step with drafts on, a batch whose bucket is not ready takes the factor of
+    the same rows without drafts, or else that of all steps.
 
     A bucket's factor is the exponentially weighted geometric mean of measured / predicted. Each step counts
     as at most the bounds, so that one stall cannot move it far.
     """
 
-    __slots__ = ("_buckets", "_factors", "_log_bounds", "config")
+    __slots__ = ("_all", "_buckets", "_factors", "_has_drafts", "_log_bounds", "_otherwise", "config")
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         self.config = config or CorrectionConfig()
         self._log_bounds = math.log(self.config.lowest), math.log(self.config.highest)
         self._buckets: dict[int, tuple[int, float]] = {}
         self._factors: dict[int, float] = {}
+        self._all = 0, 0.0
+        self._has_drafts = False
+        self._otherwise = 1.0
 
     def factor(self, shape: BatchShape) -> float:
-        """Return the factor on the prediction for a batch; 1 until its bucket is ready."""
+        """Return the factor on the prediction for a batch; without drafts, 1 until its bucket is ready."""
         context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
         key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
         if drafts := shape.num_draft_tokens:
@@ -60,7 +65,7 @@ class OnlineCorrection:
                 return found
             num_others, context_tokens = shape.num_new_tokens - drafts, context_tokens - drafts
             key = num_others.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
-        return self._factors.get(key, 1.0)
+        return self._factors.get(key, self._otherwise)
 
     def observe(self, shape: BatchShape, ratio: float) -> None:
         """Learn from one step.
@@ -73,14 +78,20 @@ class OnlineCorrection:
         key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
         if shape.num_draft_tokens:
             key += _WITH_DRAFTS
-        count, mean = self._buckets.get(key, (0, 0.0))
-        count += 1
+            self._has_drafts = True
         low, high = self._log_bounds
         value = min(max(math.log(ratio), low), high)
-        mean += (value - mean) * max(self.config.weight, 1 / count)
-        self._buckets[key] = count, mean
+        count, mean = self._buckets[key] = self._follow(self._buckets.get(key, (0, 0.0)), value)
         if count >= self.config.ready_after:
             self._factors[key] = math.exp(mean)
+        count, mean = self._all = self._follow(self._all, value)
+        if self._has_drafts and count >= self.config.ready_after:
+            self._otherwise = math.exp(mean)
+
+    def _follow(self, seen: tuple[int, float], value: float) -> tuple[int, float]:
+        """Return the number of steps and their mean with one step more."""
+        count, mean = seen
+        return count + 1, mean + (value - mean) * max(self.config.weight, 1 / (count + 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.correction import CorrectionConfig, DriftAlarm, OnlineCorrection
-from tests.pure.perfmodel.shapes import batch, decodes
+from tests.pure.perfmodel.shapes import batch, decodes, verifies
 
 
 def test_a_bucket_waits_until_it_has_seen_enough() -> None:
@@ -31,6 +31,37 @@ def test_buckets_are_powers_of_two_of_tokens_and_context() -> None:
     assert correction.factor(decodes(8, 50)) == 1
     assert correction.factor(decodes(4, 200)) == 1
     assert correction.factor(batch([(396, 4)])) == pytest.approx(1.3)
+
+
+def test_steps_with_drafts_have_buckets_of_their_own() -> None:
+    correction = OnlineCorrection(CorrectionConfig(ready_after=1))
+    plain, drafted = decodes(4, 100), verifies(1, 400, 3)
+    assert drafted.num_new_tokens == plain.num_new_tokens
+    correction.observe(plain, 1.2)
+    correction.observe(drafted, 0.8)
+    assert correction.factor(plain) == pytest.approx(1.2)
+    assert correction.factor(drafted) == pytest.approx(0.8)
+
+
+def test_drafts_that_were_never_tried_are_as_far_off_as_the_rows_without_them() -> None:
+    """The context of 500 and 8 drafts is in another bucket than that of 500."""
+    correction = OnlineCorrection()
+    for _ in range(10):
+        correction.observe(decodes(1, 500), 0.7)
+        correction.observe(decodes(32, 500), 1.1)
+    assert correction.factor(verifies(1, 500, 15)) == pytest.approx(0.7)
+    assert correction.factor(verifies(32, 500, 1)) == pytest.approx(1.1)
+
+
+def test_with_drafts_in_use_no_batch_seems_quicker_for_not_having_run() -> None:
+    correction = OnlineCorrection()
+    for _ in range(10):
+        correction.observe(decodes(16, 100), 1.5)
+    assert correction.factor(decodes(1, 500)) == 1  # nothing was drafted yet
+    for _ in range(10):
+        correction.observe(verifies(1, 500, 3), 1.5)
+    for unseen in (decodes(1, 500), verifies(1, 2000, 3), batch([(0, 512)])):
+        assert correction.factor(unseen) == pytest.approx(1.5)
 
 
 def test_it_follows_a_change() -> None:
