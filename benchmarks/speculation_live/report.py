@@ -84,19 +84,10 @@ def load_part(runs: Sequence[verdict.Run], task_set: str) -> str:
 
 def drafts_part(runs: Sequence[verdict.Run]) -> str:
     """Return what was drafted and accepted."""
-    rows = []
-    for cell in verdict.cells_of(runs):
-        own = [run for run in runs if (run["task_set"], run["concurrency"]) == cell and run["num_drafted"]]
-        for server in dict.fromkeys(run["server"] for run in own):
-            drafted, accepted, tokens = (
-                sum(run[key] for run in own if run["server"] == server)
-                for key in ("num_drafted", "num_accepted", "total_output_tokens")
-            )
-            rows.append(
-                [*cell, server, drafted / tokens, percent(accepted / drafted), percent(accepted / tokens)]
-            )
-    columns = ["tasks", "concurrency", "server", "drafts per output token", "accepted", "of the output"]
-    return f"## Drafts\n\n{markdown_table(columns, rows)}" if rows else ""
+    servers = [server for server in dict.fromkeys(run["server"] for run in runs) if server != OFF]
+    rows = [[*cell, *(_drafts(runs, server, cell) for server in servers)] for cell in verdict.cells_of(runs)]
+    table = markdown_table(["tasks", "concurrency", *servers], rows)
+    return f"## Drafts\n\nVerified for each output token, and the share of them that was accepted:\n\n{table}"
 
 
 def limits_part(limits: Sequence[dict[str, float]]) -> str:
@@ -185,3 +176,10 @@ def _against(found: Interval) -> str:
 def _median(runs: Sequence[verdict.Run], server: str, cell: Cell, metric: Metric) -> float | None:
     values = verdict.by_round(runs, server, cell, metric)
     return statistics.median(values.values()) if values else None
+
+
+def _drafts(runs: Sequence[verdict.Run], server: str, cell: Cell) -> str | None:
+    own = [run for run in runs if (run["server"], run["task_set"], run["concurrency"]) == (server, *cell)]
+    keys = ("num_drafted", "num_accepted", "total_output_tokens")
+    drafted, accepted, tokens = (sum(run[key] for run in own) for key in keys)
+    return f"{drafted / tokens:.2f}, {percent(accepted / drafted)}" if drafted else None
