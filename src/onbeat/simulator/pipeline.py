@@ -9,6 +9,7 @@ from math import inf
 
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
@@ -120,8 +121,8 @@ class PipelineReplica:
         self, scheduled: SchedulerOutput, counts: tuple[PlanningCounts, PlanningCounts], now: float
     ) -> _MicroBatch:
         """Send a micro-batch through the stages, and find out when it leaves the last."""
-        shape = self._sampler.begin(scheduled)
-        seconds = predict(self._model, shape) / self._num_stages
+        shape, extra_seconds = self._sampler.begin(scheduled)
+        seconds = (predict(self._model, shape) + extra_seconds) / self._num_stages
         if self._noise is not None:
             seconds *= self._noise.factor(self._num_steps + len(self._under_way))
         end = now + self._overhead
@@ -140,13 +141,15 @@ class PipelineReplica:
         self._num_steps += 1
         context = batch.shape.decode_context_tokens
         add_work(self._work, batch.shape, first_context=context, num_steps=1)
-        outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, 1), batch.end)
+        sampled = self._sampler.sample(scheduled, 1)
+        outputs = self.scheduler.update(scheduled, sampled, batch.end)
         self.started += self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, array("d", [batch.end]))
         if self._observer is not None:
             stats = step_stats(self.scheduler, scheduled, batch.counts, batch.start, batch.end)
             if batch.predicted is not None:
                 stats.predicted_seconds = batch.predicted
+            stats.drafts = draft_stats(scheduled, sampled, outputs)
             if self._observer.wants_every_step:
                 stats.scheduler = self.scheduler.state()
             self._observer.on_step(self._index, stats)

@@ -10,6 +10,7 @@ from typing import Protocol
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
@@ -108,6 +109,8 @@ class SerialReplica:
         """Steps that the run may still have beyond those predicted."""
         self._shape = BatchShape()
         """What the device computes in the step under way."""
+        self._extra_seconds = 0.0
+        """What it takes beside that."""
         self._first_context = 0
         """`decode_context_tokens` of the first step; the shape itself moves on with each prediction."""
         self._num_steps = 0
@@ -146,7 +149,8 @@ class SerialReplica:
         num_steps = len(ends)
         self._num_steps += num_steps
         add_work(self._work, self._shape, first_context=self._first_context, num_steps=num_steps)
-        outputs = self.scheduler.update(scheduled, self._sampler.sample(scheduled, num_steps), now)
+        sampled = self._sampler.sample(scheduled, num_steps)
+        outputs = self.scheduler.update(scheduled, sampled, now)
         if self._tells_first_tokens and (scheduled.admitted or scheduled.shape.num_chunks):
             self.started = self._deliveries.first(outputs)
         finished = self._deliveries.take(outputs, ends)
@@ -155,6 +159,7 @@ class SerialReplica:
             stats = step_stats(self.scheduler, scheduled, self._counts, self._start, now)
             if self._predicted is not None:
                 stats.predicted_seconds = self._predicted if num_steps == 1 else None
+            stats.drafts = draft_stats(scheduled, sampled, outputs)
             if self._observer.wants_every_step:
                 stats.scheduler = self.scheduler.state()
             self._observer.on_step(self._index, stats)
@@ -178,7 +183,7 @@ class SerialReplica:
             self._busy_since = inf
             return expired
         self._scheduled, self._start = scheduled, now
-        self._shape = self._sampler.begin(scheduled)
+        self._shape, self._extra_seconds = self._sampler.begin(scheduled)
         self._first_context = self._shape.decode_context_tokens
         self._num_left = self._sampler.max_steps(scheduled)
         self._ends = array("d")
@@ -203,7 +208,7 @@ class SerialReplica:
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
         shape, step_time = self._shape, self._model.step_time
-        overhead, noise = self._overhead, self._noise
+        overhead, noise, extra = self._overhead, self._noise, self._extra_seconds
         ends, num_left = self._ends, self._num_left
         num_rows = shape.num_lm_head_rows
         num_free = num_left - self._lookahead
@@ -211,6 +216,7 @@ class SerialReplica:
             seconds = step_time(shape)
             if not 0.0 < seconds < inf:
                 refuse(seconds, shape)
+            seconds += extra
             if noise is not None:
                 seconds *= noise.factor(self._num_steps + len(ends))
             end = end + (seconds + overhead)

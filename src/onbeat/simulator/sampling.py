@@ -26,8 +26,13 @@ class Sampler(Protocol):
         """Return how often the step may be run before one of its requests ends."""
         ...
 
-    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
-        """Take note of a step that begins; return what the device computes."""
+    def begin(self, scheduled: SchedulerOutput) -> tuple[BatchShape, float]:
+        """Take note of a step that begins.
+
+        Returns
+        -------
+        What the device computes, and seconds that it takes beside what this says.
+        """
         ...
 
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
@@ -52,9 +57,9 @@ class VirtualSampler:
     def counts(self) -> None:
         return None
 
-    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
-        """Return the shape of the step, as it was planned."""
-        return scheduled.shape
+    def begin(self, scheduled: SchedulerOutput) -> tuple[BatchShape, float]:
+        """Return the shape of the step, as it was planned; there is nothing beside it."""
+        return scheduled.shape, 0.0
 
     def max_steps(self, scheduled: SchedulerOutput) -> int:
         """Return how often the step may be run before one of its requests ends.
@@ -86,14 +91,6 @@ class VirtualSampler:
 
 def make_sampler(config: SimulationConfig, deliveries: Deliveries) -> Sampler:
     """Return what samples on one replica."""
-    may_stop = config.declared_max_tokens is not None
-    speculation = config.scheduler.speculation
-    if speculation is None:
-        return VirtualSampler(deliveries, may_stop=may_stop)
-    return VerifyingSampler(
-        deliveries,
-        config.acceptance,
-        num_speculative_tokens=speculation.num_speculative_tokens,
-        seed=config.seed,
-        may_stop=may_stop,
-    )
+    if config.scheduler.speculation is None:
+        return VirtualSampler(deliveries, may_stop=config.declared_max_tokens is not None)
+    return VerifyingSampler(deliveries, config)

@@ -140,11 +140,21 @@ def build_simulation(
     parallelism = _parallelism(settings)
     precision = _precision(settings)
     draft = None if settings.speculation is None else settings.speculation.draft_spec(model)
-    step_time = _step_time(settings, model, draft, device, precision)
+    target_time = make_step_time_model(
+        settings.step_time,
+        model=model,
+        device=device,
+        parallelism=parallelism,
+        precision=precision,
+        profile=settings.profile,
+    )
+    draft_time = None if draft is None else _roofline(settings, draft, device, precision)
+    step_time = target_time if draft_time is None else SpeculativeStepTime(target_time, draft_time)
+    has_own_kv = settings.speculation is not None and settings.speculation.draft_model is not None
     memory = None
     if settings.num_blocks is None:
         memory = _memory(settings, model, device, precision)
-        if draft is not None and settings.speculation is not None and settings.speculation.num_layers is None:
+        if draft is not None and has_own_kv:
             memory = beside_draft_model(memory, _memory(settings, draft, device, precision))
     num_blocks = settings.num_blocks if memory is None else memory.num_blocks
     assert num_blocks is not None
@@ -181,6 +191,7 @@ def build_simulation(
             shed=settings.shed,
             step_noise=settings.step_noise,
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
+            draft_time=draft_time if has_own_kv else None,
             disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
         ),
         step_time=step_time,
@@ -226,32 +237,13 @@ def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:
     return max(1, min(context, limits.num_blocks * limits.block_size // limits.max_num_seqs))
 
 
-def _step_time(
-    settings: ReplicaSettings,
-    model: ModelSpec,
-    draft: ModelSpec | None,
-    device: DeviceSpec,
-    precision: Precision,
-) -> Predictor | SpeculativeStepTime:
-    """Return the step times of a replica, those of its draft model included.
-
-    What is measured is the target; the draft model's times are those of the roofline.
-    """
-    parallelism = _parallelism(settings)
-    target_time = make_step_time_model(
-        settings.step_time,
-        model=model,
-        device=device,
-        parallelism=parallelism,
-        precision=precision,
-        profile=settings.profile,
+def _roofline(
+    settings: ReplicaSettings, draft: ModelSpec, device: DeviceSpec, precision: Precision
+) -> Predictor:
+    """Return the step times of a draft model: what is measured, if anything is, is the target."""
+    return make_step_time_model(
+        "roofline", model=draft, device=device, parallelism=_parallelism(settings), precision=precision
     )
-    if draft is None:
-        return target_time
-    draft_time = make_step_time_model(
-        "roofline", model=draft, device=device, parallelism=parallelism, precision=precision
-    )
-    return SpeculativeStepTime(target_time, draft_time)
 
 
 def _memory(

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
+from onbeat.perfmodel.speculative import draft_pass
 from onbeat.scheduler.replica.verification import correct_shape
-from onbeat.simulator.acceptance import Acceptance, RequestDrafts
+from onbeat.simulator.acceptance import RequestDrafts
+from onbeat.simulator.catch_up import AskedRow, CatchUp
 from onbeat.simulator.client import STOP, OfferedRequest
+from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.deliveries import Deliveries
 from onbeat.simulator.result import DraftCounts
 
@@ -20,26 +23,20 @@ class VerifyingSampler:
     Parameters
     ----------
     deliveries : knows the requests, and how many tokens they have got.
-    acceptance : of drafts.
-    num_speculative_tokens : most drafts of a row.
-    seed : of the luck.
-    may_stop : whether requests end before their `max_tokens`.
+    config : of the simulation; its scheduler speculates.
     """
 
-    def __init__(
-        self,
-        deliveries: Deliveries,
-        acceptance: Acceptance,
-        *,
-        num_speculative_tokens: int,
-        seed: int,
-        may_stop: bool,
-    ) -> None:
+    def __init__(self, deliveries: Deliveries, config: SimulationConfig) -> None:
+        speculation = config.scheduler.speculation
+        assert speculation is not None
         self._deliveries = deliveries
-        self._acceptance = acceptance
-        self._num_speculative_tokens = num_speculative_tokens
-        self._seed = seed
-        self._last_token = STOP if may_stop else _ORDINARY
+        self._acceptance = config.acceptance
+        self._num_speculative_tokens = speculation.num_speculative_tokens
+        self._seed = config.seed
+        self._last_token = STOP if config.declared_max_tokens is not None else _ORDINARY
+        self._catch_up = None
+        if config.draft_time is not None:
+            self._catch_up = CatchUp(config.draft_time, num_near=config.scheduler.block_size)
         self._results: dict[int, ModelRunnerOutput] = {}
         """Of the steps under way: what they bring is settled when they begin."""
         self.counts = DraftCounts()
@@ -48,52 +45,82 @@ class VerifyingSampler:
         """Return how often the step may be run: a scheduler that plans drafts says once."""
         return scheduled.max_repeats
 
-    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+    def begin(self, scheduled: SchedulerOutput) -> tuple[BatchShape, float]:
         """Settle what a step brings; return what the device computes: no drafts that cannot be proposed."""
-        result = self._verify(scheduled)
-        self._results[scheduled.step_id] = result
+        num_drafted, chunks = self._propose(scheduled)
+        result = self._results[scheduled.step_id] = self._verify(scheduled, num_drafted)
         computed = replace(scheduled, shape=replace(scheduled.shape))
         correct_shape(computed, result)
-        return computed.shape
+        shape = computed.shape
+        if self._catch_up is None:
+            return shape, 0.0
+        shape.num_draft_passes = max(num_drafted.values(), default=0)
+        decodes = draft_pass(shape) if shape.num_draft_passes else None
+        return shape, self._catch_up.seconds(decodes, chunks)
 
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:  # noqa: ARG002
         """Return the tokens of a step that `begin` was told of."""
         return self._results.pop(scheduled.step_id)
 
-    def _verify(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+    def _propose(self, scheduled: SchedulerOutput) -> tuple[dict[str, int], list[tuple[int, int]]]:
+        """Return the drafts of each row that gets any, and what a draft model catches up with."""
+        found = {}
+        for row in scheduled.rows:
+            if row.num_draft_tokens:
+                offered = self._deliveries.offered(row.request_id)
+                place = offered.record.num_output_tokens
+                found[row.request_id] = self._drafts(offered).num_drafted(place, row.num_draft_tokens)
+        if self._catch_up is None:
+            return found, []
+        self._catch_up.forget(scheduled.released_ids)
+        self._catch_up.forget(each.request.request_id for each in scheduled.admitted)
+        asked = [
+            AskedRow(row.request_id, row.num_computed_tokens + 1, row.num_draft_tokens)
+            for row in scheduled.rows
+            if row.num_draft_tokens
+        ]
+        num_drafted, chunks = self._catch_up.propose(asked)
+        return dict(zip(found, num_drafted, strict=True)), chunks
+
+    def _verify(self, scheduled: SchedulerOutput, num_drafted: dict[str, int]) -> ModelRunnerOutput:
         token_ids: list[list[int]] = []
-        num_drafted: list[int] = []
+        drafted_of_rows: list[int] = []
         num_available: list[int] = []
         for row in scheduled.rows:
             if not row.samples:
                 continue
             offered = self._deliveries.offered(row.request_id)
-            drafts = offered.drafts or self._draw(offered)
+            drafts, drafted = self._drafts(offered), num_drafted.get(row.request_id, 0)
             place, num_left = offered.record.num_output_tokens, self._deliveries.num_left(row.request_id)
-            drafted = drafts.num_drafted(place, row.num_draft_tokens)
             num_tokens = min(1 + min(drafted, drafts.num_right[place]), num_left)
             tokens = [_ORDINARY] * num_tokens
             if num_tokens == num_left:
                 tokens[-1] = self._last_token
             token_ids.append(tokens)
-            num_drafted.append(drafted)
+            drafted_of_rows.append(drafted)
             if drafts.num_available is not None:
                 num_available.append(drafts.num_available[place + num_tokens])
             if row.num_new_tokens == 1 + row.num_draft_tokens:
                 self.counts.add(drafted, num_tokens)
+            if self._catch_up is not None:
+                self._catch_up.confirm(row.request_id, drafted, num_tokens - 1)
         has_any_number = self._acceptance.hit_rate is None
         return ModelRunnerOutput(
-            token_ids, num_drafted=num_drafted, num_available=None if has_any_number else num_available
+            token_ids,
+            num_drafted=drafted_of_rows,
+            num_available=None if has_any_number else num_available,
         )
 
-    def _draw(self, offered: OfferedRequest) -> RequestDrafts:
-        num_output_tokens = offered.record.offered_output_tokens
-        assert num_output_tokens is not None
-        offered.drafts = self._acceptance.draw(
-            offered.index,
-            num_output_tokens,
-            request_class=offered.request.slo_class,
-            seed=self._seed,
-            num_speculative_tokens=self._num_speculative_tokens,
-        )
+    def _drafts(self, offered: OfferedRequest) -> RequestDrafts:
+        """Return a request's luck, which is drawn when it is first asked for."""
+        if offered.drafts is None:
+            num_output_tokens = offered.record.offered_output_tokens
+            assert num_output_tokens is not None
+            offered.drafts = self._acceptance.draw(
+                offered.index,
+                num_output_tokens,
+                request_class=offered.request.slo_class,
+                seed=self._seed,
+                num_speculative_tokens=self._num_speculative_tokens,
+            )
         return offered.drafts

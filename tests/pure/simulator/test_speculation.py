@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
+from onbeat.core.step import BatchShape
 from onbeat.scheduler.config import DraftLength, SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.acceptance import Acceptance, KnownDrafts
+from onbeat.simulator.catch_up import AskedRow, CatchUp
 from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
 from onbeat.simulator.kv_transfer import KVTransfer
 from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
@@ -178,6 +180,8 @@ def test_observers_and_processes_change_nothing() -> None:
         assert other.drafts == alone.drafts
     assert alone.drafts is not None
     assert sum(stats.shape.num_draft_tokens for _, stats in steps.steps) == alone.drafts.num_drafted
+    drafts = [stats.drafts for _, stats in steps.steps if stats.drafts is not None]
+    assert sum(sum(each.accepted_at) for each in drafts) == alone.drafts.num_accepted
     chunked = {request_id for _, stats in steps.steps for request_id in stats.chunk_request_ids}
     assert chunked <= {record.request_id for record in alone.records if record.num_prompt_tokens > 1}
 
@@ -200,6 +204,55 @@ def test_pools_draft_where_they_generate() -> None:
         assert len(record.delivery_sizes) == 1 + -(-(record.num_output_tokens - 1) // 4)
     assert result.replicas[0].drafts is None
     assert result.drafts == result.replicas[1].drafts
+
+
+# --- a draft model's own reading --------------------------------------------------------------------------
+
+
+def test_a_draft_model_reads_a_prompt_in_pieces_before_it_proposes() -> None:
+    model = CatchUp(ShapeTime(lambda shape: 1e-3 * shape.num_new_tokens), num_near=16)
+    for start, num_tokens in ((0, 256), (256, 256)):
+        assert model.propose([AskedRow("long", 600, 3)]) == ([0], [(start, num_tokens)])
+    assert model.propose([AskedRow("long", 600, 3)]) == ([3], [(512, 88)])
+    model.confirm("long", 3, 1)  # the KV of two of the drafts is there, and one of these became a token
+    assert model.propose([AskedRow("long", 602, 3)]) == ([3], [])
+    model.forget(["long"])
+    assert model.propose([AskedRow("long", 602, 3)]) == ([0], [(0, 256)])
+
+
+def test_rows_near_their_ends_come_first_and_are_not_held_back() -> None:
+    model = CatchUp(ShapeTime(lambda shape: 1e-3 * shape.num_new_tokens), num_near=16)
+    rows = [AskedRow("far", 300, 3), AskedRow("near", 16, 2), AskedRow("middle", 200, 1)]
+    assert model.propose(rows) == ([0, 2, 1], [(0, 200), (0, 56)])
+    assert model.propose(rows) == ([3, 2, 1], [(56, 244)])
+
+
+def test_what_is_read_takes_the_time_of_a_longer_pass() -> None:
+    model = CatchUp(ShapeTime(lambda shape: 0.5 + 1e-3 * shape.num_new_tokens), num_near=16)
+    decodes = BatchShape(num_new_tokens=4, num_sequences=4, num_decodes=4, num_lm_head_rows=4)
+    assert model.seconds(decodes, []) == 0.0
+    assert model.seconds(decodes, [(0, 100), (20, 50)]) == pytest.approx(0.15)
+    assert model.seconds(None, [(0, 100)]) == pytest.approx(0.6), "it is the only pass"
+
+
+def test_drafts_wait_until_the_prompt_has_been_read() -> None:
+    draft = ShapeTime(lambda shape: 0.2)
+    config = make_config(
+        scheduler={
+            "speculation": drafting(3, runs_model=True),
+            "num_blocks": 100,
+            "max_model_len": 1000,
+            "max_num_batched_tokens": 1000,
+        },
+        acceptance=Acceptance(rate=1.0),
+        draft_time=draft,
+    )
+    model = ShapeTime(lambda shape: 1.0 + 0.1 * shape.num_draft_passes)
+    [record] = simulate(make_load([600], [12], [0.0]), config, model).records
+    # The prompt; two steps in which the draft model reads; then four tokens a step, once with a longer pass.
+    assert list(record.delivery_sizes) == [1, 1, 1, 4, 4, 1]
+    times = [1.0, 1.2, 1.2, 1.3, 1.3, 1.0]
+    assert list(np.diff([0.0, *record.delivery_times])) == pytest.approx(times)
 
 
 # --- from what a person says ------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""What adaptive draft lengths are worth, in simulation: against fixed ones, by load, and within objectives.
+
+    python benchmarks/speculation_study.py run [--part turbospec mlc slo] [--jobs 2] [--minutes 10]
+    python benchmarks/speculation_study.py report [--write]
+
+turbospec  Mean latency at Poisson rates with TurboSpec's published coefficients, acceptance 0.5, 0.7 and 0.9:
+           no drafts, fixed lengths, and lengths by goodput.
+mlc        Mean TPOT of a closed loop on Llama-3-70B with an 8B draft model, fp8, on four H100.
+slo        The highest rate within objectives with drafts and without, for each seed on the same requests:
+           cells of `slo_study.py`, drafts that are looked up and drafts of a small model.
+
+The simulator decides by (seed, request, place of the token) whether a draft is right, so that every way to
+plan drafts meets the same luck. `run` appends to a file of JSON lines and skips what is there. The folder of
+public data (coefficients, traces) is named by ONBEAT_SHARED.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slo_study.charts import write_image
+from slo_study.trials import OutOfTime
+from speculation_study.charts import chart
+from speculation_study.plan import PARTS, Plan, following_runs, independent_runs
+from speculation_study.report import markdown
+from speculation_study.slo import CapacityRun
+from speculation_study.store import Results
+
+from onbeat.core.errors import ConfigError
+from onbeat.planner.parallel import TaskContext, run_tasks
+
+RESULTS = Path(__file__).parent / "results"
+IMAGE = Path(__file__).parents[1] / "docs" / "images" / "speculation-study.png"
+FOREVER = 1e18
+NOTE = """
+Made by `python benchmarks/speculation_study.py run`, then `report --write`; {seconds:.0f} s of one core. The
+live scheduler's objects under a virtual clock. *turbospec*: the authors' regressions for Llama-8B with EAGLE
+on one H100 and Llama-70B with n-gram drafts on four; log-normal lengths of mean 300 in and 300 out; at most 7
+drafts. *mlc*: uncalibrated roofline, alone and with 80 us for each sequence of a forward pass (which
+`mlc_study.py` fits to the post's points for the 8B model), log-normal lengths of mean 306 in and 500 out, 3
+drafts, acceptance 0.7. *slo*: policy `slo`, at most 4 drafts; n-gram drafts cost their verification alone and
+are found in half of the steps; the draft models are TinyLlama-1.1B and Llama-3.2-1B, which take their passes
+and their memory. Acceptance is the rate at which a draft is accepted if those before it are.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A run, and when the slice ends (seconds since 1970)."""
+
+    what: Any
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What came of a run; nothing where the slice ended first."""
+
+    found: dict[str, float] | None
+    seconds: float = 0.0
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = _parser().parse_args(argv)
+    try:
+        args.command(args)
+    except ConfigError as error:
+        sys.exit(f"speculation_study: {error}")
+
+
+def run(args: argparse.Namespace) -> None:
+    plan, results = _plan(args), Results(args.results, args.tag)
+    deadline = time.time() + args.minutes * 60 if args.minutes else FOREVER
+    for runs in (independent_runs(plan), following_runs(plan, results)):
+        _run_all(results.missing(runs), results, args.jobs, deadline)
+    # Those that follow upon runs of this very slice.
+    _run_all(results.missing(following_runs(plan, results)), results, args.jobs, deadline)
+
+
+def _run_all(runs: list[Any], results: Results, jobs: int, deadline: float) -> None:
+    if not runs or time.time() > deadline:
+        return
+    print(f"{len(runs)} runs", flush=True)
+
+    def keep(index: int, done: Done) -> None:
+        if done.found is not None:
+            results.append(runs[index], done.found, done.seconds)
+            print(f"{runs[index]}: {done.found} [{done.seconds:.1f} s]", flush=True)
+
+    run_tasks(do, [Task(each, deadline) for each in runs], jobs=jobs, on_result=keep)
+
+
+def do(task: Task, context: TaskContext) -> Done:
+    """Do a run. A worker of `run_tasks`."""
+    if context.is_stopped() or time.time() > task.deadline:
+        return Done(None)
+    what, started = task.what, time.process_time()
+    if isinstance(what, CapacityRun):
+        what = replace(what, deadline=task.deadline)
+    try:
+        found = what.run()
+    except OutOfTime:
+        return Done(None)
+    return Done(found, time.process_time() - started)
+
+
+def report(args: argparse.Namespace) -> None:
+    plan, results = _plan(args), Results(args.results, args.tag)
+    note = f"{time.strftime('%Y-%m-%d')}. {NOTE.strip().format(seconds=results.seconds)}"
+    text = markdown(results, plan, note)
+    print(text)
+    if args.write:
+        path = RESULTS / f"{time.strftime('%Y-%m-%d')}-speculation-study.md"
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}, {write_image(chart(results, plan), IMAGE)}")
+
+
+def _plan(args: argparse.Namespace) -> Plan:
+    return Plan(parts=tuple(args.part), scale=args.scale, seeds=args.seeds)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
+    shared.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    shared.add_argument("--seeds", type=int, default=2, help="of the capacities")
+    shared.add_argument("--results", type=Path, default=RESULTS / "speculation-study.jsonl")
+    shared.add_argument("--tag", default="", help="version of what is studied")
+    each = commands.add_parser("run", parents=[shared], help="do the runs that are missing")
+    each.add_argument("--jobs", type=int, default=2)
+    each.add_argument("--minutes", type=float, help="stop after this long with what there is")
+    each.set_defaults(command=run)
+    each = commands.add_parser(
+        "report", parents=[shared], help="tables, claims and a chart of what was found"
+    )
+    each.add_argument("--write", action="store_true", help="into benchmarks/results and docs/images")
+    each.set_defaults(command=report)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

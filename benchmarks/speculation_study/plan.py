@@ -1,0 +1,121 @@
+"""All runs of the study, and the order in which they are done."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from onbeat.core.errors import ConfigError
+from speculation_study import mlc, slo, turbospec
+from speculation_study.store import Results
+
+PARTS = ("turbospec", "mlc", "slo")
+SLO_REQUESTS = {"poisson": 300, "azure-code": 200}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How large the study is."""
+
+    parts: Sequence[str] = PARTS
+    scale: float = 1.0
+    """Of the numbers of requests."""
+    seeds: int = 2
+    """Of the capacities."""
+
+
+def turbospec_run(server: str, rate: int, acceptance: float, mode: str, plan: Plan) -> turbospec.LatencyRun:
+    if mode == turbospec.NONE:
+        acceptance = 0.0  # the same run for all
+    return turbospec.LatencyRun(
+        server=server,
+        rate=rate,
+        acceptance=acceptance,
+        mode=mode,
+        num_requests=turbospec.num_requests(rate, scale=plan.scale),
+        coefficients=shared_folder() / turbospec.COEFFICIENTS,
+    )
+
+
+def mlc_run(variant: str, concurrency: int, mode: str, plan: Plan) -> mlc.LoopRun:
+    return mlc.LoopRun(
+        variant=variant,
+        concurrency=concurrency,
+        mode=mode,
+        num_requests=mlc.num_requests(concurrency, scale=plan.scale),
+    )
+
+
+def slo_run(
+    cell: tuple[str, str, str], drafter: str, acceptance: float, seed: int, plan: Plan
+) -> slo.CapacityRun:
+    set_up, workload, objectives = cell
+    return slo.CapacityRun(
+        set_up=set_up,
+        workload=workload,
+        slo=objectives,
+        drafter=drafter,
+        acceptance=acceptance,
+        seed=seed,
+        num_requests=round(plan.scale * SLO_REQUESTS[workload]),
+    )
+
+
+def slo_cells() -> list[tuple[str, str, str]]:
+    """Return (set-up, workload, objectives)."""
+    return list(product(slo.DRAFT_MODELS, slo.WORKLOADS, slo.OBJECTIVES))
+
+
+def independent_runs(plan: Plan) -> list[Any]:
+    """Return the runs that need no other's result."""
+    return [run for part in plan.parts for run in _INDEPENDENT[part](plan)]
+
+
+def following_runs(plan: Plan, results: Results) -> list[Any]:
+    """Return the searches with drafts, each of which starts at the capacity without them."""
+    if "slo" not in plan.parts:
+        return []
+    runs = []
+    for seed, cell in product(range(plan.seeds), slo_cells()):
+        off = results.get(slo_run(cell, slo.OFF, 0.0, seed, plan))
+        if off is None:
+            continue
+        for drafter, acceptance in product(slo.DRAFTERS, slo.ACCEPTANCES):
+            run = slo_run(cell, drafter, acceptance, seed, plan)
+            runs.append(replace(run, start=off["capacity"] or slo.FIRST_GUESS))
+    return runs
+
+
+def shared_folder() -> Path:
+    """Return the folder of public data.
+
+    Raises
+    ------
+    ConfigError : nobody has named it.
+    """
+    shared = os.environ.get("ONBEAT_SHARED")
+    if not shared:
+        raise ConfigError("the folder of public data is needed: set ONBEAT_SHARED (coefficients and traces)")
+    return Path(shared)
+
+
+def _turbospec_runs(plan: Plan) -> Iterator[turbospec.LatencyRun]:
+    every = product(turbospec.SERVERS, turbospec.RATES, turbospec.ACCEPTANCES, turbospec.MODES)
+    return iter(dict.fromkeys(turbospec_run(*each, plan) for each in every))
+
+
+def _mlc_runs(plan: Plan) -> Iterator[mlc.LoopRun]:
+    for variant, concurrency, mode in product(mlc.VARIANTS, mlc.CONCURRENCIES, mlc.MODES):
+        yield mlc_run(variant, concurrency, mode, plan)
+
+
+def _slo_runs(plan: Plan) -> Iterator[slo.CapacityRun]:
+    for seed, cell in product(range(plan.seeds), slo_cells()):
+        yield slo_run(cell, slo.OFF, 0.0, seed, plan)
+
+
+_INDEPENDENT = {"turbospec": _turbospec_runs, "mlc": _mlc_runs, "slo": _slo_runs}

@@ -1,0 +1,83 @@
+"""Results, one JSON line for each run; later slices of the study skip what is there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Protocol
+
+STUDY_VERSION = 1
+"""Counts up with changes to loads or scoring that make earlier results incomparable."""
+_UNNAMED = frozenset({"start", "deadline", "coefficients"})
+"""Fields on which the result does not depend."""
+
+
+class Run(Protocol):
+    """A dataclass that says what is run."""
+
+    def run(self) -> dict[str, float]:
+        """Return what came of it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What came of one run."""
+
+    kind: str
+    """Name of the run's class."""
+    names: dict[str, Any]
+    found: dict[str, float]
+    tag: str
+    seconds: float
+    version: int = STUDY_VERSION
+
+
+def names_of(run: Any) -> dict[str, Any]:
+    """Return the fields that tell a run from others."""
+    return {name.name: getattr(run, name.name) for name in fields(run) if name.name not in _UNNAMED}
+
+
+class Results:
+    """A file of lines, to which many slices append.
+
+    Parameters
+    ----------
+    tag : version of what is studied; lines of others are passed over.
+    """
+
+    def __init__(self, path: Path, tag: str) -> None:
+        self._path = path
+        self._tag = tag
+        self._found: dict[str, dict[str, float]] = {}
+        self.seconds = 0.0
+        if path.exists():
+            for text in path.read_text(encoding="utf-8").splitlines():
+                self._note(Line(**json.loads(text)))
+
+    def get(self, run: Any) -> Mapping[str, float] | None:
+        """Return what came of a run; None where it is still to do."""
+        return self._found.get(_key(type(run).__name__, names_of(run)))
+
+    def missing(self, runs: Iterable[Any]) -> list[Any]:
+        """Return the runs that are still to do."""
+        return [run for run in runs if self.get(run) is None]
+
+    def append(self, run: Any, found: dict[str, float], seconds: float) -> None:
+        """Write down what came of a run."""
+        line = Line(type(run).__name__, names_of(run), found, self._tag, round(seconds, 2))
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(line)) + "\n")
+        self._note(line)
+
+    def _note(self, line: Line) -> None:
+        if line.tag == self._tag and line.version == STUDY_VERSION:
+            self._found[_key(line.kind, line.names)] = line.found
+            self.seconds += line.seconds
+
+
+def _key(kind: str, names: Mapping[str, Any]) -> str:
+    return json.dumps([kind, names], sort_keys=True)
