@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import torch
+
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
@@ -123,6 +125,8 @@ class NativeBackend:
         )
 
     def build(self, *, num_blocks: int, block_size: int) -> ForwardPass:
+        # Already now: its threads would wait for one another in each of thousands of small conversions.
+        torch.set_num_threads(self.torch_threads)
         num_threads = self._device.num_threads
         packer = WeightPacker(self._library, self._checkpoint, self._plan, num_threads=num_threads)
         options = NativeOptions(

@@ -57,7 +57,7 @@ def test_hand_computed_q4_0_block() -> None:
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "F16"])
-def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     block_size, *_ = DECODERS[name]
     num_rows, blocks_per_row = 37, max(2, 64 // block_size)
     rows = np.frombuffer(b"".join(random_blocks(name, num_rows * blocks_per_row)), np.uint8).reshape(
@@ -65,6 +65,6 @@ def test_chunks_do_not_show(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     shape, kind = (num_rows, blocks_per_row * block_size), gguf.GGMLQuantizationType[name]
     whole = dequantize_rows(rows, shape, kind, torch.float32, minus=1.0)
-    monkeypatch.setattr("onbeat.engine.weights.dequantize._CHUNK_ELEMENTS", 5 * shape[1])
+    monkeypatch.setattr("onbeat.engine.weights.dequantize._PIECE_NUMBERS", 5 * shape[1])
     assert torch.equal(dequantize_rows(rows, shape, kind, torch.float32, minus=1.0), whole)
     assert torch.equal(whole, torch.from_numpy(gguf.quants.dequantize(rows, kind) - np.float32(1)))
