@@ -265,6 +265,11 @@ def normalised_latency(result: SimulationResult) -> float:
     return float(np.median([record.e2e / record.num_output_tokens for record in result.records]))
 
 
+def idle_latency(load: OfferedLoad, settings: ReplicaSettings, num_requests: int) -> float:
+    """Return the normalised latency of a load's first requests, each alone on the machine."""
+    return normalised_latency(run(load.at_rate(0.01).take(np.arange(num_requests)), settings))
+
+
 def rate_at_latency(
     load: OfferedLoad,
     settings: ReplicaSettings,
@@ -282,7 +287,7 @@ def rate_at_latency(
     tolerance : ratio of the rates between which the search ends.
     num_idle_requests : how many of the load's first requests show the idle machine's latency.
     """
-    limit = factor * normalised_latency(run(load.at_rate(0.01).take(np.arange(num_idle_requests)), settings))
+    limit = factor * idle_latency(load, settings, num_idle_requests)
     low, high = within
     while high > tolerance * low:
         middle = (low * high) ** 0.5

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from benchmarks.policy_studies import idle_latency, normalised_latency, run
 from benchmarks.policy_studies import rate_at_latency as search_rate
-from benchmarks.policy_studies import run
 from onbeat.metrics.summary import collect_samples, percentile
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.grid import ReplicaCase
@@ -106,6 +106,24 @@ def not_none(value: float | None) -> float:
     return value
 
 
+LATENCY_FACTOR = 5.0
+NUM_IDLE_REQUESTS = 50
+RATE_TOLERANCE = 1.1
+
+
 def rate_at_latency(load: OfferedLoad, settings: ReplicaSettings) -> float:
-    """Return the highest rate whose normalised latency is within 5 times the idle machine's, within 10 %."""
-    return search_rate(load, settings, factor=5.0, within=(0.1, 50.0), tolerance=1.1, num_idle_requests=50)
+    """Return the highest rate that keeps the latency (`keeps_latency`), at most 10 % too low."""
+    return search_rate(
+        load,
+        settings,
+        factor=LATENCY_FACTOR,
+        within=(0.1, 50.0),
+        tolerance=RATE_TOLERANCE,
+        num_idle_requests=NUM_IDLE_REQUESTS,
+    )
+
+
+def keeps_latency(load: OfferedLoad, settings: ReplicaSettings, rate: float) -> bool:
+    """Return whether the normalised latency at a rate is within 5 times the idle machine's."""
+    latency = normalised_latency(run(load.at_rate(rate), settings))
+    return latency <= LATENCY_FACTOR * idle_latency(load, settings, NUM_IDLE_REQUESTS)
