@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_llm(directory: Path) -> Callable[..., LLM]:
-    def make(size: int, **options: object) -> LLM:
-        settings: dict[str, object] = {
+    def make(size: int, **options: Any) -> LLM:
+        settings: dict[str, Any] = {
             "load_format": "dummy",
             "dtype": "float32",
             "backend": "torch",
