@@ -322,6 +322,9 @@ class SpeculatingDriver:
         assert shape.num_lm_head_rows == sum(
             1 + row.num_draft_tokens for row in scheduled.rows if row.samples
         )
+        decodes = [row for row in scheduled.rows if row.num_new_tokens - row.num_draft_tokens == 1]
+        context = sum(row.num_computed_tokens + row.num_new_tokens for row in decodes)
+        assert (shape.num_decodes, shape.decode_context_tokens) == (len(decodes), context)
         assert len({row.request_id for row in scheduled.rows}) == len(scheduled.rows) == shape.num_sequences
         if config.speculation is not None and config.speculation.runs_model:
             assert shape.num_draft_passes == max(row.num_draft_tokens for row in scheduled.rows)

@@ -15,6 +15,9 @@ from onbeat.core.step import BatchShape, ModelRunnerOutput, ScheduledRequest, Sc
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 
+_new_row = tuple.__new__
+"""Makes a named tuple without the call of its own constructor, of which a step would make hundreds."""
+
 SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
 """Tokens, their log-probabilities, drafts verified, drafts available."""
 
@@ -40,7 +43,8 @@ def advance_with_drafts(
     num_drafts : of each state; 0 for a padding row, which runs its last token again.
     shape : gets the rows.
     """
-    rows = []
+    rows: list[ScheduledRequest] = []
+    context = num_sampling = num_verifying = 0
     for state, num in zip(states, num_drafts, strict=True):
         num_computed, num_new = state.num_computed_tokens, 1 + num
         block_ids: tuple[int, ...] = ()
@@ -51,10 +55,21 @@ def advance_with_drafts(
             state.num_computed_tokens = num_computed + num_new
             state.num_in_flight_tokens += num_new
             state.num_in_flight_drafts += num
-        shape.add_verify(num_computed, num)
-        if not samples:
-            shape.num_lm_head_rows -= num_new
-        rows.append(ScheduledRequest(state.request_id, num_computed, num_new, block_ids, samples, num))
+            num_sampling += num_new
+        context += num_computed
+        num_verifying += num > 0
+        rows.append(
+            _new_row(ScheduledRequest, (state.request_id, num_computed, num_new, block_ids, samples, num))
+        )
+    num_rows, num_all_drafts = len(rows), sum(num_drafts)
+    # `BatchShape.add_verify` of all rows at once.
+    shape.num_new_tokens += num_rows + num_all_drafts
+    shape.num_sequences += num_rows
+    shape.num_decodes += num_rows
+    shape.decode_context_tokens += context + num_rows + num_all_drafts
+    shape.num_lm_head_rows += num_sampling
+    shape.num_draft_tokens += num_all_drafts
+    shape.num_verify_rows += num_verifying
     return rows
 
 

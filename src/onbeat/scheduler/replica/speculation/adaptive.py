@@ -9,19 +9,22 @@ from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.hysteresis import Hysteresis
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import next_due
-from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, RequestRate
 from onbeat.scheduler.replica.speculation.decision import decide
-from onbeat.scheduler.replica.speculation.menu import DraftMenu, Ranking
-from onbeat.scheduler.replica.speculation.probing import Probing
+from onbeat.scheduler.replica.speculation.menu import DraftMenu
+from onbeat.scheduler.replica.speculation.probing import PAUSE, Probing
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.search import Choice, GoodputSearch
-from onbeat.scheduler.replica.speculation.step_cost import StepCost
+from onbeat.scheduler.replica.speculation.step_cost import StepCost, step_costs
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _ENTER = 1.15
 """What drafts gain over what their time is worth, from which on drafting begins."""
 _LEAVE = 1.0
 """Likewise, below which it ends."""
+_MOST_WORSE = 2
+"""Depths in a row without a better goodput, after which deeper ones are not looked at: each adds a pass, and
+ever less gain."""
 _WORTH_BEHIND = 2.0
 """Of a token of a stream that is late, or will be within two steps, beside one of any other."""
 
@@ -34,11 +37,11 @@ class AdaptiveDrafts:
     their deadlines count more (AdaServe, arXiv 2501.12162). The time is that of the whole step, draft
     passes included, and stays within the plan's budget.
 
-    Prompts in the step count, too. In the time that their chunks take, the decodes alone would get on with
-    their tokens, and a chunk is worth these tokens. So drafts are taken beside prompts if they save more
-    time of steps to come than they cost in this one: they then bring the end of all work closer, prompts
-    that wait included. In a step that prompts have made compute-bound each draft costs its full time, and
-    few or none pay.
+    Prompts in the step count, too. In the time that their chunks take, the decodes alone, with the drafts
+    that are best for them, would get so many tokens, and this is what the chunks are worth. So a draft
+    beside prompts has to save more time of steps to come than it costs in this one: then it brings the end
+    of all work closer, prompts that wait included. In a step that prompts have made compute-bound each
+    draft costs its full time, and few pay.
 
     Nobody is preempted for a draft, and drafts leave a free block for each row's next token.
 
@@ -78,11 +81,15 @@ class AdaptiveDrafts:
     def _choose(self, plan: StepPlan) -> list[int]:
         """Return the drafts of each decode row, blocks aside."""
         num_drafts = [0] * len(plan.decodes)
-        cost = StepCost(plan, self._model, self._quantile)
-        menu, worth, longest_idle = self._menu(plan, cost)
-        if not menu.deepest or not worth:
+        cost, alone = step_costs(plan, self._model, self._quantile)
+        menu, value, longest_idle = self._menu(plan, cost)
+        if not menu.deepest:
             return num_drafts
-        value = worth * cost.plain / cost.decodes
+        if alone is not cost:
+            rate = value / alone.plain
+            if (choice := self._best(menu, alone, value)) is not None:
+                rate = max(rate, choice.goodput)
+            value += rate * max(0.0, cost.plain - alone.plain)
         choice = self._best(menu, cost, value, plan.num_tokens_left)
         if choice is not None and self._pays(choice, cost, value):
             num_drafts = menu.split(choice.ranking, choice.num_drafts)
@@ -96,35 +103,38 @@ class AdaptiveDrafts:
         menu, total = DraftMenu(), 0.0
         limit, book = self._config.num_speculative_tokens, self._book
         soon = plan.now + 2 * cost.plain
-        idle_row, longest = None, -1
+        idle_row, longest = None, PAUSE - 1
         for index, state in enumerate(plan.decodes):
-            rate = book.of(state)
+            rate = state.speculation
+            if type(rate) is not RequestRate:
+                rate = book.of(state)
             most = most_drafts(state, limit)
             if rate.num_available is not None and rate.num_available < most:
                 most = rate.num_available
-            worth = 1.0
-            if state.next_deadline < inf and next_due(state) < soon:
-                worth = _WORTH_BEHIND
+            is_behind = state.next_deadline < inf and next_due(state) < soon
+            worth = _WORTH_BEHIND if is_behind else 1.0
             if state.status is RequestStatus.RUNNING:
                 total += worth
-            if most and rate.num_idle > longest and self._probing.wants(rate):
+            if rate.num_idle > longest and most:
                 idle_row, longest = index, rate.num_idle
             menu.offer(most, rate.acceptance, worth)
         return menu, total, idle_row
 
-    def _best(self, menu: DraftMenu, cost: StepCost, value: float, most: int) -> Choice | None:
+    def _best(self, menu: DraftMenu, cost: StepCost, value: float, most: int | None = None) -> Choice | None:
         """Return the best number of drafts above 0; None where not even one fits the time budget."""
-        entries, deepest = menu.entries(), menu.deepest
+        deepest, runs_model = menu.deepest, self._config.runs_model
         # Passes of a model come one after another, so its drafts cost by the deepest, too: each is tried.
-        depths = range(1, deepest + 1) if self._config.runs_model else (deepest,)
-        best = None
-        for depth in depths:
-            ranking = Ranking([entry for entry in entries if entry.position <= depth])
-            num_passes = depth if self._config.runs_model else 0
-            search = GoodputSearch(ranking, cost, value=value, num_passes=num_passes)
-            choice = search.best(min(most, len(ranking)))
-            if choice is not None and (best is None or choice.goodput > best.goodput):
-                best = choice
+        best, num_worse = None, 0
+        for depth in range(1, deepest + 1) if runs_model else (deepest,):
+            ranking = menu.ranking(depth)
+            search = GoodputSearch(ranking, cost, value=value, num_passes=depth if runs_model else 0)
+            choice = search.best(len(ranking) if most is None else min(most, len(ranking)))
+            if choice is None:
+                break
+            if best is None or choice.goodput > best.goodput:
+                best, num_worse = choice, 0
+            elif (num_worse := num_worse + 1) == _MOST_WORSE:
+                break
         return best
 
     def _pays(self, choice: Choice, cost: StepCost, value: float) -> bool:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from onbeat.scheduler.replica.speculation.acceptance import RequestRate
-
 _SHARE = 0.005
 """Of the time, that probes may lose at most."""
-_PAUSE = 16
+PAUSE = 16
 """Deliveries of a request between two probes."""
 
 
 class Probing:
-    """Picks whom to probe, and keeps account of the time that this loses."""
+    """Keeps account of the time that probes lose."""
 
     def __init__(self) -> None:
         self._credit = 0.0
         """Seconds."""
-
-    def wants(self, rate: RequestRate) -> bool:
-        """Whether a request has gone without drafts for so long that nobody knows how it would do."""
-        return rate.num_idle >= _PAUSE
 
     def earn(self, seconds: float) -> None:
         """Count a step's time; what is saved never exceeds a step."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from onbeat.scheduler.replica.speculation.menu import Ranking
 from onbeat.scheduler.replica.speculation.step_cost import StepCost
 
+_PRECISION = 24
+"""Of a number of drafts, one in so many; the peak is flat."""
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The first drafts of a ranking, and what they do for the step."""
+
+class Choice(NamedTuple):
+    """The first drafts of a ranking, and what they do for the step (a named tuple: a step weighs tens)."""
 
     ranking: Ranking
     num_drafts: int
@@ -59,7 +61,7 @@ class GoodputSearch:
 
     def _climb(self, best: Choice, low: int, high: int) -> Choice:
         """Follow the slope between two sizes to the peak, if it is above the best known."""
-        while low < high:
+        while high - low > high // _PRECISION:
             middle = (low + high) // 2
             here, next_ = self._at(middle), self._at(middle + 1)
             best = max(best, here, next_, key=lambda choice: (choice.goodput, -choice.num_drafts))

@@ -12,34 +12,32 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 
 
 class StepCost:
-    """The time of a plan's whole step - decodes, chunks and admissions - as a function of its drafts.
+    """The time of a step as a function of its drafts.
 
     Parameters
     ----------
-    plan : with at least one decode row.
+    shape : the step without drafts; at least one decode row.
     model : predicts.
-    quantile : of the step time that must be within the plan's time budget; None is the mean.
+    limit : seconds that the step may take; infinite where nothing binds it.
+    quantile : of the step time that must be within the limit; None is the mean.
 
     Attributes
     ----------
-    plain : seconds of the step without drafts.
-    decodes : seconds of its decode rows alone.
+    plain : seconds without drafts.
     """
 
-    def __init__(self, plan: StepPlan, model: StepTimeModel, quantile: float | None) -> None:
+    def __init__(
+        self, shape: BatchShape, model: StepTimeModel, *, limit: float = inf, quantile: float | None = None
+    ) -> None:
         self._model = model
+        self._limit = limit
         self._quantile = quantile
-        self._limit = inf if plan.budget is None else plan.budget
-        shape = decode_shape(plan.decodes)
-        self.plain = self.decodes = model.step_time(shape)
-        if plan.chunks or plan.admissions:
-            _add_prompts(plan, shape)
-            self.plain = model.step_time(shape)
         self._base = shape
         self._trial = replace(shape)
+        self.plain = model.step_time(shape)
 
     def seconds(self, num_drafts: int, num_rows: int, num_passes: int) -> float:
-        """Return the step's time with drafts; infinite where that is above the plan's budget.
+        """Return the step's time with drafts; infinite where that is above its limit.
 
         Parameters
         ----------
@@ -57,6 +55,21 @@ class StepCost:
         if self._limit < inf and self._model.step_time(trial, self._quantile) > self._limit:
             return inf
         return self._model.step_time(trial)
+
+
+def step_costs(plan: StepPlan, model: StepTimeModel, quantile: float | None) -> tuple[StepCost, StepCost]:
+    """Return the cost of a plan's whole step, within its budget, and that of its decode rows alone.
+
+    The two are one object where the step has no prompts.
+    """
+    limit = inf if plan.budget is None else plan.budget
+    shape = decode_shape(plan.decodes)
+    if not (plan.chunks or plan.admissions):
+        whole = StepCost(shape, model, limit=limit, quantile=quantile)
+        return whole, whole
+    alone = StepCost(replace(shape), model)
+    _add_prompts(plan, shape)
+    return StepCost(shape, model, limit=limit, quantile=quantile), alone
 
 
 def _add_prompts(plan: StepPlan, shape: BatchShape) -> None:
