@@ -107,9 +107,8 @@ class InputBatch:
         starts_R = np.array([row.num_computed_tokens for row in rows], np.int64)
         query_lens_R = np.array([row.num_new_tokens for row in rows], np.int64)
         samples_R = np.array([row.samples for row in rows], np.bool_)
-        num_drafts_R = np.zeros_like(query_lens_R)
         if drafts is not None:
-            num_drafts_R += np.array([len(row_drafts) for row_drafts in drafts], np.int64)
+            num_drafts_R = np.array([len(row_drafts) for row_drafts in drafts], np.int64)
             query_lens_R += num_drafts_R - np.array([row.num_draft_tokens for row in rows], np.int64)
             num_tokens_R = self.num_tokens_S[slots_R]
             starts_R = np.where(samples_R, num_tokens_R + num_drafts_R - query_lens_R, starts_R)
@@ -119,6 +118,9 @@ class InputBatch:
         slots_T = np.repeat(slots_R, query_lens_R)
         positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (ends_R - query_lens_R), query_lens_R)
         blocks_T = self.block_tables_SB[slots_T, positions_T // self.block_size].astype(np.int64)
+        sampling_slots, sampling_tokens = slots_R[samples_R], ends_R[samples_R] - 1
+        if drafts is not None:
+            sampling_tokens = _tokens_to_sample(sampling_tokens, num_drafts_R[samples_R])
         return StepInputs(
             token_ids_T=self.token_ids_SP[slots_T, positions_T].astype(np.int64),
             positions_T=positions_T,
@@ -129,11 +131,11 @@ class InputBatch:
                 block_tables_SB=self.block_tables_SB,
                 slot_mapping_T=blocks_T * self.block_size + positions_T % self.block_size,
             ),
-            sampling_tokens=_tokens_to_sample(ends_R[samples_R] - 1, num_drafts_R[samples_R]),
-            sampling_rows=[self.sampling_rows[slot] for slot in slots_R[samples_R].tolist()],
+            sampling_tokens=sampling_tokens,
+            sampling_rows=[self.sampling_rows[slot] for slot in sampling_slots.tolist()],
             sampling_request_ids=[row.request_id for row in rows if row.samples],
-            sampling_slots=slots_R[samples_R],
-            sampling_positions=(context_lens_R - num_drafts_R)[samples_R],
+            sampling_slots=sampling_slots,
+            sampling_positions=self.num_tokens_S[sampling_slots],
         )
 
     def append(self, inputs: StepInputs, sampled: SampledTokens) -> None:
@@ -183,7 +185,7 @@ def wave_order(num_drafts_R: IntArray) -> tuple[IntArray, IntArray]:
 
 
 def _tokens_to_sample(last_tokens_R: IntArray, num_drafts_R: IntArray) -> IntArray:
-    """Return the packed tokens whose logits are wanted, from the last one of each sampling row."""
+    """Return the packed tokens whose logits are wanted, in waves, from the last one of each sampling row."""
     if not num_drafts_R.any():
         return last_tokens_R
     waves, rows = wave_order(num_drafts_R)

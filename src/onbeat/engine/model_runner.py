@@ -171,9 +171,10 @@ class ModelRunner:
     def _num_available(self, inputs: StepInputs) -> list[int] | None:
         """Ask how many drafts there will be for each row's request; None where any number can be made."""
         assert self.proposer is not None
+        slots = inputs.sampling_slots
         found = []
-        for slot in inputs.sampling_slots.tolist():
-            num = self.proposer.num_available(self.batch, slot, int(self.batch.num_tokens_S[slot]))
+        for slot, num_tokens in zip(slots.tolist(), self.batch.num_tokens_S[slots].tolist(), strict=True):
+            num = self.proposer.num_available(self.batch, slot, num_tokens)
             if num is None:
                 return None
             found.append(num)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from onbeat.core.request import Request
+from onbeat.engine.config import Quantization
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.weights import open_checkpoint
 from onbeat.hub.files import ModelFiles
@@ -29,7 +30,7 @@ def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForw
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
     if request.param == "torch":
         return on_torch(build_model(checkpoint, dtype=torch.float32, device=torch.device("cpu")))
-    quantization = "auto" if request.param == "native-as-in-file" else "none"
+    quantization: Quantization = "auto" if request.param == "native-as-in-file" else "none"
     return on_native(request.getfixturevalue("native_library"), checkpoint, quantization=quantization)
 
 

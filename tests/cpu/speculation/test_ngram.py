@@ -43,8 +43,9 @@ class Conversation:
 
 def test_what_followed_before_follows_again() -> None:
     request = Conversation(ngram(4), [1, 2, 3, 4, 5, 6, 7, 2, 3])
-    assert request.drafts(3) == [4, 5, 6]
-    assert request.num_available == 4
+    assert request.drafts(2) == [4, 5]
+    assert request.drafts(9) == [4, 5, 6]
+    assert request.num_available == 3
 
 
 def test_new_tokens_have_no_drafts() -> None:
@@ -71,8 +72,19 @@ def test_shorter_matches_than_the_minimum_do_not_count() -> None:
 
 
 def test_a_repetition_goes_on_beyond_what_is_known() -> None:
-    assert Conversation(ngram(9), [5, 6, 7, 5, 6, 7]).drafts(8) == [5, 6, 7, 5, 6, 7, 5, 6]
-    assert Conversation(ngram(9), [5, 5]).drafts(4) == [5, 5, 5, 5]
+    proposer = ngram(9, prompt_lookup_max=6)
+    assert Conversation(proposer, [5, 6, 7] * 3).drafts(8) == [5, 6, 7, 5, 6, 7, 5, 6]
+    assert Conversation(proposer, [5] * 4).drafts(4) == [5, 5, 5, 5]
+
+
+def test_a_longer_match_gives_more_drafts_up_to_the_most() -> None:
+    request = Conversation(ngram(8, prompt_lookup_max=2, prompt_lookup_min=2), [*range(1, 30), 1, 2])
+    numbers = []
+    for token_id in range(3, 9):
+        numbers.append(request.num_available)
+        assert request.drafts(20) == list(range(token_id, token_id + int(1.5 * (token_id - 1))))
+        request.say(token_id)
+    assert numbers == [3, 4, 6, 7, 8, 8]
 
 
 def test_a_match_that_came_true_is_followed_rather_than_a_later_one() -> None:
@@ -126,10 +138,11 @@ def test_it_finds_what_a_plain_search_finds(token_ids: list[int], shortest: int,
         assert request.drafts(5) == []
         return
     expected = list(token_ids)
-    for _ in range(5):
-        expected.append(expected[place])
-        place += 1
-    assert request.drafts(5) == expected[len(token_ids) :]
+    for source in range(place, place + 5):
+        expected.append(expected[source])
+    drafts = request.drafts(5)
+    assert drafts == expected[len(token_ids) :][: len(drafts)]
+    assert len(drafts) == request.num_available >= 1
 
 
 @given(
@@ -165,7 +178,7 @@ def test_a_long_prompt_is_read_at_once_and_then_token_by_token() -> None:
     pieces = Conversation(ngram(4), prompt[:100])
     for token_id in prompt[100:]:
         pieces.say(token_id)
-        assert pieces.num_available in (0, 4)
+        assert len(pieces.drafts(4)) == pieces.num_available
     assert bool(whole.drafts(4)) == bool(pieces.drafts(4))
 
 

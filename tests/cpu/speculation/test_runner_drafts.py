@@ -94,7 +94,7 @@ def test_what_can_be_drafted_next_is_reported_for_rows_that_sample() -> None:
     output = runner.execute(step(rows, admitted))
     assert output.num_available is not None
     assert len(output.num_available) == 1
-    assert output.num_available[0] in (0, 6)
+    assert output.num_available[0] <= 6
 
 
 def test_a_proposer_hears_who_comes_and_goes() -> None:

@@ -29,7 +29,7 @@ from onbeat.scheduler.config import SpeculationConfig
             {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4},
             {"num_speculative_tokens": 5, "prompt_lookup_max": 4, "prompt_lookup_min": 2},
         ),
-        ({"method": "ngram"}, {"num_speculative_tokens": 8, "draft_length": "adaptive", "model": None}),
+        ({"method": "ngram"}, {"num_speculative_tokens": 12, "draft_length": "adaptive", "model": None}),
         ({"method": "ngram", "prompt_lookup_max": 1}, {"prompt_lookup_max": 1, "prompt_lookup_min": 1}),
         ({"method": "ngram", "prompt_lookup_min": 7}, {"prompt_lookup_max": 7, "prompt_lookup_min": 7}),
         ({"method": "ngram", "model": None}, {"method": "ngram", "model": None}),

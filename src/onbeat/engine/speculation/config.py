@@ -14,7 +14,7 @@ from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfi
 Method = Literal["ngram", "draft-model", "early-exit"]
 METHODS: tuple[str, ...] = get_args(Method)
 
-DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 8, "draft-model": 4, "early-exit": 4}
+DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4, "early-exit": 4}
 """Most drafts of a request where the user names none: looked up, they cost only their verification."""
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
