@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
@@ -12,6 +13,7 @@ from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
+from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
@@ -42,16 +44,23 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         if step_time.description is not None:
             header = replace(header, step_time=step_time.description.as_json())
         recorder = start_record(header)
-    forward = loaded.runner.forward
+    runner = loaded.runner
     core = EngineCore(
         Scheduler(loaded.limits, step_time.model),
-        ThreadExecutor(loaded.runner, check_alive=forward.check_alive, on_shutdown=forward.close),
+        ThreadExecutor(runner, check_alive=runner.forward.check_alive, on_shutdown=partial(_close, runner)),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         rest=loaded.runner.forward.touch_ahead,
         watch=step_time.watch,
     )
     return core, info
+
+
+def _close(runner: ModelRunner) -> None:
+    """Let go of what steps ran on."""
+    if runner.proposer is not None:
+        runner.proposer.close()
+    runner.forward.close()
 
 
 def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
@@ -101,10 +110,13 @@ def _describe(loaded: LoadedModel) -> EngineInfo:
 
 
 def _record_header(loaded: LoadedModel, info: EngineInfo, *, max_in_flight_steps: int) -> RecordHeader:
+    engine = {**asdict(info), "threads": loaded.device.num_threads, **loaded.runner.forward.settings}
+    if loaded.proposer is not None:
+        engine["drafts"] = loaded.proposer.description
     return RecordHeader(
         onbeat_version=__version__,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         scheduler=asdict(loaded.limits),
-        engine={**asdict(info), "threads": loaded.device.num_threads, **loaded.runner.forward.settings},
+        engine=engine,
         max_in_flight_steps=max_in_flight_steps,
     )

@@ -12,9 +12,12 @@ from onbeat.engine.backend import Backend, choose_backend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig, available_memory_bytes, detect_device
 from onbeat.engine.forward import ForwardPass
+from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.build import ProposerPlan, Target, plan_proposer
+from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget, make_policy
@@ -38,6 +41,8 @@ class LoadedModel:
     runner: ModelRunner
     weights_format: str | None
     """Number format of most weights; None where they are of the device's type."""
+    proposer: ProposerPlan | None = None
+    """What proposes drafts; None where nothing does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class ModelLoader:
     device: DeviceConfig
     limits: SchedulerConfig
     backend: Backend
+    proposer: ProposerPlan | None = None
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Load the weights, make the KV cache, and run a first step.
@@ -63,16 +69,28 @@ class ModelLoader:
             f"on {device.device} with {device.num_threads} threads, {self.backend.description}"
         )
         forward = self.backend.build(num_blocks=limits.num_blocks, block_size=limits.block_size)
-        torch.set_num_threads(self.backend.torch_threads)
+        proposer = None
+        if self.proposer is not None:
+            on_progress(_describe_proposer(self.proposer, limits))
+            proposer = self.proposer.build(forward, limits)
+        torch.set_num_threads(self._torch_threads)
         on_progress(
             f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
             f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
             f"{limits.max_num_batched_tokens} tokens a step"
         )
-        runner = _make_runner(forward, limits)
+        runner = _make_runner(forward, limits, proposer)
         on_progress("warming up")
         runner.warm_up()
-        return LoadedModel(self.name, config, device, limits, runner, self.backend.weights_format)
+        return LoadedModel(
+            self.name, config, device, limits, runner, self.backend.weights_format, self.proposer
+        )
+
+    @property
+    def _torch_threads(self) -> int:
+        """Threads that torch gets while steps run: as many as any part of a step needs."""
+        wanted = self.backend.torch_threads
+        return wanted if self.proposer is None else max(wanted, self.proposer.torch_threads)
 
 
 def prepare_model(config: EngineConfig) -> ModelLoader:
@@ -86,21 +104,58 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     torch.set_num_threads(device.num_threads)
     checkpoint = open_weights(config)
     backend = choose_backend(config, checkpoint, device)
-    limits = resolve_limits(config, checkpoint.config, device, backend)
+    target = Target(checkpoint.config, device, backend.weights_format)
+    proposer = plan_proposer(config, target, open_weights)
+    limits = resolve_limits(
+        config, checkpoint.config, device, Footprint.of(backend, proposer, config.block_size)
+    )
     make_policy(limits)  # it checks the limits against the policy
-    return ModelLoader(config.model.name, checkpoint, device, limits, backend)
+    return ModelLoader(config.model.name, checkpoint, device, limits, backend, proposer)
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory that the model takes, and what proposes drafts for it."""
+
+    kv_cache: KVCacheSpec
+    """Of the model itself."""
+    draft_block_bytes: int
+    """What a proposer keeps beside each KV block."""
+    weight_bytes: int
+    """Of both."""
+
+    @classmethod
+    def of(cls, backend: Backend, proposer: ProposerPlan | None, block_size: int) -> Footprint:
+        """Return what a backend and a proposer will take."""
+        kv_cache, weights = backend.kv_cache_spec(block_size), backend.weight_bytes()
+        if proposer is None:
+            return cls(kv_cache, 0, weights)
+        return cls(kv_cache, proposer.block_bytes(block_size), weights + proposer.weight_bytes())
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block, the proposer's included."""
+        return self.kv_cache.block_bytes + self.draft_block_bytes
+
+    def num_blocks_in(self, budget_bytes: int) -> int:
+        """Return how many blocks fit in a budget, what the proposer keeps beside them included.
+
+        Raises
+        ------
+        ConfigError : not even one does.
+        """
+        return self.kv_cache.num_blocks_in(budget_bytes * self.kv_cache.block_bytes // self.block_bytes)
 
 
 def resolve_limits(
-    config: EngineConfig, model: ModelConfig, device: DeviceConfig, backend: Backend
+    config: EngineConfig, model: ModelConfig, device: DeviceConfig, footprint: Footprint
 ) -> SchedulerConfig:
-    """Decide what the user left open, from the model, its backend and the memory.
+    """Decide what the user left open, from the model, the memory that it takes and the memory there is.
 
     Raises
     ------
     ConfigError : what the user gave cannot be kept.
     """
-    spec = backend.kv_cache_spec(config.block_size)
     limit = model.max_position_embeddings
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(
@@ -108,15 +163,15 @@ def resolve_limits(
             "give a smaller one"
         )
     wanted_len = config.max_model_len or limit
-    free = _memory_beside_weights(backend.weight_bytes(), device)
+    free = _memory_beside_weights(footprint.weight_bytes, device)
     default = min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
-    num_blocks = spec.num_blocks_in(config.kv_cache_memory_bytes or default)
+    num_blocks = footprint.num_blocks_in(config.kv_cache_memory_bytes or default)
     # More blocks than every slot can fill would be memory for nothing.
     num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // config.block_size))
-    if num_blocks * spec.block_bytes > free:
+    if num_blocks * footprint.block_bytes > free:
         raise ConfigError(
-            f"a KV cache of {num_blocks * spec.block_bytes / 2**30:.1f} GiB does not fit beside the weights "
-            f"in the {free / 2**30:.1f} GiB free on {device.device}; lower kv_cache_memory_bytes"
+            f"a KV cache of {num_blocks * footprint.block_bytes / 2**30:.1f} GiB does not fit beside the "
+            f"weights in the {free / 2**30:.1f} GiB free on {device.device}; lower kv_cache_memory_bytes"
         )
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
     max_model_len = config.max_model_len or min(limit, num_blocks * config.block_size)
@@ -135,6 +190,7 @@ def resolve_limits(
         slo_mode=config.slo_mode,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        speculation=None if config.speculative is None else config.speculative.for_scheduler(),
     )
 
 
@@ -161,7 +217,24 @@ def _memory_beside_weights(weights: int, device: DeviceConfig) -> int:
     return free - weights
 
 
-def _make_runner(forward: ForwardPass, config: SchedulerConfig) -> ModelRunner:
+def _describe_proposer(proposer: ProposerPlan, limits: SchedulerConfig) -> str:
+    """Say what proposes drafts, how many, and what memory it takes of its own."""
+    assert limits.speculation is not None
+    weights, blocks = proposer.weight_bytes(), limits.num_blocks * proposer.block_bytes(limits.block_size)
+    most = limits.speculation.num_speculative_tokens
+    length = {"adaptive": f"as many as the load makes worthwhile, at most {most}", "fixed": f"always {most}"}
+    memory = (
+        f"{weights / 2**20:.0f} MiB of weights and {blocks / 2**20:.0f} MiB of KV cache"
+        if weights or blocks
+        else "no weights or KV cache of its own"
+    )
+    return (
+        f"speculative decoding by {proposer.description}: drafts of a request in a step: "
+        f"{length[limits.speculation.draft_length]}; {memory}"
+    )
+
+
+def _make_runner(forward: ForwardPass, config: SchedulerConfig, proposer: Proposer | None) -> ModelRunner:
     return ModelRunner(
         forward=forward,
         num_blocks=config.num_blocks,
@@ -169,4 +242,5 @@ def _make_runner(forward: ForwardPass, config: SchedulerConfig) -> ModelRunner:
         max_num_seqs=config.max_num_seqs,
         max_model_len=config.max_model_len,
         sampler=Sampler(forward.config.vocab_size, forward.device),
+        proposer=proposer,
     )

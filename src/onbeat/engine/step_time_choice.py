@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.profiling.store import profiles_dir
+from onbeat.engine.speculation.build import DraftModelPlan, EarlyExitPlan, ProposerPlan
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
-from onbeat.perfmodel.description import StepTimeDescription
+from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
@@ -20,6 +21,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, read_profile
+from onbeat.perfmodel.speculative import BatchWork, SpeculativeStepTime, SpeculativeWork
 from onbeat.perfmodel.utilisation import StepWork
 
 
@@ -27,9 +29,9 @@ from onbeat.perfmodel.utilisation import StepWork
 class StepTime:
     """Who predicts steps and who judges them; None where that is off."""
 
-    model: Predictor | None
+    model: Predictor | SpeculativeStepTime | None
     watch: StepWatch | None
-    description: StepTimeDescription | None = None
+    description: AnyDescription | None = None
     """What the model was made from, for the record of a run."""
 
 
@@ -112,21 +114,65 @@ class _Chooser:
         return self._learning(device_spec_of(self._key.device, limits), None)
 
     def _learning(self, device: DeviceSpec, fitted: FittedModel | None) -> StepTime:
-        description = StepTimeDescription(
+        target = StepTimeDescription(
             model=self._spec,
             device=device,
             parallelism=Parallelism(),
             precision=self._precision,
             fitted=fitted,
         )
+        draft = None if self._loaded.proposer is None else self._draft(self._loaded.proposer, target)
+        description: AnyDescription = target
+        work: BatchWork = StepWork(self._spec, self._precision)
+        if draft is not None:
+            description = SpeculativeDescription(target=target, draft=draft)
+            work = SpeculativeWork(work, StepWork(draft.model, draft.precision))
         model = description.predictor()
         watch = StepWatch(
-            StepWork(self._spec, self._precision),
+            work,
             memory_bandwidth=device.memory_bandwidth,
             peak_flops=device.peak(self._precision.compute),
             drift=lambda: model.drift,
         )
         return StepTime(model, watch, description)
+
+    def _draft(self, proposer: ProposerPlan, target: StepTimeDescription) -> StepTimeDescription | None:
+        """Describe the model that makes drafts; None where none does."""
+        match proposer:
+            case EarlyExitPlan():
+                return target.early_exit(proposer.num_layers)
+            case DraftModelPlan():
+                return self._draft_model(proposer, target)
+            case _:
+                return None
+
+    def _draft_model(self, proposer: DraftModelPlan, target: StepTimeDescription) -> StepTimeDescription:
+        """Describe a second model: by its own profile where there is one that fits, else by the roofline."""
+        precision = precision_of(self._loaded.device.dtype, proposer.weights_format)
+        assert precision is not None, "the model itself has one, of the same type"
+        spec = model_spec_of(proposer.draft_config, proposer.name)
+        return replace(
+            target, model=spec, precision=precision, fitted=self._draft_fit(proposer.name, precision, target)
+        )
+
+    def _draft_fit(self, name: str, precision: Precision, target: StepTimeDescription) -> FittedModel | None:
+        if target.fitted is None:  # then the roofline is asked for, or there is nothing better
+            return None
+        key = replace(self._key, model=name, precision=precision)
+        if key == self._key:
+            return target.fitted
+        try:
+            profile = find_profile(profiles_dir(), key)
+        except ConfigError as error:  # as in `_from_cache`
+            self._say(f"step times of the draft model {name}: predicted by the roofline alone ({error})")
+            return None
+        if profile is None:
+            self._say(
+                f"step times of the draft model {name}: predicted by the roofline alone, corrected as steps "
+                "run; `onbeat profile` makes a profile of it"
+            )
+            return None
+        return profile.fitted
 
 
 def _describe(fitted: FittedModel) -> str:

@@ -48,11 +48,23 @@ class Model:
         self.linear_kernel = loader.linear_kernel.kernel
         """Name of the kernel that multiplies by the layers' weights."""
 
-    def forward(self, token_ids_T: Tensor, positions_T: Tensor, context: ForwardContext) -> Tensor:
-        """Run new tokens through the layers and return hidden states before the final norm, [T, D]."""
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        positions_T: Tensor,
+        context: ForwardContext,
+        *,
+        num_layers: int | None = None,
+    ) -> Tensor:
+        """Run new tokens through the layers and return hidden states before the final norm, [T, D].
+
+        Parameters
+        ----------
+        num_layers : first layers to run; None runs all.
+        """
         hidden_TD = self.embedding(token_ids_T)
         rotations = {rope: rotary.at(positions_T) for rope, rotary in self.rotaries.items()}
-        for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
+        for layer, rope in zip(self.layers[:num_layers], self.layer_ropes[:num_layers], strict=True):
             hidden_TD = layer(hidden_TD, rotations[rope], context)
         return hidden_TD
 

@@ -1,0 +1,262 @@
+"""From a configuration to a proposer: what can be refused is refused before anything large is loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.engine.backend import Backend, choose_backend
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.device import DeviceConfig
+from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.native.forward import NativeForward
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.config import SpeculativeConfig
+from onbeat.engine.speculation.draft_model import DraftModelProposer
+from onbeat.engine.speculation.early_exit import EarlyExitProposer
+from onbeat.engine.speculation.ngram import NgramProposer
+from onbeat.engine.speculation.proposer import Proposer
+from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
+from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.hub.resolve import resolve_model
+from onbeat.scheduler.config import SchedulerConfig
+
+OpenWeights = Callable[[EngineConfig], Checkpoint]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model that drafts are for."""
+
+    config: ModelConfig
+    device: DeviceConfig
+    weights_format: str | None
+    """Number format of most weights; None where they are of the device's type."""
+
+
+class ProposerPlan(Protocol):
+    """A proposer that may be built, and what it will take."""
+
+    @property
+    def description(self) -> str:
+        """What proposes, for people."""
+        ...
+
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """The model that makes drafts; None where none does."""
+        ...
+
+    @property
+    def weights_format(self) -> str | None:
+        """Number format of most of its weights; None where they are of the device's type."""
+        ...
+
+    @property
+    def torch_threads(self) -> int:
+        """Threads that torch needs for it."""
+        ...
+
+    def weight_bytes(self) -> int:
+        """Return about how much memory its weights will take."""
+        ...
+
+    def block_bytes(self, block_size: int) -> int:
+        """Return the bytes that it keeps for each KV block of the target."""
+        ...
+
+    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
+        """Load what it needs.
+
+        Parameters
+        ----------
+        forward : the target.
+
+        Raises
+        ------
+        ConfigError : a weight cannot be read, or memory is short.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class NgramPlan:
+    """Drafts from the request's own tokens."""
+
+    config: SpeculativeConfig
+    torch_threads: int = 1
+    draft_config: ModelConfig | None = None
+    weights_format: str | None = None
+
+    @property
+    def description(self) -> str:
+        shortest, longest = self.config.prompt_lookup_min, self.config.prompt_lookup_max
+        return f"what followed the same {shortest} to {longest} tokens before"
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def block_bytes(self, block_size: int) -> int:  # noqa: ARG002
+        return 0
+
+    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
+        return NgramProposer(self.config)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModelPlan:
+    """Drafts by a second model."""
+
+    name: str
+    checkpoint: Checkpoint
+    backend: Backend
+
+    @property
+    def description(self) -> str:
+        millions = num_parameters(self.draft_config) / 1e6
+        return f"the draft model {self.name} ({millions:.1f} million parameters, {self.backend.description})"
+
+    @property
+    def torch_threads(self) -> int:
+        return self.backend.torch_threads
+
+    @property
+    def draft_config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def weights_format(self) -> str | None:
+        return self.backend.weights_format
+
+    def weight_bytes(self) -> int:
+        return self.backend.weight_bytes()
+
+    def block_bytes(self, block_size: int) -> int:
+        return self.backend.kv_cache_spec(block_size).block_bytes
+
+    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
+        draft = self.backend.build(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        _warm_up(draft, limits)
+        return DraftModelProposer(
+            draft,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            vocab_size=forward.config.vocab_size,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EarlyExitPlan:
+    """Drafts by the target's first layers."""
+
+    target: ModelConfig
+    num_layers: int
+    weights_format: str | None
+    torch_threads: int = 1
+
+    @property
+    def description(self) -> str:
+        return f"the first {self.num_layers} of the model's {self.target.num_layers} layers"
+
+    @property
+    def draft_config(self) -> ModelConfig:
+        sliding = self.target.sliding_layers[: self.num_layers]
+        return replace(self.target, num_layers=self.num_layers, sliding_layers=sliding)
+
+    def weight_bytes(self) -> int:
+        return 0
+
+    def block_bytes(self, block_size: int) -> int:  # noqa: ARG002
+        return 0
+
+    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
+        assert isinstance(forward, TorchForward | NativeForward), "a split model was refused before"
+        return EarlyExitProposer(forward, self.num_layers)
+
+
+def plan_proposer(config: EngineConfig, target: Target, open_weights: OpenWeights) -> ProposerPlan | None:
+    """Look at what is to propose drafts; None where nothing is.
+
+    Parameters
+    ----------
+    open_weights : opens the model of a configuration.
+
+    Raises
+    ------
+    ConfigError : it does not go with the model, or with another option.
+    ModelLoadError : the draft model cannot be found or read.
+    """
+    speculative = config.speculative
+    if speculative is None:
+        return None
+    if speculative.method == "ngram":
+        return NgramPlan(speculative)
+    if speculative.method == "early-exit":
+        return _plan_early_exit(speculative, config, target)
+    return _plan_draft_model(speculative, config, target, open_weights)
+
+
+def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
+    """Run a chunk and a decode of a draft model, whose KV cache is empty before and after."""
+    ModelRunner(
+        forward=forward,
+        num_blocks=limits.num_blocks,
+        block_size=limits.block_size,
+        max_num_seqs=1,
+        max_model_len=limits.max_model_len,
+        sampler=Sampler(forward.config.vocab_size, forward.device),
+    ).warm_up()
+
+
+def default_exit(num_layers: int) -> int:
+    """Return how many layers make drafts where nobody says: half of them, rounded up."""
+    return -(-num_layers // 2)
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Return how many numbers a model's weights are."""
+    return sum(map(math.prod, parameter_shapes(config).values()))
+
+
+def _plan_early_exit(speculative: SpeculativeConfig, config: EngineConfig, target: Target) -> EarlyExitPlan:
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"method 'early-exit' needs a model in one process, but tensor_parallel_size is "
+            f"{config.tensor_parallel_size}; choose method 'ngram' or 'draft-model', or leave "
+            "--tensor-parallel-size out"
+        )
+    num_layers = target.config.num_layers
+    chosen = default_exit(num_layers) if speculative.num_layers is None else speculative.num_layers
+    if not 1 <= chosen < num_layers:
+        raise ConfigError(
+            f"method 'early-exit' with num_layers {chosen}, but the model has {num_layers} layers; "
+            + (f"choose 1 to {num_layers - 1}" if num_layers > 1 else "choose another method")
+        )
+    return EarlyExitPlan(target.config, chosen, target.weights_format)
+
+
+def _plan_draft_model(
+    speculative: SpeculativeConfig, config: EngineConfig, target: Target, open_weights: OpenWeights
+) -> DraftModelPlan:
+    assert speculative.model is not None, "the configuration has checked it"
+    try:
+        files = resolve_model(speculative.model, needs_weights=config.load_format != "dummy")
+        # A draft model runs in this process alone, beside the first rank of a model that is split.
+        draft = replace(config, model=files, tensor_parallel_size=1, speculative=None)
+        checkpoint = open_weights(draft)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"the draft model cannot be loaded: {error}") from error
+    num_drafts, num_target = num_parameters(checkpoint.config), num_parameters(target.config)
+    if num_drafts > num_target:
+        raise ConfigError(
+            f"the draft model {files.name} has {num_drafts / 1e6:.1f} million parameters, more than the "
+            f"{num_target / 1e6:.1f} million of {config.model.name}; take a smaller one"
+        )
+    check_same_tokenizer(config.model, files)
+    return DraftModelPlan(files.name, checkpoint, choose_backend(draft, checkpoint, target.device))

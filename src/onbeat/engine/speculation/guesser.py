@@ -1,0 +1,136 @@
+"""Passes of a model that make drafts: one token after another, all rows side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from onbeat.engine.forward import StepLogits
+from onbeat.engine.input_batch import InputBatch, StepInputs
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.draft_inputs import chunk_inputs, decode_inputs
+from onbeat.engine.speculation.draft_row import DraftSamplingRow
+
+
+class RunPass(Protocol):
+    """Runs a model over a pass's tokens; see `ForwardPass.run`."""
+
+    def __call__(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits: ...
+
+
+@dataclass(frozen=True, slots=True)
+class GuessRow:
+    """A request's share of the passes."""
+
+    slot: int
+    start: int
+    """Its first tokens, whose KV the model has."""
+    end: int
+    """Tokens to know before the first draft; those from `start` on are run."""
+    num_drafts: int
+    """Drafts to make behind them; 0 only runs the tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What came of the passes, parallel to the rows."""
+
+    drafts: list[list[int]]
+    """Fewer than were asked for where the model broke off. All but a row's last have KV by now."""
+    failed: list[int]
+    """Rows whose logits were no numbers."""
+
+
+class Guesser:
+    """Lets a model guess the next tokens of requests.
+
+    The first pass runs what each row has known for longer than the model, and ends with its first draft; each
+    further one runs the rows' newest drafts, where more are wanted.
+
+    Parameters
+    ----------
+    run : the model.
+    sampler : chooses tokens from its logits.
+    vocab_size : tokens that the requests' own model knows.
+    """
+
+    def __init__(self, run: RunPass, sampler: Sampler, vocab_size: int) -> None:
+        self._run = run
+        self._sampler = sampler
+        self._vocab_size = vocab_size
+        self._sampling_rows: dict[int, DraftSamplingRow] = {}
+
+    def release(self, slot: int) -> None:
+        """Forget a request."""
+        self._sampling_rows.pop(slot, None)
+
+    def guess(self, batch: InputBatch, rows: list[GuessRow]) -> Guesses:
+        """Run the passes; their KV goes to the blocks of the requests' tables."""
+        guesses = Guesses([[] for _ in rows], [])
+        asking = [index for index, row in enumerate(rows) if row.num_drafts]
+        slots = np.array([row.slot for row in rows], np.int64)
+        inputs = chunk_inputs(
+            batch,
+            slots,
+            np.array([row.start for row in rows], np.int64),
+            np.array([row.end for row in rows], np.int64),
+            np.array([row.num_drafts > 0 for row in rows], np.bool_),
+        )
+        going_on = self._pass(batch, rows, asking, inputs, guesses)
+        while going_on:
+            drafts = [guesses.drafts[index] for index in going_on]
+            positions = [
+                rows[index].end + len(draft) - 1 for index, draft in zip(going_on, drafts, strict=True)
+            ]
+            inputs = decode_inputs(
+                batch,
+                slots[going_on],
+                np.array(positions, np.int64),
+                np.array([draft[-1] for draft in drafts], np.int64),
+            )
+            going_on = self._pass(batch, rows, going_on, inputs, guesses)
+        return guesses
+
+    def _pass(
+        self,
+        batch: InputBatch,
+        rows: list[GuessRow],
+        asking: list[int],
+        inputs: StepInputs,
+        guesses: Guesses,
+    ) -> list[int]:
+        """Run one pass, add a draft to the rows that ask for one, and return those that want another."""
+        _hide_unknown(inputs, self._sampler.vocab_size)
+        sampling_rows = []
+        for index in asking:
+            sampling_row = self._sampling_row(batch, rows[index].slot)
+            sampling_row.move_to(rows[index].end + len(guesses.drafts[index]))
+            sampling_rows.append(sampling_row)
+        logits = self._run(inputs, wants_logits=self._sampler.needs_logits(sampling_rows))
+        if not asking:
+            return []
+        sampled = self._sampler.sample(logits.values_RV, sampling_rows, logits.best)
+        going_on = []
+        for place, (index, token_id) in enumerate(zip(asking, sampled.token_ids, strict=True)):
+            if place in sampled.errors:
+                guesses.failed.append(index)
+            elif token_id < self._vocab_size:  # the model may know more, as padding or as tokens of its own
+                guesses.drafts[index].append(token_id)
+                if len(guesses.drafts[index]) < rows[index].num_drafts:
+                    going_on.append(index)
+        return going_on
+
+    def _sampling_row(self, batch: InputBatch, slot: int) -> DraftSamplingRow:
+        row = self._sampling_rows.get(slot)
+        if row is None:
+            row = self._sampling_rows[slot] = DraftSamplingRow(batch.sampling_rows[slot])
+        return row
+
+
+def _hide_unknown(inputs: StepInputs, vocab_size: int) -> None:
+    """Put token 0 where the model lacks a token of the requests' model: its guesses get worse there."""
+    token_ids = inputs.token_ids_T
+    if len(token_ids) and token_ids.max() >= vocab_size:
+        token_ids[token_ids >= vocab_size] = 0
