@@ -74,8 +74,8 @@ def best_other(runs: Sequence[Run], cell: Cell, metric: Metric) -> str:
         for server in dict.fromkeys(run["server"] for run in runs)
         if server != ADAPTIVE and (values := by_round(runs, server, cell, metric))
     }
-    choose = max if MORE_IS_BETTER[metric] else min
-    return choose(medians, key=medians.__getitem__)
+    sign = 1 if MORE_IS_BETTER[metric] else -1
+    return max(medians, key=lambda server: sign * medians[server])
 
 
 def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
