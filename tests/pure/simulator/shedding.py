@@ -34,8 +34,8 @@ class SheddingScheduler(Scheduler):
         for state in late:
             output = last_output(state, FinishReason.EXPIRED)
             output.predicted_ttft = 0.25
-            self._expired.append(output)
-            self._drop(state)
+            self._lost.expired.append(output)
+            self._roster.drop(state)
         return super().schedule(now)
 
     def update(self, scheduled, result, now):

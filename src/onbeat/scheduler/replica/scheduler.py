@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.request import FinishReason, Request, RequestOutput
-from onbeat.core.slo import ShedMode
 from onbeat.core.step import (
     AdmittedRequest,
     BatchShape,
@@ -20,31 +19,22 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
 from onbeat.scheduler.replica.delivery import deliver, last_output
-from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.lost import LostRequests
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
-from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.deadlines import (
-    BEST_EFFORT_RANK,
-    give_up,
-    note_delivery,
-    queue_rank,
-    set_deadlines,
-)
+from onbeat.scheduler.replica.roster import Roster
+from onbeat.scheduler.replica.slo.deadlines import note_delivery, queue_rank, set_deadlines
 from onbeat.scheduler.replica.speculation.choice import make_drafting
-from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_rows import commit_rows
 from onbeat.scheduler.replica.verification import (
     SampledRow,
-    advance_with_drafts,
     correct_shape,
     sampled_rows,
     take_back_rejected,
 )
-
-_new_row = tuple.__new__
-"""Makes a named tuple without the call of its own constructor, of which a step would make hundreds."""
 
 
 class Scheduler:
@@ -62,18 +52,6 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time_model: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time_model = step_time_model
-        self.kv = KVCacheManager(
-            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
-        )
-        self.running = RunningList()
-        self.waiting = WaitingQueue()
-        self.num_preemptions = 0
-        self.num_relegated = 0
-        """Requests so far that have become best effort because their first token could not be in time."""
-        self.num_prefix_queries = 0
-        """Prompt tokens looked up in the prefix cache so far."""
-        self.num_prefix_hits = 0
-        """Of these, tokens found."""
         self._policy = make_policy(config)
         if self._policy.needs_step_time and step_time_model is None:
             raise ConfigError(
@@ -84,16 +62,13 @@ class Scheduler:
         quantile = None if self._promises is None else self._promises.tuning.quantile
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=quantile)
         self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
-        self._states: dict[str, RequestState] = {}
-        self._released_ids: list[str] = []
-        self._pulls: list[AdmittedRequest] = []
-        self._unannounced: dict[str, AdmittedRequest] = {}
-        """Admitted requests that no step has told the model runner of: their KV is on its way."""
-        self._kept_block_ids: dict[str, list[int]] = {}
-        """Blocks of requests that have ended but whose KV is to be fetched."""
+        book = None if self._promises is None else self._promises.book
+        self._roster = Roster(config, book)
+        self._states = self._roster.states
+        self.kv, self.running, self.waiting = self._roster.kv, self._roster.running, self._roster.waiting
+        self._lost = LostRequests(self._roster, book)
         self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
         """(step id, rows, when it was planned)"""
-        self._expired: list[RequestOutput] = []
         self._last_update = float("-inf")
         self._busy_until = float("-inf")
         """When the last planned step is expected to end; kept for policies that ask."""
@@ -104,6 +79,25 @@ class Scheduler:
     def num_unfinished(self) -> int:
         """Requests that are waiting or running and will deliver more."""
         return len(self._states)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self._roster.num_preemptions
+
+    @property
+    def num_relegated(self) -> int:
+        """Requests so far that have become best effort because their first token could not be in time."""
+        return self._lost.num_relegated
+
+    @property
+    def num_prefix_queries(self) -> int:
+        """Prompt tokens looked up in the prefix cache so far."""
+        return self._roster.num_prefix_queries
+
+    @property
+    def num_prefix_hits(self) -> int:
+        """Of these, tokens found."""
+        return self._roster.num_prefix_hits
 
     def add(self, request: Request, now: float | None = None) -> None:
         """Queue a request.
@@ -134,8 +128,7 @@ class Scheduler:
             plan = self._new_plan(request.arrival if now is None else now)
             self._promises.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
             state.sort_key = (queue_rank(state), *sort_key[1:])
-        self._states[request.request_id] = state
-        self.waiting.push(state)
+        self._roster.add(state)
 
     @property
     def _num_queued_tokens(self) -> int:
@@ -148,8 +141,7 @@ class Scheduler:
 
         Their TTFT deadline passed in the queue, and they had asked not to be served late.
         """
-        expired, self._expired = self._expired, []
-        return expired
+        return self._lost.take_expired()
 
     def state(self) -> SchedulerState | None:
         """Return how queues and promises stand; None where the policy keeps no deadlines."""
@@ -162,7 +154,7 @@ class Scheduler:
             state = self._states.get(request_id)
             if state is not None:
                 outputs.append(last_output(state, FinishReason.ABORT))
-                self._drop(state)
+                self._roster.drop(state)
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
@@ -247,39 +239,22 @@ class Scheduler:
         Each of them waits for its `receive_kv`. It can be preempted or aborted meanwhile, so a transfer asks
         before it writes into blocks.
         """
-        pulls, self._pulls = self._pulls, []
-        return pulls
+        return self._roster.take_pulls()
 
     def receive_kv(self, request_id: str) -> None:
         """Let a request run whose external tokens are in its blocks.
 
         Without effect on one that has ended. One that was preempted meanwhile computes all its tokens itself.
         """
-        state = self._states.get(request_id)
-        if state is None:
-            return
-        state.is_in_flight = False
-        if state.num_external_tokens and state.status is RequestStatus.RUNNING:
-            state.num_computed_tokens = state.num_external_tokens
-        state.num_external_tokens = 0
+        self._roster.receive_kv(request_id)
 
     def release_kv(self, request_id: str) -> None:
         """Free the blocks of an ended request that kept them; an id without any is ignored."""
-        self.kv.pool.release(self._kept_block_ids.pop(request_id, []))
+        self._roster.release_kv(request_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
-        self.kv.pool.check_invariants()
-        held = [block_id for state in self.running for block_id in state.block_ids]
-        held += [block_id for block_ids in self._kept_block_ids.values() for block_id in block_ids]
-        assert len(set(held)) == self.kv.pool.num_used_blocks, "a block is held by no running request"
-        assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)
-        assert len(self.running) <= self.config.max_num_seqs
-        waiting = list(self.waiting)
-        assert waiting == sorted(waiting, key=lambda state: state.sort_key)
-        assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
-        num_padding = sum(state.status is RequestStatus.PADDING for state in self.running)
-        assert len(self._states) == len(waiting) + len(self.running) - num_padding, "a request is lost"
+        self._roster.check_invariants()
 
     # --- commit ---------------------------------------------------------------------------------------
 
@@ -287,7 +262,7 @@ class Scheduler:
         """Plan a step; the requests that it finds lost are best effort from now on."""
         plan = self._new_plan(now)
         self._policy.composer.compose(plan, self._order)
-        self._commit_lost(plan.lost)
+        self._lost.commit(plan.lost)
         if self._drafting is not None:
             plan.is_repeatable = False
             if plan.decodes:
@@ -306,21 +281,16 @@ class Scheduler:
 
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes queues and blocks."""
-        self.waiting.take_all([admission.state for admission in (*plan.admissions, *plan.pulls)])
-        for state in plan.preempted:
-            self._preempt(state, now)
-        # Before any allocation: an eviction must not take a prefix that this step has counted on.
-        for admission in (*plan.admissions, *plan.pulls):
-            self.kv.pool.hold(admission.cached_block_ids)
+        self._roster.make_room(plan, now)
         if plan.is_empty:
-            self._commit_pulls(plan, now)
+            self._pull(plan, now)
             return None
         step_id = self._num_steps
         self._num_steps += 1
         shape = BatchShape()
-        rows, states, admitted = self._commit_rows(plan, shape, now, step_id)
-        self._commit_pulls(plan, now)
-        released_ids, self._released_ids = tuple(self._released_ids), []
+        rows, states, admitted = commit_rows(plan, self._roster, shape, now=now, step_id=step_id)
+        self._pull(plan, now)
+        released_ids = self._roster.take_released_ids()
         self._in_flight.append((step_id, states, now))
         if self.config.num_micro_batches > 1:
             for state in states:
@@ -346,109 +316,9 @@ class Scheduler:
             plan.expected_tokens,
         )
 
-    def _commit_rows(
-        self, plan: StepPlan, shape: BatchShape, now: float, step_id: int
-    ) -> tuple[list[ScheduledRequest], list[RequestState], list[AdmittedRequest]]:
-        """Advance the requests of a step; return their rows, and whom the model runner must hear of."""
-        admitted = list(self._unannounced.values())
-        self._unannounced.clear()
-        states = plan.decodes.copy()
-        if plan.num_drafts:
-            rows = advance_with_drafts(states, plan.num_drafts, self.kv, shape)
-            shape.num_draft_passes = plan.num_draft_passes
-        else:
-            rows = self._commit_decodes(states, shape)
-        for state, num_new in plan.chunks:
-            rows.append(self._advance(state, num_new, shape))
-            states.append(state)
-        for admission in plan.admissions:
-            state = admission.state
-            admitted.append(self._admit(admission, now, step_id))
-            rows.append(self._advance(state, admission.num_new_tokens, shape))
-            states.append(state)
-        return rows, states, admitted
-
-    def _commit_lost(self, states: list[RequestState]) -> None:
-        """Serve requests as best effort, or not at all, whose first token cannot be in time."""
-        for state in states:
-            is_waiting = state.status is RequestStatus.WAITING
-            if is_waiting and state.request.shed is ShedMode.REJECT and not state.num_output_tokens:
-                self._expire(state)
-                continue
-            give_up(state)
-            self.num_relegated += 1
-            if is_waiting:
-                self.waiting.remove(state)
-                _rank_last(state)
-                self.waiting.push(state)
-
-    def _expire(self, state: RequestState) -> None:
-        """End a request that its caller does not want served late."""
-        output = last_output(state, FinishReason.EXPIRED)
-        slo = state.request.slo
-        assert slo is not None
-        output.predicted_ttft = state.predicted_ttft
-        output.error = (
-            "the first token can no longer come within the objective "
-            f"({(state.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)"
-        )
-        if self._promises is not None:
-            self._promises.book.reject("deadline_exceeded")
-        self._drop(state)
-        self._expired.append(output)
-
-    def _admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
-        """Take a waiting request into the batch and give it its blocks."""
-        state = admission.state
-        self.kv.admit(state, admission.cached_block_ids)
-        self.kv.grow(state, admission.num_reserved_tokens)
-        self._count_admission(state, now, step_id)
-        self.running.insert_sorted(state)
-        return AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
-
-    def _commit_pulls(self, plan: StepPlan, now: float) -> None:
-        """Admit requests whose KV has yet to come: they hold blocks, but no step runs them."""
+    def _pull(self, plan: StepPlan, now: float) -> None:
         for admission in plan.pulls:
-            admitted = self._admit(admission, now, self._num_steps)
-            admission.state.is_in_flight = True
-            self._pulls.append(admitted)
-            self._unannounced[admission.state.request_id] = admitted
-
-    def _commit_decodes(self, decodes: list[RequestState], shape: BatchShape) -> list[ScheduledRequest]:
-        """Advance requests by a token. They dominate a step, so their sums are kept in local names."""
-        rows: list[ScheduledRequest] = []
-        context = num_sampling = 0
-        for state in decodes:
-            num_computed = state.num_computed_tokens
-            context += num_computed
-            block_ids: tuple[int, ...] = ()
-            if num_computed >= state.num_allocated_tokens:
-                block_ids = self.kv.grow(state, num_computed + 1)
-            samples = False
-            if state.status is RequestStatus.RUNNING:  # a padding row runs its last token again and again
-                samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
-                state.num_computed_tokens = num_computed + 1
-                state.num_in_flight_tokens += samples
-                num_sampling += samples
-            rows.append(
-                _new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0))
-            )
-        num_decodes = len(decodes)
-        shape.num_new_tokens += num_decodes
-        shape.num_sequences += num_decodes
-        shape.num_decodes += num_decodes
-        shape.decode_context_tokens += context + num_decodes
-        shape.num_lm_head_rows += num_sampling
-        return rows
-
-    def _advance(self, state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
-        """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
-        num_computed = state.num_computed_tokens
-        samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
-        state.num_computed_tokens = num_computed + num_new
-        state.num_in_flight_tokens += samples
-        shape.add(num_computed, num_new, samples=samples)
-        return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
+            self._roster.pull(admission, now, self._num_steps)
 
     def _take_back(
         self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
@@ -463,31 +333,6 @@ class Scheduler:
         assert 0 <= num_more < scheduled.max_repeats, "the step was run too often"
         if num_more:
             advance_repeats(states, num_more, self.kv)
-
-    def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
-        state.status = RequestStatus.RUNNING
-        state.admitted_step_id = step_id
-        if state.scheduled_time < 0:
-            state.scheduled_time = now
-            state.num_cached_tokens = state.num_computed_tokens
-            self.num_prefix_queries += state.num_prompt_tokens
-            self.num_prefix_hits += state.num_cached_tokens
-            if self._promises is not None:
-                self._promises.book.on_start(state)
-
-    def _preempt(self, state: RequestState, now: float) -> None:
-        """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
-        state.last_preemption = now
-        if state.is_best_effort:
-            _rank_last(state)
-        assert state.status is RequestStatus.RUNNING
-        self.running.remove(state)
-        self.kv.free(state)
-        state.status = RequestStatus.WAITING
-        state.num_preemptions += 1
-        self.num_preemptions += 1
-        self._leave_runner(state)
-        self.waiting.push(state)
 
     # --- results --------------------------------------------------------------------------------------
 
@@ -526,7 +371,7 @@ class Scheduler:
         self.kv.pool.unregister(state.block_ids)
         output = last_output(state, FinishReason.ERROR)
         output.error = message
-        self._drop(state)
+        self._roster.drop(state)
         return output
 
     def _finish(self, state: RequestState) -> None:
@@ -534,38 +379,10 @@ class Scheduler:
         if self._promises is not None:
             self._promises.book.on_finish(state)
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
-            state.status = RequestStatus.PADDING
-            # A step in flight may have planned beyond the end: the padding row repeats the last known token.
-            state.num_in_flight_tokens = state.num_in_flight_drafts = 0
-            state.num_computed_tokens = state.num_tokens - 1
-            del self._states[state.request_id]
+            self._roster.pad(state)
         else:
-            self._drop(state, keeps_kv=state.request.keeps_kv)
-
-    def _drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
-        """Forget a request, wherever it is, and free what it holds, save for KV that is to be fetched."""
-        if self._states.pop(state.request_id, None) is not None and self._promises is not None:
-            self._promises.book.on_drop(state)
-        if state.status is RequestStatus.WAITING:
-            self.waiting.remove(state)
-        else:
-            self.running.remove(state)
-            if keeps_kv:
-                self._kept_block_ids[state.request_id], state.block_ids = state.block_ids, []
-            self.kv.free(state)
-            self._leave_runner(state)
-        state.status = RequestStatus.FINISHED
-
-    def _leave_runner(self, state: RequestState) -> None:
-        """Tell the model runner with the next step to drop a request, unless it never heard of it."""
-        if self._unannounced.pop(state.request_id, None) is None:
-            self._released_ids.append(state.request_id)
+            self._roster.drop(state, keeps_kv=state.request.keeps_kv)
 
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):
-            self._drop(state)
-
-
-def _rank_last(state: RequestState) -> None:
-    """Let a request that is best effort wait behind all that have a deadline; not for one in a queue."""
-    state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])
+            self._roster.drop(state)

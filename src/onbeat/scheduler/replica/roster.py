@@ -1,0 +1,180 @@
+"""The requests of one replica: who waits, who runs, and which KV blocks each of them holds."""
+
+from __future__ import annotations
+
+from onbeat.core.step import AdmittedRequest
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.slo.book import PromiseBook
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
+
+
+class Roster:
+    """Moves requests from arrival to end, and knows what the model runner and transfers must hear of it.
+
+    Parameters
+    ----------
+    config : limits.
+    book : told of who runs for the first time, and of who leaves; None where nothing is promised.
+    """
+
+    def __init__(self, config: SchedulerConfig, book: PromiseBook | None) -> None:
+        self.kv = KVCacheManager(
+            config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
+        )
+        self.running = RunningList()
+        self.waiting = WaitingQueue()
+        self.states: dict[str, RequestState] = {}
+        """Requests that wait or run and will deliver more, by id."""
+        self.num_preemptions = 0
+        self.num_prefix_queries = 0
+        """Prompt tokens looked up in the prefix cache so far."""
+        self.num_prefix_hits = 0
+        """Of these, tokens found."""
+        self._max_num_seqs = config.max_num_seqs
+        self._book = book
+        self._released_ids: list[str] = []
+        self._pulls: list[AdmittedRequest] = []
+        self._unannounced: dict[str, AdmittedRequest] = {}
+        """Admitted requests that no step has told the model runner of: their KV is on its way."""
+        self._kept_block_ids: dict[str, list[int]] = {}
+        """Blocks of requests that have ended but whose KV is to be fetched."""
+
+    # --- moves ----------------------------------------------------------------------------------------
+
+    def add(self, state: RequestState) -> None:
+        """Let a new request wait."""
+        self.states[state.request_id] = state
+        self.waiting.push(state)
+
+    def make_room(self, plan: StepPlan, now: float) -> None:
+        """Take those out of the queue whom a plan admits, and those out of the batch whom it preempts."""
+        admissions = (*plan.admissions, *plan.pulls)
+        self.waiting.take_all([admission.state for admission in admissions])
+        for state in plan.preempted:
+            self._preempt(state, now)
+        # Before any allocation: an eviction must not take a prefix that this step has counted on.
+        for admission in admissions:
+            self.kv.pool.hold(admission.cached_block_ids)
+
+    def admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
+        """Take a request that has left the queue into the batch and give it its blocks."""
+        state = admission.state
+        self.kv.admit(state, admission.cached_block_ids)
+        self.kv.grow(state, admission.num_reserved_tokens)
+        self._count_admission(state, now, step_id)
+        self.running.insert_sorted(state)
+        return AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
+
+    def pull(self, admission: PlannedAdmission, now: float, step_id: int) -> None:
+        """Admit a request whose KV has yet to come: it holds blocks, but no step runs it."""
+        admitted = self.admit(admission, now, step_id)
+        admission.state.is_in_flight = True
+        self._pulls.append(admitted)
+        self._unannounced[admission.state.request_id] = admitted
+
+    def pad(self, state: RequestState) -> None:
+        """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped."""
+        state.status = RequestStatus.PADDING
+        # A step in flight may have planned beyond the end: the padding row repeats the last known token.
+        state.num_in_flight_tokens = state.num_in_flight_drafts = 0
+        state.num_computed_tokens = state.num_tokens - 1
+        del self.states[state.request_id]
+
+    def drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
+        """Forget a request, wherever it is, and free what it holds, save for KV that is to be fetched."""
+        if self.states.pop(state.request_id, None) is not None and self._book is not None:
+            self._book.on_drop(state)
+        if state.status is RequestStatus.WAITING:
+            self.waiting.remove(state)
+        else:
+            self.running.remove(state)
+            if keeps_kv:
+                self._kept_block_ids[state.request_id], state.block_ids = state.block_ids, []
+            self.kv.free(state)
+            self._leave_runner(state)
+        state.status = RequestStatus.FINISHED
+
+    # --- what others must hear of ---------------------------------------------------------------------
+
+    def take_unannounced(self) -> list[AdmittedRequest]:
+        """Return the admitted requests that the model runner has yet to hear of, for the next step."""
+        admitted = list(self._unannounced.values())
+        self._unannounced.clear()
+        return admitted
+
+    def take_released_ids(self) -> tuple[str, ...]:
+        """Return the requests that the model runner is to drop with the next step."""
+        released_ids, self._released_ids = tuple(self._released_ids), []
+        return released_ids
+
+    def take_pulls(self) -> list[AdmittedRequest]:
+        """Return the requests pulled since the last call."""
+        pulls, self._pulls = self._pulls, []
+        return pulls
+
+    def receive_kv(self, request_id: str) -> None:
+        """Let a request run whose external tokens are in its blocks; see `Scheduler.receive_kv`."""
+        state = self.states.get(request_id)
+        if state is None:
+            return
+        state.is_in_flight = False
+        if state.num_external_tokens and state.status is RequestStatus.RUNNING:
+            state.num_computed_tokens = state.num_external_tokens
+        state.num_external_tokens = 0
+
+    def release_kv(self, request_id: str) -> None:
+        """Free the blocks of an ended request that kept them; an id without any is ignored."""
+        self.kv.pool.release(self._kept_block_ids.pop(request_id, []))
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
+        self.kv.pool.check_invariants()
+        held = [block_id for state in self.running for block_id in state.block_ids]
+        held += [block_id for block_ids in self._kept_block_ids.values() for block_id in block_ids]
+        assert len(set(held)) == self.kv.pool.num_used_blocks, "a block is held by no running request"
+        assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)
+        assert len(self.running) <= self._max_num_seqs
+        waiting = list(self.waiting)
+        assert waiting == sorted(waiting, key=lambda state: state.sort_key)
+        assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
+        num_padding = sum(state.status is RequestStatus.PADDING for state in self.running)
+        assert len(self.states) == len(waiting) + len(self.running) - num_padding, "a request is lost"
+
+    def _preempt(self, state: RequestState, now: float) -> None:
+        """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
+        state.last_preemption = now
+        if state.is_best_effort:
+            rank_last(state)
+        assert state.status is RequestStatus.RUNNING
+        self.running.remove(state)
+        self.kv.free(state)
+        state.status = RequestStatus.WAITING
+        state.num_preemptions += 1
+        self.num_preemptions += 1
+        self._leave_runner(state)
+        self.waiting.push(state)
+
+    def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
+        state.status = RequestStatus.RUNNING
+        state.admitted_step_id = step_id
+        if state.scheduled_time < 0:
+            state.scheduled_time = now
+            state.num_cached_tokens = state.num_computed_tokens
+            self.num_prefix_queries += state.num_prompt_tokens
+            self.num_prefix_hits += state.num_cached_tokens
+            if self._book is not None:
+                self._book.on_start(state)
+
+    def _leave_runner(self, state: RequestState) -> None:
+        """Tell the model runner with the next step to drop a request, unless it never heard of it."""
+        if self._unannounced.pop(state.request_id, None) is None:
+            self._released_ids.append(state.request_id)
+
+
+def rank_last(state: RequestState) -> None:
+    """Let a request that is best effort wait behind all that have a deadline; not for one in a queue."""
+    state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])

@@ -1,0 +1,98 @@
+"""The rows of a step, and the requests advanced by what they run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
+from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.roster import Roster
+from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.verification import advance_with_drafts
+
+_new_row = tuple.__new__
+"""Makes a named tuple without the call of its own constructor, of which a step would make hundreds."""
+
+
+class CommittedRows(NamedTuple):
+    """What a plan has become."""
+
+    rows: list[ScheduledRequest]
+    states: list[RequestState]
+    """Of each row."""
+    admitted: list[AdmittedRequest]
+    """Whom the model runner must hear of."""
+
+
+def commit_rows(
+    plan: StepPlan, roster: Roster, shape: BatchShape, *, now: float, step_id: int
+) -> CommittedRows:
+    """Advance the requests of a step, and admit those that join the batch with it.
+
+    Parameters
+    ----------
+    shape : gets the rows.
+    now : when the step is planned, seconds.
+    """
+    admitted = roster.take_unannounced()
+    states = plan.decodes.copy()
+    if plan.num_drafts:
+        rows = advance_with_drafts(states, plan.num_drafts, roster.kv, shape)
+        shape.num_draft_passes = plan.num_draft_passes
+    else:
+        rows = advance_decodes(states, roster.kv, shape)
+    for state, num_new in plan.chunks:
+        rows.append(advance_chunk(state, num_new, shape))
+        states.append(state)
+    for admission in plan.admissions:
+        state = admission.state
+        admitted.append(roster.admit(admission, now, step_id))
+        rows.append(advance_chunk(state, admission.num_new_tokens, shape))
+        states.append(state)
+    return CommittedRows(rows, states, admitted)
+
+
+def advance_decodes(
+    states: list[RequestState], kv: KVCacheManager, shape: BatchShape
+) -> list[ScheduledRequest]:
+    """Plan rows of one token, and give them the KV blocks that these need.
+
+    They dominate a step, so their sums are kept in local names.
+
+    Parameters
+    ----------
+    shape : gets the rows.
+    """
+    rows: list[ScheduledRequest] = []
+    context = num_sampling = 0
+    for state in states:
+        num_computed = state.num_computed_tokens
+        context += num_computed
+        block_ids: tuple[int, ...] = ()
+        if num_computed >= state.num_allocated_tokens:
+            block_ids = kv.grow(state, num_computed + 1)
+        samples = False
+        if state.status is RequestStatus.RUNNING:  # a padding row runs its last token again and again
+            samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
+            state.num_computed_tokens = num_computed + 1
+            state.num_in_flight_tokens += samples
+            num_sampling += samples
+        rows.append(_new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
+    num_decodes = len(states)
+    shape.num_new_tokens += num_decodes
+    shape.num_sequences += num_decodes
+    shape.num_decodes += num_decodes
+    shape.decode_context_tokens += context + num_decodes
+    shape.num_lm_head_rows += num_sampling
+    return rows
+
+
+def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> ScheduledRequest:
+    """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
+    num_computed = state.num_computed_tokens
+    samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
+    state.num_computed_tokens = num_computed + num_new
+    state.num_in_flight_tokens += samples
+    shape.add(num_computed, num_new, samples=samples)
+    return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)
