@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.config import EngineConfig
@@ -228,6 +229,14 @@ def test_a_profile_is_measured_fitted_and_read_again(loaded, tmp_path):
     assert profile.limits is not None
     assert profile.engine["num_held_back"] == len(result.held_back)
     assert shares
+    rows = draft_rows(result)
+    num_verifying = sum(
+        step.shape.num_verify_rows == step.shape.num_sequences > 0 for step in result.fitted_steps
+    )
+    assert len(rows) == num_verifying > 0
+    assert all(len(row) == len(DRAFT_HEADER) for row in rows)
+    traces = draft_figure(result)["data"]
+    assert sum(len(trace["x"]) - 1 for trace in traces if trace["mode"] == "markers") == num_verifying
     path = tmp_path / "p.json"
     write_profile(path, profile)
     assert read_profile(path, profile.key) == profile

@@ -17,7 +17,16 @@ from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.shape_range import ShapeRange
-from tests.pure.perfmodel.shapes import batch, decodes, linear_seconds, mixed_batches, rows, with_chunk
+from tests.pure.perfmodel.shapes import (
+    batch,
+    decodes,
+    linear_seconds,
+    mixed_batches,
+    rows,
+    verified,
+    with_chunk,
+    with_verified,
+)
 
 RATIOS = [0.9 + 0.01 * index for index in range(30)]
 SMALL_RANGE = ShapeRange(num_new_tokens=512, num_sequences=32, query_key_pairs=200_000, context_tokens=50_000)
@@ -101,12 +110,22 @@ def test_a_range_needs_a_measurement() -> None:
         ShapeRange.of([])
 
 
-@given(rows=rows, cached=st.integers(0, 20_000), budget=st.floats(1e-3, 2.0), q=st.sampled_from((None, 0.9)))
+@given(
+    rows=rows,
+    drafts=verified,
+    cached=st.integers(0, 20_000),
+    budget=st.floats(1e-3, 2.0),
+    q=st.sampled_from((None, 0.9)),
+)
 def test_the_inverse_is_exact(
-    rows: list[tuple[int, int]], cached: int, budget: float, q: float | None
+    rows: list[tuple[int, int]],
+    drafts: list[tuple[int, int]],
+    cached: int,
+    budget: float,
+    q: float | None,
 ) -> None:
     predictor = full_predictor_once()
-    shape = batch(rows)
+    shape = with_verified(batch(rows), drafts)
     before = replace(shape)
     longest = predictor.max_chunk_tokens(shape, cached, budget, q)
     assert shape == before
