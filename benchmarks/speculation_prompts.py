@@ -29,7 +29,7 @@ PROMPT_TOKENS, OUTPUT_TOKENS = range(120, 501), range(60, MAX_TOKENS + 1)
 LEAST_COPIED = 0.7
 LEAST_DIFFERENT = 0.9
 """Of the runs of four tokens in an answer: an answer that goes round in circles has few different ones."""
-MOST_OF_A_KIND = 14
+MOST_OF_A_KIND = 20
 BATCH = 32
 
 
