@@ -27,7 +27,7 @@ from typing import Any
 from slo_study.charts import write_image
 from slo_study.trials import OutOfTime
 from speculation_study.charts import chart
-from speculation_study.plan import PARTS, Plan, following_runs, independent_runs
+from speculation_study.plan import PARTS, Plan, stages
 from speculation_study.report import markdown
 from speculation_study.slo import CapacityRun
 from speculation_study.store import Results
@@ -77,10 +77,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(args: argparse.Namespace) -> None:
     plan, results = _plan(args), Results(args.results, args.tag)
     deadline = time.time() + args.minutes * 60 if args.minutes else FOREVER
-    for runs in (independent_runs(plan), following_runs(plan, results)):
-        _run_all(results.missing(runs), results, args.jobs, deadline)
-    # Those that follow upon runs of this very slice.
-    _run_all(results.missing(following_runs(plan, results)), results, args.jobs, deadline)
+    for stage in stages(plan):
+        _run_all(results.missing(stage(results)), results, args.jobs, deadline)
 
 
 def _run_all(runs: list[Any], results: Results, jobs: int, deadline: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 from speculation_study import mlc, slo, turbospec
 from speculation_study.store import Results
+
+Stage = Callable[[Results], list[Any]]
+"""From the results so far to runs."""
 
 PARTS = ("turbospec", "mlc", "slo")
 SLO_REQUESTS = {"poisson": 300, "azure-code": 200}
@@ -65,22 +68,32 @@ def slo_run(
     )
 
 
-def slo_cells() -> list[tuple[str, str, str]]:
+def slo_cells(workloads: Sequence[str] = slo.WORKLOADS) -> list[tuple[str, str, str]]:
     """Return (set-up, workload, objectives)."""
-    return list(product(slo.DRAFT_MODELS, slo.WORKLOADS, slo.OBJECTIVES))
+    return list(product(slo.DRAFT_MODELS, workloads, slo.OBJECTIVES))
 
 
-def independent_runs(plan: Plan) -> list[Any]:
-    """Return the runs that need no other's result."""
-    return [run for part in plan.parts for run in _INDEPENDENT[part](plan)]
-
-
-def following_runs(plan: Plan, results: Results) -> list[Any]:
-    """Return the searches with drafts, each of which starts at the capacity without them."""
+def stages(plan: Plan) -> Iterator[Stage]:
+    """Yield what is run, in order: a stage needs the results of those before it."""
+    for part, runs in (("turbospec", _turbospec_runs), ("mlc", _mlc_runs)):
+        if part in plan.parts:
+            yield lambda _results, runs=runs: list(runs(plan))
     if "slo" not in plan.parts:
-        return []
+        return
+    for seed, workload in product(range(plan.seeds), slo.WORKLOADS):
+        cells = slo_cells([workload])
+        yield lambda _results, cells=cells, seed=seed: [
+            slo_run(cell, slo.OFF, 0.0, seed, plan) for cell in cells
+        ]
+        yield lambda results, cells=cells, seed=seed: _searches_with_drafts(cells, seed, plan, results)
+
+
+def _searches_with_drafts(
+    cells: Sequence[tuple[str, str, str]], seed: int, plan: Plan, results: Results
+) -> list[Any]:
+    """Return the searches with drafts, each of which starts at the capacity without them."""
     runs = []
-    for seed, cell in product(range(plan.seeds), slo_cells()):
+    for cell in cells:
         off = results.get(slo_run(cell, slo.OFF, 0.0, seed, plan))
         if off is None:
             continue
@@ -111,11 +124,3 @@ def _turbospec_runs(plan: Plan) -> Iterator[turbospec.LatencyRun]:
 def _mlc_runs(plan: Plan) -> Iterator[mlc.LoopRun]:
     for variant, concurrency, mode in product(mlc.VARIANTS, mlc.CONCURRENCIES, mlc.MODES):
         yield mlc_run(variant, concurrency, mode, plan)
-
-
-def _slo_runs(plan: Plan) -> Iterator[slo.CapacityRun]:
-    for seed, cell in product(range(plan.seeds), slo_cells()):
-        yield slo_run(cell, slo.OFF, 0.0, seed, plan)
-
-
-_INDEPENDENT = {"turbospec": _turbospec_runs, "mlc": _mlc_runs, "slo": _slo_runs}

@@ -7,12 +7,17 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.description import StepTimeDescription, description_from_json
+from onbeat.perfmodel.description import (
+    SpeculativeDescription,
+    StepTimeDescription,
+    description_from_json,
+)
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.fitted import fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.scheduler.config import SpeculationConfig
 from onbeat.simulator.replay_model import learning_model, recorded_step_time_model
 from tests.pure.recording.recorded import make_header
 from tests.pure.scheduler.driver import make_config
@@ -130,3 +135,20 @@ def test_what_has_no_model_is_named(engine, message: str) -> None:
     recorded = header(engine={**recorded.engine, **engine})
     with pytest.raises(ConfigError, match=message):
         recorded_step_time_model(recorded)
+
+
+def test_a_run_with_a_draft_model_is_predicted_by_its_own_model_only() -> None:
+    """Nothing else knows the time of the draft model's passes."""
+    target, draft = describe("bare"), describe("bare").early_exit(10)
+    speculation = SpeculationConfig(num_speculative_tokens=4, runs_model=True)
+    description = SpeculativeDescription(target=target, draft=draft).as_json()
+    config = make_config(speculation=speculation)
+    own = make_header(config, step_time=orjson.loads(orjson.dumps(description)))
+    shape = BatchShape(num_draft_passes=4)
+    shape.add_verify(100, 4)
+    model = recorded_step_time_model(own)
+    assert model.step_time(shape) > target.predictor().step_time(shape)
+    assert learning_model(own) is not None
+    for header, given in ((own, {"kind": "roofline"}), (make_header(config), {})):
+        with pytest.raises(ConfigError, match="only the engine's own step-time model knows"):
+            recorded_step_time_model(header, **given)
