@@ -115,6 +115,7 @@ async def _serve(
                 client.info.model_name,
                 listeners,
                 policy=client.info.policy,
+                proposer=client.info.speculation,
                 slo_mode=config.slo.mode,
             )
             client.add_observer(telemetry.tracker)

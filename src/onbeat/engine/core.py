@@ -16,6 +16,7 @@ from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, St
 from onbeat.engine.step_watch import StepWatch
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.speculation.stats import draft_stats
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -201,6 +202,7 @@ class EngineCore:
         now = self._clock()
         outputs = self.scheduler.update(step.scheduled, result, now)
         stats = self._stats(step, now, self._clock() - now)
+        stats.drafts = draft_stats(step.scheduled, result, outputs)
         if self._watch is not None:
             self._watch.judge(stats)
         self._last_end = now

@@ -20,6 +20,7 @@ from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.policy_counts import PolicyCounts
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.slo_counts import SLOCounts
+from onbeat.metrics.speculation_counts import SpeculationCounts
 from onbeat.metrics.tracker import REFUSALS
 
 FINISHES = ("stop", "length", "abort", "error", "rejected", "expired")
@@ -38,11 +39,13 @@ class RunCounts:
     ----------
     slo : requests with objectives, by class.
     policy : what a policy with deadlines plans and decides.
+    speculation : drafts planned, verified and accepted.
     """
 
     def __init__(self, slo_mode: SLOMode = "stream") -> None:
         self.slo = SLOCounts(slo_mode)
         self.policy = PolicyCounts()
+        self.speculation = SpeculationCounts()
         self.num_open = 0
         """Requests that have not ended."""
         self._step_running = 0
@@ -173,6 +176,8 @@ class RunCounts:
         self.num_prefix_hits += stats.num_prefix_hits
         seconds = stats.end - stats.start
         self.step.observe(seconds)
+        if stats.drafts is not None:
+            self.speculation.on_step(stats.drafts, seconds, stats.predicted_seconds)
         if stats.predicted_seconds is not None and seconds > 0:
             self._count_prediction(stats.predicted_seconds, seconds)
         self.is_drifting = stats.is_drifting

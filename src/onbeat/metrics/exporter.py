@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 from onbeat import __version__
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter_slo import slo_metrics
+from onbeat.metrics.exporter_speculation import speculation_metrics
 from onbeat.metrics.exporter_vllm import vllm_metrics
 from onbeat.metrics.families import counter, counters, gauge, histogram, keyed
 
@@ -27,6 +28,7 @@ class MetricsExporter(Collector):
     ----------
     counts : what a `RequestTracker` feeds.
     model_name, policy : what is served, and how; shown as they are.
+    proposer : what proposes draft tokens, as metrics label it; None where nothing is speculated.
     aliases : `vllm` adds the metrics of vLLM that this server can fill truthfully.
     clock : the clock of steps and requests, seconds.
     """
@@ -37,6 +39,7 @@ class MetricsExporter(Collector):
         *,
         model_name: str,
         policy: str = "",
+        proposer: str | None = None,
         aliases: Literal["vllm"] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -47,6 +50,7 @@ class MetricsExporter(Collector):
             "policy": policy,
             "slo_mode": counts.slo.mode,
         }
+        self._proposer = proposer
         self._aliases = aliases
         self._clock = clock
         self._start = clock()
@@ -76,8 +80,11 @@ class MetricsExporter(Collector):
         yield from self._histograms()
         now = self._clock()
         yield from slo_metrics(self._counts, now, uptime=now - self._start)
+        if self._proposer is not None:
+            yield from speculation_metrics(self._counts.speculation, self._proposer)
         if self._aliases == "vllm":
-            yield from vllm_metrics(self._counts, self._info["model"])
+            speculates = self._proposer is not None
+            yield from vllm_metrics(self._counts, self._info["model"], speculates=speculates)
 
     def _gauges(self) -> Iterator[Metric]:
         counts = self._counts

@@ -7,17 +7,26 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric
 
 from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.exporter_speculation import positions
 from onbeat.metrics.families import Labels, counter, counters, gauge, histogram
+from onbeat.metrics.speculation_counts import SpeculationCounts
 
 FINISHES = ("stop", "length", "abort", "error")
 """vLLM's words; it knows no refusals."""
 
 
-def vllm_metrics(counts: RunCounts, model_name: str) -> Iterator[Metric]:
-    """Yield the aliases, labelled as vLLM labels them."""
+def vllm_metrics(counts: RunCounts, model_name: str, *, speculates: bool = False) -> Iterator[Metric]:
+    """Yield the aliases, labelled as vLLM labels them.
+
+    Parameters
+    ----------
+    speculates : whether draft tokens may be planned; vLLM too leaves their metrics out otherwise.
+    """
     labels = {"model_name": model_name, "engine": "0"}
     yield from _scalars(counts, labels)
     yield from _histograms(counts, labels)
+    if speculates:
+        yield from _drafts(counts.speculation, labels)
 
 
 def _scalars(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
@@ -33,6 +42,18 @@ def _scalars(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
     yield counter("vllm:prefix_cache_hits", "As in vLLM", counts.num_prefix_hits, labels)
     finished = {(*labels.values(), reason): counts.finished[reason] for reason in FINISHES}
     yield counters("vllm:request_success", "As in vLLM", (*labels, "finished_reason"), finished)
+
+
+def _drafts(counts: SpeculationCounts, labels: Labels) -> Iterator[Metric]:
+    for name, value in (
+        ("num_drafts", counts.num_drafts),
+        ("num_draft_tokens", counts.num_drafted_tokens),
+        ("num_accepted_tokens", counts.num_accepted_tokens),
+    ):
+        yield counter(f"vllm:spec_decode_{name}", "As in vLLM", value, labels)
+    accepted = {(*labels.values(), position): number for position, number in positions(counts.accepted_at)}
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+    yield counters(name, "As in vLLM", (*labels, "position"), accepted)
 
 
 def _histograms(counts: RunCounts, labels: Labels) -> Iterator[Metric]:

@@ -26,6 +26,11 @@ class Histogram:
         self._counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
+    def observe_times(self, value: float, times: int) -> None:
+        """Count one value so many times."""
+        self._counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
     def observe_many(self, values: Iterable[float]) -> None:
         """Count values, for the price of sorting them."""
         ordered = sorted(values)

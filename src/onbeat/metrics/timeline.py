@@ -94,6 +94,7 @@ class Timeline:
                     "schedule_us": round(stats.schedule_seconds * 1e6, 1),
                     "update_us": round(stats.update_seconds * 1e6, 1),
                     **_judgement(stats),
+                    **_drafts(stats),
                 },
             }
         )
@@ -107,6 +108,8 @@ class Timeline:
             self._write(
                 _counter("utilisation", engine, stats.start, mbu=round(stats.mbu, 4), mfu=round(stats.mfu, 4))
             )
+        if drafts := _drafts(stats):
+            self._write(_counter("draft tokens", engine, stats.start, **drafts))
         self._write(
             _counter("requests", engine, stats.end, running=stats.num_running, waiting=stats.num_waiting)
         )
@@ -262,6 +265,18 @@ def _judgement(stats: StepStats) -> dict[str, float | str]:
     if stats.mfu is not None:
         values["mfu"] = round(stats.mfu, 4)
     return values
+
+
+def _drafts(stats: StepStats) -> dict[str, int]:
+    """Return the drafts of a step: planned, verified (the proposer may have had fewer), accepted."""
+    drafts = stats.drafts
+    if drafts is None:
+        return {}
+    return {
+        "drafts_planned": sum(length * num_rows for length, num_rows in enumerate(drafts.lengths)),
+        "drafts_verified": sum(drafts.drafted_at),
+        "drafts_accepted": sum(drafts.accepted_at),
+    }
 
 
 def _counter(name: str, engine: int, time: float, **values: float) -> dict[str, Any]:

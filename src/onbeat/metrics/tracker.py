@@ -76,13 +76,27 @@ class RequestTracker:
             listener.on_request(record)
         return record
 
-    def close(self, request_id: str, finish_reason: FinishReason, now: float) -> None:
+    def close(
+        self,
+        request_id: str,
+        finish_reason: FinishReason,
+        now: float,
+        *,
+        num_output_tokens: int | None = None,
+    ) -> None:
         """End a request that ended outside of the engine: by a stop string, or because a client left.
 
         Does nothing if the engine has ended it already.
+
+        Parameters
+        ----------
+        num_output_tokens : of its answer, where it ended before the last token that was delivered; None takes
+            them all.
         """
         record = self._open.pop(request_id, None)
         if record is not None:
+            if num_output_tokens is not None:
+                record.cut(num_output_tokens)
             self._finish(record, finish_reason.value, now)
 
     def refuse(self, request_id: str, error: RequestRejected, now: float) -> None:

@@ -11,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from onbeat.report.live_view import ClassView, Percentiles, ServerView, StepView
+from onbeat.report.live_view import ClassView, DraftView, Percentiles, ServerView, StepView
 from onbeat.report.units import against, duration, percent, short, sparkline
 
 GOOD, FAIR = 0.99, 0.9
@@ -39,7 +39,9 @@ def live_frame(
     """
     gap = Text()
     parts: list[RenderableType] = [_head(view, url), Rule(style="dim"), _queues(view), gap]
-    parts += [_classes(view.classes), gap, _steps(view.steps), _decisions(view)]
+    parts += [_classes(view.classes), gap, _steps(view.steps)]
+    parts += [] if view.drafts is None else [_drafts(view.drafts)]
+    parts.append(_decisions(view))
     if any(step_seconds):
         parts += [gap, _history(attainment, step_seconds)]
     parts += [Rule(style="dim"), Text(note, style="bold red") if note else Text(_footnote(view), style="dim")]
@@ -154,6 +156,25 @@ def _steps(steps: StepView) -> RenderableType:
     )
     if plan:
         rows.add_row("plan", _fields(*plan))
+    return rows
+
+
+def _drafts(drafts: DraftView) -> RenderableType:
+    rows = _grid()
+    rows.add_row(
+        "drafts",
+        _fields(
+            (drafts.proposer, "proposes"),
+            (short(drafts.length), "a row"),
+            *_known((percent(drafts.acceptance), "accepted")),
+            (short(drafts.tokens_per_row), "tokens a row"),
+        ),
+    )
+    goodput = _known(
+        (short(drafts.goodput), "tokens/s of steps"), (short(drafts.predicted_goodput), "predicted")
+    )
+    if goodput:
+        rows.add_row("goodput", _fields(*goodput))
     return rows
 
 

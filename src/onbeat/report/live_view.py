@@ -64,6 +64,22 @@ class StepView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftView:
+    """Speculation, of late."""
+
+    proposer: str
+    length: float | None
+    """Drafts planned for a decode row, on average."""
+    acceptance: float | None
+    """Accepted of the drafts verified."""
+    tokens_per_row: float | None
+    """Output tokens that a decode row delivered."""
+    goodput: float | None
+    """Output tokens of decode rows per second of steps."""
+    predicted_goodput: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadView:
     """What comes, what goes, and what the policy expects."""
 
@@ -98,6 +114,8 @@ class ServerView:
     blocks: float
     load: LoadView
     steps: StepView
+    drafts: DraftView | None
+    """None where the server does not speculate."""
     classes: tuple[ClassView, ...]
     refused: dict[str, float]
     """Reason -> requests since the start."""
@@ -178,6 +196,7 @@ class ServerHistory:
             blocks=new.value("onbeat_kv_blocks") or 0.0,
             load=_load(recent),
             steps=_steps(recent, longer),
+            drafts=_drafts(recent),
             classes=_classes(recent, longer),
             refused=_by_reason(new),
             relegated=new.value("onbeat_requests_relegated_total") or 0.0,
@@ -244,6 +263,21 @@ def _steps(recent: ScrapeWindow, longer: ScrapeWindow) -> StepView:
         error_p99=longer.quantile("onbeat_step_prediction_error_ratio", 0.99),
         bias=recent.new.value("onbeat_step_prediction_bias_ratio"),
         planner_p99=longer.quantile("onbeat_planner_seconds", 0.99),
+    )
+
+
+def _drafts(recent: ScrapeWindow) -> DraftView | None:
+    new = recent.new
+    proposers = new.label_values("onbeat_spec_drafts_total", "proposer")
+    if not proposers:
+        return None
+    return DraftView(
+        proposer=proposers[0],
+        length=recent.mean("onbeat_spec_draft_length"),
+        acceptance=recent.share("onbeat_spec_accepted_tokens_total", "onbeat_spec_draft_tokens_total"),
+        tokens_per_row=recent.share("onbeat_spec_delivered_tokens_total", "onbeat_spec_draft_length_count"),
+        goodput=new.total("onbeat_spec_goodput_tokens_per_second"),
+        predicted_goodput=new.total("onbeat_spec_goodput_predicted_tokens_per_second"),
     )
 
 

@@ -24,6 +24,7 @@ class Telemetry:
     model_name : the model's name, as metrics label it.
     listeners : more that want to hear of steps and requests, such as a timeline.
     policy : the scheduler's, as metrics show it.
+    proposer : what proposes draft tokens; None where nothing is speculated.
     slo_mode : what keeping a TBT objective means to them.
 
     Attributes
@@ -38,12 +39,17 @@ class Telemetry:
         listeners: Sequence[RunListener] = (),
         *,
         policy: str = "",
+        proposer: str | None = None,
         slo_mode: SLOMode = "stream",
     ) -> None:
         counts = RunCounts(slo_mode)
         self.tracker = RequestTracker([counts, *listeners])
         self.exporter = MetricsExporter(
-            counts, model_name=model_name, policy=policy, aliases=config.metrics_aliases
+            counts,
+            model_name=model_name,
+            policy=policy,
+            proposer=proposer,
+            aliases=config.metrics_aliases,
         )
 
     def on_http(self, context: HttpContext) -> None:

@@ -18,11 +18,13 @@ CHAT = SLO(ttft=1.0, tbt=0.1)
 class FakeServer:
     """Serves requests that a test tells of."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, proposer: str | None = None, **options: Any) -> None:
         self.now = 0.0
         self.counts = RunCounts(**options)
         self.tracker = RequestTracker([self.counts])
-        self.exporter = MetricsExporter(self.counts, model_name="tiny", policy="slo", clock=lambda: self.now)
+        self.exporter = MetricsExporter(
+            self.counts, model_name="tiny", policy="slo", proposer=proposer, clock=lambda: self.now
+        )
 
     def text(self, now: float) -> str:
         """Return what /metrics shows at a time."""

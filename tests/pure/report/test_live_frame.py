@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from onbeat.core.step import DraftStats
 from onbeat.metrics.exposition import read_exposition
 from onbeat.report.live_frame import live_frame
 from onbeat.report.live_view import ServerHistory
@@ -100,3 +101,14 @@ def test_colour_adds_nothing_and_can_be_left_out() -> None:
     assert "\x1b[1;31m" in draw(console=terminal)  # attainment of 0 % is red
     without = draw(console={**terminal, "no_color": True})
     assert not [code for code in ("\x1b[31m", "[1;31m", "[33m", "[36m", "38;5", "38;2") if code in without]
+
+
+def test_drafts_have_lines_of_their_own() -> None:
+    server = FakeServer(proposer="ngram")
+    assert "drafts      ngram proposes   - a row   - tokens a row" in lines(server.text(0.0))
+    steps = DraftStats([1, 0, 0, 1], [1, 1, 1], [1, 1, 0], num_tokens=4, expected_tokens=3.5)
+    server.step(0.0, 0.1, drafts=steps, predicted_seconds=0.1)
+    drawn = lines(server.text(1.0))
+    at = drawn.index("drafts      ngram proposes   1.50 a row   66.7 % accepted   2 tokens a row")
+    assert drawn[at + 1] == "goodput     40 tokens/s of steps   35 predicted"
+    assert drawn[at + 2].startswith("decisions")

@@ -4,7 +4,7 @@ import pytest
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import SLO
-from onbeat.core.step import SchedulerState
+from onbeat.core.step import DraftStats, SchedulerState
 from onbeat.metrics.exposition import read_exposition
 from onbeat.report.live_view import LATENCY_SECONDS, ServerHistory, is_onbeat
 from tests.pure.metrics.fake_server import FakeServer
@@ -122,3 +122,28 @@ def test_a_server_that_was_started_anew_begins_anew(started: float) -> None:
 def test_metrics_of_others_are_told_apart() -> None:
     assert is_onbeat(read_exposition(FakeServer().text(0.0)))
     assert not is_onbeat(read_exposition('vllm:num_requests_running{model_name="m"} 1\n'))
+
+
+def test_drafts_are_of_the_last_ten_seconds() -> None:
+    server, history = FakeServer(proposer="ngram"), ServerHistory()
+    look(history, server, 0.0)
+    server.step(0.0, 0.5, drafts=DraftStats([0, 0, 1], [1, 1], [1, 1], num_tokens=3, expected_tokens=2.5))
+    look(history, server, 1.0)
+    for now in range(2, 20):
+        look(history, server, float(now))
+    steps = DraftStats([2, 0, 0, 2], [2, 2, 1], [1, 1, 0], num_tokens=6, expected_tokens=5.0)
+    server.step(19.0, 19.5, drafts=steps, predicted_seconds=0.4)
+    look(history, server, 20.0)
+    drafts = history.view(STARTED + 20).drafts
+    assert drafts is not None
+    assert (drafts.proposer, drafts.length, drafts.acceptance) == ("ngram", 1.5, 0.4)
+    assert drafts.tokens_per_row == 1.5
+    assert drafts.goodput == pytest.approx(9.0, rel=0.02)
+    assert drafts.predicted_goodput == pytest.approx(12.5)
+
+
+def test_a_server_that_does_not_speculate_has_no_drafts() -> None:
+    server, history = FakeServer(), ServerHistory()
+    server.step(0.0, 0.5)
+    look(history, server, 1.0)
+    assert history.view(STARTED + 1).drafts is None
