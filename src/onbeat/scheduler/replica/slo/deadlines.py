@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import ceil, inf
 
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
@@ -74,14 +74,17 @@ def note_delivery(state: RequestState, now: float, mode: SLOMode, num_tokens: in
     num_late = int(late)
     if late and num_tokens > 1 and mode == "stream" and state.tbt > 0:
         # The k-th token of the delivery was due k - 1 objectives later.
-        num_late = min(num_tokens, 1 + int((now - state.next_deadline - TOLERANCE) / state.tbt))
+        num_late = min(num_tokens, max(1, ceil((now - state.next_deadline - TOLERANCE) / state.tbt)))
     state.num_late_tokens += num_late
     if is_first:
         if late:  # no later token can make up for the first
             give_up(state)
             return True
         due = state.ttft_deadline
-        state.next_deadline = (due if mode == "stream" and now < due < inf else now) + state.tbt
+        if mode == "stream":
+            state.next_deadline = (due if now < due < inf else now) + num_tokens * state.tbt
+        else:
+            state.next_deadline = now + state.tbt
         return False
     if mode == "stream":
         state.next_deadline += num_tokens * state.tbt
