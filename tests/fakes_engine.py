@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from onbeat.core.errors import EngineDead, OnbeatError
 from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
-from onbeat.core.step import BatchShape, StepOutputs, StepStats
+from onbeat.core.step import BatchShape, DraftStats, StepOutputs, StepStats
 
 EOS = 256
 BOS = 257
@@ -54,6 +54,8 @@ class Script:
     end: bool = True
     """Whether an end token follows the text; without, the text starts over."""
     tokens_per_step: int = 1
+    drafts_per_step: int = 0
+    """Drafts verified at each step; one less than its tokens are accepted, those behind the end included."""
     seconds_per_step: float = 0.0
     first_delay: float = 0.0
     error_after: int | None = None
@@ -96,6 +98,7 @@ class FakeEngine:
             device="cpu",
             dtype="float32",
             priority_scheduling=self.priority_scheduling,
+            speculation="ngram" if self.script.drafts_per_step else None,
         )
 
     @property
@@ -141,6 +144,9 @@ class FakeEngine:
                 logprobs=_logprobs(request, token_ids),
                 error="the step failed" if failed else None,
             )
+            if self.script.drafts_per_step:
+                output.num_drafted_tokens = (step + 1) * self.script.drafts_per_step
+                output.num_accepted_tokens = (step + 1) * (self.script.tokens_per_step - 1)
             yield Delivery(self._observe(output, request), output)
             if reason is not None:
                 return
@@ -181,11 +187,25 @@ class FakeEngine:
             num_prefix_hits=0,
             schedule_seconds=0.0001,
             update_seconds=0.0001,
+            drafts=self._drafts(),
         )
         self.num_steps += 1
         for observer in self.observers:
             observer.on_step(StepOutputs(now, [output], stats))
         return now
+
+    def _drafts(self) -> DraftStats | None:
+        """Return what a step verified: its first drafts were accepted."""
+        num_drafts, num_accepted = self.script.drafts_per_step, self.script.tokens_per_step - 1
+        if not num_drafts:
+            return None
+        return DraftStats(
+            lengths=[0] * num_drafts + [1],
+            drafted_at=[1] * num_drafts,
+            accepted_at=[1] * num_accepted + [0] * (num_drafts - num_accepted),
+            num_tokens=1 + num_accepted,
+            expected_tokens=1.5,
+        )
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

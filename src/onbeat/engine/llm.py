@@ -187,11 +187,15 @@ class _OfflineRun:
         is_final = output.finish_reason is not None
         # A stop token ends the text and is no part of it.
         visible = output.new_token_ids[:-1] if output.stop_token_id is not None else output.new_token_ids
-        delta = self._streams[output.request_id].push(visible, final=is_final)
+        stream = self._streams[output.request_id]
+        delta = stream.push(visible, final=is_final)
         generation.text += delta.text
         generation.finish_reason = output.finish_reason
         if delta.stop_string is not None:
             generation.finish_reason = FinishReason.STOP
+            del generation.token_ids[stream.num_consumed_tokens :]  # a delivery may go on behind it
+            if generation.logprobs:
+                del generation.logprobs[stream.num_consumed_tokens :]
             self._core.abort([output.request_id])
 
 

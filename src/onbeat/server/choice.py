@@ -49,6 +49,10 @@ class Choice:
     is_relegated: bool = False
     """Whether the engine has given its objectives up."""
     num_output_tokens: int = 0
+    num_drafted_tokens: int = 0
+    """Draft tokens that the engine verified for it."""
+    num_accepted_tokens: int = 0
+    """Of the output tokens, those that were drafts: not those behind the end of the answer."""
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None

@@ -47,6 +47,8 @@ class _ChoiceText:
         )
         self._num_shown = 0
         self._num_sent = 0
+        self._num_accepted = 0
+        """Drafts that the engine has accepted, those behind the end of the answer included."""
         self._held: list[ShownToken] = []
 
     def take(self, delivery: Delivery) -> ChoiceDelta | None:
@@ -62,6 +64,7 @@ class _ChoiceText:
         if token_ids:
             choice.delivery_times.append(delivery.time)
             choice.delivery_sizes.append(len(token_ids))
+        num_before = choice.num_output_tokens
         choice.token_ids += token_ids
         choice.num_output_tokens += len(token_ids)
         choice.finish_reason = output.finish_reason
@@ -70,7 +73,22 @@ class _ChoiceText:
                 choice.stop_reason = output.stop_token_id
             if not self._include_stop:
                 token_ids = token_ids[:-1]
-        return self._delta(token_ids, output.logprobs)
+        delta = self._delta(token_ids, output.logprobs)
+        self._count_drafts(output, choice.num_output_tokens - num_before)
+        return delta
+
+    def _count_drafts(self, output: RequestOutput, num_tokens: int) -> None:
+        """Count what a delivery's drafts became.
+
+        Parameters
+        ----------
+        num_tokens : of the delivery, those that are in the answer. Accepted drafts come first in a delivery:
+            one that was cut short has drafts alone.
+        """
+        num_new = output.num_accepted_tokens - self._num_accepted
+        self._num_accepted = output.num_accepted_tokens
+        self._choice.num_drafted_tokens = output.num_drafted_tokens
+        self._choice.num_accepted_tokens += min(num_new, num_tokens)
 
     def _delta(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> ChoiceDelta | None:
         choice = self._choice
@@ -78,10 +96,7 @@ class _ChoiceText:
         known: Sequence[TokenLogprobs | None] = logprobs or [None] * len(token_ids)
         self._held += map(ShownToken, token_ids, piece.token_offsets, known)
         if piece.stop_string is not None:
-            choice.finish_reason, choice.stop_reason = FinishReason.STOP, piece.stop_string
-            choice.num_output_tokens = self._stream.num_consumed_tokens
-            del choice.token_ids[choice.num_output_tokens :]
-            del self._held[choice.num_output_tokens - self._num_shown :]
+            self._end_at(piece.stop_string, self._stream.num_consumed_tokens)
         if not piece.text and choice.finish_reason is None:
             return None
         shown, self._held = self._held, []
@@ -90,6 +105,16 @@ class _ChoiceText:
         self._num_sent += len(new_ids)
         reason = None if choice.finish_reason is None else choice.finish_reason.value
         return ChoiceDelta(choice, piece.text, shown, new_ids, reason)
+
+    def _end_at(self, stop_string: str, num_tokens: int) -> None:
+        """End the answer with the token that completed a stop string; what came behind it is nobody's."""
+        choice = self._choice
+        choice.finish_reason, choice.stop_reason = FinishReason.STOP, stop_string
+        if num_tokens < choice.num_output_tokens:
+            choice.delivery_sizes[-1] -= choice.num_output_tokens - num_tokens
+        choice.num_output_tokens = num_tokens
+        del choice.token_ids[num_tokens:]
+        del self._held[num_tokens - self._num_shown :]
 
 
 def _check_alive(output: RequestOutput, choice: Choice) -> None:
@@ -170,7 +195,12 @@ class Generator:
             ended = FinishReason.ERROR
             raise
         finally:
-            self._tracker.close(request.request_id, ended, time.monotonic() if end is None else end)
+            self._tracker.close(
+                request.request_id,
+                ended,
+                time.monotonic() if end is None else end,
+                num_output_tokens=choice.num_output_tokens if end is not None else None,
+            )
         # Only now: after a stop string the engine must not go on while the client is slow to read.
         if last is not None:
             yield last

@@ -38,7 +38,12 @@ class PromptTokensDetails(BaseModel):
 
 class CompletionTokensDetails(BaseModel):
     reasoning_tokens: int
-    accepted_prediction_tokens: int
+    accepted_prediction_tokens: int = Field(
+        description="Of the completion tokens, those that were proposed as drafts; 0 without speculation"
+    )
+    rejected_prediction_tokens: int = Field(
+        description="Draft tokens that are not in the answer; they are not completion tokens"
+    )
 
 
 class Usage(BaseModel):

@@ -54,7 +54,11 @@ async def test_snapshot_of_a_chat_stream(served: Served, engine: FakeEngine) -> 
         "completion_tokens": 3,
         "total_tokens": 23,
         "prompt_tokens_details": {"cached_tokens": 0},
-        "completion_tokens_details": {"reasoning_tokens": 0, "accepted_prediction_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
     assert events == [
         chunk({"role": "assistant", "content": ""}),
