@@ -30,6 +30,8 @@ class FakeOpenAI:
     predicted_ttft_ms : of refusals, with a Retry-After of 1.5 s; None leaves both out.
     verdict : the object `slo` of the last chunk; None leaves it out.
     owned_by : of the model; None leaves it out.
+    details : the object `completion_tokens_details` of the usage; None leaves it out.
+    metrics : what /metrics shows, the next text at each look; empty has no such path.
     """
 
     first_token_delay: float = 0.0
@@ -41,6 +43,8 @@ class FakeOpenAI:
     predicted_ttft_ms: float | None = None
     verdict: dict[str, Any] | None = None
     owned_by: str | None = None
+    details: dict[str, int] | None = None
+    metrics: list[str] = field(default_factory=list)
     sends_usage: bool = True
     has_tokenize: bool = True
     tokens_per_chunk: int = 1
@@ -57,6 +61,8 @@ class FakeOpenAI:
         app.router.add_post("/v1/completions", self.handle)
         app.router.add_post("/v1/chat/completions", self.handle)
         app.router.add_get("/v1/models", self.models)
+        if self.metrics:
+            app.router.add_get("/metrics", self.show_metrics)
         if self.has_tokenize:
             app.router.add_post("/tokenize", self.tokenize)
         return app
@@ -64,6 +70,9 @@ class FakeOpenAI:
     async def models(self, request: web.Request) -> web.Response:
         owner = {} if self.owned_by is None else {"owned_by": self.owned_by}
         return web.json_response({"object": "list", "data": [{"id": "fake", "object": "model"} | owner]})
+
+    async def show_metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text=self.metrics.pop(0))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -112,7 +121,9 @@ class FakeOpenAI:
         verdict = {} if self.verdict is None else {"slo": self.verdict}
         await self.event(response, {"choices": [last | {"finish_reason": "length"}]} | verdict)
         if self.sends_usage:
-            usage = {"prompt_tokens": self.count(body), "completion_tokens": num_tokens}
+            usage: dict[str, Any] = {"prompt_tokens": self.count(body), "completion_tokens": num_tokens}
+            if self.details is not None:
+                usage["completion_tokens_details"] = self.details
             await self.event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()

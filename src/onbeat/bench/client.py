@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 import orjson
@@ -165,6 +166,7 @@ class StreamingClient:
             record.text = "".join(stream.texts)
         usage = stream.usage or {}
         record.num_prompt_tokens = usage.get("prompt_tokens") or record.num_prompt_tokens
+        _take_drafts(usage, record)
         if usage.get("completion_tokens"):
             record.num_output_tokens = usage["completion_tokens"]
             record.count_source = TokenCountSource.USAGE
@@ -173,6 +175,15 @@ class StreamingClient:
             record.count_source = TokenCountSource.TOKENIZER
         else:
             record.num_output_tokens = len(stream.delivery_times)
+
+
+def _take_drafts(usage: Mapping[str, Any], record: RequestRecord) -> None:
+    """Note what the answer's usage says of speculation; servers that do not speculate leave it out."""
+    details = usage.get("completion_tokens_details")
+    if isinstance(details, dict):
+        num_accepted = details.get("accepted_prediction_tokens") or 0
+        record.num_accepted_tokens = num_accepted
+        record.num_drafted_tokens = num_accepted + (details.get("rejected_prediction_tokens") or 0)
 
 
 def _note_failure(record: RequestRecord, cause: str, detail: str, *, code: str | None = None) -> None:

@@ -56,6 +56,10 @@ class RequestRecord:
     delivery_times: array[float] = field(default_factory=lambda: array("d"))
     num_output_tokens: int = 0
     count_source: TokenCountSource = TokenCountSource.CHUNKS
+    num_drafted_tokens: int = 0
+    """Draft tokens that the server verified for it, as its usage says."""
+    num_accepted_tokens: int = 0
+    """Of these, tokens that are in the answer."""
     finish_reason: str | None = None
     status: Status = Status.FAILED
     cause: str | None = None

@@ -15,6 +15,7 @@ from onbeat.bench.config import BenchConfig, RunConfig
 from onbeat.bench.outcomes import group_keys, outcome_keys, refusal_keys, verdict_keys
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.runner import LoadOutcome
+from onbeat.bench.speculation import draft_keys
 from onbeat.metrics.summary import describe, gaps, percentile, summarise, ttft
 from onbeat.report.result import SCHEDULED, RunResult
 
@@ -60,6 +61,7 @@ def build_result(
         "num_gpus": bench.num_gpus,
         "output_throughput_per_gpu": summary["output_throughput"] / bench.num_gpus,
         "errors_by_cause": group_errors(records),
+        **draft_keys(outcome.drafts, records),
     }
     return RunResult(
         title=run.title,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.speculation import DraftCounts
 
 Send = Callable[[str, RequestRecord], Awaitable[RequestRecord]]
 
@@ -47,6 +48,8 @@ class LoadOutcome:
     duration: float
     """From the start to the end of the last request, seconds."""
     interrupted: bool
+    drafts: DraftCounts | None = None
+    """What the server counted of speculation meanwhile; None where it does not say."""
 
 
 class LoadRunner:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -23,8 +21,10 @@ from onbeat.bench.promise import Promises, choose_transport
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import build_result
 from onbeat.bench.runner import LoadPlan, LoadRunner
+from onbeat.bench.speculation import drafts_since, look_at_drafts
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
+from onbeat.core.settled_memory import settled_memory
 from onbeat.report.result import RunResult
 from onbeat.workload.arrivals import ramp_arrivals
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
@@ -150,9 +150,11 @@ async def _run(
     feed = PromptFeed(workload, promises=Promises(bench.slo_classes, len(workload), bench.seed))
     await feed.fill()
     runner = LoadRunner(client.send, plan, on_end=progress.on_request)
+    drafts_before = await look_at_drafts(server.session, bench.target)
     progress.on_start(run, len(workload))
     with settled_memory():
         outcome = await runner.run(feed, stop)
+    outcome.drafts = await drafts_since(drafts_before, server.session, bench.target)
     run = replace(run, num_prompts=len(workload))
     is_measured = server.count_tokens is not None or run.dataset.name not in TEXT_DATASETS
     length_source = server.pool.source if is_measured else "estimate"
@@ -164,17 +166,6 @@ async def _run(
         length_source=length_source,
         slo_sent=server.endpoint.objectives.how,
     )
-
-
-@contextmanager
-def settled_memory() -> Iterator[None]:
-    """Keep what exists now out of garbage collection; a full round would stop the client for over 10 ms."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 async def _warm_up(

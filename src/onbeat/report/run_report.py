@@ -14,12 +14,13 @@ from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.result import AnyResult, merge_warnings
 from onbeat.report.table import (
     CLASS_COLUMNS,
-    SWEEP_COLUMNS,
     class_rows,
+    draft_rows,
     latency_rows,
     machine_rows,
     number,
     summary_rows,
+    sweep_columns,
 )
 
 CDF_TITLES = {
@@ -137,6 +138,7 @@ def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -
         "<h2>Numbers</h2>\n"
         + f'<div class="grid">{_summary_table(result)}{_latency_table(result, percentiles)}</div>\n'
         + _machine_section(result)
+        + _draft_section(result)
         + _error_section(result)
         + _class_section(result)
         + "<h2>Distributions</h2>\n"
@@ -181,7 +183,7 @@ def _latency_table(result: AnyResult, percentiles: Sequence[float]) -> str:
 
 
 def _sweep_table(results: Sequence[AnyResult]) -> str:
-    rows = []
+    rows, columns = [], sweep_columns(results)
     for result in results:
         summary = result.summary
         lost = summary["failed"] + summary["rejected"]
@@ -191,11 +193,11 @@ def _sweep_table(results: Sequence[AnyResult]) -> str:
                 result.title,
                 number(summary["completed"]),
                 number(lost),
-                *(number(summary.get(key)) for _, key in SWEEP_COLUMNS),
+                *(number(summary.get(key)) for _, key in columns),
                 "-" if attainment is None else f"{attainment:.0%}",
             ]
         )
-    return table(["run", "done", "lost", *(title for title, _ in SWEEP_COLUMNS), "good"], rows)
+    return table(["run", "done", "lost", *(title for title, _ in columns), "good"], rows)
 
 
 def _error_section(result: AnyResult) -> str:
@@ -217,6 +219,11 @@ def _error_section(result: AnyResult) -> str:
 def _machine_section(result: AnyResult) -> str:
     rows = machine_rows(result.summary)
     return f"<h2>Replicas</h2>\n{table(('', ''), rows)}" if rows else ""
+
+
+def _draft_section(result: AnyResult) -> str:
+    rows = draft_rows(result.summary)
+    return f"<h2>Speculation</h2>\n{table(('', ''), rows)}" if rows else ""
 
 
 def _class_section(result: AnyResult) -> str:

@@ -90,6 +90,40 @@ def machine_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def draft_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return what speculation did in a run, as (name, value); nothing where no drafts were verified."""
+    if (simulated := summary.get("speculation")) is not None:
+        return _simulated_draft_rows(simulated)
+    if summary.get("spec_decode_acceptance_rate") is None:
+        return []
+    rows = [
+        ("draft tokens verified", f"{summary['spec_decode_draft_tokens']:,}"),
+        ("accepted", f"{summary['spec_decode_acceptance_rate']:.1f}%"),
+    ]
+    if summary.get("spec_decode_num_drafts"):
+        rows += [
+            ("verifications", f"{summary['spec_decode_num_drafts']:,}"),
+            ("tokens each", f"{summary['spec_decode_acceptance_length']:.2f}"),
+        ]
+    if by_position := summary.get("spec_decode_per_position_acceptance_rates"):
+        rows.append(("accepted by position", " / ".join(f"{rate:.0%}" for rate in by_position)))
+    return rows
+
+
+def _simulated_draft_rows(speculation: dict[str, Any]) -> list[tuple[str, str]]:
+    accepted, verifying = speculation["accepted_share"], speculation["verifying_share"]
+    return [
+        (
+            "drafts of a row",
+            f"{speculation['draft_length']}, at most {speculation['num_speculative_tokens']}",
+        ),
+        ("draft tokens verified", f"{speculation['num_drafted_tokens']:,}"),
+        ("accepted", "-" if accepted is None else f"{accepted:.1%}"),
+        ("decode rows with drafts", "-" if verifying is None else f"{verifying:.1%}"),
+        ("tokens of a decode row", f"{speculation['tokens_per_decode']:.2f}"),
+    ]
+
+
 CLASS_COLUMNS = (
     *("class", "TTFT objective", "TBT objective", "offered", "good"),
     *("TTFT P50", "TTFT P99", "TBT P50", "TBT P99"),
@@ -117,25 +151,19 @@ def run_tables(
     result: AnyResult, metrics: Sequence[str], percentiles: Sequence[float], *, what: str = "Load test"
 ) -> list[Table]:
     """Return the tables of one run; `what` names the kind of run."""
-    counts = Table(box=SIMPLE_HEAD, title=what, title_justify="left", show_header=False)
-    counts.add_column()
-    counts.add_column(justify="right")
-    for row in summary_rows(result.summary):
-        counts.add_row(*row)
     latencies = Table(box=SIMPLE_HEAD, title="Latency (ms)", title_justify="left")
     latencies.add_column("")
     for column in ("mean", "median", "std", *map(percentile_name, percentiles), "max"):
         latencies.add_column(column, justify="right")
     for latency_row in latency_rows(result.summary, metrics, percentiles):
         latencies.add_row(*latency_row)
-    tables = [counts, latencies]
-    if rows := machine_rows(result.summary):
-        machine = Table(box=SIMPLE_HEAD, title="Replicas", title_justify="left", show_header=False)
-        machine.add_column()
-        machine.add_column(justify="right")
-        for machine_row in rows:
-            machine.add_row(*machine_row)
-        tables.append(machine)
+    tables = [_named_values(what, summary_rows(result.summary)), latencies]
+    for title, rows in (
+        ("Replicas", machine_rows(result.summary)),
+        ("Speculation", draft_rows(result.summary)),
+    ):
+        if rows:
+            tables.append(_named_values(title, rows))
     if of_classes := class_rows(result.summary):
         classes = Table(box=SIMPLE_HEAD, title="Classes (times in ms)", title_justify="left")
         for column in CLASS_COLUMNS:
@@ -146,6 +174,15 @@ def run_tables(
     if errors := result.summary.get("errors_by_cause"):
         tables.append(error_table(errors))
     return tables
+
+
+def _named_values(title: str, rows: Sequence[tuple[str, str]]) -> Table:
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
+    table.add_column()
+    table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def error_table(errors: Sequence[dict[str, Any]]) -> Table:
@@ -169,7 +206,13 @@ SWEEP_COLUMNS = (
     ("P99", "p99_tpot_ms"),
     ("TBT P99", "p99_itl_ms"),
     ("max", "max_itl_ms"),
+    ("accepted %", "spec_decode_acceptance_rate"),
 )
+
+
+def sweep_columns(results: Sequence[AnyResult]) -> list[tuple[str, str]]:
+    """Return (title, key) of the columns that any run of a sweep has."""
+    return [(title, key) for title, key in SWEEP_COLUMNS if any(key in r.summary for r in results)]
 
 
 def sweep_table(results: Sequence[AnyResult]) -> Table:
@@ -177,7 +220,7 @@ def sweep_table(results: Sequence[AnyResult]) -> Table:
     table = Table(box=SIMPLE_HEAD, title="Sweep (times in ms)", title_justify="left", pad_edge=False)
     table.add_column("run", no_wrap=True)
     table.add_column("done", justify="right")
-    columns = [(title, key) for title, key in SWEEP_COLUMNS if any(key in r.summary for r in results)]
+    columns = sweep_columns(results)
     has_goodput = any(result.summary["request_goodput"] is not None for result in results)
     for title, _ in columns:
         table.add_column(title, justify="right", no_wrap=True)

@@ -1,0 +1,136 @@
+"""What a result says of the server's speculation."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from onbeat.bench.record import RequestRecord
+from onbeat.bench.speculation import DraftCounts, draft_counts, draft_keys
+from onbeat.core.step import DraftStats
+from onbeat.metrics.exposition import read_exposition
+from onbeat.metrics.summary import METRICS
+from onbeat.report.run_report import write_report
+from onbeat.report.table import draft_rows, run_tables, sweep_table
+from tests.pure.bench.results import make_records, make_result
+from tests.pure.metrics.fake_server import FakeServer
+
+VLLM = """
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0
+vllm:spec_decode_num_drafts_total{engine="1",model_name="m"} 2.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 36.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 24.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 12.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 8.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 4.0
+"""
+ALL = DraftCounts(num_drafts=12, num_drafted_tokens=36, num_accepted_tokens=24, accepted_at=(12, 8, 4))
+EARLIER = DraftCounts(num_drafts=2, num_drafted_tokens=6, num_accepted_tokens=4, accepted_at=(2, 2))
+NEW = DraftCounts(num_drafts=10, num_drafted_tokens=30, num_accepted_tokens=20, accepted_at=(10, 6, 4))
+STEP = DraftStats(
+    lengths=[0, 0, 0, 2], drafted_at=[2, 2, 2], accepted_at=[2, 1, 0], num_tokens=5, expected_tokens=5
+)
+
+
+def with_usage(records: list[RequestRecord]) -> list[RequestRecord]:
+    for record in records:
+        record.num_drafted_tokens, record.num_accepted_tokens = 8, 6
+    return records
+
+
+def shown(*tables: Any) -> str:
+    file = StringIO()
+    console = Console(width=120, file=file)
+    for table in tables:
+        console.print(table)
+    return file.getvalue()
+
+
+def test_vllms_counters_are_read_over_all_engines() -> None:
+    assert draft_counts(read_exposition(VLLM)) == ALL
+
+
+def test_onbeats_own_counters_are_read_without_aliases() -> None:
+    server = FakeServer(proposer="ngram")
+    for _ in range(3):
+        server.step(0.0, 0.1, drafts=STEP)
+    counts = draft_counts(read_exposition(server.text(1.0)))
+    assert counts == DraftCounts(
+        num_drafts=6, num_drafted_tokens=18, num_accepted_tokens=9, accepted_at=(6, 3, 0)
+    )
+
+
+def test_a_server_without_speculation_counts_nothing() -> None:
+    assert draft_counts(read_exposition(FakeServer().text(1.0))) is None
+
+
+def test_a_run_has_what_was_counted_since_its_start() -> None:
+    assert ALL.since(EARLIER) == NEW
+
+
+def test_keys_are_vllms() -> None:
+    assert draft_keys(NEW, with_usage(make_records(3))) == {
+        "spec_decode_acceptance_rate": pytest.approx(100 * 20 / 30),
+        "spec_decode_acceptance_length": 3.0,
+        "spec_decode_num_drafts": 10,
+        "spec_decode_draft_tokens": 30,
+        "spec_decode_accepted_tokens": 20,
+        "spec_decode_per_position_acceptance_rates": [1.0, 0.6, 0.4],
+        "spec_decode_source": "metrics",
+    }
+
+
+def test_usage_says_what_it_can_where_there_are_no_metrics() -> None:
+    assert draft_keys(None, with_usage(make_records(3))) == {
+        "spec_decode_acceptance_rate": 75.0,
+        "spec_decode_draft_tokens": 24,
+        "spec_decode_accepted_tokens": 18,
+        "spec_decode_source": "usage",
+    }
+
+
+@pytest.mark.parametrize("counts", [None, ALL.since(ALL), EARLIER.since(ALL)])
+def test_a_run_without_drafts_has_no_keys(counts: DraftCounts | None) -> None:
+    """Nor has one in which the server was started anew."""
+    assert draft_keys(counts, make_records(3)) == {}
+    assert draft_rows({}) == []
+
+
+def test_a_simulation_shows_what_it_planned() -> None:
+    speculation = {
+        "num_speculative_tokens": 5,
+        "draft_length": "adaptive",
+        "num_drafted_tokens": 12_000,
+        "num_accepted_tokens": 7_200,
+        "accepted_share": 0.6,
+        "verifying_share": 0.25,
+        "tokens_per_decode": 1.45,
+    }
+    assert dict(draft_rows({"speculation": speculation})) == {
+        "drafts of a row": "adaptive, at most 5",
+        "draft tokens verified": "12,000",
+        "accepted": "60.0%",
+        "decode rows with drafts": "25.0%",
+        "tokens of a decode row": "1.45",
+    }
+    unused = speculation | {"num_drafted_tokens": 0, "accepted_share": None, "verifying_share": None}
+    assert dict(draft_rows({"speculation": unused}))["accepted"] == "-"
+    assert draft_rows({"speculation": None}) == []
+
+
+def test_tables_and_report_show_it_where_it_is(tmp_path: Path) -> None:
+    result = make_result(with_usage(make_records(3)))
+    result.summary.update(draft_keys(NEW, []))
+    text = shown(*run_tables(result, METRICS, (50.0, 99.0)))
+    for part in ("Speculation", "66.7%", "3.00", "100% / 60% / 40%"):
+        assert part in text
+    write_report(tmp_path / "report.html", [result], percentiles=(50.0,), settings={})
+    assert "<h2>Speculation</h2>" in (tmp_path / "report.html").read_text()
+    plain = make_result()
+    assert "Speculation" not in shown(*run_tables(plain, METRICS, (50.0,)))
+    assert "accepted %" in shown(sweep_table([result, plain]))
+    assert "accepted %" not in shown(sweep_table([plain, plain]))
