@@ -63,7 +63,7 @@ def measure(args: argparse.Namespace, document: dict[str, Any], stem: Path) -> N
         seed=args.seed,
     )
     client = TaskClient(load_tokenizer(resolve_model(args.model or DEFAULT_MODEL).path))
-    entries = make_entries(args.model, args.server_args)
+    entries = make_entries(args.model, args.server_args, most_drafts=args.most_drafts)
     with Stage(entries, keeps_up=True) as stage:
         for entry in entries:
             stage.start(entry.name)
@@ -81,7 +81,8 @@ def check(args: argparse.Namespace, document: dict[str, Any], stem: Path) -> Non
     sets = [read_tasks(DATA / TASK_SETS[name]) for name in args.only]
     num_tasks = 2 if args.quick else args.tasks
     tasks = [task for tasks in sets for task in draw_tasks(tasks, num_tasks, args.seed)]
-    entries = make_entries(args.model, f"{EXACT} {args.server_args}".strip(), dtype="float32")
+    extra = f"{EXACT} {args.server_args}".strip()
+    entries = make_entries(args.model, extra, most_drafts=args.most_drafts, dtype="float32")
     # Started one after another: five models in float32 take more memory than there may be.
     with Stage(entries, keeps_up=False) as stage:
         rows = equal.check_equal(stage, [entry.name for entry in entries], tasks)
@@ -125,6 +126,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tasks", type=int, default=12, help="of each set that --check-equal compares")
     parser.add_argument("--seed", type=int, default=1, help="of the order of the tasks")
     parser.add_argument("--model", help="of all servers (default: the embedded one)")
+    parser.add_argument(
+        "--most-drafts", type=int, metavar="K", help="of the adaptive server (default: its own)"
+    )
     parser.add_argument("--server-args", default="", help="further flags of every server")
     parser.add_argument("--results-dir", type=Path, default=REPOSITORY / "benchmarks" / "results")
     parser.add_argument("--images-dir", type=Path, default=REPOSITORY / "docs" / "images")

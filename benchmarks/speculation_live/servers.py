@@ -10,7 +10,6 @@ from peers.entries import Entry
 
 from .verdict import ADAPTIVE, OFF
 
-MOST_DRAFTS = 7
 FIXED = (1, 3, 7)
 FIXED_WHEN_MANY = (1, 3)
 MANY = 8
@@ -20,20 +19,24 @@ FLAGS = "--max-model-len 2048 --max-num-seqs 32 --kv-cache-memory-bytes 1G --no-
 FLAGS += " --no-enable-prefix-caching"
 
 
-def make_entries(model: str | None, extra: str, *, dtype: str | None = None) -> list[Entry]:
+def make_entries(
+    model: str | None, extra: str, *, most_drafts: int | None = None, dtype: str | None = None
+) -> list[Entry]:
     """Return all servers.
 
     Parameters
     ----------
     model : None is the embedded one.
     extra : further flags of every server.
+    most_drafts : of a request in a step, where their number is adaptive; None is the server's own choice.
     dtype : of weights and arithmetic; None is the server's own choice.
     """
     parts = ["onbeat serve", *([shlex.quote(model)] if model else [])]
     parts += ["--host 127.0.0.1 --port {port}", FLAGS, *([f"--dtype {dtype}"] if dtype else [])]
     command = " ".join([*parts, *([extra] if extra else [])])
     entries = [Entry(name=OFF, about="no speculation", command=command, api="chat")]
-    entries.append(_drafting(ADAPTIVE, command, {"num_speculative_tokens": MOST_DRAFTS}))
+    limit = {} if most_drafts is None else {"num_speculative_tokens": most_drafts}
+    entries.append(_drafting(ADAPTIVE, command, limit))
     for length in FIXED:
         own = {"num_speculative_tokens": length, "draft_length": "fixed"}
         entries.append(_drafting(fixed_name(length), command, own))
@@ -53,7 +56,7 @@ def names_at(concurrency: int) -> list[str]:
 
 def _drafting(name: str, command: str, own: dict[str, Any]) -> Entry:
     config = json.dumps({"method": "ngram"} | own)
-    about = ", ".join(f"{key} {value}" for key, value in own.items())
+    about = ", ".join(f"{key} {value}" for key, value in own.items()) or "defaults"
     return Entry(
         name=name, about=about, command=f"{command} --speculative-config {shlex.quote(config)}", api="chat"
     )
