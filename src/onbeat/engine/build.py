@@ -14,6 +14,7 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
@@ -36,7 +37,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     loaded = loader.load(on_progress)
     step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
     _say_idle_misses(config, loaded, step_time, on_progress)
-    info = _describe(loaded)
+    info = _describe(loaded, config)
     max_in_flight_steps = 2 if config.async_scheduling else 1
     recorder = None
     if start_record is not None:
@@ -50,10 +51,16 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         ThreadExecutor(runner, check_alive=runner.forward.check_alive, on_shutdown=partial(_close, runner)),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
-        rest=loaded.runner.forward.touch_ahead,
+        rest=partial(_touch_ahead, runner),
         watch=step_time.watch,
     )
     return core, info
+
+
+def _touch_ahead(runner: ModelRunner) -> bool:
+    """Take a little of the memory that later steps will need; return whether there was any to take."""
+    draft = runner.proposer.forward if isinstance(runner.proposer, DraftModelProposer) else None
+    return runner.forward.touch_ahead() or (draft is not None and draft.touch_ahead())
 
 
 def _close(runner: ModelRunner) -> None:
@@ -64,19 +71,25 @@ def _close(runner: ModelRunner) -> None:
 
 
 def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
-    """Say before the weights are read that a policy will lack the step times that it plans with."""
-    if not make_policy(loader.limits).needs_step_time:
-        return
+    """Say before the weights are read that something will lack the step times that it plans with."""
     why, cure = None, ""
     if config.step_time_profile == "none":
         why, cure = "the step-time profile is 'none'", "leave --step-time-profile out, or "
     elif precision_of(loader.device.dtype) is None:
         dtype = loader.device.dtype_name
         why, cure = f"no step-time model knows {dtype}", "choose another --dtype, or "
-    if why is not None:
+    if why is None:
+        return
+    speculation = loader.limits.speculation
+    if make_policy(loader.limits).needs_step_time:
         raise ConfigError(
             f"policy {config.policy!r} plans with predicted step times, but {why}; {cure}a policy that plans "
             "without them: --policy sarathi (in Python: policy='sarathi')"
+        )
+    if speculation is not None and speculation.draft_length == "adaptive":
+        raise ConfigError(
+            f"draft_length 'adaptive' weighs drafts against predicted step times, but {why}; {cure}"
+            '"draft_length": "fixed" in the speculative config'
         )
 
 
@@ -91,7 +104,7 @@ def _say_idle_misses(
         on_progress(miss)
 
 
-def _describe(loaded: LoadedModel) -> EngineInfo:
+def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
     limits = loaded.limits
     return EngineInfo(
         model_name=loaded.name,
@@ -106,6 +119,7 @@ def _describe(loaded: LoadedModel) -> EngineInfo:
         device=str(loaded.device.device),
         dtype=loaded.device.dtype_name,
         priority_scheduling=limits.scheduling_policy == "priority",
+        speculation=None if config.speculative is None else config.speculative.method,
     )
 
 
