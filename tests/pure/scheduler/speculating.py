@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
@@ -19,9 +20,10 @@ from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.scheduler.replica.step_plan import StepPlan
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import make_config as make_plain_config
-from tests.pure.scheduler.driver import token_of
+from tests.pure.scheduler.driver import token_of as slow_token_of
 
 FIRST_LINK = 7
+token_of = cache(slow_token_of)
 
 
 def make_config(policy: str = "sarathi", *, k: int = 4, draft_length="fixed", **changes) -> SchedulerConfig:
@@ -384,7 +386,7 @@ class DraftStepTime:
             return 0.0
         # A smooth maximum, as measured steps have it.
         reading, arithmetic = self.weights, shape.num_new_tokens * self.per_token
-        mean = (reading**4 + arithmetic**4) ** 0.25
+        mean = float((reading**4 + arithmetic**4) ** 0.25)
         mean += (shape.decode_context_tokens + shape.chunk_cached_tokens) * self.per_context
         mean += self.when_drafting * (shape.num_draft_tokens > 0) + self.per_pass * shape.num_draft_passes
         return mean if q is None else mean * (1 + self.spread * q)

@@ -99,7 +99,7 @@ class SpeculationMachine(RuleBasedStateMachine):
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = settings(max_examples=120, stateful_step_count=20, deadline=None)
+TestSpeculationMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -107,7 +107,7 @@ TestSpeculationMachine.settings = settings(max_examples=120, stateful_step_count
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_streams_are_whole_under_every_policy(policy, kind, depth):
     driver = make_driver(policy, kind, k=5, seed=1, depth=depth, num_blocks=18, acceptance=0.7)
-    for index in range(10):
+    for index in range(8):
         request = make_request(
             f"r{index}",
             20 + 7 * index,

@@ -11,7 +11,7 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import next_due
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, RequestRate
 from onbeat.scheduler.replica.speculation.decision import decide
-from onbeat.scheduler.replica.speculation.menu import DraftMenu
+from onbeat.scheduler.replica.speculation.menu import DraftMenu, Offer, kind_of
 from onbeat.scheduler.replica.speculation.probing import PAUSE, Probing
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.search import Choice, GoodputSearch
@@ -100,7 +100,8 @@ class AdaptiveDrafts:
 
     def _menu(self, plan: StepPlan, cost: StepCost) -> tuple[DraftMenu, float, int | None]:
         """Return what rows could take, what their own tokens are worth, and which row to probe, if any."""
-        menu, total = DraftMenu(), 0.0
+        offers: list[Offer] = []
+        total = 0.0
         limit, book = self._config.num_speculative_tokens, self._book
         soon = plan.now + 2 * cost.plain
         idle_row, longest = None, PAUSE - 1
@@ -108,17 +109,18 @@ class AdaptiveDrafts:
             rate = state.speculation
             if type(rate) is not RequestRate:
                 rate = book.of(state)
-            most = most_drafts(state, limit)
-            if rate.num_available is not None and rate.num_available < most:
-                most = rate.num_available
-            is_behind = state.next_deadline < inf and next_due(state) < soon
-            worth = _WORTH_BEHIND if is_behind else 1.0
+            most, num_available = most_drafts(state, limit), rate.num_available
+            if num_available is not None and num_available < most:
+                most = num_available
+            worth = 1.0
+            if state.next_deadline < inf and next_due(state) < soon:
+                worth = _WORTH_BEHIND
             if state.status is RequestStatus.RUNNING:
                 total += worth
             if rate.num_idle > longest and most:
                 idle_row, longest = index, rate.num_idle
-            menu.offer(most, rate.acceptance, worth)
-        return menu, total, idle_row
+            offers.append((most, kind_of(rate.acceptance, worth)))
+        return DraftMenu(offers), total, idle_row
 
     def _best(self, menu: DraftMenu, cost: StepCost, value: float, most: int | None = None) -> Choice | None:
         """Return the best number of drafts above 0; None where not even one fits the time budget."""

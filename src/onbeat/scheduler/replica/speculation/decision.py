@@ -18,15 +18,12 @@ def decide(plan: StepPlan, num_drafts: list[int], book: AcceptanceBook, *, runs_
     """
     expected = 0.0
     for state, num in zip(plan.decodes, num_drafts, strict=True):
-        if state.status is not RequestStatus.RUNNING:
-            continue  # a padding row delivers nothing
-        if num:
-            rate = book.of(state)
-            if rate.num_available is not None:
-                num = min(num, rate.num_available)
-            expected += expected_tokens(rate.acceptance, num)
-        else:
-            expected += 1.0
+        if not num:
+            expected += state.status is RequestStatus.RUNNING  # a padding row delivers nothing
+            continue
+        rate = book.of(state)
+        num_sure = num if rate.num_available is None else min(num, rate.num_available)
+        expected += expected_tokens(rate.acceptance, num_sure)
     plan.expected_tokens = expected
     deepest = max(num_drafts, default=0)
     if deepest:

@@ -19,39 +19,45 @@ Entry = tuple[float, int, Kind, int]
 this draft and those before it are accepted."""
 
 
+Offer = tuple[int, Kind]
+"""Drafts that a row could verify, 0 for none, and its kind."""
+
+
+def kind_of(acceptance: float, worth: float = 1.0) -> Kind:
+    """Return the kind of a row.
+
+    Parameters
+    ----------
+    acceptance : probability in (0, 1) that a draft is accepted if those before it are.
+    worth : of each of its tokens.
+    """
+    return int(acceptance * LEVELS), worth
+
+
 class DraftMenu:
-    """What each decode row of a step could take. All rows are offered before any ranking is asked for.
+    """What each decode row of a step could take.
+
+    Parameters
+    ----------
+    offers : of each row.
 
     Attributes
     ----------
     deepest : most drafts of any row.
     """
 
-    def __init__(self) -> None:
-        self.deepest = 0
-        self._rows: list[tuple[int, Kind]] = []
-        self._most_of: dict[Kind, list[int]] = {}
+    def __init__(self, offers: list[Offer]) -> None:
+        self._offers = offers
         self._entries: list[Entry] | None = None
-
-    def offer(self, most: int, acceptance: float, worth: float = 1.0) -> None:
-        """Add the next row.
-
-        Parameters
-        ----------
-        most : drafts that it could verify; 0 for none.
-        acceptance : probability in (0, 1) that a draft is accepted if those before it are.
-        worth : of each of its tokens.
-        """
-        kind = (int(acceptance * LEVELS), worth)
-        self._rows.append((most, kind))
-        if most:
-            if most > self.deepest:
-                self.deepest = most
-            mosts = self._most_of.get(kind)
-            if mosts is None:
-                self._most_of[kind] = [most]
-            else:
-                mosts.append(most)
+        self._most_of: dict[Kind, list[int]] = {}
+        most_of = self._most_of
+        for most, kind in offers:
+            if most:
+                if kind in most_of:
+                    most_of[kind].append(most)
+                else:
+                    most_of[kind] = [most]
+        self.deepest = max(map(max, most_of.values()), default=0)
 
     def ranking(self, deepest: int) -> Ranking:
         """Return the first `deepest` drafts of each row by falling gain."""
@@ -62,11 +68,11 @@ class DraftMenu:
         return Ranking([entry for entry in self._entries if entry[1] <= deepest])
 
     def split(self, ranking: Ranking, num_drafts: int) -> list[int]:
-        """Return each row's share of the first drafts of a ranking; rows offered first come first."""
+        """Return each row's share of the first drafts of a ranking; the first rows come first."""
         depths, last, num_left = ranking.take(num_drafts)
         last_position, last_kind = (0, None) if last is None else (last[1], last[2])
         shares = []
-        for most, kind in self._rows:
+        for most, kind in self._offers:
             share = min(most, depths.get(kind, 0))
             if num_left and kind == last_kind and most >= last_position:
                 share += 1

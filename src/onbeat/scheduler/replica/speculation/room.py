@@ -15,8 +15,10 @@ def most_drafts(state: RequestState, limit: int) -> int:
     """
     if state.status is not RequestStatus.RUNNING:
         return 0
-    num_left = state.max_total_tokens - state.num_tokens - state.num_in_flight_tokens
-    return max(0, min(limit, num_left - 1))
+    num_left = state.max_total_tokens - state.num_tokens - state.num_in_flight_tokens - 1
+    if num_left >= limit:
+        return limit
+    return max(0, num_left)
 
 
 def fit_blocks(plan: StepPlan, state: RequestState, num_drafts: int, *, num_kept: int = 0) -> int:

@@ -45,18 +45,20 @@ class GoodputSearch:
         self._cost = cost
         self._value = value
         self._num_passes = num_passes
+        self._known: dict[int, Choice] = {}
 
     def best(self, most: int) -> Choice | None:
         """Return the best of 1 to `most` drafts, the fewest of equals; None where the budget allows none."""
-        sizes = [1 << bit for bit in range(most.bit_length())]
-        if sizes and sizes[-1] < most:
-            sizes.append(most)
-        choices = [self._at(size) for size in sizes]
+        choices: list[Choice] = []
+        size = 1
+        while size <= most and (not choices or choices[-1].seconds < inf):
+            choices.append(self._at(size))
+            size = 2 * size if 2 * size <= most or size == most else most
         if not choices or choices[0].seconds == inf:
             return None
         peak = max(range(len(choices)), key=lambda index: choices[index].goodput)
-        low = sizes[max(0, peak - 1)]
-        high = sizes[min(len(sizes) - 1, peak + 1)]
+        low = choices[max(0, peak - 1)].num_drafts
+        high = choices[min(len(choices) - 1, peak + 1)].num_drafts
         return self._climb(choices[peak], low, high)
 
     def _climb(self, best: Choice, low: int, high: int) -> Choice:
@@ -72,6 +74,10 @@ class GoodputSearch:
         return best
 
     def _at(self, num_drafts: int) -> Choice:
-        gain, num_rows = self._ranking.first(num_drafts)
-        seconds = self._cost.seconds(num_drafts, num_rows, self._num_passes)
-        return Choice(self._ranking, num_drafts, gain, seconds, (self._value + gain) / seconds)
+        choice = self._known.get(num_drafts)
+        if choice is None:
+            gain, num_rows = self._ranking.first(num_drafts)
+            seconds = self._cost.seconds(num_drafts, num_rows, self._num_passes)
+            choice = Choice(self._ranking, num_drafts, gain, seconds, (self._value + gain) / seconds)
+            self._known[num_drafts] = choice
+        return choice
