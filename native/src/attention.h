@@ -53,8 +53,8 @@ struct AttentionScratch {
 //
 // The values of the same pages are asked for meanwhile: they are needed next.
 template <class E, int kRows, int kPages>
-void score_pages(const typename E::Number* queries, int64_t stride, const typename E::Number* const* pages,
-                 int64_t head_dim, int64_t value_lines, float* out) {
+OB_KERNEL void score_pages(const typename E::Number* queries, int64_t stride, const typename E::Number* const* pages,
+                           int64_t head_dim, int64_t value_lines, float* out) {
     F16 sums[kRows][kPages];
 #pragma GCC unroll 12
     for (int row = 0; row < kRows; ++row)
@@ -92,22 +92,10 @@ void score_rows(const typename E::Number* queries, int64_t stride, const typenam
         score_pages<E, kRows, 1>(queries, stride, pages + page, head_dim, value_lines, out + page * 16);
 }
 
-template <class E, int kRows = kScoreRows>
-OB_INLINE void score_rows_of(int64_t num_rows, const typename E::Number* queries, int64_t stride,
-                             const typename E::Number* const* pages, int64_t num_pages, int64_t head_dim,
-                             int64_t value_lines, float* out) {
-    if constexpr (kRows > 1) {
-        if (num_rows < kRows)
-            return score_rows_of<E, kRows - 1>(num_rows, queries, stride, pages, num_pages, head_dim,
-                                               value_lines, out);
-    }
-    score_rows<E, kRows>(queries, stride, pages, num_pages, head_dim, value_lines, out);
-}
-
 // mixed[row][dims] = mixed * fade + shares x values, for 16 kDims numbers of the head.
 template <class E, int kRows, int kDims>
-void mix_pages(const typename E::Number* shares, const typename E::Number* const* values, int64_t num_pages,
-               int64_t head, const float* fades, float* mixed) {
+OB_KERNEL void mix_pages(const typename E::Number* shares, const typename E::Number* const* values, int64_t num_pages,
+                         int64_t head, const float* fades, float* mixed) {
     F16 sums[kRows][kDims];
 #pragma GCC unroll 6
     for (int row = 0; row < kRows; ++row)
@@ -134,17 +122,6 @@ void mix_pages(const typename E::Number* shares, const typename E::Number* const
     for (int row = 0; row < kRows; ++row)
 #pragma GCC unroll 4
         for (int dim = 0; dim < kDims; ++dim) store(mixed + row * head + 16 * dim, sums[row][dim]);
-}
-
-template <class E, int kDims, int kRows = kMixRows>
-OB_INLINE void mix_rows_of(int64_t num_rows, const typename E::Number* shares,
-                           const typename E::Number* const* values, int64_t num_pages, int64_t head,
-                           const float* fades, float* mixed) {
-    if constexpr (kRows > 1) {
-        if (num_rows < kRows)
-            return mix_rows_of<E, kDims, kRows - 1>(num_rows, shares, values, num_pages, head, fades, mixed);
-    }
-    mix_pages<E, kRows, kDims>(shares, values, num_pages, head, fades, mixed);
 }
 
 template <class E>
@@ -223,9 +200,12 @@ private:
     void score(int64_t num_rows, const Number* const* keys, int64_t num_pages) {
         const int64_t value_lines = kPageTokens * head_ * (int64_t)sizeof(Number) / 64;
         for (int64_t row = 0; row < num_rows; row += kScoreRows) {
-            score_rows_of<E>(num_rows - row, scratch_.queries + row * model_.head_dim, model_.head_dim, keys,
-                             num_pages, model_.head_dim, row == 0 ? value_lines : 0,
-                             scratch_.scores + row * kChunkTokens);
+            const Number* queries = scratch_.queries + row * model_.head_dim;
+            float* scores = scratch_.scores + row * kChunkTokens;
+            with_rows<kScoreRows>(num_rows - row, [&](auto count) {
+                score_rows<E, decltype(count)::value>(queries, model_.head_dim, keys, num_pages, model_.head_dim,
+                                                      row == 0 ? value_lines : 0, scores);
+            });
         }
     }
 
@@ -269,10 +249,12 @@ private:
                 const Number* shares = scratch_.shares + row * kChunkTokens;
                 const float* fades = scratch_.fades + row;
                 float* mixed = scratch_.mixed + row * head_ + dim;
-                const int64_t rows = num_rows - row;
-                if (dims == 4) mix_rows_of<E, 4>(rows, shares, parts, num_pages, head_, fades, mixed);
-                if (dims == 2) mix_rows_of<E, 2>(rows, shares, parts, num_pages, head_, fades, mixed);
-                if (dims == 1) mix_rows_of<E, 1>(rows, shares, parts, num_pages, head_, fades, mixed);
+                with_rows<kMixRows>(num_rows - row, [&](auto count) {
+                    constexpr int kRows = decltype(count)::value;
+                    if (dims == 4) mix_pages<E, kRows, 4>(shares, parts, num_pages, head_, fades, mixed);
+                    if (dims == 2) mix_pages<E, kRows, 2>(shares, parts, num_pages, head_, fades, mixed);
+                    if (dims == 1) mix_pages<E, kRows, 1>(shares, parts, num_pages, head_, fades, mixed);
+                });
             }
             dim += 16 * dims;
         }

@@ -24,8 +24,8 @@ struct Ahead {
 };
 
 template <class E, int kRows>
-void tile(const typename E::Number* panel, const typename E::Number* x, int64_t stride, int64_t num_steps,
-          Ahead ahead, PanelRow* out) {
+OB_KERNEL void tile(const typename E::Number* panel, const typename E::Number* x, int64_t stride,
+                    int64_t num_steps, Ahead ahead, PanelRow* out) {
     // Few rows have few sums, and each addition would wait for the last: several sets take turns.
     constexpr int kStepLines = kPanelOutputs * E::kPack * (int)sizeof(*panel) / kCacheLine;
     constexpr int kSets = kRows == 1 ? 4 : kRows <= 3 ? 2 : 1;
@@ -72,17 +72,6 @@ void tile(const typename E::Number* panel, const typename E::Number* x, int64_t 
     }
 }
 
-template <class E, int kRows = kTileRows>
-OB_INLINE void tile_of(int64_t num_rows, const typename E::Number* panel, const typename E::Number* x,
-                       int64_t stride, int64_t num_steps, Ahead ahead, PanelRow* out) {
-    if constexpr (kRows > 1) {
-        if (num_rows < kRows) {
-            return tile_of<E, kRows - 1>(num_rows, panel, x, stride, num_steps, ahead, out);
-        }
-    }
-    tile<E, kRows>(panel, x, stride, num_steps, ahead, out);
-}
-
 template <class E>
 struct Inputs {
     const typename E::Number* x;
@@ -104,7 +93,9 @@ void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inpu
     for (int64_t index = 0; index < num_tiles; ++index) {
         const Range own = {rows.first + rows.size() * index / num_tiles,
                            rows.first + rows.size() * (index + 1) / num_tiles};
-        tile_of<E>(own.size(), panel, inputs.row(own.first), inputs.stride, num_steps, ahead, out);
+        with_rows<kTileRows>(own.size(), [&](auto count) {
+            tile<E, decltype(count)::value>(panel, inputs.row(own.first), inputs.stride, num_steps, ahead, out);
+        });
         if (num_tiles > 1) ahead.address += ahead.lines * kCacheLine * (num_steps / kStepsAtOnce);
         for (int64_t row = own.first; row < own.end; ++row) epilogue(row, panel_index, out[row - own.first]);
     }

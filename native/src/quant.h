@@ -152,8 +152,8 @@ struct Q4Group {
 };
 
 template <class Group, int kRows>
-void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, TileAhead ahead,
-                    float (*out)[kPanelOutputs]) {
+OB_KERNEL void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, TileAhead ahead,
+                              float (*out)[kPanelOutputs]) {
     F16 totals[kRows][2];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) totals[row][0] = totals[row][1] = zero();
@@ -167,17 +167,6 @@ void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, Til
         store(out[row], totals[row][0]);
         store(out[row] + 16, totals[row][1]);
     }
-}
-
-template <class Group, int kRows = kQuantRows>
-OB_INLINE void tile_of_rows(int num_rows, const uint8_t* panel, int64_t num_groups, const TileRows& rows,
-                            TileAhead ahead, float (*out)[kPanelOutputs]) {
-    if constexpr (kRows > 1) {
-        if (num_rows < kRows) {
-            return tile_of_rows<Group, kRows - 1>(num_rows, panel, num_groups, rows, ahead, out);
-        }
-    }
-    tile_of_groups<Group, kRows>(panel, num_groups, rows, ahead, out);
 }
 
 // A single tile streams its panel from memory. Where several share one, it is in the cache since the last
@@ -195,7 +184,9 @@ OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const Quant
     }
     const TileRows rows = {x.values + first_row * x.stride, x.blocks + first_row * x.num_blocks, x.stride,
                            x.num_blocks};
-    tile_of_rows<Group>(num_rows, bytes, num_groups, rows, ahead, out);
+    with_rows<kQuantRows>(num_rows, [&](auto count) {
+        tile_of_groups<Group, decltype(count)::value>(bytes, num_groups, rows, ahead, out);
+    });
 }
 
 // out[row][output]: the full sums of a panel's outputs for 1 to `kQuantRows` rows from `first_row` on.

@@ -13,6 +13,8 @@
 #endif
 
 #define OB_INLINE inline __attribute__((always_inline))
+// For inner loops: inlined side by side, they would share out one function's registers.
+#define OB_KERNEL __attribute__((noinline))
 
 namespace ob {
 namespace OB_NAMESPACE {
@@ -43,6 +45,20 @@ OB_INLINE V each(Function function) {
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) result.part[i] = function(i);
     return result;
+}
+
+template <int kNumber>
+struct Constant {
+    static constexpr int value = kNumber;
+};
+// Calls `run(Constant<n>())` where n is the number of rows, 1 to `kMost`, and `kMost` for more: a kernel keeps
+// the sums of its rows in registers, so the compiler must know how many there are.
+template <int kMost, class Function>
+OB_INLINE void with_rows(int64_t num_rows, const Function& run) {
+    if constexpr (kMost > 1) {
+        if (num_rows < kMost) return with_rows<kMost - 1>(num_rows, run);
+    }
+    run(Constant<kMost>());
 }
 
 template <class T>
