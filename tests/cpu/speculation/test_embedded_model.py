@@ -22,10 +22,12 @@ from tests.cpu.speculation.runs import Run, fixed, make_request, ngram, run
 
 TEXT = Path(__file__).parents[2] / "data" / "pride_and_prejudice.txt"
 TIE_GAP = 1e-4
-MAX_TOKENS = 60
+MAX_TOKENS = 40
 
 
-@pytest.fixture(scope="module", params=["torch", "native", "native-as-in-file"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("torch", marks=pytest.mark.slow), "native", "native-as-in-file"]
+)
 def make_forward(request: pytest.FixtureRequest, smollm2_gguf: Path) -> MakeForward:
     checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
     if request.param == "torch":
@@ -56,7 +58,7 @@ def expected(make_forward: MakeForward, requests: list[Request]) -> Run:
 
 
 @pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
-@pytest.mark.parametrize("num_drafts", [1, 3, 8])
+@pytest.mark.parametrize("num_drafts", [3, 8])
 def test_greedy_tokens(
     make_forward: MakeForward, requests: list[Request], expected: Run, num_drafts: int, overlapped: bool
 ) -> None:
@@ -66,7 +68,7 @@ def test_greedy_tokens(
     )
     for key, token_ids in speculated.token_ids.items():
         _check(token_ids, expected, key)
-    assert speculated.num_accepted > 30
+    assert speculated.num_accepted > 20
     assert len(speculated.steps) < len(expected.steps)
 
 
