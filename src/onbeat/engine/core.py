@@ -47,7 +47,7 @@ class EngineCore:
     watch : judges what each step reached of the device; None where the device's limits are not known.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what it plans with and runs on, and who looks on
         self,
         scheduler: Scheduler,
         executor: Executor,

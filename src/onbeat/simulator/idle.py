@@ -13,8 +13,8 @@ class IdleReplica:
     """A replica with nothing else to do, and nothing in its prefix cache.
 
     It runs a prompt in one step: in pieces, the context of each would be read again, so that is no faster. It
-    then decodes alone, without drafts: these may all be rejected, and then are no help. Answers are remembered
-    by what they depend on.
+    then decodes alone, without drafts: these may all be rejected, and then are no help. Answers are
+    remembered by what they depend on.
 
     Parameters
     ----------
