@@ -146,7 +146,8 @@ class ModelRunner:
             num_tokens = int(self.batch.num_tokens_S[slot])
             draft_rows.append(DraftRow(slot, num_tokens, rows[index].num_draft_tokens))
         for index, proposed in zip(indices, proposer.propose(self.batch, draft_rows), strict=True):
-            drafts[index] = proposed[: rows[index].num_draft_tokens]
+            assert len(proposed) <= rows[index].num_draft_tokens, "KV slots are there for as many as planned"
+            drafts[index] = proposed
         return drafts
 
     def _to_output(
