@@ -69,7 +69,7 @@ def best_other(runs: Sequence[Run], cell: Cell, metric: Metric) -> str:
 
     It is chosen from the very runs that it is compared in, so chance is on its side.
     """
-    medians = {
+    medians: dict[str, float] = {
         server: statistics.median(values.values())
         for server in dict.fromkeys(run["server"] for run in runs)
         if server != ADAPTIVE and (values := by_round(runs, server, cell, metric))

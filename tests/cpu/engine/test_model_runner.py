@@ -44,7 +44,8 @@ def make_runner(sampler: Sampler | FailingSampler | None = None, **options: int)
     model = tiny_model("llama3").model
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 4, "max_model_len": 128, **options}
     forward = TorchForward(model, num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
-    return ModelRunner(forward=forward, sampler=sampler or Sampler(model.config.vocab_size, CPU), **sizes)
+    chooser = sampler or Sampler(model.config.vocab_size, CPU)
+    return ModelRunner(forward=forward, sampler=chooser, proposer=None, **sizes)
 
 
 def request(request_id: str, prompt: list[int], **sampling: float) -> Request:

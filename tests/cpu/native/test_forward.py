@@ -113,7 +113,10 @@ def make_runner(make_forward: MakeForward, **options: int) -> ModelRunner:
     sizes = {"num_blocks": 32, "block_size": 16, "max_num_seqs": 8, "max_model_len": 128, **options}
     forward = make_forward(num_blocks=sizes["num_blocks"], block_size=sizes["block_size"])
     return ModelRunner(
-        forward=forward, sampler=Sampler(forward.config.vocab_size, torch.device("cpu")), **sizes
+        forward=forward,
+        sampler=Sampler(forward.config.vocab_size, torch.device("cpu")),
+        proposer=None,
+        **sizes,
     )
 
 

@@ -47,9 +47,12 @@ class MarkovForward:
 
     def scrub(self, block_ids: IntArray) -> None: ...
 
-    def close(self) -> None: ...
-
     def check_alive(self) -> None: ...
+
+    def touch_ahead(self) -> bool:
+        return False
+
+    def close(self) -> None: ...
 
     def transitions(self, temperature: float) -> np.ndarray:
         return torch.softmax(self.logits_VV.double() / temperature, dim=-1).numpy()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import orjson
 import pytest
 
@@ -17,6 +19,7 @@ from onbeat.perfmodel.fitted import fit
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.recording.log import RecordHeader
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.simulator.replay_model import learning_model, recorded_step_time_model
 from tests.pure.recording.recorded import make_header
@@ -149,6 +152,10 @@ def test_a_run_with_a_draft_model_is_predicted_by_its_own_model_only() -> None:
     model = recorded_step_time_model(own)
     assert model.step_time(shape) > target.predictor().step_time(shape)
     assert learning_model(own) is not None
-    for header, given in ((own, {"kind": "roofline"}), (make_header(config), {})):
+    cases: tuple[tuple[RecordHeader, dict[str, Any]], ...] = (
+        (own, {"kind": "roofline"}),
+        (make_header(config), {}),
+    )
+    for header, given in cases:
         with pytest.raises(ConfigError, match="only the engine's own step-time model knows"):
             recorded_step_time_model(header, **given)

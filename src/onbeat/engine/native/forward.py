@@ -130,7 +130,7 @@ class NativeForward:
 
     def touch_ahead(self) -> bool:
         """Have a little of the KV cache's memory provided; see `ForwardPass.touch_ahead`."""
-        return self._functions.ob_engine_touch(self._engine, self._num_blocks_ahead) == 1
+        return bool(self._functions.ob_engine_touch(self._engine, self._num_blocks_ahead))
 
     def close(self) -> None:
         """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""
