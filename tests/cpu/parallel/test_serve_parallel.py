@@ -64,7 +64,7 @@ def test_a_rank_killed_under_load_ends_the_engine_and_is_told(server: ServerProg
     engine = server.engine_pid
     [rank] = rank_pids(engine)
     with ThreadPoolExecutor(2) as pool:
-        request = {**REQUEST, "max_tokens": 4000}
+        request = {**REQUEST, "max_tokens": 3000}
         running = [
             pool.submit(httpx.post, f"{server.url}/v1/completions", json=request, timeout=60)
             for _ in range(2)
