@@ -42,11 +42,13 @@ NOTE = """
 Made by `python benchmarks/speculation_study.py run`, then `report --write`; {seconds:.0f} s of one core. The
 live scheduler's objects under a virtual clock. *turbospec*: the authors' regressions for Llama-8B with EAGLE
 on one H100 and Llama-70B with n-gram drafts on four; log-normal lengths of mean 300 in and 300 out; at most 7
-drafts. *mlc*: uncalibrated roofline, alone and with 80 us for each sequence of a forward pass (which
-`mlc_study.py` fits to the post's points for the 8B model), log-normal lengths of mean 306 in and 500 out, 3
-drafts, acceptance 0.7. *slo*: policy `slo`, at most 4 drafts; n-gram drafts cost their verification alone and
-are found in half of the steps; the draft models are TinyLlama-1.1B and Llama-3.2-1B, which take their passes
-and their memory. Acceptance is the rate at which a draft is accepted if those before it are.
+drafts. *mlc*: uncalibrated roofline, alone (the hardware's limit, which no engine reaches) and with 80 us for
+each sequence of a forward pass of either model (which `mlc_study.py` fits to the post's points for the 8B
+model), log-normal lengths of mean 306 in and 500 out, 3 drafts, acceptance 0.7. *slo*: policy `slo`, at most
+4 drafts; n-gram drafts cost their verification alone and are found in half of the steps; the draft models
+are TinyLlama-1.1B for Mistral-7B on one A100-80G and Llama-3.2-1B for Llama-3.1-8B on one H100. A draft model
+takes its passes and its memory, and reads each prompt itself before it drafts, at most 256 tokens a step.
+Acceptance is the rate at which a draft is accepted if those before it are.
 """
 
 

@@ -214,7 +214,8 @@ def _slo(results: Results, plan: Plan) -> Iterator[str]:
             holds=geometric_mean(tight) > 1,
         )
     columns = [f"{drafter} {rate:g}" for drafter, rate in product(slo.DRAFTERS, slo.ACCEPTANCES)]
-    yield f"Requests/s without drafts, then the ratio with them (mean of {plan.seeds} seeds; lowest):"
+    seeds = f"{plan.seeds} seeds" if plan.seeds > 1 else "one seed"
+    yield f"Requests/s without drafts, then the ratio with them: mean of {seeds} (lowest). -: not run."
     yield table(["set-up", "workload", "objectives", "off", *columns], rows)
 
 
