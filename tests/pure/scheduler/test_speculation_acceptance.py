@@ -88,7 +88,7 @@ def test_is_a_probability_and_counts_the_window_alone(rows):
     book, state = AcceptanceBook(0.5, window=8), make_state()
     for num_drafted, num_accepted in rows:
         num = min(num_drafted, num_accepted)
-        book.observe(state, num_drafted=num_drafted, num_accepted=num, num_available=3)
+        book.observe(state, num_drafted=num_drafted, num_accepted=num, num_available=None)
         assert 0 < book.of(state).acceptance < 1
     rate, kept = book.of(state), [(d, min(d, a)) for d, a in rows if d][-8:]
     num_accepted = sum(accepted for _, accepted in kept)
@@ -99,6 +99,25 @@ def test_is_a_probability_and_counts_the_window_alone(rows):
     else:
         low, high = num_accepted / (4 + num_tried), (4 + num_accepted) / (4 + num_tried)
         assert low <= rate.acceptance <= high
+
+
+def test_drafts_of_which_many_are_ready_are_trusted_more():
+    """As with prompt lookup: long matches, of which many drafts are ready, come true, short ones seldom."""
+    book, state = AcceptanceBook(0.5), make_state()
+    for turn in range(200):
+        short = turn % 2
+        book.observe(state, num_drafted=0, num_accepted=0, num_available=3 if short else 12)
+        book.observe(state, num_drafted=3, num_accepted=0 if short else 3, num_available=None)
+    rate = book.of(state)
+    rate.num_available = 3
+    assert rate.acceptance < 0.15
+    rate.num_available = 12
+    assert rate.acceptance > 0.9
+    rate.num_available = None
+    assert 0.6 < rate.acceptance < 0.9  # three accepted for each one rejected
+    newcomer = book.of(make_state("new"))
+    newcomer.num_available = 3
+    assert newcomer.acceptance < 0.2
 
 
 def test_idle_deliveries_are_counted_until_the_next_draft():

@@ -3,6 +3,9 @@
 What is estimated is the *conditional* rate of a token: accepted drafts over drafts that had a chance. A draft
 behind a rejected one had none, so each row counts its accepted drafts, and one more where one was rejected.
 (Accepted over drafted would be biased low for every row with more than one draft.)
+
+A proposer that has more drafts ready is more certain of them: a long match comes true more often than a short
+one. So rates are also kept by how many were ready, and a request's own odds are corrected by those.
 """
 
 from __future__ import annotations
@@ -20,6 +23,11 @@ _GROUP_PRIOR = 16.0
 """Likewise for a class beside all requests, and for all beside what was configured."""
 _DECAY = 0.995
 """Of a group's counts at each row: it remembers some two hundred rows."""
+_DRAFTS_A_LEVEL = 3
+_NUM_LEVELS = 6
+"""Numbers of ready drafts are told apart in steps of three, up to fifteen."""
+_LEAST_CHANCE = 0.02
+"""No rate is taken for more certain than this, or its opposite."""
 
 
 class GroupRate:
@@ -30,13 +38,14 @@ class GroupRate:
     parent : what to believe while little is known: a wider group, or a number.
     """
 
-    __slots__ = ("_num_accepted", "_num_tried", "_parent", "rate")
+    __slots__ = ("_num_accepted", "_num_tried", "_parent", "odds", "rate")
 
     def __init__(self, parent: GroupRate | float) -> None:
         self._parent = parent
         self._num_accepted = 0.0
         self._num_tried = 0.0
         self.rate: float = parent if isinstance(parent, float) else parent.rate
+        self.odds = _odds(self.rate)
 
     def observe(self, num_accepted: int, num_tried: int) -> None:
         """Count a row's drafts."""
@@ -45,6 +54,29 @@ class GroupRate:
         parent = self._parent
         prior = parent if isinstance(parent, float) else parent.rate
         self.rate = (_GROUP_PRIOR * prior + self._num_accepted) / (_GROUP_PRIOR + self._num_tried)
+        self.odds = _odds(self.rate)
+
+
+class LevelRates:
+    """How much likelier drafts are to be accepted where the proposer had many ready, of all requests.
+
+    Parameters
+    ----------
+    all_requests : what the levels are compared with.
+    """
+
+    def __init__(self, all_requests: GroupRate) -> None:
+        self._all = all_requests
+        self._levels = [GroupRate(all_requests) for _ in range(_NUM_LEVELS)]
+
+    def of(self, num_available: int) -> GroupRate:
+        """Return the rate of rows with so many drafts ready."""
+        return self._levels[min(num_available // _DRAFTS_A_LEVEL, _NUM_LEVELS - 1)]
+
+    def corrected(self, rate: float, num_available: int) -> float:
+        """Return a request's rate at this many drafts ready: its odds times those of the level beside all."""
+        odds = _odds(rate) * self.of(num_available).odds / self._all.odds
+        return odds / (1.0 + odds)
 
 
 class RequestRate:
@@ -53,6 +85,7 @@ class RequestRate:
     Parameters
     ----------
     group : its class, which it is believed to be like until it has shown otherwise.
+    levels : what the number of drafts that are ready says.
     window : rows that count.
 
     Attributes
@@ -61,10 +94,11 @@ class RequestRate:
     num_idle : deliveries since the last draft.
     """
 
-    __slots__ = ("_group", "_num_accepted", "_num_tried", "_rows", "num_available", "num_idle")
+    __slots__ = ("_group", "_levels", "_num_accepted", "_num_tried", "_rows", "num_available", "num_idle")
 
-    def __init__(self, group: GroupRate, window: int) -> None:
+    def __init__(self, group: GroupRate, levels: LevelRates, window: int) -> None:
         self._group = group
+        self._levels = levels
         self._rows: deque[tuple[int, int]] = deque(maxlen=window)
         self._num_accepted = 0
         self._num_tried = 0
@@ -74,7 +108,8 @@ class RequestRate:
     @property
     def acceptance(self) -> float:
         """Probability in (0, 1) that a draft is accepted if those before it are."""
-        return (_OWN_PRIOR * self._group.rate + self._num_accepted) / (_OWN_PRIOR + self._num_tried)
+        rate = (_OWN_PRIOR * self._group.rate + self._num_accepted) / (_OWN_PRIOR + self._num_tried)
+        return rate if self.num_available is None else self._levels.corrected(rate, self.num_available)
 
     def observe(self, num_accepted: int, num_tried: int) -> None:
         """Count a row's drafts."""
@@ -87,6 +122,8 @@ class RequestRate:
         self._num_accepted += num_accepted
         self._num_tried += num_tried
         self._group.observe(num_accepted, num_tried)
+        if self.num_available is not None:
+            self._levels.of(self.num_available).observe(num_accepted, num_tried)
 
 
 class AcceptanceBook:
@@ -101,13 +138,14 @@ class AcceptanceBook:
     def __init__(self, initial: float, *, window: int = WINDOW) -> None:
         self._window = window
         self._all = GroupRate(initial)
+        self._levels = LevelRates(self._all)
         self._classes: dict[str | None, GroupRate] = {}
 
     def of(self, state: RequestState) -> RequestRate:
         """Return a request's estimate."""
         rate = state.speculation
         if not isinstance(rate, RequestRate):
-            rate = state.speculation = RequestRate(self._class_of(state), self._window)
+            rate = state.speculation = RequestRate(self._class_of(state), self._levels, self._window)
         return rate
 
     def observe(
@@ -122,17 +160,22 @@ class AcceptanceBook:
         num_available : drafts that are ready for the next step; None where any number can be made.
         """
         rate = self.of(state)
-        rate.num_available = num_available
-        if not num_drafted:
+        if num_drafted:
+            rate.num_idle = 0
+            num_tried = num_accepted + (num_accepted < num_drafted)
+            rate.observe(num_accepted, num_tried)  # by what was ready before
+            self._all.observe(num_accepted, num_tried)
+        else:
             rate.num_idle += 1
-            return
-        rate.num_idle = 0
-        num_tried = num_accepted + (num_accepted < num_drafted)
-        rate.observe(num_accepted, num_tried)
-        self._all.observe(num_accepted, num_tried)
+        rate.num_available = num_available
 
     def _class_of(self, state: RequestState) -> GroupRate:
         name = state.request.slo_class
         if name not in self._classes:
             self._classes[name] = GroupRate(self._all)
         return self._classes[name]
+
+
+def _odds(rate: float) -> float:
+    rate = min(max(rate, _LEAST_CHANCE), 1.0 - _LEAST_CHANCE)
+    return rate / (1.0 - rate)
