@@ -9,6 +9,7 @@ PYTEST_ARGS ?=
 MODEL := smollm2-135m-instruct
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
 FAST := -m "not slow and not network" tests/pure tests/cpu
 
 .DEFAULT_GOAL := help
@@ -20,13 +21,13 @@ FAST := -m "not slow and not network" tests/pure tests/cpu
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-serve: .venv/.serve model ## Install what serving needs, get the embedded model and serve it (ARGS="...")
+serve: .venv/.serve .venv/.native model ## Install what serving needs, get the embedded model and serve it (ARGS="...")
 	$(BIN)/onbeat serve $(ARGS)
 
-test: .venv/.dev model ## Run the fast tests
+test: .venv/.dev .venv/.native model ## Run the fast tests
 	$(BIN)/python -m pytest $(FAST) $(PYTEST_ARGS)
 
-test-all: .venv/.dev model ## Run every test, the slow ones and those that need a package index too
+test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 check: lint types imports ## Run all static checks
@@ -61,6 +62,12 @@ clean: ## Remove the environment and everything generated
 .venv/.serve: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing onbeat and what serving needs into .venv (PyTorch is large: minutes on a slow line)"
 	$(INSTALL) -e '.[serve]'
+	@touch $@
+
+# Installing builds the native engine, too; this builds it again where its sources have changed since. Without a
+# compiler onbeat computes with torch, and says so.
+.venv/.native: $(NATIVE) | .venv/.serve
+	-@$(BIN)/python hatch_build.py
 	@touch $@
 
 .venv/.dev: .venv/.serve

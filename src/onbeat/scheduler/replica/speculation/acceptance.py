@@ -111,6 +111,11 @@ class RequestRate:
         rate = (_OWN_PRIOR * self._group.rate + self._num_accepted) / (_OWN_PRIOR + self._num_tried)
         return rate if self.num_available is None else self._levels.corrected(rate, self.num_available)
 
+    @property
+    def has_drafted(self) -> bool:
+        """Whether it has had a draft."""
+        return bool(self._rows)
+
     def observe(self, num_accepted: int, num_tried: int) -> None:
         """Count a row's drafts."""
         rows = self._rows

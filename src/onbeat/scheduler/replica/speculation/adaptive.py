@@ -104,6 +104,9 @@ class AdaptiveDrafts:
         limit, book = self._config.num_speculative_tokens, self._book
         soon = plan.now + 2 * cost.plain
         idle_row, longest = None, PAUSE - 1
+        has_prompts = bool(plan.chunks or plan.admissions or plan.waiting)
+        # A draft model reads a request's prompt before its first draft: not while others wait for their own.
+        begins = not (self._config.runs_model and has_prompts)
         for index, state in enumerate(plan.decodes):
             rate = state.speculation
             if type(rate) is not RequestRate:
@@ -112,8 +115,13 @@ class AdaptiveDrafts:
             if num_available is not None and num_available < most:
                 most = num_available
             worth = 1.0
-            if state.next_deadline < inf and next_due(state) < soon:
+            is_promised = state.next_deadline < inf
+            if is_promised and next_due(state) < soon:
                 worth = _WORTH_BEHIND
+            elif is_promised and has_prompts:
+                most = 0  # it has time, which prompts can use
+            if not (begins or rate.has_drafted):
+                most = 0
             if state.status is RequestStatus.RUNNING:
                 total += worth
             if rate.num_idle > longest and most:
