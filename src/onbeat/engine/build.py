@@ -14,7 +14,6 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
@@ -59,8 +58,8 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
 
 def _touch_ahead(runner: ModelRunner) -> bool:
     """Take a little of the memory that later steps will need; return whether there was any to take."""
-    draft = runner.proposer.forward if isinstance(runner.proposer, DraftModelProposer) else None
-    return runner.forward.touch_ahead() or (draft is not None and draft.touch_ahead())
+    proposer = runner.proposer
+    return runner.forward.touch_ahead() or (proposer is not None and proposer.touch_ahead())
 
 
 def _close(runner: ModelRunner) -> None:

@@ -223,6 +223,9 @@ class ScriptedProposer:
         assert num_tokens == batch.num_tokens_S[slot]
         return None
 
+    def touch_ahead(self) -> bool:
+        return False
+
     def close(self) -> None: ...
 
 

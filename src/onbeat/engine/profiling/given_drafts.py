@@ -34,5 +34,9 @@ class GivenDrafts:
         """Return None: there are drafts without end."""
         return None
 
+    def touch_ahead(self) -> bool:
+        """Return False: it holds none."""
+        return False
+
     def close(self) -> None:
         """Let go of nothing."""

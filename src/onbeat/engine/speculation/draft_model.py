@@ -84,6 +84,10 @@ class DraftModelProposer:
         """Return None: the model makes any number."""
         return None
 
+    def touch_ahead(self) -> bool:
+        """Have a little of the draft model's KV cache provided."""
+        return self.forward.touch_ahead()
+
     def close(self) -> None:
         """Let the draft model's threads and KV cache go."""
         self.forward.close()

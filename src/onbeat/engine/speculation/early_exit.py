@@ -65,5 +65,9 @@ class EarlyExitProposer:
         """Return None: the layers make any number."""
         return None
 
+    def touch_ahead(self) -> bool:
+        """Return False: all memory is the target's."""
+        return False
+
     def close(self) -> None:
         """Let go of nothing: the model is the target's."""

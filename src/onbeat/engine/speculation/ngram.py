@@ -52,6 +52,10 @@ class NgramProposer:
         """Return how many drafts the match is good for."""
         return min(self._most, self._history(batch, slot, num_tokens).num_likely)
 
+    def touch_ahead(self) -> bool:
+        """Return False: tokens take memory as they come."""
+        return False
+
     def close(self) -> None:
         """Let go of nothing that does not go with the object."""
 

@@ -53,6 +53,10 @@ class Proposer(Protocol):
         """
         ...
 
+    def touch_ahead(self) -> bool:
+        """Take a little of the memory that later steps will need; see `ForwardPass.touch_ahead`."""
+        ...
+
     def close(self) -> None:
         """Let go of what it holds."""
         ...
