@@ -6,9 +6,9 @@
     python benchmarks/cpu_step.py MODEL --backend torch --name torch
     python benchmarks/cpu_step.py MODEL-Q8_0.gguf --name q8_0
 
-Read bandwidth and matmul rate are measured in the same process before and after each round. Results go to
-`benchmarks/results/DATE-cpu-step[-NAME].md` and the JSON file beside it. Needs a machine with nothing else to
-do. `--quick` tries it out.
+Read bandwidth and matmul rate are measured in the same process before and after each case of a round. Results
+go to `benchmarks/results/DATE-cpu-step[-NAME].md` and the JSON file beside it. Needs a machine with nothing
+else to do. `--quick` tries it out.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class CaseResult:
     steps: list[float]
     """Median of each round."""
     floors: list[float]
-    """Of each round, by the machine's higher limits before and after it."""
+    """Of each round, by the machine's higher limits just before and just after the case."""
     ratios: list[float]
     """Step over floor, each within its round."""
     best_ratio: float
@@ -48,11 +48,11 @@ class CaseResult:
 
 def case_result(case: Case, rounds: Sequence[Round], subject: Subject) -> CaseResult:
     """Return a case's times beside its floors."""
-    rates = [higher(each["limits"]) for each in rounds]
+    rates = [higher(each["limits"][case.name]) for each in rounds]
     own = [each["steps"][case.name] for each in rounds]
     steps = [statistics.median(times["whole"]) for times in own]
     floors = [subject.floor(case, rate) for rate in rates]
-    best_floor = subject.floor(case, higher([limits for each in rounds for limits in each["limits"]]))
+    best_floor = subject.floor(case, higher(all_limits(rounds)))
     return CaseResult(
         case=case,
         steps=steps,
@@ -61,6 +61,11 @@ def case_result(case: Case, rounds: Sequence[Round], subject: Subject) -> CaseRe
         best_ratio=min(min(times["whole"]) for times in own) / best_floor,
         host_shares=[1 - sum(times["forward"]) / sum(times["whole"]) for times in own],
     )
+
+
+def all_limits(rounds: Sequence[Round]) -> list[Mapping[str, float]]:
+    """Return every measurement of the machine, in no order."""
+    return [limits for each in rounds for pair in each["limits"].values() for limits in pair]
 
 
 def higher(limits: Sequence[Mapping[str, float] | MachineRates]) -> MachineRates:

@@ -12,7 +12,7 @@ from slo_live.book import markdown_table, middle, percent
 from onbeat.perfmodel.model_sizes import ModelSpec
 
 from .floor import Case, WeightBytes
-from .numbers import Subject, case_result, neighbour_result
+from .numbers import Subject, all_limits, case_result, neighbour_result
 
 Document = dict[str, Any]
 STEP_COLUMNS = [
@@ -80,7 +80,7 @@ def steps_part(document: Document) -> str:
     intro = (
         "A step is `ModelRunner.execute`: input, forward pass, sampling. Its floor is the sum of those of "
         "its parts: weights or KV over read bandwidth, or operations over the rate of a matrix product, "
-        "whichever takes longer, by the higher limits before and after the round."
+        "whichever takes longer, by the higher limits just before and just after the steps of a case."
     )
     return f"{intro}\n\n{markdown_table(STEP_COLUMNS, rows)}"
 
@@ -124,15 +124,23 @@ def host_part(document: Document) -> str:
 
 
 def limits_part(document: Document) -> str:
-    """Return the machine's limits around every round."""
-    rows = [
-        [index + 1, *(f"{each['read'] / 1e9:.1f}, {each['multiply'] / 1e9:.0f}" for each in one["limits"])]
-        for index, one in enumerate(document["rounds"])
-    ]
+    """Return the machine's limits in every round."""
+    rows = []
+    for index, one in enumerate(document["rounds"]):
+        limits = all_limits([one])
+        reads = sorted(each["read"] / 1e9 for each in limits)
+        products = sorted(each["multiply"] / 1e9 for each in limits)
+        rows.append(
+            [
+                index + 1,
+                f"{reads[0]:.1f} to {reads[-1]:.1f}",
+                f"{products[0]:.0f} to {products[-1]:.0f}",
+            ]
+        )
     if not rows:
         return ""
-    columns = ["round", "before: read GB/s, matmul GFLOP/s", "after"]
-    return f"Limits of the machine:\n\n{markdown_table(columns, rows)}"
+    columns = ["round", "read, GB/s", "matmul, GFLOP/s"]
+    return f"Limits of the machine, least to most:\n\n{markdown_table(columns, rows)}"
 
 
 def _ms(seconds: Sequence[float]) -> list[float | None]:

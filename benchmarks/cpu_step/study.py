@@ -19,17 +19,22 @@ DECODE_STEPS, PREFILL_STEPS, NEIGHBOUR_STEPS = 24, 3, 60
 def measure_steps(
     driver: StepDriver, meter: LimitsMeter, cases: Sequence[Case], num_rounds: int
 ) -> list[dict[str, Any]]:
-    """Return of every round the machine's limits before and after it, and the times of all steps.
+    """Return of every round the times of all steps, and the machine's limits before and after each case.
 
+    A machine shared with others changes from second to second, so that limits are measured beside each case.
     Every second round takes the cases from the end, so that a drift of the machine favours none.
     """
     rounds = []
     for index in range(num_rounds):
-        before = meter.measure()
         ordered = cases if index % 2 == 0 else list(reversed(cases))
-        steps = {case.name: run(driver, case) for case in ordered}
-        after = meter.measure()
-        rounds.append({"limits": [asdict(before), asdict(after)], "steps": steps})
+        steps, limits = {}, {}
+        before = meter.measure()
+        for case in ordered:
+            steps[case.name] = run(driver, case)
+            after = meter.measure()
+            limits[case.name] = [asdict(before), asdict(after)]
+            before = after
+        rounds.append({"limits": limits, "steps": steps})
         print(f"round {index + 1} of {num_rounds}, limits {before}", flush=True)
     return rounds
 

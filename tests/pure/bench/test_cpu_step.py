@@ -86,7 +86,7 @@ class TestCaseResult:
 
         def made(read: float, seconds: list[float]) -> dict[str, Any]:
             limits = [{"read": read, "multiply": ENDLESS}, {"read": read / 2, "multiply": ENDLESS}]
-            return {"limits": limits, "steps": {case.name: {"whole": seconds, "forward": seconds}}}
+            return {"limits": {case.name: limits}, "steps": {case.name: {"whole": seconds, "forward": seconds}}}
 
         # The machine was twice as fast in the second round, and so was the step.
         rounds = [made(1.0, [2 * memory_floor] * 3), made(2.0, [memory_floor] * 3)]
@@ -102,7 +102,7 @@ class TestCaseResult:
         limits = [{"read": 1.0, "multiply": 1.0}]
         steps = {case.name: {"whole": [4.0, 4.0], "forward": [3.0, 3.0]}}
 
-        (share,) = case_result(case, [{"limits": limits, "steps": steps}], SUBJECT).host_shares
+        (share,) = case_result(case, [{"limits": {case.name: limits}, "steps": steps}], SUBJECT).host_shares
 
         assert share == pytest.approx(0.25)
 
