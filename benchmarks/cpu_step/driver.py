@@ -56,6 +56,9 @@ class TimedForward:
     def scrub(self, block_ids: IntArray) -> None:
         self._forward.scrub(block_ids)
 
+    def touch_ahead(self) -> bool:
+        return self._forward.touch_ahead()
+
     def check_alive(self) -> None:
         self._forward.check_alive()
 
