@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -14,6 +15,9 @@ import yaml
 from onbeat.core.errors import ConfigError
 
 T = TypeVar("T")
+
+JSON = "JSON"
+"""Metavar of flags whose value is a JSON object: a configuration file may give them a mapping."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,7 +58,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     ------
     SystemExit : with code 2 and one line on stderr, for anything that is not understood.
     """
-    arguments = insert_config_file([normalise(argument) for argument in argv])
+    arguments = [normalise(argument) for argument in argv]
+    arguments = insert_config_file(arguments, json_flags(find_command(parser, arguments)))
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
         command = find_command(parser, arguments)
@@ -70,8 +75,17 @@ def normalise(argument: str) -> str:
     return flag.replace("_", "-") + equals + value
 
 
-def insert_config_file(arguments: list[str]) -> list[str]:
+def json_flags(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Return the flags of a command that take a JSON object."""
+    return frozenset(flag for flag, action in parser._option_string_actions.items() if action.metavar == JSON)
+
+
+def insert_config_file(arguments: list[str], json_flags: Collection[str] = ()) -> list[str]:
     """Replace `--config FILE` by the flags in the file, put before the others so that those win.
+
+    Parameters
+    ----------
+    json_flags : flags that the file may give a mapping.
 
     Raises
     ------
@@ -89,15 +103,19 @@ def insert_config_file(arguments: list[str]) -> list[str]:
     path = path if equals else arguments[index + 1]
     rest = arguments[:index] + arguments[index + (1 if equals else 2) :]
     words = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
-    return rest[:words] + read_config_flags(Path(path)) + rest[words:]
+    return rest[:words] + read_config_flags(Path(path), json_flags) + rest[words:]
 
 
-def read_config_flags(path: Path) -> list[str]:
+def read_config_flags(path: Path, json_flags: Collection[str] = ()) -> list[str]:
     """Turn a YAML mapping into flags.
+
+    Parameters
+    ----------
+    json_flags : flags that may have a mapping, which is written as a JSON object.
 
     Raises
     ------
-    ConfigError : the file cannot be read or is not a mapping of flags to plain values.
+    ConfigError : the file cannot be read, is no mapping of flags, or gives one a value that no flag takes.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -113,13 +131,23 @@ def read_config_flags(path: Path) -> list[str]:
             raise ConfigError(f"{path}: a configuration file cannot name another ({key!r})")
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
+        elif isinstance(value, list) and not any(isinstance(item, (list, dict)) for item in value):
             flags += [flag, *(str(item) for item in value)]
-        elif isinstance(value, dict) or value is None:
-            raise ConfigError(f"{path}: {key!r} is {value!r}; a flag takes a plain value or a list")
+        elif isinstance(value, dict) and flag in json_flags:
+            flags.append(f"{flag}={_as_json(value, f'{path}: {key!r}')}")
+        elif isinstance(value, (list, dict)) or value is None:
+            takes = "a mapping or its JSON" if flag in json_flags else "a plain value or a list of them"
+            raise ConfigError(f"{path}: {key!r} is {value!r}; this flag takes {takes}")
         else:
             flags.append(f"{flag}={value}")
     return flags
+
+
+def _as_json(mapping: dict[Any, Any], what: str) -> str:
+    try:
+        return json.dumps(mapping)
+    except TypeError as error:  # YAML knows dates and sets
+        raise ConfigError(f"{what} is {mapping!r}; its values must be texts, numbers or booleans") from error
 
 
 def find_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onbeat.cli.args import count
+from onbeat.cli.args import JSON, count
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import (
     BACKENDS,
@@ -79,7 +79,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative-config",
         type=parse_speculative_config,
-        metavar="JSON",
+        metavar=JSON,
         help=f"draft tokens ahead and verify them together: method ({', '.join(METHODS)}), "
         "num_speculative_tokens, draft_length (adaptive to the load, or fixed), model, prompt_lookup_max, "
         'prompt_lookup_min, num_layers; such as \'{"method": "ngram"}\'',

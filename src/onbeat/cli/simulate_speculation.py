@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from onbeat.cli.args import checked
+from onbeat.cli.args import JSON, checked
 from onbeat.core.errors import ConfigError
 from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
 from onbeat.perfmodel.model_spec import find_model_spec
@@ -24,7 +24,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--speculative-config",
         type=parse_speculative_config,
-        metavar="JSON",
+        metavar=JSON,
         help=f"as `onbeat serve` takes it: method ({', '.join(METHODS)}), num_speculative_tokens, model and "
         'others; such as \'{"method": "draft-model", "model": "meta-llama/Llama-3.2-1B"}\'',
     )

@@ -43,6 +43,19 @@ def test_a_file_gives_flags(file: Path) -> None:
     assert args.host == "::1"
 
 
+@pytest.mark.parametrize("command", [["serve"], ["simulate", "--model", "any", "--device", "h100-sxm"]])
+def test_a_flag_that_takes_json_takes_a_mapping(command: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "drafts.yaml"
+    path.write_text(
+        "speculative_config:\n  method: draft_model\n  model: small\n  num_speculative_tokens: 3\n"
+    )
+    given = parse(build_parser(), [*command, "--config", str(path)]).speculative_config
+    assert (given.method, given.model, given.num_speculative_tokens) == ("draft-model", "small", 3)
+    path.write_text("""speculative-config: '{"method": "ngram", "prompt_lookup_max": 3}'\n""")
+    given = parse(build_parser(), [*command, "--config", str(path)]).speculative_config
+    assert (given.method, given.prompt_lookup_max) == ("ngram", 3)
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_the_command_line_wins(file: Path, order: str) -> None:
     flags: list[str] = ["--max-model-len", "128", "--log-requests", "--served-model-name", "mine"]
@@ -70,7 +83,14 @@ def test_a_model_by_position_and_a_file(file: Path, tmp_path: Path) -> None:
         ("- max-model-len\n", "must be a mapping"),
         ("just text\n", "must be a mapping"),
         ("", "must be a mapping"),
-        ("host: {name: x}\n", "'host' is {'name': 'x'}; a flag takes a plain value or a list"),
+        ("host: {name: x}\n", "'host' is {'name': 'x'}; this flag takes a plain value or a list of them"),
+        ("served-model-name: [a, {b: c}]\n", "this flag takes a plain value or a list of them"),
+        ("speculative-config:\n", "'speculative-config' is None; this flag takes a mapping or its JSON"),
+        ("speculative-config: [{method: ngram}]\n", "this flag takes a mapping or its JSON"),
+        ("speculative-config: ngram\n", "the speculative config is not JSON"),
+        ("speculative-config: {metod: ngram}\n", "unknown key 'metod'"),
+        ("speculative-config: {method: {name: ngram}}\n", "method is {'name': 'ngram'}; it must be a text"),
+        ("speculative-config: {method: 2026-01-01}\n", "values must be texts, numbers or booleans"),
         ("host:\n", "'host' is None"),
         ("a: b: c\n", "cannot read the configuration file"),
         ("config: other.yaml\n", "cannot name another"),
