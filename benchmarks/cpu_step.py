@@ -94,6 +94,15 @@ def longest_context(args: argparse.Namespace) -> int:
     return max(args.contexts) + max(DECODE_STEPS, NEIGHBOUR_STEPS) + WARM_UPS
 
 
+def num_decode_steps(args: argparse.Namespace) -> int:
+    """Return the decode steps of all rounds: a request keeps every token that it was given."""
+    num_cases = len(args.contexts) * len(BATCHES)
+    a_round = num_cases * (DECODE_STEPS + WARM_UPS) + 2 * len(NEIGHBOUR_BATCHES) * (
+        NEIGHBOUR_STEPS + WARM_UPS
+    )
+    return int(args.rounds * a_round)
+
+
 def measure_host_share(loaded: LoadedModel, num_rounds: int) -> list[dict[str, Any]]:
     loop = EngineLoop(loaded, max_in_flight_steps=2)
     try:
@@ -116,7 +125,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         quantization=args.quantization,
         threads=args.threads,
         kv_cache_memory_bytes=KV_BYTES,
-        max_model_len=longest,
+        max_model_len=longest + num_decode_steps(args),
         max_num_seqs=2 * max(BATCHES),  # a policy may keep some of them free
         max_num_batched_tokens=longest,
     )
