@@ -9,7 +9,7 @@ from onbeat.scheduler.replica.policies import Policy, make_slo_policy
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
 
 VARIANTS: dict[str, Callable[[], Policy]] = {
-    "slo/mean": partial(make_slo_policy, SLOTuning(quantile=None)),
+    "slo/mean": partial(make_slo_policy, SLOTuning(quantile=None, gap_quantile=None)),
     "slo/no-skips": partial(make_slo_policy, SLOTuning(skips=False)),
     "slo/no-look-ahead": partial(make_slo_policy, SLOTuning(looks_ahead=False)),
     "slo/no-pace": partial(make_slo_policy, SLOTuning(paces=False)),

@@ -8,8 +8,8 @@ from math import inf
 import pytest
 
 from onbeat.core.request import Request
-from onbeat.core.slo import SLO, ShedMode
-from onbeat.core.step import SchedulerOutput
+from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
+from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
@@ -67,6 +67,13 @@ def efficient_chunk(model: FakeStepTime) -> int:
     return work.efficient_chunk
 
 
+class LongTail(FakeStepTime):
+    """Of a hundred steps more than one takes twice as long, fewer than five do."""
+
+    def step_time(self, shape: BatchShape, q: float | None = None) -> float:
+        return super().step_time(shape) * (2.0 if q is not None and q > 0.95 else 1.0)
+
+
 class TestBudget:
     def test_is_the_least_slack_of_the_streams(self):
         driver = Watch()
@@ -82,6 +89,28 @@ class TestBudget:
             assert driver.log[-1].budget == pytest.approx(due[first] - now)
             names.add(first)
         assert names == {"a", "b"}
+
+    def test_foresees_rarer_long_steps_in_gap_mode(self, monkeypatch):
+        """There one in a hundred is what a P99 allows, and nothing earned makes up for it."""
+        careful = {mode: self.most_of_budget(mode) for mode in SLO_MODES}
+        with_tuning(monkeypatch, gap_quantile=0.95)
+        bold = {mode: self.most_of_budget(mode) for mode in SLO_MODES}
+        assert careful["gap"] <= 0.5 + 1e-9
+        assert 0.9 < careful["stream"] <= 1 + 1e-9
+        assert 0.9 < bold["gap"] <= 1 + 1e-9
+        assert careful["stream"] == bold["stream"]
+
+    def most_of_budget(self, mode: SLOMode) -> float:
+        """Return the largest share that a step with prompts has taken of its budget."""
+        driver = Watch(LongTail(), slo_mode=mode)
+        stream = make_request("stream", 10, 200, slo=SLO(ttft=1.0, tbt=0.012))
+        prompts = [make_request(f"r{i}", 1000, 2, slo=SLO(ttft=0.3), arrival=0.1) for i in range(5)]
+        driver.serve([stream, *prompts])
+        return max(
+            driver.model.step_time(step.shape) / step.budget
+            for step in driver.log
+            if step.budget is not None and step.shape.num_new_tokens > step.shape.num_decodes
+        )
 
     def test_is_not_set_by_a_token_that_is_late_whatever_is_done(self):
         driver = Watch()

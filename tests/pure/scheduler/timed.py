@@ -204,7 +204,7 @@ def check_budget(scheduled: SchedulerOutput, model: FakeStepTime) -> None:
     )
     assert any(
         model.step_time(scheduled.shape, q) <= budget + 1e-9 or model.step_time(smallest, q) > budget - 1e-9
-        for q in (None, SLOTuning().quantile)
+        for q in (None, SLOTuning().quantile, SLOTuning().gap_quantile)
     ), f"a step of {model.step_time(scheduled.shape)} s is planned with {budget} s"
 
 

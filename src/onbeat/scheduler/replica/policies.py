@@ -138,6 +138,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             f"unknown scheduling policy {config.scheduling_policy!r}; choose one of {', '.join(QUEUE_ORDERS)}"
         )
     policy = _lookup(config.policy)()
+    if policy.promises is not None:
+        policy.promises.set_mode(config.slo_mode)
     if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
         raise ConfigError(
             f"policy {config.policy!r} has an order of its own, so scheduling policy "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from onbeat.core.slo import SLOMode
 from onbeat.core.step import BatchShape, SchedulerState
 from onbeat.scheduler.replica.parts import QueueOrder, Reservation, ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState
@@ -38,10 +39,12 @@ class SLOComposer:
     ----------
     book : what was promised.
     credit : seconds that best effort is owed.
+    quantile : of the step time, to plan with; None is the mean.
     """
 
     def __init__(self, tuning: SLOTuning | None = None) -> None:
         self.tuning = tuning or SLOTuning()
+        self.quantile = self.tuning.quantile
         self.book = PromiseBook()
         self.work = PrefillWork()
         self.reservation: Reservation = ReservePrompt()
@@ -50,6 +53,10 @@ class SLOComposer:
         self._dues: list[float] = []
         self._num_best_effort = 0
         self._last_plan = 0.0
+
+    def set_mode(self, mode: SLOMode) -> None:
+        """Say what keeping a TBT objective means; until then it is `stream`."""
+        self.quantile = self.tuning.quantile_in(mode)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         plan.is_repeatable = False
@@ -88,8 +95,8 @@ class SLOComposer:
 
     def _times(self, plan: StepPlan) -> StepTimes:
         assert plan.model is not None
-        self.work.refresh(plan.model, self.tuning.quantile)
-        return StepTimes(plan.model, self.work, self.tuning.quantile)
+        self.work.refresh(plan.model, self.quantile)
+        return StepTimes(plan.model, self.work, self.quantile)
 
 
 class _Step:

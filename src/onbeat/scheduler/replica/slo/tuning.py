@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from onbeat.core.slo import SLOMode
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLOTuning:
@@ -11,6 +13,9 @@ class SLOTuning:
 
     quantile: float | None = 0.95
     """Of the step time, to plan with; None is the mean."""
+    gap_quantile: float | None = 0.99
+    """Likewise in `gap` mode: nothing earned makes up for a longer step there, and one
+    in a hundred is what a request's P99 gap allows."""
     skips: bool = True
     """Whether streams with slack may sit out a step when prompts are in danger."""
     looks_ahead: bool = True
@@ -36,3 +41,7 @@ class SLOTuning:
     """Efficient chunks that a step may take at most where prompts are in danger."""
     step_margin: float = 0.5
     """Steps by which prompts are planned to be early: one that is done within a step waits for its end."""
+
+    def quantile_in(self, mode: SLOMode) -> float | None:
+        """Return the quantile of the step time to plan with in a mode; None is the mean."""
+        return self.gap_quantile if mode == "gap" else self.quantile
