@@ -63,6 +63,7 @@ def test_whatever_the_weights_nobody_is_left_behind_without_need_or_twice(pairs,
     kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=Worth())
     assert sorted(kept + left_behind, key=jobs.index) == jobs
     assert [job.deadline for job in kept] == sorted(job.deadline for job in kept)
+    assert all_in_time(kept)
     if all_in_time(jobs):
         assert not left_behind
 
@@ -92,6 +93,37 @@ def test_a_long_prompt_of_weight_can_outlast_short_ones():
     jobs = make_jobs([(10, 4), (10, 8)], weights=[1.0, 3.0])
     kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=Worth())
     assert [job.seconds for job in kept] == [8.0]
+
+
+def test_several_of_little_worth_are_left_behind_for_one_of_much():
+    jobs = make_jobs([(10, 3), (10, 4), (11, 9)], weights=[1.0, 1.0, 9.0])
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=Worth())
+    assert [job.seconds for job in kept] == [9.0]
+
+
+@given(sizes, sizes, weight_lists)
+def test_nobody_is_kept_in_vain_beside_those_whom_nobody_may_judge(fixed, others, weights):
+    jobs = sorted(
+        make_jobs(fixed, shed=ShedMode.OFF) + make_jobs(others, weights=weights),
+        key=lambda job: job.deadline,
+    )
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=Worth())
+    end = end_of_fixed = 0.0
+    for job in kept:
+        end += job.seconds
+        if job.state.request.shed is ShedMode.OFF:
+            end_of_fixed += job.seconds
+            assert end <= job.deadline or end_of_fixed > job.deadline
+        else:
+            assert end <= job.deadline
+
+
+def test_nobody_is_left_behind_for_one_that_is_late_without_the_others():
+    (late,) = make_jobs([(10, 12)], shed=ShedMode.OFF)
+    jobs = [*make_jobs([(9, 2), (10, 3)]), late]
+    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=Worth())
+    assert kept == jobs
+    assert not left_behind
 
 
 @given(sizes, sizes)

@@ -32,10 +32,11 @@ def select_feasible(
 ) -> tuple[list[Job], list[Job]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
-    Going through the jobs by deadline, whenever one would be late the one that takes the most time for its
-    worth is left behind. With equal worths no other choice has more jobs in time (Moore, "An n job, one
-    machine sequencing algorithm for minimizing the number of late jobs", Management Science 15, 1968).
-    Jobs that keep their turn whatever happens (`ShedMode.OFF`) are never left behind.
+    Going through the jobs by deadline, whenever one would be late those that take the most time for their
+    worth are left behind, until it is not. With equal worths it is one, and no other choice has more jobs in
+    time (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs",
+    Management Science 15, 1968). Jobs that keep their turn whatever happens (`ShedMode.OFF`) are never left
+    behind; where one of them would be late without any other, nobody is left behind for it.
 
     Parameters
     ----------
@@ -45,16 +46,27 @@ def select_feasible(
     """
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
-    end = start
+    end, droppable = start, 0.0
+    """When the jobs so far end, and the time in it of those that may be left behind."""
     keeps_turn, worth_of = ShedMode.OFF, worth.of
     for index, (deadline, seconds, state) in enumerate(jobs):
-        end += seconds / share
-        if state.request.shed is not keeps_turn:
+        taken = seconds / share
+        is_droppable = state.request.shed is not keeps_turn
+        if end - droppable + taken > deadline:  # whoever else goes
+            if is_droppable:
+                left_behind.add(index)
+            else:
+                end += taken
+            continue
+        end += taken
+        if is_droppable:
+            droppable += taken
             heappush(heap, (-seconds / worth_of(state), index))
-        if end > deadline and heap:
+        while end > deadline and heap:
             costliest = heappop(heap)[1]
             left_behind.add(costliest)
             end -= jobs[costliest].seconds / share
+            droppable -= jobs[costliest].seconds / share
     if not left_behind:
         return list(jobs), []
     kept = [job for index, job in enumerate(jobs) if index not in left_behind]
