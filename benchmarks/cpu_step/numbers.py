@@ -37,7 +37,7 @@ class CaseResult:
     steps: list[float]
     """Median of each round."""
     floors: list[float]
-    """Of each round, by the machine's higher limits just before and just after the case."""
+    """Of each round: the mean of those by the machine's limits just before and just after the case."""
     ratios: list[float]
     """Step over floor, each within its round."""
     best_ratio: float
@@ -48,10 +48,12 @@ class CaseResult:
 
 def case_result(case: Case, rounds: Sequence[Round], subject: Subject) -> CaseResult:
     """Return a case's times beside its floors."""
-    rates = [higher(each["limits"][case.name]) for each in rounds]
     own = [each["steps"][case.name] for each in rounds]
     steps = [statistics.median(times["whole"]) for times in own]
-    floors = [subject.floor(case, rate) for rate in rates]
+    floors = [
+        statistics.fmean(subject.floor(case, MachineRates(**limits)) for limits in each["limits"][case.name])
+        for each in rounds
+    ]
     best_floor = subject.floor(case, higher(all_limits(rounds)))
     return CaseResult(
         case=case,
@@ -68,10 +70,11 @@ def all_limits(rounds: Sequence[Round]) -> list[Mapping[str, float]]:
     return [limits for each in rounds for pair in each["limits"].values() for limits in pair]
 
 
-def higher(limits: Sequence[Mapping[str, float] | MachineRates]) -> MachineRates:
+def higher(limits: Sequence[Mapping[str, float]]) -> MachineRates:
     """Return the highest of each limit: other programs can only take from what a machine gives."""
-    rates = [each if isinstance(each, MachineRates) else MachineRates(**each) for each in limits]
-    return MachineRates(read=max(rate.read for rate in rates), multiply=max(rate.multiply for rate in rates))
+    return MachineRates(
+        read=max(each["read"] for each in limits), multiply=max(each["multiply"] for each in limits)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,20 +80,24 @@ class TestFloor:
 
 
 class TestCaseResult:
-    def test_ratios_are_taken_within_a_round_by_its_higher_limits(self) -> None:
+    def test_ratios_are_taken_within_a_round_by_the_limits_beside_the_case(self) -> None:
         case = Case.decode(1, 10)
         memory_floor = floor(case, read=1.0).total
 
         def made(read: float, seconds: list[float]) -> dict[str, Any]:
             limits = [{"read": read, "multiply": ENDLESS}, {"read": read / 2, "multiply": ENDLESS}]
-            return {"limits": {case.name: limits}, "steps": {case.name: {"whole": seconds, "forward": seconds}}}
+            return {
+                "limits": {case.name: limits},
+                "steps": {case.name: {"whole": seconds, "forward": seconds}},
+            }
 
         # The machine was twice as fast in the second round, and so was the step.
         rounds = [made(1.0, [2 * memory_floor] * 3), made(2.0, [memory_floor] * 3)]
 
         result = case_result(case, rounds, SUBJECT)
 
-        assert result.ratios == pytest.approx([2.0, 2.0])
+        # The mean floor of limits that fell by half is 1.5 times that of the higher ones.
+        assert result.ratios == pytest.approx([2 / 1.5, 2 / 1.5])
         assert result.best_ratio == pytest.approx(2.0)
         assert result.host_shares == pytest.approx([0.0, 0.0])
 
