@@ -80,8 +80,8 @@ def steps_part(document: Document) -> str:
     intro = (
         "A step is `ModelRunner.execute`: input, forward pass, sampling. Its floor is the sum of those of "
         "its parts: weights or KV over read bandwidth, or operations over the rate of a matrix product, "
-        "whichever takes longer, by the limits just before and just after the steps of a case (the mean of both "
-        "floors). The quickest step is held against the floor by the highest limits of all rounds."
+        "whichever takes longer, by the limits just before and just after the steps of a case (the mean of "
+        "both floors). The quickest step is held against the floor by the highest limits of all rounds."
     )
     return f"{intro}\n\n{markdown_table(STEP_COLUMNS, rows)}"
 
