@@ -79,6 +79,7 @@ class NiyamaComposer:
         decodes, prefills = split_running(plan.running)
         slack = min(map(self.deadline, decodes), default=inf) - plan.now
         decode(plan, sorted(decodes, key=self.deadline), victims=plan.running)
+        plan.is_repeatable = plan.is_repeatable and _is_order_settled(decodes)
         prefills = [state for state in prefills if state not in plan.victims]
         in_time, late = _by_priority(prefills, plan.waiting)
         head = next(in_time, None) or min(late, key=priority, default=None)
@@ -230,6 +231,11 @@ def priority(state: RequestState) -> tuple[float, ...]:
     num_left = state.num_prompt_tokens - state.num_computed_tokens
     rank = state.ttft_deadline + SECONDS_PER_TOKEN * num_left
     return is_relegated(state), rank, state.request.arrival
+
+
+def _is_order_settled(decodes: list[RequestState]) -> bool:
+    """Whether one more token for each changes nobody's place: all deadlines are known and move alike."""
+    return all(state.num_output_tokens for state in decodes) and len({state.tbt for state in decodes}) <= 1
 
 
 def _by_priority(
