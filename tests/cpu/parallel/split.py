@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -21,7 +21,11 @@ from onbeat.engine.parallel.part import load_part
 from onbeat.engine.parallel.rank import serve_steps
 from onbeat.engine.weights import Checkpoint
 from onbeat.hub.files import ModelFiles
+from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.parallel.threads import run_ranks
+
+MakeSplit = Callable[[str, int], MakeForward]
+"""From a family's name and how many ranks there are to what makes forward passes."""
 
 
 class ThreadFollowers:

@@ -5,17 +5,13 @@ The ranks are threads here; `test_processes.py` has processes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
-
 import pytest
 import torch
 
-from onbeat.engine.forward import ForwardPass
 from tests.cpu.engine.forwards import MakeForward, on_torch
-from tests.cpu.engine.tiny_models import FAMILIES, StateCheckpoint, hf_tiny_model, random_prompt, tiny_model
+from tests.cpu.engine.tiny_models import FAMILIES, random_prompt, tiny_model
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
-from tests.cpu.parallel.split import split_forward
+from tests.cpu.parallel.split import MakeSplit
 
 PROMPT_LENGTHS = (40, 130, 1, 64, 17)
 MAX_TOKENS = 6
@@ -23,26 +19,6 @@ CHUNKS = Setting(budget=48, arrivals=2, repeats=2)
 SHORT_OF_MEMORY = Setting(budget=64, num_blocks=18, depth=2, max_num_seqs=16)
 SHORT_OF_MEMORY_LENGTHS = (30, 31, 28, 61, 60, 29, 14, 15, 16, 44)
 """Together with 12 tokens of output they outgrow 18 blocks."""
-MakeSplit = Callable[[str, int], MakeForward]
-
-
-@pytest.fixture
-def make_split() -> Iterator[MakeSplit]:
-    """Makes what makes a forward pass of a family's tiny model, split among so many ranks."""
-    with ExitStack() as stack:
-
-        def prepare(name: str, size: int) -> MakeForward:
-            checkpoint = StateCheckpoint(hf_tiny_model(name, torch.float32))
-
-            def make(*, num_blocks: int, block_size: int) -> ForwardPass:
-                split = split_forward(
-                    checkpoint, size, dtype=torch.float32, num_blocks=num_blocks, block_size=block_size
-                )
-                return stack.enter_context(closing(split))
-
-            return make
-
-        yield prepare
 
 
 @pytest.mark.parametrize("name", FAMILIES)
