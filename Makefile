@@ -10,7 +10,8 @@ MODEL := smollm2-135m-instruct
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
-FAST := -m "not slow and not network" tests/pure tests/cpu
+THOROUGH := --hypothesis-profile=thorough
+FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cpu
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -28,7 +29,7 @@ test: .venv/.dev .venv/.native model ## Run the fast tests
 	$(BIN)/python -m pytest $(FAST) $(PYTEST_ARGS)
 
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(THOROUGH) $(PYTEST_ARGS)
 
 check: lint types imports ## Run all static checks
 

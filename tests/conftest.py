@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.examples import register_profiles
+
 # Engine process and tests share few cores; threads of both on the same cores cost more than they bring.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Who runs the tests in the background of a script has the shell ignore Ctrl-C, which programs inherit; ours
 # are tested for what they do about it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+register_profiles()
 
 SMOLLM2 = "smollm2-135m-instruct"
 

@@ -99,21 +99,31 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
 
 
 def compare(
-    baselines: Sequence[dict[str, Any]], candidates: Sequence[dict[str, Any]], rng: np.random.Generator
+    baselines: Sequence[dict[str, Any]],
+    candidates: Sequence[dict[str, Any]],
+    rng: np.random.Generator,
+    *,
+    num_resamples: int = 1000,
 ) -> list[Comparison]:
     """Compare runs of the same title and level; single runs are compared whatever their level.
+
+    Parameters
+    ----------
+    num_resamples : of the bootstrap; a fifth of them for gaps, which are many.
 
     Raises
     ------
     ConfigError : two sweeps have no run in common.
     """
     if len(baselines) == len(candidates) == 1:
-        return [compare_runs(baselines[0], candidates[0], rng)]
+        return [compare_runs(baselines[0], candidates[0], rng, num_resamples=num_resamples)]
     by_level = {_level(run): run for run in candidates}
     pairs = [(run, by_level[_level(run)]) for run in baselines if _level(run) in by_level]
     if not pairs:
         raise ConfigError("the two results have no run of the same data set and level in common")
-    return [compare_runs(baseline, candidate, rng) for baseline, candidate in pairs]
+    return [
+        compare_runs(baseline, candidate, rng, num_resamples=num_resamples) for baseline, candidate in pairs
+    ]
 
 
 def _level(run: dict[str, Any]) -> tuple[Any, ...]:
@@ -125,8 +135,10 @@ def _level(run: dict[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def compare_runs(baseline: dict[str, Any], candidate: dict[str, Any], rng: np.random.Generator) -> Comparison:
-    """Compare two runs number by number."""
+def compare_runs(
+    baseline: dict[str, Any], candidate: dict[str, Any], rng: np.random.Generator, *, num_resamples: int
+) -> Comparison:
+    """Compare two runs number by number; see `compare`."""
     rows = [
         Row(key.replace("_", " "), baseline[key], candidate[key], None, higher_is_better=True)
         for key in THROUGHPUTS
@@ -135,7 +147,7 @@ def compare_runs(baseline: dict[str, Any], candidate: dict[str, Any], rng: np.ra
     keys = [key for key in baseline if _latency_of(key) and _is_number(baseline[key])]
     for key in keys:
         if _is_number(candidate.get(key)):
-            interval = _ratio_interval(baseline, candidate, key, rng)
+            interval = _ratio_interval(baseline, candidate, key, rng, num_resamples=num_resamples)
             rows.append(Row(key, baseline[key], candidate[key], interval, higher_is_better=False))
     differences = tuple(
         f"{name}: {baseline.get(name)} against {candidate.get(name)}"
@@ -159,7 +171,12 @@ def _latency_of(key: str) -> tuple[str, str] | None:
 
 
 def _ratio_interval(
-    baseline: dict[str, Any], candidate: dict[str, Any], key: str, rng: np.random.Generator
+    baseline: dict[str, Any],
+    candidate: dict[str, Any],
+    key: str,
+    rng: np.random.Generator,
+    *,
+    num_resamples: int,
 ) -> tuple[float, float] | None:
     found = _latency_of(key)
     assert found is not None
@@ -168,8 +185,8 @@ def _ratio_interval(
     if not all(sum(map(len, group)) for group in groups):
         return None
     compute = _statistic(statistic)
-    # Pooled gaps are many: fewer resamples keep a comparison within seconds.
-    num_resamples = 200 if metric == "itl" else 1000
+    if metric == "itl":  # pooled gaps are many: fewer resamples keep a comparison within seconds
+        num_resamples = max(num_resamples // 5, 1)
     old, new = (bootstrap_draws(group, compute, rng, num_resamples=num_resamples) for group in groups)
     valid = old > 0
     if not valid.any():

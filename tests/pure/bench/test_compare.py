@@ -8,7 +8,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from onbeat.bench.compare import Row, compare, read_runs
+from onbeat.bench.compare import Comparison, Row, compare, read_runs
 from onbeat.bench.comparison_table import comparison_table
 from onbeat.bench.config import LoadConfig
 from onbeat.bench.result import to_document
@@ -21,8 +21,12 @@ def saved(path: Path, *results: Any, detailed: bool = True) -> list[dict[str, An
     return read_runs(path)
 
 
+def quickly(baseline: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> list[Comparison]:
+    return compare(baseline, candidate, np.random.default_rng(0), num_resamples=200)
+
+
 def rows_of(baseline: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> dict[str, Row]:
-    [comparison] = compare(baseline, candidate, np.random.default_rng(0))
+    [comparison] = quickly(baseline, candidate)
     return {row.name: row for row in comparison.rows}
 
 
@@ -62,7 +66,7 @@ def test_failed_requests_are_left_out_of_the_intervals(tmp_path: Path) -> None:
 def test_differing_settings_are_said(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.json", make_result(load=LoadConfig(max_concurrency=4)))
     second = saved(tmp_path / "b.json", make_result(load=LoadConfig(max_concurrency=8)))
-    [comparison] = compare(first, second, np.random.default_rng(0))
+    [comparison] = quickly(first, second)
 
     assert comparison.differences == ("max_concurrency: 4 against 8",)
 
@@ -72,7 +76,7 @@ def test_sweeps_are_compared_level_by_level(tmp_path: Path) -> None:
     first = saved(tmp_path / "a.json", *levels[:2])
     second = saved(tmp_path / "b.json", *levels[1:])
 
-    assert [comparison.title for comparison in compare(first, second, np.random.default_rng(0))] == ["c=4"]
+    assert [comparison.title for comparison in quickly(first, second)] == ["c=4"]
 
 
 def test_sweeps_without_a_common_level_are_refused(tmp_path: Path) -> None:
@@ -81,7 +85,7 @@ def test_sweeps_without_a_common_level_are_refused(tmp_path: Path) -> None:
     second = saved(tmp_path / "b.json", *levels[2:])
 
     with pytest.raises(ConfigError, match="no run of the same"):
-        compare(first, second, np.random.default_rng(0))
+        quickly(first, second)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +102,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
 
 def test_the_table_has_a_row_per_number(tmp_path: Path) -> None:
     runs = saved(tmp_path / "a.json", make_result())
-    [comparison] = compare(runs, runs, np.random.default_rng(0))
+    [comparison] = quickly(runs, runs)
 
     assert comparison_table(comparison, ("a", "b")).row_count == len(comparison.rows)
 
@@ -106,7 +110,7 @@ def test_the_table_has_a_row_per_number(tmp_path: Path) -> None:
 @pytest.mark.parametrize("detailed", [True, False])
 def test_the_printed_table_says_what_its_intervals_leave_out(tmp_path: Path, detailed: bool) -> None:
     runs = saved(tmp_path / "a.json", make_result(), detailed=detailed)
-    [comparison] = compare(runs, runs, np.random.default_rng(0))
+    [comparison] = quickly(runs, runs)
     console = Console(width=160)
     with console.capture() as printed:
         console.print(comparison_table(comparison, ("a", "b")))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
-from onbeat.cli.serve import SERVE_PACKAGES, example_request
+from onbeat.cli.serve import example_request
 from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.server.config import ServerConfig
@@ -64,27 +63,6 @@ def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> N
     file.write_bytes(content)
     with pytest.raises(ConfigError, match="API key"):
         config("--api-key-file", str(file))
-
-
-SERVE_WITHOUT_EACH = """
-import sys
-from onbeat.cli.main import main
-for package in sys.argv[1:]:
-    assert package not in sys.modules, package
-    sys.modules[package] = None
-    print(main(["serve"]))
-    del sys.modules[package]
-"""
-
-
-def test_a_missing_package_of_the_extra_is_named_with_its_cure() -> None:
-    command = [sys.executable, "-I", "-c", SERVE_WITHOUT_EACH, *SERVE_PACKAGES]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.stderr.splitlines() == [
-        f"onbeat: error: onbeat serve needs '{package}', which is not installed: pip install 'onbeat[serve]'"
-        for package in SERVE_PACKAGES
-    ]
-    assert run.stdout.split() == ["2"] * len(SERVE_PACKAGES)
 
 
 @pytest.mark.parametrize("model", ["plain", 'it\'s "quoted" $HOME `ls` \\n', "/a b/ü.gguf"])

@@ -1,12 +1,9 @@
 """Devices: every id, dense rates, sources, and the measured CPU."""
 
-import time
-
 import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import cpu_device, device_ids, find_device
-from onbeat.perfmodel.measure_cpu import measure_cpu
 
 IDS = [
     "a100-40-sxm",
@@ -58,14 +55,6 @@ def test_unknown_device_names_near_ones():
 def test_link_is_one_direction_of_the_fastest():
     assert find_device("h100-sxm").link_bandwidth == 450e9
     assert find_device("l4").link_bandwidth == 32e9
-
-
-def test_cpu_limits_are_measured_quickly():
-    start = time.perf_counter()
-    limits = measure_cpu()
-    assert time.perf_counter() - start < 10  # about 1 s; the rest is for a loaded machine
-    assert 1e8 < limits.memory_bandwidth < 1e13
-    assert 1e8 < limits.peak_flops < 1e15
 
 
 def test_cpu_device_takes_measured_limits():

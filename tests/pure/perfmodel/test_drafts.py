@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -31,6 +31,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix
 from onbeat.perfmodel.utilisation import StepWork
+from tests.examples import examples
 from tests.pure.perfmodel.operator_profiles import MODEL as TINY
 from tests.pure.perfmodel.operator_profiles import write_profile_directory
 from tests.pure.perfmodel.shapes import batch, decodes, mixed_batches, rows, verified, verifies, with_verified
@@ -126,7 +127,7 @@ def test_a_verified_row_reads_its_context_once_unless_arithmetic_takes_longer():
     assert growth == pytest.approx(4 * (bound(decodes(8, 9000)) - bound(decodes(8, 1000))), rel=0.01)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(rows=rows, drafts=verified, name=st.sampled_from(["Llama-3.1-8B", "gemma-3-27b-pt", "Mixtral-8x7B"]))
 def test_scalar_and_vectorised_rooflines_agree(rows, drafts, name):
     shape = with_verified(batch(rows), drafts)
@@ -135,7 +136,7 @@ def test_scalar_and_vectorised_rooflines_agree(rows, drafts, name):
     assert together[0] == pytest.approx(make_roofline(model, H100)(shape), rel=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(rows=rows, drafts=verified)
 def test_both_evaluations_of_a_linear_fit_agree(rows, drafts):
     names = make_form(

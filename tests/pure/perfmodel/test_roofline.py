@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.roofline_accuracy import read_grid, relative_errors
@@ -19,6 +19,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import FIELDS, shape_matrix, shapes_of
+from tests.examples import examples
 
 H100, A100 = find_device("h100-sxm"), find_device("a100-80-sxm")
 LLAMA_8B = find_model_spec("Llama-3.1-8B")
@@ -48,7 +49,7 @@ def _defaults():
     return [getattr(RooflineParameters.DEFAULTS, field.name) for field in fields(RooflineParameters)]
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     batches=st.lists(rows, min_size=1, max_size=5),
     parameters=factors,
@@ -68,7 +69,7 @@ def test_scalar_and_vectorised_forms_agree(batches, parameters, name, parallelis
     np.testing.assert_allclose(together, [predict(shape) for shape in shapes], rtol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(rows=rows, more=st.tuples(st.integers(0, 50_000), st.integers(1, 4096)))
 def test_another_row_never_makes_a_step_shorter(rows, more):
     predict = make_roofline(LLAMA_8B, H100)

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -29,6 +29,7 @@ from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.speculative import SpeculativeStepTime, SpeculativeWork, draft_pass
 from onbeat.perfmodel.utilisation import StepWork
+from tests.examples import examples
 from tests.pure.perfmodel.shapes import (
     decodes,
     linear_seconds,
@@ -226,7 +227,7 @@ def test_an_exit_of_experts_and_windows_keeps_their_share() -> None:
     assert mixtral.is_moe
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(count=st.integers(1, 64), context=st.integers(1, 8000))
 def test_more_passes_never_make_a_step_shorter(count: int, context: int) -> None:
     model = speculative_roofline(LLAMA_70B, LLAMA_8B, H100, parallelism=TP4, precision=FP8)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -19,6 +19,7 @@ from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
+from tests.examples import examples
 
 FIXED = 0.01
 TOKEN = 1e-4
@@ -118,7 +119,7 @@ def test_needs_objectives_and_somebody_to_serve() -> None:
         fluid_bound(bare, Machine(), question(bare, 1.0))
 
 
-@settings(max_examples=6, deadline=None)
+@examples(6)
 @given(
     seed=st.integers(0, 1000),
     share=st.sampled_from([0.9, 1.0]),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -17,6 +16,7 @@ from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.replay import Replay
+from tests.examples import examples
 from tests.pure.recording.recorded import start_run
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config
 
@@ -133,4 +133,4 @@ class RecordedMachine(RuleBasedStateMachine):
 
 
 TestRecordedMachine = RecordedMachine.TestCase
-TestRecordedMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
+TestRecordedMachine.settings = examples(120, stateful_step_count=30)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.replica.fairness import TenantCounters
+from tests.examples import examples
 
 Length = tuple[int, int]  # prompt tokens, output tokens
 
@@ -58,7 +59,7 @@ def serve_least_first(
         history.append(dict(service))
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50)
 @given(first=lengths, second=lengths)
 def test_service_of_two_backlogged_tenants_differs_by_at_most_the_bound(
     first: list[Length], second: list[Length]
@@ -159,7 +160,7 @@ calls = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(calls=calls)
 def test_no_counter_falls_and_nobody_who_waits_lies_below_a_newcomer(calls: list[tuple[str, int]]) -> None:
     counters = TenantCounters()

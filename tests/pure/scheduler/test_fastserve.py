@@ -5,12 +5,13 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.replica.fastserve import QUANTUM_RATIO, STARVATION, FeedbackQueues
 from onbeat.scheduler.replica.request_state import RequestState
+from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 
@@ -129,7 +130,7 @@ def test_nobody_starves_while_short_ones_keep_coming():
     assert len(driver.finished) < len(driver.requests), "it was no overload"
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     load=st.lists(
         st.tuples(st.integers(1, 900), st.integers(1, 60), st.floats(0, 0.3)), min_size=1, max_size=20

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.request import FinishReason, Request
+from tests.examples import examples
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 
@@ -164,7 +165,7 @@ class TestKeep:
             driver.add(replace(make_request("a", 10, 1), keeps_kv=True))
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     policy=st.sampled_from(["sarathi", "orca", "prefill-first", "hybrid-only", "chunk-only"]),
     requests=st.lists(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -23,6 +23,7 @@ from onbeat.scheduler.replica.niyama import (
     step_tokens,
 )
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 LONG = {"num_blocks": 8192, "max_model_len": 8192, "max_num_batched_tokens": 8192}
@@ -232,7 +233,7 @@ objectives = st.sampled_from(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     load=st.lists(
         st.tuples(st.integers(1, 900), st.integers(1, 60), st.floats(0, 0.3), objectives),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 BLOCK = 16
@@ -68,7 +69,7 @@ LOADS = st.lists(
 """(prompt tokens, output tokens, steps since the request before)"""
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(load=LOADS, num_blocks=st.integers(16, 40))
 def test_batches_are_those_of_the_algorithm(load, num_blocks):
     config = make_config(
@@ -104,7 +105,7 @@ def test_batches_are_those_of_the_algorithm(load, num_blocks):
     assert all(request.num_run == request.num_output_tokens for request in requests)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(load=LOADS, num_blocks=st.integers(16, 40), depth=st.integers(1, 3))
 def test_an_earlier_request_has_run_at_least_as_many_iterations(load, num_blocks, depth):
     """Iteration-level first come, first served: section 4.2's property, with steps in flight too."""

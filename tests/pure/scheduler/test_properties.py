@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.replica.policies import POLICIES
+from tests.examples import examples
 from tests.pure.scheduler.driver import POLICY_NAMES, Driver, make_config, make_request, token_of
 
 
@@ -91,7 +92,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestSchedulerMachine.settings = examples(200, stateful_step_count=30)
 
 loads = st.lists(
     st.tuples(st.integers(1, 200), st.integers(1, 60), st.integers(0, 20)), min_size=1, max_size=20
@@ -118,7 +119,7 @@ def run_load(load, policy: str, *, depth: int = 1, **changes) -> Driver:
 
 # fastserve lets short prompts pass long ones
 @pytest.mark.parametrize("policy", [name for name in POLICY_NAMES if name != "fastserve"])
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(load=loads)
 def test_first_come_is_first_scheduled(policy, load):
     driver = run_load(load, policy, num_blocks=24)
@@ -128,7 +129,7 @@ def test_first_come_is_first_scheduled(policy, load):
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(load=loads)
 def test_decision_log_repeats_exactly(policy, depth, load):
     first = run_load(load, policy, depth=depth, num_blocks=24)
@@ -136,7 +137,7 @@ def test_decision_log_repeats_exactly(policy, depth, load):
     assert first.log == second.log
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(load=loads, policies=st.permutations(POLICY_NAMES))
 def test_tokens_do_not_depend_on_policy_depth_or_memory(load, policies):
     reference = run_load(load, policies[0], num_blocks=200).outputs

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import ModelRunnerOutput
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.examples import examples
 from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config
 
@@ -61,10 +62,16 @@ def run(config, arrivals, *, repeats: bool) -> list[tuple[object, ...]]:
     return log
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(st.sampled_from(POLICY_NAMES), ARRIVALS, st.integers(16, 40), st.booleans())
 def test_repeated_steps_equal_single_steps(policy, arrivals, num_blocks, prefix) -> None:
     config = make_config(policy, num_blocks=num_blocks, enable_prefix_caching=prefix)
+    assert run(config, arrivals, repeats=True) == run(config, arrivals, repeats=False)
+
+
+def test_a_first_token_gives_a_request_its_place_among_niyamas_decodes() -> None:
+    arrivals = [(0, 1, 3), (0, 32, 2)]
+    config = make_config("niyama", num_blocks=16)
     assert run(config, arrivals, repeats=True) == run(config, arrivals, repeats=False)
 
 

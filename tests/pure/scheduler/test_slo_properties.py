@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.policies import POLICIES
+from tests.examples import examples
 from tests.pure.scheduler.driver import token_of
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
@@ -131,12 +132,12 @@ class DeadlineMachine(RuleBasedStateMachine):
 
 
 TestDeadlineMachine = DeadlineMachine.TestCase
-TestDeadlineMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestDeadlineMachine.settings = examples(80, stateful_step_count=25)
 
 
 @pytest.mark.parametrize("policy", POLICY_NAMES)
 @pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(load=loads, model=models)
 def test_fed_alike_two_schedulers_plan_alike(
     policy: str, depth: int, load: list[Request], model: FakeStepTime
@@ -151,7 +152,7 @@ POSSIBLE = [SLO(ttft=1.0, tbt=0.02), SLO_CLASSES["interactive"], SLO_CLASSES["st
 """Objectives that `FakeStepTime` as it is can keep beside others."""
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     load=st.lists(
         st.tuples(st.integers(1, 600), st.integers(1, 60), st.integers(50, 200), st.sampled_from(POSSIBLE)),
@@ -207,7 +208,7 @@ def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) 
     )
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(load=loads, slo=slos, policy=st.sampled_from(POLICY_NAMES))
 def test_all_end_within_the_time_that_they_would_take_one_after_the_other(
     load: list[Request], slo: SLO | None, policy: str
@@ -223,7 +224,7 @@ def test_all_end_within_the_time_that_they_would_take_one_after_the_other(
     assert len(driver.finished) == len(load)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(model=models, num_prompt=st.integers(1, 900), slo=slos, shed=st.sampled_from(list(ShedMode)))
 def test_an_idle_machine_begins_at_once(model, num_prompt, slo, shed):
     driver = TimedDriver(make_config(), model)

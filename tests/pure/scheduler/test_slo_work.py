@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO
@@ -16,6 +16,7 @@ from onbeat.scheduler.replica.slo.deadlines import set_deadlines
 from onbeat.scheduler.replica.slo.prefill_work import PrefillWork, chunk_seconds
 from onbeat.scheduler.replica.slo.step_times import StepTimes
 from onbeat.scheduler.replica.slo.view import RunningView
+from tests.examples import examples
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 
 models = st.builds(
@@ -82,7 +83,7 @@ class TestPrefillWork:
         assert chunk == 32 or chunk_seconds(model, 0, chunk // 2, None) / (chunk // 2) > 1.05 * best
 
     @given(models, st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 5000))
-    @settings(max_examples=50)
+    @examples(50)
     def test_a_prompt_in_two_pieces_costs_what_it_costs_whole(self, model, num_cached, first, second):
         work = work_of(model)
         pieces = work.seconds(first, num_cached) + work.seconds(second, num_cached + first)
@@ -102,7 +103,7 @@ class TestPrefillWork:
 
 class TestStepTimes:
     @given(models, st.integers(0, 300), st.floats(0.0, 10.0) | st.just(inf))
-    @settings(max_examples=100)
+    @examples(100)
     def test_the_share_of_prompts_is_a_share(self, model, num_decodes, budget):
         assert 0.0 <= times_of(model).prefill_share(decodes(num_decodes), budget) <= 1.0
 
@@ -113,7 +114,7 @@ class TestStepTimes:
         assert times.prefill_share(shape, model.step_time(shape)) == pytest.approx(0.0, abs=1e-6)
 
     @given(models, st.integers(1, 200), st.floats(1e-3, 1.0), st.floats(1.0, 3.0))
-    @settings(max_examples=50)
+    @examples(50)
     def test_a_longer_step_leaves_a_larger_share_and_more_decodes_a_smaller(self, model, num, budget, factor):
         times = times_of(model)
         share = times.prefill_share(decodes(num), budget)
@@ -121,7 +122,7 @@ class TestStepTimes:
         assert times.prefill_share(decodes(2 * num), budget) <= share + 1e-12
 
     @given(st.integers(0, 100), st.integers(0, 3000), st.floats(0.0, 0.5))
-    @settings(max_examples=50)
+    @examples(50)
     def test_a_chunk_joins_within_the_limit_and_one_token_more_does_not(self, num, num_cached, limit):
         model = FakeStepTime(spread=0.3)
         times, shape = times_of(model, 0.95), decodes(num)

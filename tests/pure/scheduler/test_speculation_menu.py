@@ -6,11 +6,12 @@ from itertools import product
 from math import inf
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.scheduler.replica.speculation.menu import LEVELS, DraftMenu, Ranking, kind_of
 from onbeat.scheduler.replica.speculation.search import GoodputSearch
+from tests.examples import examples
 
 offers = st.lists(
     st.tuples(st.integers(0, 4), st.integers(0, LEVELS - 1), st.sampled_from([1.0, 2.0])),
@@ -42,7 +43,7 @@ class Curve:
         return self.times[num_drafts]
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(offers)
 def test_the_first_n_are_the_best_n(rows):
     menu = make_menu(rows)
@@ -81,7 +82,7 @@ def test_an_empty_menu_has_no_drafts():
     assert GoodputSearch(Ranking([]), Curve([1.0]), value=1.0, num_passes=0).best(0) is None
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     most=st.integers(1, 16),
     level=st.integers(0, LEVELS - 1),

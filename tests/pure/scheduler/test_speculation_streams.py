@@ -5,12 +5,13 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.scheduler.replica.policies import POLICIES
+from tests.examples import examples
 from tests.pure.scheduler.speculating import RandomDrafts, SpeculatingDriver, make_config, make_request
 
 POLICY_NAMES = tuple(POLICIES)
@@ -99,7 +100,7 @@ class SpeculationMachine(RuleBasedStateMachine):
 
 
 TestSpeculationMachine = SpeculationMachine.TestCase
-TestSpeculationMachine.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestSpeculationMachine.settings = examples(40, stateful_step_count=20)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -132,7 +133,7 @@ def test_requests_that_run_out_of_blocks_are_preempted_and_still_whole(depth):
     assert driver.scheduler.num_preemptions > 0
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(
     k=st.integers(1, 16),
     acceptance=st.sampled_from([0.0, 0.4, 1.0]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -14,6 +14,7 @@ from onbeat.scheduler.replica.token_budget import (
     full_step,
     mean_decode_context,
 )
+from tests.examples import examples
 
 
 class TiledProfile:
@@ -45,7 +46,7 @@ PROFILES = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     profile=PROFILES,
     tbt=st.floats(0.02, 0.5),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, ShedMode
@@ -13,6 +13,7 @@ from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
+from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, linear_time, make_config, random_load
 
 PLANNERS = sorted(name for name in POLICIES if POLICIES[name]().needs_step_time)
@@ -34,7 +35,7 @@ CLASSES = (
     noise=st.sampled_from([0.0, 0.2]),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=25)
+@examples(25)
 def test_every_offered_request_is_accounted_for(
     policy, router, num_replicas, shed, mode, max_requests, concurrency, noise, seed
 ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.cli import capacity as capacity_command
@@ -16,6 +16,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
+from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, make_load, random_load
 
 
@@ -36,7 +37,7 @@ def at_once_and_one_by_one(load, config):
     rate=st.sampled_from([1.0, 20.0]),
     seed=st.integers(0, 1000),
 )
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_runs_of_steps_equal_single_steps(policy, declared, num_blocks, num_replicas, router, rate, seed):
     load = random_load(24, rate=rate, seed=seed, prompt=150, output=90)
     config = make_config(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -16,6 +16,7 @@ from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
 from onbeat.simulator.kv_transfer import KVTransfer
 from onbeat.simulator.simulate import simulate
+from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, Watching, make_load, random_load
 
 LIMITS: dict[str, Any] = {
@@ -133,7 +134,7 @@ class TestTimeline:
 
 
 class TestInvariants:
-    @settings(max_examples=25, deadline=None)
+    @examples(25)
     @given(
         seed=st.integers(0, 10_000),
         policy=st.sampled_from(["hybrid-only", "sarathi", "orca", "prefill-first"]),

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
@@ -18,6 +18,7 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator import planning
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
+from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 from tests.pure.simulator.shedding import PATIENCE, SheddingScheduler
 
@@ -71,7 +72,7 @@ class TestHardCaps:
         seed=st.integers(0, 1000),
         noise=st.sampled_from([0.0, 0.3]),
     )
-    @settings(deadline=None, max_examples=40)
+    @examples(40)
     def test_all_that_was_offered_is_accounted_for(
         self, router, num_replicas, pipeline, max_requests, max_tokens, concurrency, seed, noise
     ):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
+from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
@@ -53,7 +54,7 @@ def loads(draw):
     router=st.sampled_from(["round-robin", "least-outstanding", "least-work", "prefix-affinity"]),
     is_even=st.booleans(),
 )
-@settings(deadline=None, max_examples=80)
+@examples(80)
 def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas, router, is_even):
     offered, is_closed = load
     config = make_config(

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -14,6 +14,7 @@ from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.collector import ProgressMeter
 from onbeat.simulator.simulate import simulate
+from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,
     StepByStep,
@@ -74,7 +75,7 @@ def test_a_limit_on_concurrency_holds_arrivals_back():
     seed=st.integers(0, 1000),
     rate=st.sampled_from([1.0, 20.0, 400.0]),
 )
-@settings(deadline=None, max_examples=30)
+@examples(30)
 def test_tokens_and_blocks_are_conserved(policy, router, num_replicas, pipeline, seed, rate):
     load = random_load(40, rate=rate, seed=seed, prompt=150, output=90)
     config = make_config(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -20,6 +20,7 @@ from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, buil
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.slo_classes import SLOClass
+from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 
 
@@ -130,7 +131,7 @@ def test_classes_have_rates_of_their_own() -> None:
     assert sizes == {"code": {1, 2, 3, 4}, "chat": {1}}
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     policy=st.sampled_from(sorted(POLICIES)),
     num_drafts=st.integers(1, 8),

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
+from tests.examples import examples
 from tests.pure.text.tiny_gguf import byte_level_keys, sentencepiece_keys, write_gguf
 
 EXCLUDED = "▁<\n"
@@ -121,13 +122,13 @@ def tokenizer(
     return load(tmp_path_factory.mktemp("any"), request.param())
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(text=st.text(alphabet=st.characters(exclude_characters=EXCLUDED, exclude_categories=["Cs"])))
 def test_any_text_comes_back(tokenizer: VocabularyTokenizer, text: str):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(data=st.data(), skip=st.booleans())
 def test_streams_of_any_tokens_equal_their_decoding(
     tokenizer: VocabularyTokenizer, data: st.DataObject, skip: bool
@@ -170,7 +171,7 @@ def test_a_file_cut_anywhere_is_an_error(tmp_path: Path):
             load_tokenizer(file)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(data=st.data())
 def test_a_damaged_file_loads_or_is_an_error(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory):
     folder = tmp_path_factory.getbasetemp()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -165,37 +164,3 @@ def test_no_rate_is_all_at_once() -> None:
 
 
 # Published statistics of the traces, to 0.5 %.
-
-
-@pytest.mark.parametrize(
-    ("name", "file", "rate", "percentiles"),
-    [
-        ("azure", "azure2023_code.csv.gz", 2.567, {"p50": (1469, 13), "p90": (5194, 55), "p99": (7436, 252)}),
-        (
-            "azure",
-            "azure2023_conv.csv.gz",
-            5.53,
-            {"p50": (1020, 129), "p90": (2735, 424), "p99": (4142, 601)},
-        ),
-        ("mooncake", "mooncake_fast25_conversation_trace.csv.gz", 3.40, {"p50": (6909, 350)}),
-        ("mooncake", "mooncake_fast25_synthetic_trace.csv.gz", 3.91, {"p50": (11587, 69)}),
-        ("lengths", "sharegpt_8k_lengths_llama2tok.csv.gz", None, {"p50": (1730, 415), "p90": (5696, 834)}),
-        ("lengths", "arxiv_4k_lengths_llama2tok.csv.gz", None, {"p50": (2730, 167), "p90": (3702, 372)}),
-    ],
-)
-def test_published_statistics(
-    name: LoadName, file: str, rate: float | None, percentiles: dict[str, tuple[int, int]]
-) -> None:
-    shared = os.environ.get("ONBEAT_SHARED")
-    if not shared:
-        pytest.skip("ONBEAT_SHARED is not set: the published traces are not at hand")
-    source = LoadSource(name=name, path=Path(shared) / "data" / "traces" / file)
-    plan = None if rate is None else ArrivalPlan(kind="replay")
-    load = make_load(source, plan, num_requests=None, seed=0)
-
-    assert load.rate == (None if rate is None else pytest.approx(rate, rel=0.005))
-    for p, (num_prompt_tokens, num_output_tokens) in percentiles.items():
-        found = np.percentile(load.num_prompt_tokens, float(p[1:]))
-        assert found == pytest.approx(num_prompt_tokens, rel=0.005)
-        found = np.percentile(load.num_output_tokens, float(p[1:]))
-        assert found == pytest.approx(num_output_tokens, rel=0.005)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -163,66 +162,3 @@ def test_damaged_gzip_in_every_way(tmp_path: Path, cut: Callable[[bytes], bytes]
 
     with pytest.raises(ConfigError, match="gzip file is damaged"):
         read_trace(path)
-
-
-def published(name: str) -> Path:
-    shared = os.environ.get("ONBEAT_SHARED")
-    if not shared:
-        pytest.skip("ONBEAT_SHARED is not set: the published traces are not at hand")
-    return Path(shared) / "data" / "traces" / name
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "input_mean", "output_mean", "seconds", "input_p90"),
-    [
-        ("azure2023_code.csv.gz", 8819, 2047.8, 27.9, 3436, 5194),
-        ("azure2023_conv.csv.gz", 19366, 1154.7, 211.1, 3502, 2735),
-        ("mooncake_fast25_conversation_trace.csv.gz", 12031, 12035, 342.6, 3537, 27367),
-        ("mooncake_fast25_synthetic_trace.csv.gz", 3993, 15325, 149, 1022, None),
-        ("sharegpt_8k_lengths_llama2tok.csv.gz", 30731, 2340, 438.7, None, 5696),
-        ("arxiv_4k_lengths_llama2tok.csv.gz", 28257, 2588.1, 291.4, None, 3702),
-    ],
-)
-def test_published_traces_have_their_published_statistics(
-    name: str,
-    count: int,
-    input_mean: float,
-    output_mean: float,
-    seconds: float | None,
-    input_p90: float | None,
-) -> None:
-    trace = read_trace(published(name))
-
-    assert len(trace) == count
-    assert trace.num_prompt_tokens.mean() == pytest.approx(input_mean, rel=0.005)
-    assert trace.num_output_tokens.mean() == pytest.approx(output_mean, rel=0.005)
-    assert (trace.times is None) == (seconds is None)
-    if trace.times is not None:
-        assert np.ptp(trace.times) == pytest.approx(seconds, rel=0.005)
-    if input_p90 is not None:
-        assert np.percentile(trace.num_prompt_tokens, 90) == pytest.approx(input_p90, rel=0.005)
-
-
-def test_azure_code_arrivals_are_as_bursty_as_published() -> None:
-    trace = read_trace(published("azure2023_code.csv.gz"))
-
-    assert trace.times is not None
-    gaps = np.diff(np.sort(trace.times))
-    assert gaps.std() / gaps.mean() == pytest.approx(13.2, rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("name", "ratio"),
-    [("mooncake_fast25_conversation_trace.csv.gz", 0.366), ("mooncake_fast25_synthetic_trace.csv.gz", 0.640)],
-)
-def test_mooncake_blocks_repeat_as_published(name: str, ratio: float) -> None:
-    trace = read_trace(published(name))
-
-    assert trace.block_ids is not None
-    seen: set[int] = set()
-    hits = total = 0
-    for block_ids in trace.block_ids:
-        hits += sum(block_id in seen for block_id in block_ids)
-        total += len(block_ids)
-        seen.update(block_ids)
-    assert hits / total == pytest.approx(ratio, abs=0.002)

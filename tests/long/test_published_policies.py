@@ -21,7 +21,7 @@ from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import read_trace
-from tests.pure.simulator.published import (
+from tests.long.published import (
     RATE_TOLERANCE,
     YI,
     Server,

@@ -9,7 +9,7 @@ from onbeat.cli import models
 from onbeat.core.errors import ModelLoadError
 from onbeat.hub.cache import models_dir
 from onbeat.hub.known import KNOWN_MODELS
-from tests.pure.hub.wheels import make_known_model
+from tests.long.wheels import make_known_model
 
 
 def run(*arguments: str) -> int:

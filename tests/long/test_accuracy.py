@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SHARED = os.environ.get("ONBEAT_SHARED")
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_time_accuracy.py"
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_time_accuracy.py"
 
 pytestmark = pytest.mark.skipif(
     SHARED is None, reason="ONBEAT_SHARED does not say where the published measurements are"

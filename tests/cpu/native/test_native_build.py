@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 KERNELS = """
 #include "kernels.h"
 namespace OB_NAMESPACE { int answer() { return ANSWER; } }

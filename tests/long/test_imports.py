@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import onbeat
+from onbeat.cli.serve import SERVE_PACKAGES
 from tests.pure.recording.recorded import start_run
 from tests.pure.scheduler.driver import make_config, make_request
 
@@ -110,3 +111,24 @@ def test_serving_commands_name_the_missing_extra(command: str) -> None:
     assert run.stderr.count("\n") == 1
     assert f"onbeat {command} needs" in run.stderr
     assert "which is not installed: pip install 'onbeat[serve]'" in run.stderr
+
+
+SERVE_WITHOUT_EACH = """
+import sys
+from onbeat.cli.main import main
+for package in sys.argv[1:]:
+    assert package not in sys.modules, package
+    sys.modules[package] = None
+    print(main(["serve"]))
+    del sys.modules[package]
+"""
+
+
+def test_a_missing_package_of_the_extra_is_named_with_its_cure() -> None:
+    command = [sys.executable, "-I", "-c", SERVE_WITHOUT_EACH, *SERVE_PACKAGES]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stderr.splitlines() == [
+        f"onbeat: error: onbeat serve needs '{package}', which is not installed: pip install 'onbeat[serve]'"
+        for package in SERVE_PACKAGES
+    ]
+    assert run.stdout.split() == ["2"] * len(SERVE_PACKAGES)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the published meas
 
 def load_benchmark() -> ModuleType:
     """Import the script that makes the published table, so that both run the same replay."""
-    path = Path(__file__).parents[3] / "benchmarks" / "distserve_replay.py"
+    path = Path(__file__).parents[2] / "benchmarks" / "distserve_replay.py"
     spec = importlib.util.spec_from_file_location("distserve_replay", path)
     assert spec is not None
     assert spec.loader is not None

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LIBRARY = "onbeat/engine/native/libonbeat_native.so"
 PARTS = ("src", "native", "hatch_build.py", "pyproject.toml", "README.md", "LICENSE")
 

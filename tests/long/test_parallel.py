@@ -16,7 +16,7 @@ from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.objectives import VidurObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
-from tests.pure.planner import workers
+from tests.long import workers
 from tests.pure.planner.fakes import FakeCase, make_load
 
 

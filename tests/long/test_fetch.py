@@ -13,7 +13,7 @@ from onbeat.hub.cache import cached_file, models_dir
 from onbeat.hub.fetch import fetch_known_model
 from onbeat.hub.files import FetchStatus, no_progress
 from onbeat.hub.known import KNOWN_MODELS
-from tests.pure.hub.wheels import make_known_model
+from tests.long.wheels import make_known_model
 
 
 def visible_files() -> list[str]:
