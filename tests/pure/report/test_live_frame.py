@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.step import DraftStats
 from onbeat.metrics.exposition import read_exposition
 from onbeat.report.live_frame import live_frame
@@ -94,6 +95,18 @@ def test_a_server_without_requests_or_objectives_has_a_frame() -> None:
     assert "requests    0 running   0 waiting   0 best effort" in drawn
     assert "step        - actual   0 steps/s" in drawn
     assert not [line for line in drawn if line.startswith(("forecast", "plan", "refused for"))]
+
+
+def test_a_full_queue_is_a_reason_to_refuse() -> None:
+    server = FakeServer()
+    for name in ("a", "b", "c"):
+        server.open(name, 0.0, slo=None)
+    for name in ("a", "b"):
+        server.tracker.refuse(name, Overloaded("the queue is full", code="server_overloaded"), 0.1)
+    server.tracker.refuse("c", SLOUnattainable("too late", predicted_ttft=5.0), 0.1)
+    drawn = lines(server.text(1.0))
+    assert "decisions   3 refused   0 relegated   0 lost   0 preempted" in drawn
+    assert "refused for 1 slo_unattainable   2 queue_full" in drawn
 
 
 def test_colour_adds_nothing_and_can_be_left_out() -> None:
