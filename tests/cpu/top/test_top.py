@@ -14,7 +14,7 @@ from onbeat.cli.top_source import server_root
 from onbeat.core.errors import ConfigError
 from tests.cpu.top.metrics_server import MetricsServer, showing
 from tests.cpu.top.terminal import in_terminal
-from tests.pure.test_imports import modules_after, refuse_serve_extra
+from tests.long.test_imports import modules_after, refuse_serve_extra
 
 STORED = (Path(__file__).parents[2] / "data" / "top_metrics.txt").read_text()
 
