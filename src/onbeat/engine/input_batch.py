@@ -100,26 +100,29 @@ class InputBatch:
         Parameters
         ----------
         drafts : of each row, as many as were planned or fewer. A sampling row then starts where its known
-            tokens say: it may have been planned as if drafts before it were all accepted. None: as planned.
+            tokens say: it may have been planned as if drafts before it were all accepted. Empty: none were
+            planned for any row. None: rows are as planned.
         """
         slots = self.slots
         slots_R = np.array([slots[row.request_id] for row in rows], np.int64)
         starts_R = np.array([row.num_computed_tokens for row in rows], np.int64)
         query_lens_R = np.array([row.num_new_tokens for row in rows], np.int64)
         samples_R = np.array([row.samples for row in rows], np.bool_)
-        if drafts is not None:
+        if drafts:
             num_drafts_R = np.array([len(row_drafts) for row_drafts in drafts], np.int64)
             query_lens_R += num_drafts_R - np.array([row.num_draft_tokens for row in rows], np.int64)
             num_tokens_R = self.num_tokens_S[slots_R]
             starts_R = np.where(samples_R, num_tokens_R + num_drafts_R - query_lens_R, starts_R)
             self._write(slots_R, num_tokens_R, drafts)
+        elif drafts is not None:
+            starts_R = np.where(samples_R, self.num_tokens_S[slots_R] - query_lens_R, starts_R)
         context_lens_R = starts_R + query_lens_R
         ends_R = np.cumsum(query_lens_R)
         slots_T = np.repeat(slots_R, query_lens_R)
         positions_T = np.arange(len(slots_T)) + np.repeat(starts_R - (ends_R - query_lens_R), query_lens_R)
         blocks_T = self.block_tables_SB[slots_T, positions_T // self.block_size].astype(np.int64)
         sampling_slots, sampling_tokens = slots_R[samples_R], ends_R[samples_R] - 1
-        if drafts is not None:
+        if drafts:
             sampling_tokens = _tokens_to_sample(sampling_tokens, num_drafts_R[samples_R])
         return StepInputs(
             token_ids_T=self.token_ids_SP[slots_T, positions_T].astype(np.int64),

@@ -67,7 +67,7 @@ class ModelRunner:
         logits = self.forward.run(inputs, wants_logits=wants_logits)
         if not inputs.sampling_rows:
             return ModelRunnerOutput([])
-        if drafts is not None and any(drafts):
+        if drafts and any(drafts):
             sampling_drafts = [ids for ids, row in zip(drafts, rows, strict=True) if row.samples]
             verified = verify(
                 self.sampler, logits, inputs.sampling_rows, sampling_drafts, wants_logits=wants_logits
@@ -80,7 +80,7 @@ class ModelRunner:
         for index in verified.errors:
             # Its blocks will be another request's.
             self.forward.scrub(self.batch.block_ids(int(inputs.sampling_slots[index])))
-        return self._to_output(rows, drafts, inputs, verified)
+        return self._to_output(scheduled, drafts, inputs, verified)
 
     def warm_up(self, num_tokens: int = 64) -> None:
         """Run a chunk and a decode, so that the first request finds kernels and memory prepared.
@@ -135,11 +135,11 @@ class ModelRunner:
             self.proposer.release(slot)
 
     def _propose(self, proposer: Proposer, rows: Sequence[ScheduledRequest]) -> list[list[int]]:
-        """Return the drafts of each row, as many as were planned or fewer."""
-        drafts: list[list[int]] = [[] for _ in rows]
+        """Return the drafts of each row, as many as were planned or fewer; nothing where none were."""
         indices = [index for index, row in enumerate(rows) if row.num_draft_tokens]
         if not indices:
-            return drafts
+            return []
+        drafts: list[list[int]] = [[] for _ in rows]
         draft_rows = []
         for index in indices:
             slot = self.batch.slots[rows[index].request_id]
@@ -152,7 +152,7 @@ class ModelRunner:
 
     def _to_output(
         self,
-        rows: Sequence[ScheduledRequest],
+        scheduled: SchedulerOutput,
         drafts: list[list[int]] | None,
         inputs: StepInputs,
         verified: VerifiedTokens,
@@ -160,26 +160,16 @@ class ModelRunner:
         token_ids, errors = verified.token_ids, verified.errors
         logprobs = verified.logprobs if any(entry is not None for entry in verified.logprobs) else None
         num_drafted = num_available = failed = None
-        if drafts is not None:
-            if any(row.num_draft_tokens for row in rows):
-                num_drafted = [len(ids) for ids, row in zip(drafts, rows, strict=True) if row.samples]
-            num_available = self._num_available(inputs)
+        if drafts:
+            num_drafted = [len(ids) for ids, row in zip(drafts, scheduled.rows, strict=True) if row.samples]
+        if self.proposer is not None and scheduled.asks_available:
+            slots = inputs.sampling_slots
+            num_tokens = self.batch.num_tokens_S[slots].tolist()
+            num_available = self.proposer.num_available(self.batch, slots.tolist(), num_tokens)
         if errors:
             token_ids = [[] if index in errors else ids for index, ids in enumerate(token_ids)]
             failed = {inputs.sampling_request_ids[index]: message for index, message in errors.items()}
         return ModelRunnerOutput(token_ids, logprobs, failed, num_drafted, num_available)
-
-    def _num_available(self, inputs: StepInputs) -> list[int] | None:
-        """Ask how many drafts there will be for each row's request; None where any number can be made."""
-        assert self.proposer is not None
-        slots = inputs.sampling_slots
-        found = []
-        for slot, num_tokens in zip(slots.tolist(), self.batch.num_tokens_S[slots].tolist(), strict=True):
-            num = self.proposer.num_available(self.batch, slot, num_tokens)
-            if num is None:
-                return None
-            found.append(num)
-        return found
 
 
 def _of_one_token(sampled: SampledTokens) -> VerifiedTokens:

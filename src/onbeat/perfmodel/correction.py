@@ -9,7 +9,6 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 
 _KEY_STRIDE = 64  # above any bit length of a token count
-_WITH_DRAFTS = _KEY_STRIDE * _KEY_STRIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +32,19 @@ class CorrectionConfig:
 
 
 class OnlineCorrection:
-    """Multiplicative factors by bucket of (new tokens, context read), by powers of two; apart with drafts.
-
-    With drafts in use, batches are compared before one of them runs, and a factor that only one of them has
-    decides wrongly: on a machine that is quicker than its model, the batch that has not run looks dear, and
-    never runs. So from the first step with drafts on, a batch whose bucket is not ready takes the factor of
-    the same rows without drafts, or else that of all steps.
+    """Multiplicative factors by bucket of (new tokens, context read), by powers of two; one more with drafts.
 
     A bucket's factor is the exponentially weighted geometric mean of measured / predicted. Each step counts
     as at most the bounds, so that one stall cannot move it far.
+
+    With drafts in use, batches are compared before one of them runs, and drafts gain or lose a few per cent:
+    a factor that only one of the two has would decide, by its noise or because the other never runs. So a
+    batch with drafts has the factor of the same rows without, times what drafts turned out to cost beside
+    their prediction, which is learnt slowly; and from the first step with drafts on, a batch whose bucket is
+    not ready takes the factor of all steps.
     """
 
-    __slots__ = ("_all", "_buckets", "_factors", "_has_drafts", "_log_bounds", "_otherwise", "config")
+    __slots__ = ("_all", "_buckets", "_drafts", "_factors", "_log_bounds", "_otherwise", "config")
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         self.config = config or CorrectionConfig()
@@ -52,20 +52,13 @@ class OnlineCorrection:
         self._buckets: dict[int, tuple[int, float]] = {}
         self._factors: dict[int, float] = {}
         self._all = 0, 0.0
-        self._has_drafts = False
+        self._drafts = DraftSurcharge()
         self._otherwise = 1.0
 
     def factor(self, shape: BatchShape) -> float:
         """Return the factor on the prediction for a batch; without drafts, 1 until its bucket is ready."""
-        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
-        key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
-        if drafts := shape.num_draft_tokens:
-            found = self._factors.get(key + _WITH_DRAFTS)
-            if found is not None:
-                return found
-            num_others, context_tokens = shape.num_new_tokens - drafts, context_tokens - drafts
-            key = num_others.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
-        return self._factors.get(key, self._otherwise)
+        factor = self._factors.get(_key(shape), self._otherwise)
+        return factor * self._drafts.factor(shape) if shape.num_draft_tokens else factor
 
     def observe(self, shape: BatchShape, ratio: float) -> None:
         """Learn from one step.
@@ -74,24 +67,73 @@ class OnlineCorrection:
         ----------
         ratio : measured / predicted without this correction; positive and finite.
         """
-        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens
-        key = shape.num_new_tokens.bit_length() * _KEY_STRIDE + context_tokens.bit_length()
-        if shape.num_draft_tokens:
-            key += _WITH_DRAFTS
-            self._has_drafts = True
         low, high = self._log_bounds
         value = min(max(math.log(ratio), low), high)
-        count, mean = self._buckets[key] = self._follow(self._buckets.get(key, (0, 0.0)), value)
-        if count >= self.config.ready_after:
-            self._factors[key] = math.exp(mean)
-        count, mean = self._all = self._follow(self._all, value)
-        if self._has_drafts and count >= self.config.ready_after:
+        key, weight, ready_after = _key(shape), self.config.weight, self.config.ready_after
+        has_drafts = shape.num_draft_tokens > 0
+        count, mean = self._all = _follow(self._all, value, weight)
+        if count >= ready_after and (has_drafts or self._drafts.is_in_use):
             self._otherwise = math.exp(mean)
+        if has_drafts:
+            self._drafts.observe(shape, value - math.log(self._factors.get(key, self._otherwise)))
+            return
+        count, mean = self._buckets[key] = _follow(self._buckets.get(key, _NOTHING), value, weight)
+        if count >= ready_after:
+            self._factors[key] = math.exp(mean)
 
-    def _follow(self, seen: tuple[int, float], value: float) -> tuple[int, float]:
-        """Return the number of steps and their mean with one step more."""
-        count, mean = seen
-        return count + 1, mean + (value - mean) * max(self.config.weight, 1 / (count + 1))
+
+class DraftSurcharge:
+    """What steps with drafts take beyond their prediction, over what the same rows take without.
+
+    The host's work for drafts is in no fitted model, and the fit itself is a little wrong. By powers of two
+    of the rows, each believed to be like all until it has shown otherwise.
+    """
+
+    __slots__ = ("_all", "_by_size", "_factors", "is_in_use")
+
+    def __init__(self) -> None:
+        self.is_in_use = False
+        self._all = _NOTHING
+        self._by_size: dict[int, tuple[int, float]] = {}
+        self._factors: dict[int, float] = {}
+
+    def factor(self, shape: BatchShape) -> float:
+        """Return the factor for a batch with drafts; 1 while nothing is known."""
+        return self._factors.get((shape.num_new_tokens - shape.num_draft_tokens).bit_length(), 1.0)
+
+    def observe(self, shape: BatchShape, value: float) -> None:
+        """Learn from a step with drafts.
+
+        Parameters
+        ----------
+        value : log of measured / predicted, with the factor of the same rows without drafts.
+        """
+        self.is_in_use = True
+        size = (shape.num_new_tokens - shape.num_draft_tokens).bit_length()
+        of_all, overall = self._all = _follow(self._all, value, _DRAFT_WEIGHT)
+        count, mean = self._by_size[size] = _follow(self._by_size.get(size, _NOTHING), value, _DRAFT_WEIGHT)
+        overall *= of_all / (of_all + _DRAFT_PRIOR)
+        self._factors[size] = math.exp((_DRAFT_PRIOR * overall + count * mean) / (_DRAFT_PRIOR + count))
+
+
+_NOTHING = (0, 0.0)
+_DRAFT_WEIGHT = 1 / 64
+"""Share of the newest step in what drafts cost."""
+_DRAFT_PRIOR = 16
+"""Steps that the wider group counts for beside a size's own."""
+
+
+def _key(shape: BatchShape) -> int:
+    """Return the bucket of a batch, or of the same rows without their drafts."""
+    drafts = shape.num_draft_tokens
+    context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts
+    return (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+
+
+def _follow(seen: tuple[int, float], value: float, weight: float) -> tuple[int, float]:
+    """Return the number of steps and their mean with one step more; at first it is the plain mean."""
+    count, mean = seen
+    return count + 1, mean + (value - mean) * max(weight, 1 / (count + 1))
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,9 +218,9 @@ class ScriptedProposer:
         positions = range(row.num_tokens, min(row.num_tokens + num_drafts, len(everything)))
         return [everything[p] if self.right(p) else (everything[p] + 1) % 211 for p in positions]
 
-    def num_available(self, batch: Any, slot: int, num_tokens: int) -> int | None:
-        assert slot in self.slots
-        assert num_tokens == batch.num_tokens_S[slot]
+    def num_available(self, batch: Any, slots: Sequence[int], num_tokens: Sequence[int]) -> list[int] | None:
+        assert set(slots) <= self.slots.keys()
+        assert num_tokens == batch.num_tokens_S[slots].tolist()
         return None
 
     def touch_ahead(self) -> bool:

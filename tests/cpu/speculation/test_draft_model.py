@@ -321,4 +321,4 @@ def test_a_request_that_breaks_the_draft_model_goes_on_without() -> None:
 def test_any_number_of_drafts_is_available() -> None:
     drafting = Drafting()
     slot = drafting.admit("a", PROMPT, [0, 1, 2])
-    assert drafting.proposer.num_available(drafting.batch, slot, 40) is None
+    assert drafting.proposer.num_available(drafting.batch, [slot], [40]) is None

@@ -38,7 +38,8 @@ class Conversation:
 
     @property
     def num_available(self) -> int:
-        return self.proposer.num_available(self.batch, self.slot, self.num_tokens)
+        (num,) = self.proposer.num_available(self.batch, [self.slot], [self.num_tokens])
+        return num
 
 
 def test_what_followed_before_follows_again() -> None:
@@ -186,3 +187,22 @@ def test_a_long_prompt_is_read_at_once_and_then_token_by_token() -> None:
 def test_requests_shorter_than_a_match(length: int) -> None:
     proposer = ngram(3, prompt_lookup_max=5, prompt_lookup_min=4)
     assert Conversation(proposer, [1] * length).drafts(3) == []
+
+
+@given(
+    token_ids=st.lists(st.integers(0, 3), min_size=2, max_size=60),
+    cuts=st.sets(st.integers(1, 59), max_size=6),
+)
+def test_it_does_not_matter_when_tokens_are_read(token_ids: list[int], cuts: set[int]) -> None:
+    """Asked after each token or now and then, a request has drafts in the same places."""
+    often, seldom = (
+        Conversation(ngram(4, prompt_lookup_max=3, prompt_lookup_min=2), token_ids[:1]) for _ in range(2)
+    )
+    for num_tokens, token_id in enumerate(token_ids[1:], 2):
+        often.say(token_id)
+        seldom.say(token_id)
+        available = often.num_available
+        assert len(often.drafts(4)) == available
+        if num_tokens in cuts:
+            assert bool(seldom.num_available) == bool(available)
+    assert bool(seldom.drafts(4)) == bool(often.drafts(4))

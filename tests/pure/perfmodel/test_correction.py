@@ -33,14 +33,34 @@ def test_buckets_are_powers_of_two_of_tokens_and_context() -> None:
     assert correction.factor(batch([(396, 4)])) == pytest.approx(1.3)
 
 
-def test_steps_with_drafts_have_buckets_of_their_own() -> None:
+def test_what_drafts_take_beyond_their_prediction_comes_on_top_of_the_factor_of_their_rows() -> None:
     correction = OnlineCorrection(CorrectionConfig(ready_after=1))
-    plain, drafted = decodes(4, 100), verifies(1, 400, 3)
-    assert drafted.num_new_tokens == plain.num_new_tokens
+    plain, drafted = decodes(4, 100), verifies(4, 100, 3)
     correction.observe(plain, 1.2)
-    correction.observe(drafted, 0.8)
+    for _ in range(400):
+        correction.observe(drafted, 1.2 * 1.1)
     assert correction.factor(plain) == pytest.approx(1.2)
-    assert correction.factor(drafted) == pytest.approx(0.8)
+    assert correction.factor(drafted) == pytest.approx(1.2 * 1.1, rel=0.01)
+
+
+def test_other_sizes_are_believed_to_be_alike_until_they_have_shown_otherwise() -> None:
+    correction = OnlineCorrection()
+    for _ in range(200):
+        correction.observe(verifies(1, 100, 3), 1.0)
+        correction.observe(verifies(20, 100, 3), 1.2)
+    few, many = correction.factor(verifies(1, 100, 3)), correction.factor(verifies(20, 100, 3))
+    assert few < many
+    correction.observe(verifies(100, 100, 3), 1.0)
+    assert few < correction.factor(verifies(100, 100, 3)) < many
+
+
+def test_a_few_odd_steps_with_drafts_do_not_decide() -> None:
+    correction = OnlineCorrection()
+    for _ in range(50):
+        correction.observe(decodes(16, 100), 1.0)
+    for _ in range(3):
+        correction.observe(verifies(16, 100, 2), 0.8)
+    assert correction.factor(verifies(16, 100, 2)) > 0.93
 
 
 def test_drafts_that_were_never_tried_are_as_far_off_as_the_rows_without_them() -> None:

@@ -30,7 +30,12 @@ class GivenDrafts:
         """Return the drafts of each row."""
         return [list(islice(self._token_ids, row.num_drafts)) for row in rows]
 
-    def num_available(self, batch: InputBatch, slot: int, num_tokens: int) -> int | None:  # noqa: ARG002
+    def num_available(
+        self,
+        batch: InputBatch,  # noqa: ARG002
+        slots: Sequence[int],  # noqa: ARG002
+        num_tokens: Sequence[int],  # noqa: ARG002
+    ) -> list[int] | None:
         """Return None: there are drafts without end."""
         return None
 

@@ -7,6 +7,8 @@ the request has become since.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.sampler import Sampler
@@ -80,7 +82,12 @@ class DraftModelProposer:
             self._give_up(batch, guess_rows[index].slot)
         return drafts
 
-    def num_available(self, batch: InputBatch, slot: int, num_tokens: int) -> int | None:  # noqa: ARG002
+    def num_available(
+        self,
+        batch: InputBatch,  # noqa: ARG002
+        slots: Sequence[int],  # noqa: ARG002
+        num_tokens: Sequence[int],  # noqa: ARG002
+    ) -> list[int] | None:
         """Return None: the model makes any number."""
         return None
 

@@ -11,6 +11,7 @@ Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from onbeat.engine.forward import LayeredForward
@@ -61,7 +62,12 @@ class EarlyExitProposer:
         self._broken.update(guess_rows[index].slot for index in guesses.failed)
         return drafts
 
-    def num_available(self, batch: InputBatch, slot: int, num_tokens: int) -> int | None:  # noqa: ARG002
+    def num_available(
+        self,
+        batch: InputBatch,  # noqa: ARG002
+        slots: Sequence[int],  # noqa: ARG002
+        num_tokens: Sequence[int],  # noqa: ARG002
+    ) -> list[int] | None:
         """Return None: the layers make any number."""
         return None
 

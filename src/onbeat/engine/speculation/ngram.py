@@ -9,6 +9,11 @@ Applications", 2024 (drafts in proportion to the match).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.engine.speculation.proposer import DraftRow
@@ -44,13 +49,26 @@ class NgramProposer:
         """Return what followed the last match of each row; nothing where there is none."""
         drafts = []
         for row in rows:
-            history = self._history(batch, row.slot, row.num_tokens)
+            history = self._histories[row.slot]
+            if row.num_tokens > len(history.token_ids):
+                history.read(batch.token_ids_SP[row.slot], row.num_tokens)
             drafts.append(history.continuation(min(row.num_drafts, history.num_likely)))
         return drafts
 
-    def num_available(self, batch: InputBatch, slot: int, num_tokens: int) -> int:
-        """Return how many drafts the match is good for."""
-        return min(self._most, self._history(batch, slot, num_tokens).num_likely)
+    def num_available(self, batch: InputBatch, slots: Sequence[int], num_tokens: Sequence[int]) -> list[int]:
+        """Return how many drafts each match is good for."""
+        most, histories, found = self._most, self._histories, []
+        newest = batch.token_ids_SP[slots, np.subtract(num_tokens, 1)].tolist()
+        for slot, num, token_id in zip(slots, num_tokens, newest, strict=True):
+            history = histories[slot]
+            num_unread = num - len(history.token_ids)
+            if num_unread == 1:
+                history.add(token_id)
+            elif num_unread:
+                history.read(batch.token_ids_SP[slot], num)
+            num_likely = history.num_likely
+            found.append(num_likely if num_likely < most else most)
+        return found
 
     def touch_ahead(self) -> bool:
         """Return False: tokens take memory as they come."""
@@ -59,28 +77,24 @@ class NgramProposer:
     def close(self) -> None:
         """Let go of nothing that does not go with the object."""
 
-    def _history(self, batch: InputBatch, slot: int, num_tokens: int) -> _History:
-        history = self._histories[slot]
-        num_read = len(history.token_ids)
-        if num_tokens > num_read:
-            history.extend(batch.token_ids_SP[slot, num_read:num_tokens].tolist())
-        return history
-
 
 class _History:
     """A request's tokens, where each n-gram of them last occurred, and where to copy from.
 
-    A new token takes one entry for each length of n-grams, whatever the context.
+    A new token takes one entry for each length of n-grams, whatever the context. Tokens are read when drafts
+    are asked for, which may be long after they came.
 
     Parameters
     ----------
     lengths : of the n-grams, longest first.
     """
 
-    __slots__ = ("_indices", "_match_length", "_source", "_suffix", "_suffix_mask", "token_ids")
+    __slots__ = ("_indices", "_match_length", "_source", "_suffix", "_suffix_mask", "num_likely", "token_ids")
 
     def __init__(self, lengths: range) -> None:
         self.token_ids: list[int] = []
+        self.num_likely = 0
+        """Drafts that are worth proposing."""
         self._source: int | None = None
         """Position that is to be copied next; None where the last tokens are new."""
         self._match_length = 0
@@ -93,21 +107,43 @@ class _History:
         """The last tokens, each one more than its id, in one number; 0 stands before the first."""
         self._suffix_mask = self._indices[0][1]
 
-    @property
-    def num_likely(self) -> int:
-        """Drafts that are worth proposing."""
-        return int(self._match_length * _DRAFTS_PER_MATCHED_TOKEN)
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Add new tokens and find where to copy from."""
-        if self._source is not None and self.continuation(len(token_ids)) == token_ids:
-            # It said what really came: what was before tells this place from others with the same n-gram.
-            self._source += len(token_ids)
-            self._match_length += len(token_ids)
-        else:
+    def read(self, token_ids_P: NDArray[np.int32], num_tokens: int) -> None:  # noqa: N803
+        """Add the tokens up to `num_tokens` that are not known yet, and find where to copy from."""
+        *others, last = token_ids_P[len(self.token_ids) : num_tokens].tolist()
+        if others and self.continuation(len(others)) == others:
+            assert self._source is not None
+            self._source += len(others)
+            self._match_length += len(others)
+        elif others:
             self._source, self._match_length = None, 0
-        self._index(token_ids)
-        self._look_up()
+        suffix, suffix_mask, indices = self._suffix, self._suffix_mask, self._indices
+        for position, token_id in enumerate(others, len(self.token_ids) + 1):
+            suffix = (suffix << _TOKEN_BITS | token_id + 1) & suffix_mask
+            for _, mask, position_after in indices:
+                position_after[suffix & mask] = position
+        self._suffix = suffix
+        self.token_ids += others
+        self.add(last)
+
+    def add(self, token_id: int) -> None:
+        """Add a token and find where to copy from."""
+        token_ids, source = self.token_ids, self._source
+        match_length = 0
+        if source is not None and token_ids[source] == token_id:
+            # What was before tells this place from others with the same n-gram.
+            source += 1
+            match_length = self._match_length + 1
+        token_ids.append(token_id)
+        position = len(token_ids)
+        suffix = self._suffix = (self._suffix << _TOKEN_BITS | token_id + 1) & self._suffix_mask
+        for length, mask, position_after in self._indices:
+            key = suffix & mask
+            if length > match_length and (before := position_after.get(key)) is not None:
+                source, match_length = before, length
+            position_after[key] = position
+        self._source = source if match_length else None
+        self._match_length = match_length
+        self.num_likely = int(match_length * _DRAFTS_PER_MATCHED_TOKEN)
 
     def continuation(self, num: int) -> list[int]:
         """Return what follows the match, as if the tokens since then came again and again."""
@@ -118,23 +154,3 @@ class _History:
         while len(copied) < num:
             copied += copied[: min(period, num - len(copied))]
         return copied
-
-    def _index(self, token_ids: list[int]) -> None:
-        """Append tokens, each of which follows the n-grams before it."""
-        suffix, suffix_mask, indices = self._suffix, self._suffix_mask, self._indices
-        for position, token_id in enumerate(token_ids, len(self.token_ids)):
-            for _, mask, position_after in indices:
-                position_after[suffix & mask] = position
-            suffix = (suffix << _TOKEN_BITS | token_id + 1) & suffix_mask
-        self._suffix = suffix
-        self.token_ids += token_ids
-
-    def _look_up(self) -> None:
-        """Look for a longer match than the one that is followed."""
-        for length, mask, position_after in self._indices:
-            if length <= self._match_length:
-                return
-            position = position_after.get(self._suffix & mask)
-            if position is not None:
-                self._source, self._match_length = position, length
-                return

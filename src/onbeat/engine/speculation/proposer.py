@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +25,8 @@ class Proposer(Protocol):
     """Guesses the next tokens of requests. A wrong guess costs time, never a wrong token.
 
     It reads tokens, block tables and sampling parameters of the input batch by slot. Calls come in the order
-    of the steps: `release`, `admit`, `propose`, and `num_available` after the step's tokens were appended.
+    of the steps: `release`, `admit`, `propose`, and `num_available` after the step's tokens were appended,
+    where the step asks for it.
     """
 
     def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
@@ -44,12 +46,14 @@ class Proposer(Protocol):
         """Return the drafts of each row: what should follow its last token; possibly fewer, or none."""
         ...
 
-    def num_available(self, batch: InputBatch, slot: int, num_tokens: int) -> int | None:
-        """Return how many drafts `propose` would find for a request now; None where it makes any number.
+    def num_available(
+        self, batch: InputBatch, slots: Sequence[int], num_tokens: Sequence[int]
+    ) -> list[int] | None:
+        """Return how many drafts `propose` would find for some requests now; None where it makes any number.
 
         Parameters
         ----------
-        num_tokens : the request's tokens, the newest included.
+        num_tokens : each request's tokens, the newest included.
         """
         ...
 

@@ -219,7 +219,8 @@ class Scheduler:
             holds_blocks = status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
             finished = False
             if samples:
-                output = self._deliver(state, row, got, holds_blocks=holds_blocks)
+                learns = scheduled.asks_available
+                output = self._deliver(state, row, got, holds_blocks=holds_blocks, learns=learns)
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
@@ -314,6 +315,7 @@ class Scheduler:
             plan.budget,
             plan.budget_request_id,
             plan.expected_tokens,
+            self._drafting is not None and plan.asks_available,
         )
 
     def _pull(self, plan: StepPlan, now: float) -> None:
@@ -337,9 +339,9 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------------
 
     def _deliver(
-        self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool
+        self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool, learns: bool
     ) -> RequestOutput:
-        """Give a request the tokens of its row."""
+        """Give a request the tokens of its row; whether drafting learns from it was decided with the plan."""
         token_ids, logprobs, num_drafted, num_available = got
         output = deliver(state, token_ids, logprobs, row.num_draft_tokens)
         if self._drafting is not None:
@@ -350,9 +352,10 @@ class Scheduler:
             output.num_accepted_tokens = state.num_accepted_tokens
             if holds_blocks and row.num_draft_tokens:
                 take_back_rejected(state, row.num_draft_tokens, len(token_ids))
-            self._drafting.observe(
-                state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
-            )
+            if learns:
+                self._drafting.observe(
+                    state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+                )
         return output
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:

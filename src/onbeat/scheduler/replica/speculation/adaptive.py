@@ -9,15 +9,19 @@ from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import next_due
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, RequestRate
-from onbeat.scheduler.replica.speculation.decision import decide
-from onbeat.scheduler.replica.speculation.menu import DraftMenu, Offer, kind_of
+from onbeat.scheduler.replica.speculation.decision import decide, decide_none
+from onbeat.scheduler.replica.speculation.menu import NO_OFFER, DraftMenu, Offer, kind_of
 from onbeat.scheduler.replica.speculation.probing import PAUSE, Probing
+from onbeat.scheduler.replica.speculation.rest import Rest
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.search import Choice, GoodputSearch
 from onbeat.scheduler.replica.speculation.step_cost import StepCost, step_costs
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-_CLEAR_GAIN = 1.15
+_TRUST = 0.9
+"""Of a draft's expected gain that is counted: it is an estimate, and of many the best are those that are too
+high. A draft that barely pays is so left out."""
+_CLEAR_GAIN = 1.1
 """What drafts bring over what their time is worth, from which on drafting begins; 1 is the break-even."""
 _CLEAR_GOODPUT = 1.02
 """Goodput with drafts over that without, from which on it begins, too."""
@@ -42,7 +46,8 @@ class AdaptiveDrafts:
     of all work closer, prompts that wait included. In a step that prompts have made compute-bound each
     draft costs its full time, and few pay.
 
-    Nobody is preempted for a draft, and drafts leave a free block for each row's next token.
+    Nobody is preempted for a draft, and drafts leave a free block for each row's next token. Where drafts
+    save less than the time it takes to look for them, nobody looks for a while (`Rest`).
 
     Parameters
     ----------
@@ -60,22 +65,40 @@ class AdaptiveDrafts:
         self._book = AcceptanceBook(config.initial_acceptance)
         self._is_drafting = False
         self._probing = Probing()
+        self._rest = Rest()
+        self._looks_up = False
+        """Whether drafts are looked up, which takes time: what computes them knows that it can."""
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
     ) -> None:
         """Learn from a row's drafts. See `Drafting.observe`."""
+        self._looks_up |= num_available is not None
         self._book.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
     def plan(self, plan: StepPlan) -> None:
         """Choose the drafts of each decode row. See `Drafting.plan`."""
-        num_drafts = [0] * len(plan.decodes)
-        if plan.num_tokens_left > 0:
-            num_drafts = self._choose(plan)
-            self._take_room(plan, num_drafts)
+        num_rows = len(plan.decodes)
+        if self._looks_up and self._rest.goes_on(num_rows, len(plan.admissions)):
+            plan.asks_available = False
+            decide_none(plan)
+            return
+        if self._rest.has_ended:
+            self._forget_available(plan)
+        if plan.num_tokens_left < 1 or not any(map(_may_draft, plan.decodes)):
+            self._rest.look(num_rows, 0.0)
+            decide_none(plan)
+            return
+        num_drafts = self._choose(plan)
+        self._take_room(plan, num_drafts)
         decide(plan, num_drafts, self._book, runs_model=self._config.runs_model)
+
+    def _forget_available(self, plan: StepPlan) -> None:
+        """Take nothing to be ready of what was ready before a rest."""
+        for state in plan.decodes:
+            self._book.of(state).num_available = 0
 
     def _choose(self, plan: StepPlan) -> list[int]:
         """Return the drafts of each decode row, blocks aside."""
@@ -83,15 +106,19 @@ class AdaptiveDrafts:
         cost, alone = step_costs(plan, self._model, self._quantile)
         menu, value, longest_idle = self._menu(plan, cost)
         if not menu.deepest:
-            return num_drafts
+            return num_drafts  # deadlines and prompts leave no choice, from which nothing can be learnt
+        value /= _TRUST
         if alone is not cost:
             rate = value / alone.plain
             if (choice := self._best(menu, alone, value)) is not None:
                 rate = max(rate, choice.goodput)
             value += rate * max(0.0, cost.plain - alone.plain)
         choice = self._best(menu, cost, value, plan.num_tokens_left)
+        saved = 0.0
         if choice is not None and self._pays(choice, cost, value):
             num_drafts = menu.split(choice.ranking, choice.num_drafts)
+            saved = cost.plain * choice.gain / value - (choice.seconds - cost.plain)
+        self._rest.look(len(num_drafts), saved)
         self._probing.earn(cost.plain)
         if longest_idle is not None and not num_drafts[longest_idle]:
             self._probe(plan, cost, value, num_drafts, longest_idle)
@@ -111,19 +138,20 @@ class AdaptiveDrafts:
             rate = state.speculation
             if type(rate) is not RequestRate:
                 rate = book.of(state)
-            most, num_available = most_drafts(state, limit), rate.num_available
-            if num_available is not None and num_available < most:
-                most = num_available
-            worth = 1.0
-            is_promised = state.next_deadline < inf
-            if is_promised and next_due(state) < soon:
-                worth = _WORTH_BEHIND
-            elif is_promised and has_prompts:
-                most = 0  # it has time, which prompts can use
-            if not (begins or rate.has_drafted):
-                most = 0
+            num_available, worth = rate.num_available, 1.0
+            if state.next_deadline < inf:
+                if next_due(state) < soon:
+                    worth = _WORTH_BEHIND
+                elif has_prompts:
+                    num_available = 0  # it has time, which prompts can use
             if state.status is RequestStatus.RUNNING:
                 total += worth
+            if num_available == 0 or not (begins or rate.has_drafted):
+                offers.append(NO_OFFER)
+                continue
+            most = most_drafts(state, limit)
+            if num_available is not None and num_available < most:
+                most = num_available
             if rate.num_idle > longest and most:
                 idle_row, longest = index, rate.num_idle
             offers.append((most, kind_of(rate.acceptance, worth)))
@@ -175,3 +203,9 @@ class AdaptiveDrafts:
                 fitting = fit_blocks(plan, plan.decodes[index], num, num_kept=num_kept)
                 num_drafts[index] = fitting
                 plan.num_tokens_left -= fitting
+
+
+def _may_draft(state: RequestState) -> bool:
+    """Whether there may be drafts for a request."""
+    rate = state.speculation
+    return type(rate) is not RequestRate or rate.num_available != 0

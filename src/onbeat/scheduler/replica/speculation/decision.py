@@ -16,6 +16,10 @@ def decide(plan: StepPlan, num_drafts: list[int], book: AcceptanceBook, *, runs_
     num_drafts : of each of `plan.decodes`; blocks and tokens for them have been taken already.
     runs_model : whether a model makes them, one pass for each position.
     """
+    deepest = max(num_drafts, default=0)
+    if not deepest:
+        decide_none(plan)
+        return
     expected = 0.0
     for state, num in zip(plan.decodes, num_drafts, strict=True):
         if not num:
@@ -25,7 +29,10 @@ def decide(plan: StepPlan, num_drafts: list[int], book: AcceptanceBook, *, runs_
         num_sure = num if rate.num_available is None else min(num, rate.num_available)
         expected += expected_tokens(rate.acceptance, num_sure)
     plan.expected_tokens = expected
-    deepest = max(num_drafts, default=0)
-    if deepest:
-        plan.num_drafts = num_drafts
-        plan.num_draft_passes = deepest if runs_model else 0
+    plan.num_drafts = num_drafts
+    plan.num_draft_passes = deepest if runs_model else 0
+
+
+def decide_none(plan: StepPlan) -> None:
+    """Leave a plan without drafts: each row that has not ended delivers a token."""
+    plan.expected_tokens = float(sum([state.status is RequestStatus.RUNNING for state in plan.decodes]))

@@ -21,6 +21,7 @@ this draft and those before it are accepted."""
 
 Offer = tuple[int, Kind]
 """Drafts that a row could verify, 0 for none, and its kind."""
+NO_OFFER: Offer = (0, (0, 0.0))
 
 
 def kind_of(acceptance: float, worth: float = 1.0) -> Kind:

@@ -24,9 +24,13 @@ def draft_stats(
     """
     if not scheduled.expected_tokens:
         return None
+    stats = DraftStats([], [], [], 0, scheduled.expected_tokens)
+    if result.num_drafted is None and not (scheduled.admitted or scheduled.shape.num_chunks):
+        stats.num_tokens = sum([len(output.new_token_ids) for output in outputs])
+        stats.lengths = [len(outputs)]
+        return stats
     delivered = {output.request_id: len(output.new_token_ids) for output in outputs}
     newcomers = {admitted.request.request_id for admitted in scheduled.admitted}
-    stats = DraftStats([], [], [], 0, scheduled.expected_tokens)
     for row, (token_ids, _, num_drafted, _) in zip(
         (row for row in scheduled.rows if row.samples), sampled_rows(result), strict=True
     ):
