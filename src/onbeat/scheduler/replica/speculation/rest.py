@@ -33,7 +33,10 @@ class Rest:
         """When it began."""
         self._num_newcomers = 0
         """Requests that have joined since."""
-        self._look_anew(_ROWS_TO_JUDGE)
+        self._saved = self._spent = 0.0
+        """Seconds, since the last rest; older ones count less."""
+        self._rows_left = _ROWS_TO_JUDGE
+        """To look at before the next rest."""
 
     def goes_on(self, num_rows: int, num_newcomers: int) -> bool:
         """Count a step; return whether nothing is looked for in it.
@@ -81,5 +84,4 @@ class Rest:
     def _look_anew(self, num_rows: int) -> None:
         """Forget what was weighed, and weigh so many rows before the next rest."""
         self._saved = self._spent = 0.0
-        """Seconds; older ones count less."""
         self._rows_left = num_rows
