@@ -38,6 +38,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def embedding_format(self) -> str | None:
+        """Number format of the LM head, likewise."""
+        ...
+
+    @property
     def torch_threads(self) -> int:
         """Threads that torch gets while steps run."""
         ...
@@ -68,6 +73,7 @@ class TorchBackend:
     """
 
     weights_format: str | None = None
+    embedding_format: str | None = None
 
     def __init__(self, checkpoint: Checkpoint, device: DeviceConfig, reason: str) -> None:
         self._checkpoint = checkpoint
@@ -109,6 +115,7 @@ class NativeBackend:
         self._device = device
         self._plan = plan
         self.weights_format: str | None = plan.number_format()
+        self.embedding_format: str | None = plan.embedding_format()
         self.description = (
             f"by the native engine ({library.instruction_sets[0]}, {self.weights_format} weights)"
         )

@@ -41,6 +41,8 @@ class LoadedModel:
     runner: ModelRunner
     weights_format: str | None
     """Number format of most weights; None where they are of the device's type."""
+    embedding_format: str | None
+    """Of the LM head, likewise."""
     proposer: ProposerPlan | None = None
     """What proposes drafts; None where nothing does."""
 
@@ -83,7 +85,14 @@ class ModelLoader:
         on_progress("warming up")
         runner.warm_up()
         return LoadedModel(
-            self.name, config, device, limits, runner, self.backend.weights_format, self.proposer
+            name=self.name,
+            config=config,
+            device=device,
+            limits=limits,
+            runner=runner,
+            weights_format=self.backend.weights_format,
+            embedding_format=self.backend.embedding_format,
+            proposer=self.proposer,
         )
 
     @property

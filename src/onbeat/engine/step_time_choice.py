@@ -51,7 +51,7 @@ def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) 
     if choice == "none":
         on_progress("step times: not predicted")
         return StepTime(None, None)
-    precision = precision_of(loaded.device.dtype, loaded.weights_format)
+    precision = precision_of(loaded.device.dtype, loaded.weights_format, loaded.embedding_format)
     if precision is None:
         reason = f"no step-time model knows {loaded.device.dtype_name}"
         if choice != "auto":
@@ -148,7 +148,9 @@ class _Chooser:
 
     def _draft_model(self, proposer: DraftModelPlan, target: StepTimeDescription) -> StepTimeDescription:
         """Describe a second model: by its own profile where there is one that fits, else by the roofline."""
-        precision = precision_of(self._loaded.device.dtype, proposer.weights_format)
+        precision = precision_of(
+            self._loaded.device.dtype, proposer.weights_format, proposer.backend.embedding_format
+        )
         assert precision is not None, "the model itself has one, of the same type"
         spec = model_spec_of(proposer.draft_config, proposer.name)
         return replace(

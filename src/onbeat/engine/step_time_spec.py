@@ -30,6 +30,8 @@ GPU_IDS = {
     "V100-SXM2-32GB": "v100",
 }
 """Names of the driver and the data sheets of `perfmodel`."""
+QUANTIZED_GROUP = 32
+"""Of most types that the native engine multiplies as they are."""
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -52,16 +54,27 @@ def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
     )
 
 
-def precision_of(dtype: torch.dtype, weights: str | None = None) -> Precision | None:
+def precision_of(
+    dtype: torch.dtype, weights: str | None = None, embedding: str | None = None
+) -> Precision | None:
     """Return the formats of weights, KV cache and arithmetic; None where step-time models lack them.
 
     Parameters
     ----------
     dtype : of KV cache and arithmetic.
     weights : number format of most weights, where they are not of this type.
+    embedding : of the LM head, likewise.
     """
     name = FORMATS.get(dtype)
-    return None if name is None else Precision(weights=weights or name, kv=name, compute=name)
+    if name is None:
+        return None
+    return Precision(
+        weights=weights or name,
+        kv=name,
+        compute=name,
+        embedding=None if embedding == name else embedding,
+        group=QUANTIZED_GROUP if {weights, embedding} & {"int8", "int4"} else None,
+    )
 
 
 def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -147,12 +147,13 @@ def _roofline(deployment: Deployment) -> Predictor:
 def _fitted(deployment: Deployment) -> Predictor:
     path = _needed(deployment, "fitted", "a file written by `onbeat profile MODEL`")
     profile = read_profile(path)
+    precision = profile.key.precision
     check_profile(
         profile,
         path,
         model=deployment.model.name,
         device=deployment.device.id,
-        precision=deployment.precision,
+        precision=replace(deployment.precision, embedding=precision.embedding, group=precision.group),
         parallelism=deployment.parallelism,
     )
     return fitted_predictor(
@@ -160,7 +161,7 @@ def _fitted(deployment: Deployment) -> Predictor:
         model=deployment.model,
         device=limited_device(deployment.device, profile.limits),
         parallelism=deployment.parallelism,
-        precision=deployment.precision,
+        precision=precision,
     )
 
 

@@ -9,6 +9,8 @@ from onbeat.core.errors import ConfigError
 
 BYTES = MappingProxyType({"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5})
 """Bytes of one number, without the scales of quantized formats (4 % of int4 weights in groups of 128)."""
+_GROUP_BYTES = MappingProxyType({"int8": 2.0, "int4": 4.0})
+"""Bytes that a group of weights shares: a scale; a scale and an offset."""
 
 SIXTEEN_BIT = ("bf16", "fp16")
 
@@ -36,24 +38,30 @@ class Precision:
     """
 
     weights: str = "bf16"
-    """Of the matrices in the layers; embedding and LM head stay at 16 bits where this is smaller."""
+    """Of the matrices in the layers."""
     kv: str = "bf16"
     compute: str = "bf16"
     """Of the matrix products; attention uses 16 bits where this is smaller."""
+    embedding: str | None = None
+    """Of the embedding and the LM head; None: as the layers, or 16 bits where those use fewer."""
+    group: int | None = None
+    """Neighbours among int8 and int4 weights that share a scale (int4: an offset too); None counts none."""
 
     def __post_init__(self) -> None:
-        for dtype in (self.weights, self.kv, self.compute):
+        for dtype in (self.weights, self.kv, self.compute, self.embedding or self.weights):
             bytes_of(dtype)
+        if self.group is not None and self.group < 1:
+            raise ConfigError(f"the group of quantized weights is {self.group}; it must be at least 1")
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes of one weight in the layers."""
-        return BYTES[self.weights]
+        """Bytes of one weight in the layers, with its part of what its group shares."""
+        return self._stored_bytes(self.weights)
 
     @property
     def embedding_bytes(self) -> float:
-        """Bytes of one number of the embedding and the LM head, which quantization leaves alone."""
-        return max(BYTES[self.weights], 2.0)
+        """Bytes of one number of the embedding and the LM head."""
+        return max(BYTES[self.weights], 2.0) if self.embedding is None else self._stored_bytes(self.embedding)
 
     @property
     def kv_bytes(self) -> float:
@@ -65,5 +73,10 @@ class Precision:
         """Bytes of one number of the hidden states between layers."""
         return max(BYTES[self.compute], 2.0)
 
+    def _stored_bytes(self, dtype: str) -> float:
+        return BYTES[dtype] + (0.0 if self.group is None else _GROUP_BYTES.get(dtype, 0.0) / self.group)
+
     def __str__(self) -> str:
-        return f"{self.weights} weights, {self.kv} KV, {self.compute} arithmetic"
+        embedding = "" if self.embedding is None else f" ({self.embedding} embedding)"
+        group = "" if self.group is None else f" in groups of {self.group}"
+        return f"{self.weights} weights{embedding}{group}, {self.kv} KV, {self.compute} arithmetic"

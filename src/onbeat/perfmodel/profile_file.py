@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import asdict, fields
 from pathlib import Path
+from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.profile import (
@@ -42,7 +43,7 @@ __all__ = [
 
 def profile_path(directory: Path, key: ProfileKey) -> Path:
     """Return the file of a profile in a directory: legible, and apart for machines that share a home."""
-    text = json.dumps(asdict(key), sort_keys=True)
+    text = json.dumps(_values(key), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = re.sub(r"[^a-z0-9.]+", "-", key.model.lower()).strip("-.")
     return directory / f"{name}_{key.device}_{key.precision.weights}_t{key.threads}_{digest}.json"
@@ -54,7 +55,7 @@ def write_profile(path: Path, profile: Profile) -> None:
         "schema_version": SCHEMA_VERSION,
         "onbeat_version": profile.onbeat_version,
         "created": profile.created,
-        "key": asdict(profile.key),
+        "key": _values(profile.key),
         "engine": dict(profile.engine),
         "limits": None if profile.limits is None else asdict(profile.limits),
         "fit": asdict(profile.fitted),
@@ -65,6 +66,13 @@ def write_profile(path: Path, profile: Profile) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(content, allow_nan=False) + "\n", encoding="utf-8")
     partial.replace(path)
+
+
+def _values(key: ProfileKey) -> dict[str, Any]:
+    """Return a key as plain values; what is not given of its formats leaves no trace."""
+    values = asdict(key)
+    values["precision"] = {name: value for name, value in values["precision"].items() if value is not None}
+    return values
 
 
 def read_profile(path: Path, expected: ProfileKey | None = None) -> Profile:

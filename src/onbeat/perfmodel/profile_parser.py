@@ -108,6 +108,8 @@ def _key(key: _Object) -> ProfileKey:
             weights=precision.value("weights", str),
             kv=precision.value("kv", str),
             compute=precision.value("compute", str),
+            embedding=precision.value("embedding", str) if "embedding" in precision.items else None,
+            group=precision.value("group", int) if "group" in precision.items else None,
         ),
         parallelism=Parallelism(
             tensor=parallelism.value("tensor", int), pipeline=parallelism.value("pipeline", int)

@@ -58,7 +58,8 @@ def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config:
     assert start_sentence(loader).endswith(f"by the native engine ({sets[0]}, fp32 weights)")
     quantized = prepare_model(replace(config, quantization="int8", dtype="bfloat16"))
     assert start_sentence(quantized).endswith(f"by the native engine ({sets[0]}, int8 weights)")
-    assert quantized.load(lambda _: None).weights_format == "int8"
+    loaded = quantized.load(lambda _: None)
+    assert (loaded.weights_format, loaded.embedding_format) == ("int8", "int8")
 
 
 def test_torch_is_taken_where_it_is_asked_for(config: EngineConfig) -> None:

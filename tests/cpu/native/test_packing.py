@@ -203,23 +203,30 @@ def test_parts_of_different_types_lose_nothing(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization", "number_format"),
+    ("dtype", "quantization", "formats"),
     [
-        (torch.float32, "none", "fp32"),
-        (torch.bfloat16, "auto", "int4"),
-        (torch.bfloat16, "none", "bf16"),
-        (torch.bfloat16, "int8", "int8"),
+        (torch.float32, "none", ("fp32", "fp32")),
+        (torch.bfloat16, "auto", ("int4", "int4")),
+        (torch.bfloat16, "none", ("bf16", "bf16")),
+        (torch.bfloat16, "int8", ("int8", "int8")),
     ],
 )
 def test_the_plan_knows_the_memory_beforehand(
     native_library: NativeLibrary,
     dtype: torch.dtype,
     quantization: Quantization,
-    number_format: str,
+    formats: tuple[str, str],
     tmp_path: Path,
 ) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1"})
     plan = WeightPlan(checkpoint, dtype=dtype, quantization=quantization)
-    assert plan.number_format() == number_format
+    assert (plan.number_format(), plan.embedding_format()) == formats
     weights = pack(native_library, checkpoint, dtype=dtype, quantization=quantization)
     assert 0.7 * weights.num_bytes < plan.num_bytes() < 1.3 * weights.num_bytes
+
+
+def test_the_plan_knows_the_format_of_the_head(tmp_path: Path) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1", "output": "Q8_0"})
+    assert not checkpoint.config.tie_word_embeddings
+    plan = WeightPlan(checkpoint, dtype=torch.bfloat16, quantization="auto")
+    assert plan.embedding_format() == "int8"

@@ -1,6 +1,7 @@
 """Sizes from configurations: parameter counts as published, families, and what bad input gets."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -72,6 +73,11 @@ def test_kv_and_weight_bytes_follow_the_precision():
     embeddings = 2 * spec.embedding_parameters
     assert spec.weight_bytes(Precision()) == 2 * spec.num_parameters
     assert spec.weight_bytes(Precision(weights="int4")) == spec.layer_parameters / 2 + 2 * embeddings
+    with_embedding = Precision(weights="int4", embedding="int8")
+    assert spec.weight_bytes(with_embedding) == spec.layer_parameters / 2 + embeddings
+    assert str(with_embedding) == "int4 weights (int8 embedding), bf16 KV, bf16 arithmetic"
+    in_groups = replace(with_embedding, group=32)
+    assert spec.weight_bytes(in_groups) == 0.625 * spec.layer_parameters + 1.0625 * embeddings
     assert spec.weight_bytes(Precision(weights="fp32")) == 4 * spec.num_parameters
 
 

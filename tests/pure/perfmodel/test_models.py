@@ -33,24 +33,27 @@ DEVICE = find_device("h100-sxm")
 LIMITS = MachineLimits(memory_bandwidth=1e12, peak_flops={"bf16": 3e14})
 
 
-def slow_machine(shape: BatchShape) -> float:
+BF16 = Precision()
+
+
+def slow_machine(shape: BatchShape, precision: Precision = BF16) -> float:
     """A machine with a third of the data sheet's rates."""
-    return make_roofline(MODEL, limited_device(DEVICE, LIMITS))(shape)
+    return make_roofline(MODEL, limited_device(DEVICE, LIMITS), precision=precision)(shape)
 
 
-def write_fitted(path: Path) -> None:
+def write_fitted(path: Path, precision: Precision = BF16) -> None:
     shapes = mixed_batches(40, seed=21)
-    seconds = [slow_machine(shape) for shape in shapes]
+    seconds = [slow_machine(shape, precision) for shape in shapes]
     fitted = fit(
         shapes,
         seconds,
         model=MODEL,
         device=limited_device(DEVICE, LIMITS),
         parallelism=Parallelism(),
-        precision=Precision(),
+        precision=precision,
     )
     profile = Profile(
-        key=ProfileKey(model=MODEL.name, device=DEVICE.id, device_name=DEVICE.name),
+        key=ProfileKey(model=MODEL.name, device=DEVICE.id, device_name=DEVICE.name, precision=precision),
         onbeat_version="0.1.0",
         created="2026-01-02T03:04:05+00:00",
         steps=[MeasuredStep(shape, time) for shape, time in zip(shapes, seconds, strict=True)],
@@ -79,6 +82,21 @@ def test_a_fitted_model_predicts_the_machine_of_its_profile(tmp_path: Path) -> N
         assert slow_machine(shape) * 0.97 <= inside <= slow_machine(shape) * 1.15
     far = batch([(0, 32_768)])
     assert model.step_time(far) > 1.2 * slow_machine(far)
+
+
+def test_the_format_of_the_embedding_is_that_of_the_profile(tmp_path: Path) -> None:
+    precision = Precision(weights="int4", embedding="int4", group=32)
+    write_fitted(tmp_path / "profile.json", precision)
+    model = make_step_time_model(
+        "fitted",
+        model=MODEL,
+        device=DEVICE,
+        precision=Precision(weights="int4"),
+        profile=tmp_path / "profile.json",
+    )
+    shape = decodes(8, 1000)
+    assert model.step_time(shape) == pytest.approx(slow_machine(shape, precision), rel=0.02)
+    assert slow_machine(shape, precision) < 0.99 * slow_machine(shape, Precision(weights="int4"))
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,16 @@ def test_a_profile_of_before_there_were_drafts_is_read(tmp_path: Path) -> None:
     assert read_profile(path, KEY) == PROFILE
 
 
+def test_a_profile_knows_the_format_of_the_embedding(tmp_path: Path) -> None:
+    key = replace(KEY, precision=Precision(weights="int4", embedding="int8", group=32))
+    path = profile_path(tmp_path, key)
+    write_profile(path, replace(PROFILE, key=key))
+    assert read_profile(path, key).key == key
+    assert find_profile(tmp_path, replace(key, precision=Precision(weights="int4"))) is None
+    write_profile(path, PROFILE)
+    assert list(json.loads(path.read_text())["key"]["precision"]) == ["weights", "kv", "compute"]
+
+
 def test_a_profile_is_found_by_its_key_only(tmp_path: Path) -> None:
     write_profile(profile_path(tmp_path, KEY), PROFILE)
     assert find_profile(tmp_path, KEY) == PROFILE

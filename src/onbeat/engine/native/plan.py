@@ -27,6 +27,7 @@ NATURAL_LAYOUTS: Mapping[str, MatrixLayout] = {
     "Q4_K": MatrixLayout(Store.Q4, 32),
 }
 """GGUF type to the store that holds its numbers as they are. Other quantized types become plain numbers."""
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q4: "int4"}
 
 
@@ -89,6 +90,11 @@ class WeightPlan:
         by_store = self._bytes_by_store()
         return _FORMATS[max(by_store, key=lambda store: by_store[store])]
 
+    def embedding_format(self) -> str:
+        """Return the number format of the LM head, likewise."""
+        name = EMBEDDING if self._config.tie_word_embeddings else LM_HEAD
+        return _FORMATS[self.layouts([name])[0].store]
+
     def _bytes_by_store(self) -> dict[Store, float]:
         shapes = parameter_shapes(self._config)
         totals: dict[Store, float] = {}
@@ -101,7 +107,7 @@ class WeightPlan:
 
 def matrix_groups(config: ModelConfig) -> list[tuple[str, ...]]:
     """Return the names of the parameters that make up each packed matrix."""
-    groups: list[tuple[str, ...]] = [("model.embed_tokens.weight",)]
+    groups: list[tuple[str, ...]] = [(EMBEDDING,)]
     for index in range(config.num_layers):
         prefix = f"model.layers.{index}"
         groups += [
@@ -111,5 +117,5 @@ def matrix_groups(config: ModelConfig) -> list[tuple[str, ...]]:
             (f"{prefix}.mlp.down_proj.weight",),
         ]
     if not config.tie_word_embeddings:
-        groups.append(("lm_head.weight",))
+        groups.append((LM_HEAD,))
     return groups

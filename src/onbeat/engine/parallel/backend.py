@@ -28,6 +28,7 @@ class ParallelBackend:
     """
 
     weights_format: str | None = None
+    embedding_format: str | None = None
 
     def __init__(self, config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> None:
         size = config.tensor_parallel_size

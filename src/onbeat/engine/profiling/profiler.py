@@ -80,7 +80,7 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
     ConfigError : the number format has no step-time model, or the time did not suffice for a fit.
     """
     device = loaded.device
-    precision = precision_of(device.dtype, loaded.weights_format)
+    precision = precision_of(device.dtype, loaded.weights_format, loaded.embedding_format)
     if precision is None:
         raise ConfigError(
             f"step times of {device.dtype_name} cannot be predicted; choose --dtype {' or '.join(_NAMES)}"
