@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from onbeat.cli.args import JSON, count
@@ -200,8 +201,8 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
         )
 
 
-def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
-    """Build the engine's configuration from parsed flags."""
+def bare_engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
+    """Build from parsed flags what tells how steps are computed, and how large they may get."""
     return EngineConfig(
         model=model,
         dtype=args.dtype,
@@ -211,13 +212,20 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         backend=args.backend,
         seed=args.seed,
         threads=args.threads,
-        tensor_parallel_size=args.tensor_parallel_size,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         block_size=args.block_size,
-        step_time_profile=args.step_time_profile,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+    )
+
+
+def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
+    """Build the engine's configuration from parsed flags."""
+    return replace(
+        bare_engine_config(args, model),
+        tensor_parallel_size=args.tensor_parallel_size,
+        step_time_profile=args.step_time_profile,
         policy=args.policy,
         scheduling_policy=args.scheduling_policy,
         enable_prefix_caching=args.enable_prefix_caching,

@@ -16,10 +16,10 @@ from onbeat.cli.engine_args import (
     add_batch_arguments,
     add_device_arguments,
     add_weights_arguments,
+    bare_engine_config,
     find_model,
 )
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel
@@ -84,7 +84,9 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     from onbeat.engine.load import prepare_model
     from onbeat.engine.profiling.profiler import FULL, profile_model
 
-    loaded = prepare_model(_engine_config(args)).load(lambda text: console.print(text, markup=False))
+    loaded = prepare_model(bare_engine_config(args, find_model(args))).load(
+        lambda text: console.print(text, markup=False)
+    )
     plan = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with _progress_bar(console) as bar:
         task = bar.add_task("measuring steps", total=1.0)
@@ -124,24 +126,6 @@ def _say_what_was_cut(
             "machine is slow or busy; give --seconds more",
             markup=False,
         )
-
-
-def _engine_config(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(
-        model=find_model(args),
-        dtype=args.dtype,
-        device=args.device,
-        load_format=args.load_format,
-        quantization=args.quantization,
-        backend=args.backend,
-        seed=args.seed,
-        threads=args.threads,
-        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
-        block_size=args.block_size,
-        max_model_len=args.max_model_len,
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-    )
 
 
 def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
