@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.text import template_sandbox
 from onbeat.text.chat_template import ChatTemplate, load_chat_template
 from tests.fakes_engine import ByteTokenizer
 
@@ -14,6 +15,12 @@ SIMPLE = (
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def small_budget(monkeypatch):
+    """A hundredth of the budget: what runs into it does so soon."""
+    monkeypatch.setattr(template_sandbox, "MAX_TURNS", template_sandbox.MAX_TURNS // 100)
 
 
 def template(source: str) -> ChatTemplate:
@@ -70,7 +77,7 @@ def test_the_templates_own_refusal_is_shown():
         "{{ undefined_function() }}",
     ],
 )
-def test_a_template_cannot_reach_out(source):
+def test_a_template_cannot_reach_out(source, small_budget):
     with pytest.raises(InvalidRequest, match="cannot render"):
         template(source).render(CHAT)
 
@@ -86,8 +93,8 @@ def test_loops_know_their_place():
     assert template(source).render(CHAT) == "role=system;content=Be brief.;"
 
 
-def test_every_rendering_has_its_own_budget():
-    long = template("{% for i in range(60000) %}{{ f() if false }}{% endfor %}x")
+def test_every_rendering_has_its_own_budget(small_budget):
+    long = template("{% for i in range(600) %}{{ f() if false }}{% endfor %}x")
     assert [long.render(CHAT) for _ in range(20)] == ["x"] * 20
 
 
