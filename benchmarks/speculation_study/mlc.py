@@ -7,7 +7,7 @@ at high concurrency they gain nothing.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -104,7 +104,7 @@ def with_host(simulation: Simulation, per_row: float) -> tuple[SimulationConfig,
     if simulation.draft is None:
         return simulation.config, target
     draft = predictor(simulation.draft)
-    return replace(simulation.config, draft_time=draft), SpeculativeStepTime(target, draft)
+    return simulation.config, SpeculativeStepTime(target, draft)
 
 
 def make_load(num_requests: int, seed: int) -> OfferedLoad:

@@ -34,6 +34,11 @@ class BatchShape:
     """Draft tokens verified, the rows' own tokens left out; `num_new_tokens` counts them too."""
     num_draft_passes: int = 0
     """Forward passes, one after another, in which a proposer's model made the drafts; 0 where none runs."""
+    num_catch_up_tokens: int = 0
+    """Tokens that a proposer's model reads before it can draft, since it was never told of them: prompts, and
+    what came while nothing was drafted. They are no part of `num_new_tokens`."""
+    catch_up_pairs: int = 0
+    """Sum over them of the context that they attend to, themselves included."""
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -49,6 +54,11 @@ class BatchShape:
         self.num_lm_head_rows += 1 + num_drafts
         self.num_draft_tokens += num_drafts
         self.num_verify_rows += num_drafts > 0
+
+    def add_catch_up(self, num_read_tokens: int, num_tokens: int) -> None:
+        """Count what a proposer's model reads of a request, some of which it has read before."""
+        self.num_catch_up_tokens += num_tokens
+        self.catch_up_pairs += num_tokens * num_read_tokens + num_tokens * (num_tokens + 1) // 2
 
     def add(self, num_computed_tokens: int, num_new_tokens: int, *, samples: bool) -> None:
         """Count one more row."""

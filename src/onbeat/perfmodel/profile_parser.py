@@ -22,8 +22,8 @@ _T = TypeVar("_T")
 SCHEMA_VERSION = 2
 """Changes whenever a reader of the old layout would misread the new one. Files of another version are
 refused, not converted: measuring again takes two minutes."""
-_LATER_COLUMNS = ("num_draft_tokens", "num_draft_passes")
-"""Sums that files of before there were drafts lack: they are 0 there."""
+_LATER_COLUMNS = ("num_draft_tokens", "num_draft_passes", "num_catch_up_tokens", "catch_up_pairs")
+"""Sums that files of before there were drafts, or draft models that read, lack: they are 0 there."""
 
 
 def parse_profile(content: object, path: Path) -> Profile:

@@ -14,7 +14,8 @@ from onbeat.perfmodel.predictor import Predictor
 class SpeculativeStepTime:
     """A target model that verifies and a draft model that proposes, one after the other in the same step.
 
-    time = target(step) + `num_draft_passes` x draft(a decode step of the rows that are drafted for).
+    time = target(step) + `num_draft_passes` x draft(a decode step of the rows that are drafted for); the
+    first of these passes also has the tokens that the draft model has to read before.
     Quantiles add up as means do: what slows one of them, another program or heat, slows both. Drafts that are
     looked up (no passes) cost nothing here but their verification, which the target's model knows.
 
@@ -40,9 +41,7 @@ class SpeculativeStepTime:
 
     def draft_time(self, shape: BatchShape, q: float | None = None) -> float:
         """Return the draft model's share of `step_time`, seconds."""
-        if not shape.num_draft_passes:
-            return 0.0
-        return shape.num_draft_passes * self._draft.step_time(draft_pass(shape), q)
+        return sum(number * self._draft.step_time(each, q) for number, each in draft_passes(shape))
 
     def max_chunk_tokens(
         self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None
@@ -65,14 +64,14 @@ class SpeculativeStepTime:
 
         Steps without drafts teach the target's model alone, so that the shares come right with time.
         """
-        draft_time = self.draft_time(shape)
-        if not draft_time:
+        passes = draft_passes(shape)
+        if not passes:
             self._target.observe(shape, seconds)
             return
-        target_share = self._target.step_time(shape)
-        target_share /= target_share + draft_time
-        self._target.observe(shape, seconds * target_share)
-        self._draft.observe(draft_pass(shape), seconds * (1 - target_share) / shape.num_draft_passes)
+        ratio = seconds / self.step_time(shape)
+        self._target.observe(shape, ratio * self._target.step_time(shape))
+        for seen, predicted in [(each, self._draft.step_time(each)) for _, each in passes]:
+            self._draft.observe(seen, ratio * predicted)
 
     @property
     def drift(self) -> Drift | None:
@@ -95,6 +94,27 @@ def draft_pass(shape: BatchShape) -> BatchShape:
         decode_context_tokens=max(context, num_rows),
         num_lm_head_rows=num_rows,
     )
+
+
+def draft_passes(shape: BatchShape) -> list[tuple[int, BatchShape]]:
+    """Return the draft model's passes for a step, with the number of those that are alike.
+
+    What it has to read is in the first one, as if it were one request's.
+    """
+    number, decodes = shape.num_draft_passes, draft_pass(shape) if shape.num_draft_passes else BatchShape()
+    num_read = shape.num_catch_up_tokens
+    if not num_read:
+        return [(number, decodes)] if number else []
+    first = replace(
+        decodes,
+        num_new_tokens=decodes.num_new_tokens + num_read,
+        num_sequences=decodes.num_sequences + 1,
+        num_chunks=1,
+        query_key_pairs=shape.catch_up_pairs,
+        chunk_cached_tokens=max(0, round(shape.catch_up_pairs / num_read - (num_read + 1) / 2)),
+        sum_chunk_squares=num_read * num_read,
+    )
+    return [(1, first), (number - 1, decodes)] if number > 1 else [(1, first)]
 
 
 class BatchWork(Protocol):
@@ -131,6 +151,4 @@ class SpeculativeWork:
 
 
 def _of_passes(of_batch: Callable[[BatchShape], float], shape: BatchShape) -> float:
-    if not shape.num_draft_passes:
-        return 0.0
-    return shape.num_draft_passes * of_batch(draft_pass(shape))
+    return sum(number * of_batch(each) for number, each in draft_passes(shape))

@@ -22,6 +22,9 @@ class SpeculationConfig:
     """`adaptive`: as many as promise the most tokens per second, down to none. `fixed`: always the most."""
     runs_model: bool = False
     """Whether a model makes the drafts, one forward pass for each position."""
+    max_catch_up_tokens: int = 0
+    """Most tokens of a step that the model which makes the drafts reads because it has not seen them, over
+    all rows that are more than a block behind; 0 where it has nothing to read."""
     initial_acceptance: float = 0.7
     """Share of drafts taken to be accepted, of those whose predecessors are, before anything is known;
     in (0, 1)."""

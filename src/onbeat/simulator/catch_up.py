@@ -7,14 +7,7 @@ it has no KV of, at most so many in a step; a row that is not through proposes n
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
-
-from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
-
-MAX_CATCH_UP_TOKENS = 256
-"""Of a step, over all rows that are further behind than a block: what the engine allows."""
 
 
 class AskedRow(NamedTuple):
@@ -31,12 +24,12 @@ class CatchUp:
 
     Parameters
     ----------
-    step_time : of the draft model alone.
+    most : tokens that it reads in a step, over all rows that are far behind.
     num_near : rows no further behind than this are not held back, and cost nothing more than a decode.
     """
 
-    def __init__(self, step_time: StepTimeModel, *, num_near: int) -> None:
-        self._step_time = step_time
+    def __init__(self, most: int, *, num_near: int) -> None:
+        self._most = most
         self._num_near = num_near
         self._num_valid: dict[str, int] = {}
         """Leading tokens of each request that have KV."""
@@ -54,7 +47,7 @@ class CatchUp:
         The drafts of each row, none where it is not through; and (tokens before, tokens run) of each row that
         was far behind.
         """
-        num_left = MAX_CATCH_UP_TOKENS
+        num_left = self._most
         num_drafted = [row.num_drafts for row in rows]
         chunks = []
         behind = [row.num_tokens - self._num_valid.get(row.request_id, 0) for row in rows]
@@ -77,18 +70,3 @@ class CatchUp:
         """Count the KV of drafts that became tokens; the last one of a row has none."""
         if num_drafted:
             self._num_valid[request_id] += min(num_drafted - 1, num_accepted)
-
-    def seconds(self, draft_pass: BatchShape | None, chunks: Sequence[tuple[int, int]]) -> float:
-        """Return what chunks add to the first of the draft model's passes.
-
-        Parameters
-        ----------
-        draft_pass : its decodes; None where it makes no drafts in this step.
-        """
-        if not chunks:
-            return 0.0
-        shape = BatchShape() if draft_pass is None else replace(draft_pass)
-        alone = 0.0 if draft_pass is None else self._step_time.step_time(shape)
-        for start, num_tokens in chunks:
-            shape.add(start, num_tokens, samples=False)
-        return self._step_time.step_time(shape) - alone

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import ShedMode
-from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.acceptance import Acceptance
@@ -49,9 +48,6 @@ class SimulationConfig:
     """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of drafts, where the scheduler plans any."""
-    draft_time: StepTimeModel | None = None
-    """Of a draft model alone, which has to read a prompt before it can go on with it; None: what makes the
-    drafts has nothing to read. Its passes for drafts are in the step times of the replica."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
 

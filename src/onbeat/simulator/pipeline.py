@@ -121,8 +121,8 @@ class PipelineReplica:
         self, scheduled: SchedulerOutput, counts: tuple[PlanningCounts, PlanningCounts], now: float
     ) -> _MicroBatch:
         """Send a micro-batch through the stages, and find out when it leaves the last."""
-        shape, extra_seconds = self._sampler.begin(scheduled)
-        seconds = (predict(self._model, shape) + extra_seconds) / self._num_stages
+        shape = self._sampler.begin(scheduled)
+        seconds = predict(self._model, shape) / self._num_stages
         if self._noise is not None:
             seconds *= self._noise.factor(self._num_steps + len(self._under_way))
         end = now + self._overhead

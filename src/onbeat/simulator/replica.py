@@ -109,8 +109,6 @@ class SerialReplica:
         """Steps that the run may still have beyond those predicted."""
         self._shape = BatchShape()
         """What the device computes in the step under way."""
-        self._extra_seconds = 0.0
-        """What it takes beside that."""
         self._first_context = 0
         """`decode_context_tokens` of the first step; the shape itself moves on with each prediction."""
         self._num_steps = 0
@@ -183,7 +181,7 @@ class SerialReplica:
             self._busy_since = inf
             return expired
         self._scheduled, self._start = scheduled, now
-        self._shape, self._extra_seconds = self._sampler.begin(scheduled)
+        self._shape = self._sampler.begin(scheduled)
         self._first_context = self._shape.decode_context_tokens
         self._num_left = self._sampler.max_steps(scheduled)
         self._ends = array("d")
@@ -208,7 +206,7 @@ class SerialReplica:
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
         shape, step_time = self._shape, self._model.step_time
-        overhead, noise, extra = self._overhead, self._noise, self._extra_seconds
+        overhead, noise = self._overhead, self._noise
         ends, num_left = self._ends, self._num_left
         num_rows = shape.num_lm_head_rows
         num_free = num_left - self._lookahead
@@ -216,7 +214,6 @@ class SerialReplica:
             seconds = step_time(shape)
             if not 0.0 < seconds < inf:
                 refuse(seconds, shape)
-            seconds += extra
             if noise is not None:
                 seconds *= noise.factor(self._num_steps + len(ends))
             end = end + (seconds + overhead)

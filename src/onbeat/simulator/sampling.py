@@ -26,13 +26,8 @@ class Sampler(Protocol):
         """Return how often the step may be run before one of its requests ends."""
         ...
 
-    def begin(self, scheduled: SchedulerOutput) -> tuple[BatchShape, float]:
-        """Take note of a step that begins.
-
-        Returns
-        -------
-        What the device computes, and seconds that it takes beside what this says.
-        """
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+        """Take note of a step that begins; return what the device computes."""
         ...
 
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:
@@ -57,9 +52,9 @@ class VirtualSampler:
     def counts(self) -> None:
         return None
 
-    def begin(self, scheduled: SchedulerOutput) -> tuple[BatchShape, float]:
-        """Return the shape of the step, as it was planned; there is nothing beside it."""
-        return scheduled.shape, 0.0
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
+        """Return the shape of the step, as it was planned."""
+        return scheduled.shape
 
     def max_steps(self, scheduled: SchedulerOutput) -> int:
         """Return how often the step may be run before one of its requests ends.

@@ -191,7 +191,6 @@ def build_simulation(
             shed=settings.shed,
             step_noise=settings.step_noise,
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
-            draft_time=draft_time if has_own_kv else None,
             disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
         ),
         step_time=step_time,

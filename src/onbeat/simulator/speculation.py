@@ -12,6 +12,9 @@ from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.simulator.acceptance import Acceptance
 
+MAX_CATCH_UP_TOKENS = 256
+"""Tokens of prompts that a draft model reads in a step: what the engine allows."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSettings:
@@ -45,6 +48,7 @@ class SpeculationSettings:
             num_speculative_tokens=self.num_speculative_tokens,
             draft_length="adaptive" if self.is_adaptive else "fixed",
             runs_model=self.draft_model is not None or self.num_layers is not None,
+            max_catch_up_tokens=0 if self.draft_model is None else MAX_CATCH_UP_TOKENS,
         )
 
     def draft_spec(self, target: ModelSpec) -> ModelSpec | None:

@@ -77,6 +77,8 @@ def add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_st
     total.decode_context_tokens += first_context * num_steps + more_context
     total.num_draft_tokens += shape.num_draft_tokens * num_steps
     total.num_draft_passes += shape.num_draft_passes * num_steps
+    total.num_catch_up_tokens += shape.num_catch_up_tokens * num_steps
+    total.catch_up_pairs += shape.catch_up_pairs * num_steps
 
 
 def count(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
-from onbeat.perfmodel.speculative import draft_pass
 from onbeat.scheduler.replica.verification import correct_shape
 from onbeat.simulator.acceptance import RequestDrafts
 from onbeat.simulator.catch_up import AskedRow, CatchUp
@@ -35,8 +34,8 @@ class VerifyingSampler:
         self._seed = config.seed
         self._last_token = STOP if config.declared_max_tokens is not None else _ORDINARY
         self._catch_up = None
-        if config.draft_time is not None:
-            self._catch_up = CatchUp(config.draft_time, num_near=config.scheduler.block_size)
+        if speculation.max_catch_up_tokens:
+            self._catch_up = CatchUp(speculation.max_catch_up_tokens, num_near=config.scheduler.block_size)
         self._results: dict[int, ModelRunnerOutput] = {}
         """Of the steps under way: what they bring is settled when they begin."""
         self.counts = DraftCounts()
@@ -45,18 +44,19 @@ class VerifyingSampler:
         """Return how often the step may be run: a scheduler that plans drafts says once."""
         return scheduled.max_repeats
 
-    def begin(self, scheduled: SchedulerOutput) -> tuple[BatchShape, float]:
+    def begin(self, scheduled: SchedulerOutput) -> BatchShape:
         """Settle what a step brings; return what the device computes: no drafts that cannot be proposed."""
         num_drafted, chunks = self._propose(scheduled)
         result = self._results[scheduled.step_id] = self._verify(scheduled, num_drafted)
         computed = replace(scheduled, shape=replace(scheduled.shape))
         correct_shape(computed, result)
         shape = computed.shape
-        if self._catch_up is None:
-            return shape, 0.0
-        shape.num_draft_passes = max(num_drafted.values(), default=0)
-        decodes = draft_pass(shape) if shape.num_draft_passes else None
-        return shape, self._catch_up.seconds(decodes, chunks)
+        if self._catch_up is not None:
+            shape.num_draft_passes = max(num_drafted.values(), default=0)
+            shape.num_catch_up_tokens = shape.catch_up_pairs = 0
+            for num_read, num_tokens in chunks:
+                shape.add_catch_up(num_read, num_tokens)
+        return shape
 
     def sample(self, scheduled: SchedulerOutput, num_steps: int) -> ModelRunnerOutput:  # noqa: ARG002
         """Return the tokens of a step that `begin` was told of."""

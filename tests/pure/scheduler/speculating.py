@@ -105,6 +105,8 @@ class RandomDrafts:
 
     def observe(self, state: RequestState, **_: int | None) -> None: ...
 
+    def finish(self, state: RequestState) -> None: ...
+
 
 class KVRunner:
     """Computes rows as a model runner does: it knows tokens, and which tokens each KV slot was computed for.

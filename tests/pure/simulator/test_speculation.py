@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.core.step import BatchShape
 from onbeat.scheduler.config import DraftLength, SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.acceptance import Acceptance, KnownDrafts
@@ -211,7 +210,7 @@ def test_pools_draft_where_they_generate() -> None:
 
 
 def test_a_draft_model_reads_a_prompt_in_pieces_before_it_proposes() -> None:
-    model = CatchUp(ShapeTime(lambda shape: 1e-3 * shape.num_new_tokens), num_near=16)
+    model = CatchUp(256, num_near=16)
     for start, num_tokens in ((0, 256), (256, 256)):
         assert model.propose([AskedRow("long", 600, 3)]) == ([0], [(start, num_tokens)])
     assert model.propose([AskedRow("long", 600, 3)]) == ([3], [(512, 88)])
@@ -222,37 +221,27 @@ def test_a_draft_model_reads_a_prompt_in_pieces_before_it_proposes() -> None:
 
 
 def test_rows_near_their_ends_come_first_and_are_not_held_back() -> None:
-    model = CatchUp(ShapeTime(lambda shape: 1e-3 * shape.num_new_tokens), num_near=16)
+    model = CatchUp(256, num_near=16)
     rows = [AskedRow("far", 300, 3), AskedRow("near", 16, 2), AskedRow("middle", 200, 1)]
     assert model.propose(rows) == ([0, 2, 1], [(0, 200), (0, 56)])
     assert model.propose(rows) == ([3, 2, 1], [(56, 244)])
 
 
-def test_what_is_read_takes_the_time_of_a_longer_pass() -> None:
-    model = CatchUp(ShapeTime(lambda shape: 0.5 + 1e-3 * shape.num_new_tokens), num_near=16)
-    decodes = BatchShape(num_new_tokens=4, num_sequences=4, num_decodes=4, num_lm_head_rows=4)
-    assert model.seconds(decodes, []) == 0.0
-    assert model.seconds(decodes, [(0, 100), (20, 50)]) == pytest.approx(0.15)
-    assert model.seconds(None, [(0, 100)]) == pytest.approx(0.6), "it is the only pass"
-
-
 def test_drafts_wait_until_the_prompt_has_been_read() -> None:
-    draft = ShapeTime(lambda shape: 0.2)
     config = make_config(
         scheduler={
-            "speculation": drafting(3, runs_model=True),
+            "speculation": drafting(3, runs_model=True, max_catch_up_tokens=256),
             "num_blocks": 100,
             "max_model_len": 1000,
             "max_num_batched_tokens": 1000,
         },
         acceptance=Acceptance(rate=1.0),
-        draft_time=draft,
     )
-    model = ShapeTime(lambda shape: 1.0 + 0.1 * shape.num_draft_passes)
+    model = ShapeTime(lambda shape: 1.0 + 0.1 * shape.num_draft_passes + 1e-3 * shape.num_catch_up_tokens)
     [record] = simulate(make_load([600], [12], [0.0]), config, model).records
-    # The prompt; two steps in which the draft model reads; then four tokens a step, once with a longer pass.
+    # The prompt; two steps in which the draft model reads; then four tokens a step, first while it reads on.
     assert list(record.delivery_sizes) == [1, 1, 1, 4, 4, 1]
-    times = [1.0, 1.2, 1.2, 1.3, 1.3, 1.0]
+    times = [1.0, 1.256, 1.256, 1.391, 1.3, 1.0]
     assert list(np.diff([0.0, *record.delivery_times])) == pytest.approx(times)
 
 

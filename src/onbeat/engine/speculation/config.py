@@ -14,6 +14,10 @@ from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfi
 Method = Literal["ngram", "draft-model", "early-exit"]
 METHODS: tuple[str, ...] = get_args(Method)
 
+MAX_CATCH_UP_TOKENS = 256
+"""Most tokens that a step lets a draft model catch up with, over all rows that are far behind. A row that
+is not through proposes nothing in this step and goes on in the next, so that a long prompt, or many at once,
+costs several steps a little and none of them much."""
 DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4, "early-exit": 4}
 """Most drafts of a request where the user names none: looked up, they cost only their verification."""
 DEFAULT_LOOKUP_MAX = 5
@@ -90,6 +94,7 @@ class SpeculativeConfig:
             num_speculative_tokens=self.num_speculative_tokens,
             draft_length=self.draft_length,
             runs_model=self.runs_model,
+            max_catch_up_tokens=MAX_CATCH_UP_TOKENS if self.method == "draft-model" else 0,
         )
 
 

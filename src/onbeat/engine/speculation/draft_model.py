@@ -12,14 +12,10 @@ from collections.abc import Sequence
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.config import MAX_CATCH_UP_TOKENS
 from onbeat.engine.speculation.draft_kv import DraftKV
 from onbeat.engine.speculation.guesser import Guesser, GuessRow
 from onbeat.engine.speculation.proposer import DraftRow
-
-MAX_CATCH_UP_TOKENS = 256
-"""Most tokens that a step lets the draft model catch up with, over all rows that are far behind. A row that
-is not through proposes nothing in this step and goes on in the next, so that a long prompt, or many at once,
-costs several steps a little and none of them much."""
 
 
 class DraftModelProposer:

@@ -381,6 +381,8 @@ class Scheduler:
         """End a request that has all its tokens."""
         if self._promises is not None:
             self._promises.book.on_finish(state)
+        if self._drafting is not None:
+            self._drafting.finish(state)
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
             self._roster.pad(state)
         else:

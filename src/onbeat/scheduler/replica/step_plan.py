@@ -45,6 +45,9 @@ class StepPlan:
         """Predicts the step; None where nobody does."""
         self.budget: float | None = None
         """Time that the step may take, seconds; None where nothing binds it."""
+        self.slack: float | None = None
+        """Time until the earliest deadline of a running stream that can be met, seconds; None where nobody
+        looked. The budget may be less, to keep steps short for whoever arrives."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
         self._config = config
@@ -63,6 +66,8 @@ class StepPlan:
         """Drafts of each of `decodes` beside its token; empty where none are planned."""
         self.num_draft_passes = 0
         """Forward passes, one after another, in which a proposer's model makes them."""
+        self.catch_ups: list[tuple[int, int]] = []
+        """What that model reads before: tokens of a request that it has read, and those that it reads now."""
         self.expected_tokens = 0.0
         """Output tokens that `decodes` should deliver; kept where drafts are planned."""
         self.asks_available = True

@@ -37,6 +37,8 @@ def commit_rows(
     if plan.num_drafts:
         rows = advance_with_drafts(states, plan.num_drafts, roster.kv, shape)
         shape.num_draft_passes = plan.num_draft_passes
+        for num_read, num_tokens in plan.catch_ups:
+            shape.add_catch_up(num_read, num_tokens)
     else:
         rows = advance_decodes(states, roster.kv, shape)
     for state, num_new in plan.chunks:

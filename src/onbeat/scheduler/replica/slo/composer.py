@@ -122,7 +122,7 @@ class _Step:
         plan, view = self._plan, self.view
         jobs = self._with_room(self._jobs)
         rows = [*view.streams, *view.loose]
-        slack = view.due - plan.now
+        slack = plan.slack = view.due - plan.now
         budget, is_urgent = slack, False
         if jobs or self._best_effort:
             budget = self._times.natural_budget(view, slack)

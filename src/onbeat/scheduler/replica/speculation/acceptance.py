@@ -92,9 +92,21 @@ class RequestRate:
     ----------
     num_available : drafts that the proposer has for it; None where any number can be made, or nobody knows.
     num_idle : deliveries since the last draft.
+    num_read : tokens that a model which makes drafts has read once all planned steps have run.
+    read_life : how often the request had been preempted when they were counted.
     """
 
-    __slots__ = ("_group", "_levels", "_num_accepted", "_num_tried", "_rows", "num_available", "num_idle")
+    __slots__ = (
+        "_group",
+        "_levels",
+        "_num_accepted",
+        "_num_tried",
+        "_rows",
+        "num_available",
+        "num_idle",
+        "num_read",
+        "read_life",
+    )
 
     def __init__(self, group: GroupRate, levels: LevelRates, window: int) -> None:
         self._group = group
@@ -104,17 +116,14 @@ class RequestRate:
         self._num_tried = 0
         self.num_available: int | None = None
         self.num_idle = 0
+        self.num_read = 0
+        self.read_life = 0
 
     @property
     def acceptance(self) -> float:
         """Probability in (0, 1) that a draft is accepted if those before it are."""
         rate = (_OWN_PRIOR * self._group.rate + self._num_accepted) / (_OWN_PRIOR + self._num_tried)
         return rate if self.num_available is None else self._levels.corrected(rate, self.num_available)
-
-    @property
-    def has_drafted(self) -> bool:
-        """Whether it has had a draft."""
-        return bool(self._rows)
 
     def observe(self, num_accepted: int, num_tried: int) -> None:
         """Count a row's drafts."""

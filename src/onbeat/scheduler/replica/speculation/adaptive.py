@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import compress
 from math import inf
 
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SpeculationConfig
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.view import next_due
+from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, RequestRate
 from onbeat.scheduler.replica.speculation.decision import decide, decide_none
-from onbeat.scheduler.replica.speculation.menu import NO_OFFER, DraftMenu, Offer, kind_of
-from onbeat.scheduler.replica.speculation.probing import PAUSE, Probing
+from onbeat.scheduler.replica.speculation.menu import DraftMenu
+from onbeat.scheduler.replica.speculation.offers import StepOffers, find_offers
+from onbeat.scheduler.replica.speculation.probing import Probing
+from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.speculation.rest import Rest
-from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
+from onbeat.scheduler.replica.speculation.room import fit_blocks
 from onbeat.scheduler.replica.speculation.search import Choice, GoodputSearch
 from onbeat.scheduler.replica.speculation.step_cost import StepCost, step_costs
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -28,8 +30,6 @@ _CLEAR_GOODPUT = 1.02
 _MOST_WORSE = 2
 """Depths in a row without a better goodput, after which deeper ones are not looked at: each adds a pass, and
 ever less gain."""
-_WORTH_BEHIND = 2.0
-"""Of a token of a stream that is late, or will be within two steps, beside one of any other."""
 
 
 class AdaptiveDrafts:
@@ -45,6 +45,8 @@ class AdaptiveDrafts:
     beside prompts has to save more time of steps to come than it costs in this one: then it brings the end
     of all work closer, prompts that wait included. In a step that prompts have made compute-bound each
     draft costs its full time, and few pay.
+
+    A draft model first has to read a request, which pays where the answer still goes on for long enough.
 
     Nobody is preempted for a draft, and drafts leave a free block for each row's next token. Where drafts
     save less than the time it takes to look for them, nobody looks for a while (`Rest`).
@@ -63,6 +65,7 @@ class AdaptiveDrafts:
         self._model = model
         self._quantile = quantile
         self._book = AcceptanceBook(config.initial_acceptance)
+        self._reading = DraftReading(config.max_catch_up_tokens, self._book)
         self._is_drafting = False
         self._probing = Probing()
         self._rest = Rest()
@@ -77,6 +80,10 @@ class AdaptiveDrafts:
         self._book.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
+
+    def finish(self, state: RequestState) -> None:
+        """Learn how long an answer was. See `Drafting.finish`."""
+        self._reading.finish(state)
 
     def plan(self, plan: StepPlan) -> None:
         """Choose the drafts of each decode row. See `Drafting.plan`."""
@@ -93,7 +100,10 @@ class AdaptiveDrafts:
             return
         num_drafts = self._choose(plan)
         self._take_room(plan, num_drafts)
+        if plan.slack is not None and plan.budget is not None and any(num_drafts):
+            plan.budget = plan.slack
         decide(plan, num_drafts, self._book, runs_model=self._config.runs_model)
+        self._reading.count(plan, compress(plan.decodes, num_drafts))
 
     def _forget_available(self, plan: StepPlan) -> None:
         """Take nothing to be ready of what was ready before a rest."""
@@ -104,10 +114,11 @@ class AdaptiveDrafts:
         """Return the drafts of each decode row, blocks aside."""
         num_drafts = [0] * len(plan.decodes)
         cost, alone = step_costs(plan, self._model, self._quantile)
-        menu, value, longest_idle = self._menu(plan, cost)
-        if not menu.deepest:
+        limit = self._config.num_speculative_tokens
+        offers = find_offers(plan, cost.plain, limit, self._book, self._reading)
+        menu, value = DraftMenu(offers.of_rows), offers.worth / _TRUST
+        if not (menu.deepest or offers.unread):
             return num_drafts  # deadlines and prompts leave no choice, from which nothing can be learnt
-        value /= _TRUST
         if alone is not cost:
             rate = value / alone.plain
             if (choice := self._best(menu, alone, value)) is not None:
@@ -117,48 +128,17 @@ class AdaptiveDrafts:
         saved = 0.0
         if choice is not None and self._pays(choice, cost, value):
             num_drafts = menu.split(choice.ranking, choice.num_drafts)
-            saved = cost.plain * choice.gain / value - (choice.seconds - cost.plain)
-        self._rest.look(len(num_drafts), saved)
+            saved = _saved(choice, cost, value)
         self._probing.earn(cost.plain)
-        if longest_idle is not None and not num_drafts[longest_idle]:
-            self._probe(plan, cost, value, num_drafts, longest_idle)
+        if offers.unread and self._read(cost, value, offers, num_drafts, saved):
+            return num_drafts
+        self._rest.look(len(num_drafts), saved)
+        if offers.longest_idle is not None and not num_drafts[offers.longest_idle]:
+            self._probe(plan, cost, value, num_drafts, offers.longest_idle)
         return num_drafts
 
-    def _menu(self, plan: StepPlan, cost: StepCost) -> tuple[DraftMenu, float, int | None]:
-        """Return what rows could take, what their own tokens are worth, and which row to probe, if any."""
-        offers: list[Offer] = []
-        total = 0.0
-        limit, book = self._config.num_speculative_tokens, self._book
-        soon = plan.now + 2 * cost.plain
-        idle_row, longest = None, PAUSE - 1
-        has_prompts = bool(plan.chunks or plan.admissions or plan.waiting)
-        # A draft model reads a request's prompt before its first draft: not while others wait for their own.
-        begins = not (self._config.runs_model and has_prompts)
-        for index, state in enumerate(plan.decodes):
-            rate = state.speculation
-            if type(rate) is not RequestRate:
-                rate = book.of(state)
-            num_available, worth = rate.num_available, 1.0
-            if state.next_deadline < inf:
-                if next_due(state) < soon:
-                    worth = _WORTH_BEHIND
-                elif has_prompts:
-                    num_available = 0  # it has time, which prompts can use
-            if state.status is RequestStatus.RUNNING:
-                total += worth
-            if num_available == 0 or not (begins or rate.has_drafted):
-                offers.append(NO_OFFER)
-                continue
-            most = most_drafts(state, limit)
-            if num_available is not None and num_available < most:
-                most = num_available
-            if rate.num_idle > longest and most:
-                idle_row, longest = index, rate.num_idle
-            offers.append((most, kind_of(rate.acceptance, worth)))
-        return DraftMenu(offers), total, idle_row
-
     def _best(self, menu: DraftMenu, cost: StepCost, value: float, most: int | None = None) -> Choice | None:
-        """Return the best number of drafts above 0; None where not even one fits the time budget."""
+        """Return the best number of drafts above 0; None where there are none, or not even one fits."""
         deepest, runs_model = menu.deepest, self._config.runs_model
         # Passes of a model come one after another, so its drafts cost by the deepest, too: each is tried.
         best, num_worse = None, 0
@@ -182,18 +162,57 @@ class AdaptiveDrafts:
         self._is_drafting = choice.gain >= price and (self._is_drafting or is_clear)
         return self._is_drafting
 
+    def _read(
+        self, cost: StepCost, value: float, offers: StepOffers, num_drafts: list[int], saved: float
+    ) -> bool:
+        """Let the draft model read the requests for which that pays; return whether there are any.
+
+        A request that is asked for drafts is read instead, until the model is through with it.
+
+        Parameters
+        ----------
+        saved : seconds that the drafts chosen so far save in a step.
+        """
+        choice = self._best(DraftMenu(offers.with_unread()), cost, value)
+        if choice is None:
+            return False
+        saved = _saved(choice, cost, value) - saved
+        catch_up = self._reading.sums(each.state for each in offers.unread)
+        seconds = cost.seconds(*self._sums(num_drafts), catch_up)
+        if saved <= 0.0 or seconds == inf:
+            return False
+        per_token = (seconds - cost.seconds(*self._sums(num_drafts))) / catch_up[0]
+        tokens_a_row = 1.0 + choice.gain / offers.worth
+        num_left = self._reading.most
+        for each in sorted(offers.unread, key=lambda each: each.num_behind):
+            share = saved / len(offers.unread) / tokens_a_row
+            if num_left > 0 and self._reading.is_worthwhile(each.state, saved=share, per_token=per_token):
+                num_drafts[each.index] = 1
+                num_left -= each.num_behind
+        return num_left < self._reading.most
+
     def _probe(self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], index: int) -> None:
         """Give a row without drafts one, if what this may lose has been earned."""
         state = plan.decodes[index]
-        num, num_rows = sum(num_drafts), sum(map(bool, num_drafts))
-        num_passes = max(num_drafts) if self._config.runs_model else 0
-        with_probe = cost.seconds(num + 1, num_rows + 1, max(1, num_passes) if self._config.runs_model else 0)
+        num, num_rows, num_passes = self._sums(num_drafts)
+        catch_up = (0, 0)
+        if self._reading.is_far_behind(state, plan):
+            if self._reading.num_behind(state) > self._reading.most:
+                return
+            catch_up = self._reading.sums([state])
+        num_passes_then = max(1, num_passes) if self._config.runs_model else 0
+        with_probe = cost.seconds(num + 1, num_rows + 1, num_passes_then, catch_up)
         if num >= plan.num_tokens_left or with_probe == inf:
             return
         before = cost.seconds(num, num_rows, num_passes)
         gain = self._book.of(state).acceptance * cost.plain / value
         if self._probing.pay(max(0.0, with_probe - before - gain)):
             num_drafts[index] = 1
+
+    def _sums(self, num_drafts: list[int]) -> tuple[int, int, int]:
+        """Return how many drafts there are, in how many rows, and the passes that they take."""
+        num_passes = max(num_drafts) if self._config.runs_model else 0
+        return sum(num_drafts), sum(map(bool, num_drafts)), num_passes
 
     def _take_room(self, plan: StepPlan, num_drafts: list[int]) -> None:
         """Give drafts their tokens and blocks; fewer where blocks are short."""
@@ -209,3 +228,8 @@ def _may_draft(state: RequestState) -> bool:
     """Whether there may be drafts for a request."""
     rate = state.speculation
     return type(rate) is not RequestRate or rate.num_available != 0
+
+
+def _saved(choice: Choice, cost: StepCost, value: float) -> float:
+    """Return the seconds that drafts save: what their tokens would take without, less what they take."""
+    return cost.plain * choice.gain / value - (choice.seconds - cost.plain)

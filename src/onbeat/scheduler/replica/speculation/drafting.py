@@ -31,3 +31,7 @@ class Drafting(Protocol):
         num_available : drafts that are ready for the request's next step; None where any number can be made.
         """
         ...
+
+    def finish(self, state: RequestState) -> None:
+        """Learn how long an answer was: of a request that has all its tokens."""
+        ...

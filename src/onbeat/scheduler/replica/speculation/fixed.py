@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import compress
+
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
 from onbeat.scheduler.replica.speculation.decision import decide
+from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -21,6 +24,7 @@ class FixedDrafts:
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
         self._book = AcceptanceBook(config.initial_acceptance)
+        self._reading = DraftReading(config.max_catch_up_tokens, self._book)
 
     def plan(self, plan: StepPlan) -> None:
         """Give each row its drafts, first come first."""
@@ -30,6 +34,7 @@ class FixedDrafts:
             num_drafts.append(fit_blocks(plan, state, most))
             plan.num_tokens_left -= num_drafts[-1]
         decide(plan, num_drafts, self._book, runs_model=self._config.runs_model)
+        self._reading.count(plan, compress(plan.decodes, num_drafts))
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
@@ -38,3 +43,6 @@ class FixedDrafts:
         self._book.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
+
+    def finish(self, state: RequestState) -> None:
+        """Need nothing: answers get their drafts however long they are."""

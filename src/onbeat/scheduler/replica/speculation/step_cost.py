@@ -23,6 +23,7 @@ class StepCost:
 
     Attributes
     ----------
+    shape : the step without drafts.
     plain : seconds without drafts.
     """
 
@@ -32,11 +33,13 @@ class StepCost:
         self._model = model
         self._limit = limit
         self._quantile = quantile
-        self._base = shape
+        self.shape = shape
         self._trial = replace(shape)
         self.plain = model.step_time(shape)
 
-    def seconds(self, num_drafts: int, num_rows: int, num_passes: int) -> float:
+    def seconds(
+        self, num_drafts: int, num_rows: int, num_passes: int, catch_up: tuple[int, int] = (0, 0)
+    ) -> float:
         """Return the step's time with drafts; infinite where that is above its limit.
 
         Parameters
@@ -44,14 +47,16 @@ class StepCost:
         num_drafts : of all rows together.
         num_rows : rows that have any.
         num_passes : of the proposer's model.
+        catch_up : what that reads before, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`.
         """
-        base, trial = self._base, self._trial
+        base, trial = self.shape, self._trial
         trial.num_new_tokens = base.num_new_tokens + num_drafts
         trial.decode_context_tokens = base.decode_context_tokens + num_drafts
         trial.num_lm_head_rows = base.num_lm_head_rows + num_drafts
         trial.num_draft_tokens = num_drafts
         trial.num_verify_rows = num_rows
         trial.num_draft_passes = num_passes
+        trial.num_catch_up_tokens, trial.catch_up_pairs = catch_up
         if self._limit < inf and self._model.step_time(trial, self._quantile) > self._limit:
             return inf
         return self._model.step_time(trial)
@@ -62,7 +67,9 @@ def step_costs(plan: StepPlan, model: StepTimeModel, quantile: float | None) -> 
 
     The two are one object where the step has no prompts.
     """
-    limit = inf if plan.budget is None else plan.budget
+    # What the budget is below the slack is for prompts, and drafts are weighed against them.
+    bound = plan.budget if plan.slack is None else plan.slack
+    limit = inf if bound is None else bound
     shape = decode_shape(plan.decodes)
     if not (plan.chunks or plan.admissions):
         whole = StepCost(shape, model, limit=limit, quantile=quantile)

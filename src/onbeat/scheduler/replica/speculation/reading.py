@@ -1,0 +1,92 @@
+"""What a draft model has read of the requests, and which of them are worth reading.
+
+A draft model is never told of prompts: a request for which drafts are planned, and with which it is far
+behind, it reads instead, so many tokens in a step. That takes time, which the plan of the step has to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onbeat.scheduler.replica.lengths import OutputLengths
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+_CLEAR_GAIN = 1.5
+"""Time that drafts for a request are expected to save until it ends, over the time to read it, from which on
+it is read. Answers may end early, and whoever arrives meanwhile waits."""
+
+
+class DraftReading:
+    """Keeps count of what the draft model has read, going by what was planned.
+
+    What it may have of a prompt from an earlier request is not known here, so that a plan asks for too much
+    time rather than for too little.
+
+    Parameters
+    ----------
+    most : tokens that it reads in a step, over all requests that are far behind; 0 where it reads nothing.
+    book : holds the count of each request.
+    """
+
+    def __init__(self, most: int, book: AcceptanceBook) -> None:
+        self.most = most
+        self._book = book
+        self._lengths = OutputLengths()
+
+    def finish(self, state: RequestState) -> None:
+        """Learn how long an answer was."""
+        self._lengths.observe(state.request.slo_class, state.num_output_tokens)
+
+    def num_behind(self, state: RequestState) -> int:
+        """Return how many tokens the draft model has not seen, the request's last one included."""
+        rate = self._book.of(state)
+        if rate.read_life != state.num_preemptions:
+            rate.num_read, rate.read_life = 0, state.num_preemptions
+        return state.num_tokens + state.num_in_flight_tokens - rate.num_read
+
+    def is_far_behind(self, state: RequestState, plan: StepPlan) -> bool:
+        """Whether a request has to be read before it can have drafts."""
+        return self.most > 0 and self.num_behind(state) > plan.block_size
+
+    def sums(self, states: Iterable[RequestState]) -> tuple[int, int]:
+        """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`."""
+        num_left, pairs = self.most, 0
+        for state in sorted(states, key=self.num_behind):
+            num = min(self.num_behind(state), num_left)
+            num_left -= num
+            pairs += num * self._book.of(state).num_read + num * (num + 1) // 2
+        return self.most - num_left, pairs
+
+    def is_worthwhile(self, state: RequestState, *, saved: float, per_token: float) -> bool:
+        """Whether drafts for a request save clearly more time than reading it takes.
+
+        Parameters
+        ----------
+        saved : seconds that drafts for it are expected to save with each of its tokens.
+        per_token : seconds to read one.
+        """
+        limit = state.max_total_tokens - state.num_tokens
+        num_left = self._lengths.remaining(
+            state.request.slo_class, state.num_output_tokens, q=0.5, limit=max(1, limit)
+        )
+        return saved * num_left >= _CLEAR_GAIN * per_token * self.num_behind(state)
+
+    def count(self, plan: StepPlan, states: Iterable[RequestState]) -> None:
+        """Count what the draft model reads of the requests that a step plans drafts for.
+
+        Those that are nearest to their ends come first. `plan.catch_ups` gets what is read of those that are
+        far behind.
+        """
+        if not self.most:
+            return
+        num_left = self.most
+        for state in sorted(states, key=self.num_behind):
+            rate, num_behind = self._book.of(state), self.num_behind(state)
+            if num_behind > plan.block_size:
+                num_behind = min(num_behind, num_left)
+                num_left -= num_behind
+                if num_behind:
+                    plan.catch_ups.append((rate.num_read, num_behind))
+            rate.num_read += num_behind
