@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import fields as fields_of
 
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
@@ -12,6 +13,7 @@ from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
 
 POLICY_NAMES = tuple(POLICIES)
+_SAMPLING_FIELDS = {field.name for field in fields_of(SamplingParams)}
 
 
 def make_config(policy: str = "sarathi", **changes) -> SchedulerConfig:
@@ -37,43 +39,41 @@ def make_request(
     priority=0,
     salt=None,
     prompt=None,
+    **fields,
 ) -> Request:
+    """`fields`: of the request, and of its sampling where that has them."""
+    sampling = {name: fields.pop(name) for name in list(fields) if name in _SAMPLING_FIELDS}
     return Request(
         request_id=request_id,
         prompt_token_ids=tuple(prompt if prompt is not None else range(num_prompt_tokens)),
-        sampling=SamplingParams(max_tokens=max_tokens),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
         arrival=arrival,
         priority=priority,
         cache_salt=salt if salt is not None else request_id,
+        **fields,
     )
 
 
-class Driver:
-    """Steps a scheduler by hand and remembers all that it said.
+class EngineLoop:
+    """Steps a scheduler by hand, with up to `depth` steps planned before the oldest is known.
 
-    A small model of the runner: it keeps each request's tokens and block table, and checks that every row
-    continues exactly where the last one ended, inside the blocks that the request holds.
+    Who derives from it says what a step gives (`collect`), and checks what the scheduler says.
     """
 
-    def __init__(self, config: SchedulerConfig, *, depth: int = 1) -> None:
-        self.scheduler = Scheduler(config, LinearStepTime())
+    def __init__(self, scheduler: Scheduler, depth: int) -> None:
+        self.scheduler = scheduler
         self.depth = depth
         self.now = 0.0
         self.log: list[SchedulerOutput] = []
         self.outputs: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
-        self.finish_order: list[str] = []
-        self.first_scheduled: list[str] = []
         self.in_flight: deque[SchedulerOutput] = deque()
-        self.blocks: dict[str, list[int]] = {}
-        self.known_tokens: dict[str, int] = {}
 
-    def add(self, request: Request) -> None:
-        self.scheduler.add(request)
-        self.outputs[request.request_id] = []
+    def check_step(self, scheduled: SchedulerOutput) -> None:
+        raise NotImplementedError
 
-    def abort(self, request_id: str) -> None:
-        self.receive(self.scheduler.abort([request_id]))
+    def collect(self) -> None:
+        raise NotImplementedError
 
     def receive(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -81,7 +81,9 @@ class Driver:
             self.outputs[output.request_id] += output.new_token_ids
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
-                self.finish_order.append(output.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.receive(self.scheduler.abort([request_id]))
 
     def step(self) -> bool:
         """One turn of the engine loop; False once there is nothing to do."""
@@ -98,6 +100,34 @@ class Driver:
             return True
         return self.scheduler.num_unfinished > 0
 
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.step():
+                return
+        raise AssertionError("the scheduler does not come to an end")
+
+
+class Driver(EngineLoop):
+    """Steps a scheduler by hand and remembers all that it said.
+
+    A small model of the runner: it keeps each request's tokens and block table, and checks that every row
+    continues exactly where the last one ended, inside the blocks that the request holds.
+    """
+
+    def __init__(self, config: SchedulerConfig, *, depth: int = 1) -> None:
+        super().__init__(Scheduler(config, LinearStepTime()), depth)
+        self.first_scheduled: list[str] = []
+        self.blocks: dict[str, list[int]] = {}
+        self.known_tokens: dict[str, int] = {}
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+        self.outputs[request.request_id] = []
+
+    @property
+    def finish_order(self) -> list[str]:
+        return list(self.finished)
+
     def collect(self) -> None:
         scheduled = self.in_flight.popleft()
         sampled = []
@@ -106,12 +136,6 @@ class Driver:
             if row.samples:
                 sampled.append([token_of(row.request_id, position)])
         self.receive(self.scheduler.update(scheduled, ModelRunnerOutput(sampled), self.now))
-
-    def run(self, max_steps: int = 10_000) -> None:
-        for _ in range(max_steps):
-            if not self.step():
-                return
-        raise AssertionError("the scheduler does not come to an end")
 
     def check_step(self, scheduled: SchedulerOutput) -> None:
         config = self.scheduler.config

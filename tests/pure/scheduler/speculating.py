@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
+from typing import Any
 
-from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
-from onbeat.core.slo import SLO
+from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import BatchShape, DraftStats, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig, SpeculationConfig
@@ -19,8 +18,9 @@ from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.scheduler.replica.step_plan import StepPlan
 from tests.fake_step_time import LinearStepTime
-from tests.pure.scheduler.driver import hash_text
+from tests.pure.scheduler.driver import EngineLoop, hash_text
 from tests.pure.scheduler.driver import make_config as make_plain_config
+from tests.pure.scheduler.driver import make_request as make_plain_request
 from tests.pure.scheduler.driver import token_of as slow_token_of
 
 FIRST_LINK = 7
@@ -46,31 +46,15 @@ def make_request(
     num_prompt_tokens: int,
     max_tokens: int,
     *,
-    arrival: float = 0.0,
-    salt: str | None = None,
     stop_at: int | None = None,
     min_tokens: int = 0,
-    num_logprobs: int | None = None,
-    slo: SLO | None = None,
-    slo_class: str | None = None,
-    priority: int = 0,
+    **fields: Any,
 ) -> Request:
     """`stop_at`: the output token of this index, and any that is equal, ends the request."""
     stop_ids = () if stop_at is None else (token_of(request_id, num_prompt_tokens + stop_at),)
-    return Request(
-        request_id=request_id,
-        prompt_token_ids=tuple(range(num_prompt_tokens)),
-        sampling=SamplingParams(
-            max_tokens=max_tokens,
-            stop_token_ids=stop_ids,
-            min_tokens=min(min_tokens, max_tokens),
-            num_logprobs=num_logprobs,
-        ),
-        arrival=arrival,
-        cache_salt=salt if salt is not None else request_id,
-        slo=slo,
-        slo_class=slo_class,
-        priority=priority,
+    min_tokens = min(min_tokens, max_tokens)
+    return make_plain_request(
+        request_id, num_prompt_tokens, max_tokens, stop_token_ids=stop_ids, min_tokens=min_tokens, **fields
     )
 
 
@@ -225,7 +209,7 @@ class KVRunner:
         return blocks[position // size] * size + position % size
 
 
-class SpeculatingDriver:
+class SpeculatingDriver(EngineLoop):
     """Steps a scheduler by hand, with up to `depth` steps planned before the oldest is known.
 
     Attributes
@@ -247,7 +231,7 @@ class SpeculatingDriver:
         model: StepTimeModel | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        self.scheduler = Scheduler(config, LinearStepTime() if model is None else model)
+        super().__init__(Scheduler(config, LinearStepTime() if model is None else model), depth)
         if drafting is not None:
             self.scheduler._drafting = drafting
         self.runner = KVRunner(
@@ -258,16 +242,10 @@ class SpeculatingDriver:
             available=available,
             checks_all=checks_all,
         )
-        self.depth = depth
-        self.now = 0.0
         self.requests: dict[str, Request] = {}
-        self.outputs: dict[str, list[int]] = {}
-        self.finished: dict[str, FinishReason] = {}
         self.aborted: set[str] = set()
         self.counts: dict[str, tuple[int, int]] = {}
-        self.log: list[SchedulerOutput] = []
         self.stats: list[DraftStats] = []
-        self.in_flight: deque[SchedulerOutput] = deque()
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request, self.now)
@@ -276,13 +254,12 @@ class SpeculatingDriver:
 
     def abort(self, request_id: str) -> None:
         self.aborted.add(request_id)
-        self.receive(self.scheduler.abort([request_id]))
+        super().abort(request_id)
 
     def receive(self, outputs: list[RequestOutput]) -> None:
+        super().receive(outputs)
         for output in outputs:
             request_id = output.request_id
-            assert request_id not in self.finished, "a delivery after the end"
-            self.outputs[request_id] += output.new_token_ids
             if output.logprobs is not None:
                 assert [entry.token_id for entry in output.logprobs] == output.new_token_ids
             drafted, accepted = output.num_drafted_tokens, output.num_accepted_tokens
@@ -290,23 +267,6 @@ class SpeculatingDriver:
             assert accepted <= len(self.outputs[request_id])
             assert (drafted, accepted) >= self.counts.get(request_id, (0, 0))
             self.counts[request_id] = (drafted, accepted)
-            if output.finish_reason is not None:
-                self.finished[request_id] = output.finish_reason
-
-    def step(self) -> bool:
-        """One turn of the engine loop; False once there is nothing to do."""
-        self.now += 1.0
-        scheduled = self.scheduler.schedule(self.now)
-        if scheduled is not None:
-            self.check_step(scheduled)
-            self.log.append(scheduled)
-            self.in_flight.append(scheduled)
-            if len(self.in_flight) < self.depth:
-                return True
-        if self.in_flight:
-            self.collect()
-            return True
-        return self.scheduler.num_unfinished > 0
 
     def collect(self) -> None:
         scheduled = self.in_flight.popleft()
@@ -320,12 +280,6 @@ class SpeculatingDriver:
         self.receive(outputs)
         if self.runner.checks_all:
             self.check_states()
-
-    def run(self, max_steps: int = 10_000) -> None:
-        for _ in range(max_steps):
-            if not self.step():
-                return
-        raise AssertionError("the scheduler does not come to an end")
 
     def check_step(self, scheduled: SchedulerOutput) -> None:
         config, shape = self.scheduler.config, scheduled.shape
