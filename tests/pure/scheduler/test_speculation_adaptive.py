@@ -134,13 +134,6 @@ class TestGoodput:
     def test_never_slower_than_off_and_as_fast_as_the_best_length(self, proposer, num_requests, acceptance):
         compare(proposer, num_requests, acceptance, num_steps=400 if num_requests < 10 else 60)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("proposer", [NGRAM, MODEL])
-    @pytest.mark.parametrize("acceptance", [0.1, 0.3, 0.5, 0.7, 0.9])
-    @pytest.mark.parametrize("num_requests", [1, 4, 16, 60, 100])
-    def test_likewise_everywhere(self, proposer, num_requests, acceptance):
-        compare(proposer, num_requests, acceptance, num_steps=900 if num_requests < 10 else 250)
-
     def test_a_fixed_cost_does_not_hide_a_larger_k(self):
         """One draft loses by its fixed cost; several share it."""
         model = DraftStepTime(when_drafting=9e-3)
