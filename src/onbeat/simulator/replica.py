@@ -219,7 +219,8 @@ class SerialReplica:
             end = end + (seconds + overhead)
             ends.append(end)
             num_left -= 1
-            shape.decode_context_tokens += num_rows  # of the step after this one
+            if num_left:  # else the scheduler, which learns from this step, finds it as it planned it
+                shape.decode_context_tokens += num_rows  # of the step after this one
             if end >= next_arrival and num_left <= num_free:
                 break
         self._num_left = num_left
