@@ -14,7 +14,7 @@ VARIANTS: dict[str, Callable[[], Policy]] = {
     "slo/no-look-ahead": partial(make_slo_policy, SLOTuning(looks_ahead=False)),
     "slo/no-pace": partial(make_slo_policy, SLOTuning(paces=False)),
     "slo/no-triage": partial(make_slo_policy, SLOTuning(triages=False)),
-    "slo/no-long-steps": partial(make_slo_policy, SLOTuning(most_chunks=1)),
+    "slo/no-long-steps": partial(make_slo_policy, SLOTuning(reach=0.0)),
     "slo/no-margin": partial(make_slo_policy, SLOTuning(step_margin=0.0)),
     # Requests declare their exact length, so `max_tokens` is an oracle; a low quantile foresees nothing.
     "slo/lengths-oracle": partial(make_slo_policy, SLOTuning(length_quantile=None)),

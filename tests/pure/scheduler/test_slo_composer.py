@@ -213,10 +213,11 @@ class TestDanger:
         ]
 
     def test_streams_with_slack_sit_out_where_that_saves_prompts(self, monkeypatch):
+        with_tuning(monkeypatch, reach=0.0)  # long steps would save them, too
         num_steps, good = self.sat_out(0.38)
         assert num_steps > 0
         assert all(good)
-        with_tuning(monkeypatch, skips=False)
+        with_tuning(monkeypatch, reach=0.0, skips=False)
         num_steps, good = self.sat_out(0.38)
         assert num_steps == 0
         assert not all(good)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 
 from onbeat.core.slo import SLOMode
 from onbeat.core.step import SchedulerState
@@ -17,6 +18,8 @@ _RATIOS = 64
 _FEWEST_RATIOS = 8
 _RATIO_QUANTILE = 0.9
 _MOST_SURCHARGE = 1.5
+_ARRIVALS = 64
+"""Of so many arrivals is the shortest TTFT objective."""
 
 
 class PromiseBook(Worth):
@@ -41,6 +44,7 @@ class PromiseBook(Worth):
         self.has_tenants = False
         self._tenants = TenantCounters()
         self._ttft_ratios: deque[float] = deque(maxlen=_RATIOS)
+        self._ttfts: deque[float] = deque(maxlen=_ARRIVALS)
 
     def of(self, state: RequestState) -> float:
         """Return what keeping a promise is worth (`triage.Worth`).
@@ -52,8 +56,14 @@ class PromiseBook(Worth):
 
     def on_arrival(self, state: RequestState) -> None:
         """Count a request that waits."""
+        self._ttfts.append(state.ttft_deadline - state.request.arrival)
         self._tenants.on_arrival(state.request.tenant)
         self.has_tenants = len(self._tenants) > 1
+
+    @property
+    def shortest_ttft(self) -> float:
+        """The shortest TTFT objective of the requests that came of late, seconds; infinite without any."""
+        return min(self._ttfts, default=inf)
 
     def ttft_surcharge(self) -> float:
         """Return by what factor first tokens come later than predicted, at worst of late, in [1, 1.5].

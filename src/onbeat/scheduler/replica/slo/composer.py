@@ -152,7 +152,7 @@ class _Step:
         if need <= share:
             is_busy = self._policy.book.load.utilisation(plan.now) > tuning.busy
             if is_busy:
-                self._filler.most_chunk_tokens *= tuning.most_chunks
+                self._filler.most_chunk_tokens = self._reach(shape)
             # Time that best effort could use is not given away.
             elif tuning.paces and self.view.streams and not self._best_effort:
                 budget = min(budget, pace(times.of(shape), need, tuning))
@@ -178,21 +178,33 @@ class _Step:
         """Return the time of a step in which prompts get the share that they need, and that share.
 
         Longer steps leave more of the time to prompts, since running streams get fewer tokens in it. Where
-        not even the longest is enough, short ones are best: whoever is served waits less for their ends.
+        not even the longest is enough, there is more work than time, and the longest gets most of it done.
         """
-        times = self._times
-        options = []
-        for num_chunks in range(1, self._tuning.most_chunks + 1):
-            longest = times.with_chunk(shape, num_chunks)
-            limit = min(slack, max(budget, longest))
-            options.append((limit, times.prefill_share(shape, min(limit, longest))))
-            start = self._plan.now + self._tuning.step_margin * min(limit, longest)
-            if options[-1][1] >= needed_share(jobs, start):
-                self._filler.most_chunk_tokens *= num_chunks
-                return options[-1]
-            if longest >= limit:
+        times, plan = self._times, self._plan
+        num_tokens, reach = times.work.efficient_chunk, self._reach(shape)
+        while True:
+            seconds = times.with_prompt(shape, num_tokens)
+            length = min(slack, seconds)
+            share = times.prefill_share(shape, length)
+            start = plan.now + self._tuning.step_margin * length
+            if seconds >= slack or num_tokens >= reach or share >= needed_share(jobs, start):
                 break
-        return options[0]
+            num_tokens = min(2 * num_tokens, reach)
+        self._filler.most_chunk_tokens = num_tokens
+        return min(slack, max(budget, seconds)), share
+
+    def _reach(self, shape: BatchShape) -> int:
+        """Return the prompt tokens that a step may hold for the sake of those who arrive while it runs.
+
+        An efficient chunk, or as many as take a share of the shortest TTFT objective.
+        """
+        times, plan = self._times, self._plan
+        chunk = times.work.efficient_chunk
+        limit = self._tuning.reach * self._policy.book.shortest_ttft
+        if limit == inf:
+            return max(chunk, plan.num_tokens_left)
+        num_chunks = max(1.0, (limit - times.fixed(shape)) / times.work.seconds(chunk, 0))
+        return max(chunk, min(plan.num_tokens_left, int(chunk * num_chunks)))
 
     def _say_budget(self, budget: float) -> None:
         if self.view.due_state is not None:

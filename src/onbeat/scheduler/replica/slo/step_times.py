@@ -36,11 +36,15 @@ class StepTimes:
         """Return the longest chunk that may join within a limit."""
         return self._model.max_chunk_tokens(shape, num_cached, limit, self._q)
 
-    def with_chunk(self, shape: BatchShape, num_chunks: int = 1) -> float:
-        """Return the time of a step with one efficient chunk more, or several."""
+    def with_prompt(self, shape: BatchShape, num_tokens: int) -> float:
+        """Return the time of a step with so many prompt tokens more."""
         trial = replace(shape)
-        trial.add(0, num_chunks * self.work.efficient_chunk, samples=True)
+        trial.add(0, num_tokens, samples=True)
         return self.of(trial)
+
+    def with_chunk(self, shape: BatchShape) -> float:
+        """Return the time of a step with one efficient chunk more."""
+        return self.with_prompt(shape, self.work.efficient_chunk)
 
     def fixed(self, shape: BatchShape) -> float:
         """Return the time that decodes take of a step that is long enough to be bound by arithmetic."""

@@ -37,8 +37,8 @@ class SLOTuning:
     """Seconds after its arrival from which a prompt without a deadline is owed that share."""
     length_quantile: float | None = 0.9
     """Of the output lengths of late, to foresee memory with; None takes `max_tokens` for the length."""
-    most_chunks: int = 4
-    """Efficient chunks that a step may take at most where prompts are in danger."""
+    reach: float = 0.125
+    """Share of the shortest TTFT objective of late that a step with more than an efficient chunk may take."""
     step_margin: float = 0.5
     """Steps by which prompts are planned to be early: one that is done within a step waits for its end."""
 
