@@ -46,12 +46,20 @@ def ratio_chart(study: Study) -> go.Figure:
         ticktext=[f"{tick:g}" for tick in ticks],
         title_text="ratio, with 95 % interval",
     )
-    figure.update_yaxes(type="category", autorange="reversed", tickfont={"size": 11})
+    names = sorted({str(cell.cell) for cells in study.cells.values() for cell in cells})
+    figure.update_yaxes(
+        type="category",
+        categoryorder="array",
+        categoryarray=names,
+        range=[len(names) - 0.4, -0.6],
+        tickfont={"size": 11},
+    )
     figure.update_layout(
         title=f"Capacity of {SUBJECT} over the best hand-tuned policy of each cell",
         template="plotly_white",
         width=1100,
-        height=220 + 19 * max(len(cells) for cells in study.cells.values()),
+        height=150 + 19 * len(names),
+        margin={"l": 190, "r": 30, "t": 90, "b": 60},
         legend={"orientation": "h", "x": 0.55, "y": 1, "yref": "container", "yanchor": "top"},
     )
     return figure

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import isfinite
 
+from onbeat.core.slo import SLO_MODES
 from onbeat.planner.paired import Interval, geometric_mean
 from slo_study.analysis import CellResults, Ratio, best_everywhere, collect, mean_ratio
-from slo_study.cells import BOUND, STATIC_POLICIES
+from slo_study.cells import BOUND, STATIC_POLICIES, WORKLOADS
 from slo_study.store import Line
 from slo_study.tasks import SHARES
 
@@ -63,6 +64,9 @@ def _summary(study: Study) -> Iterator[str]:
                       for group in GROUPS for share in ALL_SHARES)]
         )  # fmt: skip
     yield table([f"`{SUBJECT}` against", *columns], rows)
+    yield "Of the bound of these very requests, by workload and mode, one objective for all:"
+    yield table(["workload, mode", *(f"{float(share) * 100:g} %" for share in ALL_SHARES)],
+                [*_closeness_by_mode(study)])  # fmt: skip
     worse = [
         f"{cell.cell} at {share} against {name} ({show_ratio(ratio)})"
         for share, cells in study.cells.items()
@@ -98,6 +102,22 @@ def _closeness(study: Study, group: str, share: str, *, sustained: bool) -> str:
     shares = [cell.closeness(SUBJECT, sustained=sustained) for cell in _chosen(study, group, share)]
     found = [each for each in shares if each is not None]
     return f"{geometric_mean(found):.2f}x ({len(found)})" if found else "-"
+
+
+def _closeness_by_mode(study: Study) -> Iterator[list[str]]:
+    group = next(iter(GROUPS))
+    for workload in WORKLOADS:
+        for mode in SLO_MODES:
+            row = []
+            for share in ALL_SHARES:
+                cells = [
+                    cell
+                    for cell in _chosen(study, group, share)
+                    if (cell.cell.workload, cell.cell.mode) == (workload, mode)
+                ]
+                found = [each for cell in cells if (each := cell.closeness(SUBJECT, sustained=False))]
+                row.append(f"{geometric_mean(found):.2f}x ({len(found)})" if found else "-")
+            yield [f"{workload} {mode}", *row]
 
 
 def _ratios(study: Study, cells: Sequence[CellResults]) -> Iterator[str]:
