@@ -27,6 +27,8 @@ _CLEAR_GAIN = 1.1
 """What drafts bring over what their time is worth, from which on drafting begins; 1 is the break-even."""
 _CLEAR_GOODPUT = 1.02
 """Goodput with drafts over that without, from which on it begins, too."""
+_CLEAR_SAVING = 0.02
+"""Share of a step that drafts for requests must save for the draft model to read them first."""
 _MOST_WORSE = 2
 """Depths in a row without a better goodput, after which deeper ones are not looked at: each adds a pass, and
 ever less gain."""
@@ -128,6 +130,7 @@ class AdaptiveDrafts:
         saved = 0.0
         if choice is not None and self._pays(choice, cost, value):
             num_drafts = menu.split(choice.ranking, choice.num_drafts)
+            self._fit_reading(plan, cost, num_drafts)
             saved = _saved(choice, cost, value)
         self._probing.earn(cost.plain)
         if offers.unread and self._read(cost, value, offers, num_drafts, saved):
@@ -177,9 +180,9 @@ class AdaptiveDrafts:
         if choice is None:
             return False
         saved = _saved(choice, cost, value) - saved
-        catch_up = self._reading.sums(each.state for each in offers.unread)
+        catch_up = self._reading.sums([each.state for each in offers.unread], 0)
         seconds = cost.seconds(*self._sums(num_drafts), catch_up)
-        if saved <= 0.0 or seconds == inf:
+        if saved < _CLEAR_SAVING * cost.plain or seconds == inf:
             return False
         per_token = (seconds - cost.seconds(*self._sums(num_drafts))) / catch_up[0]
         tokens_a_row = 1.0 + choice.gain / offers.worth
@@ -191,15 +194,22 @@ class AdaptiveDrafts:
                 num_left -= each.num_behind
         return num_left < self._reading.most
 
+    def _fit_reading(self, plan: StepPlan, cost: StepCost, num_drafts: list[int]) -> None:
+        """Take drafts back from requests of which the draft model missed something that does not fit in."""
+        num_near = plan.block_size
+        catch_up = self._reading.sums(compress(plan.decodes, num_drafts), num_near)
+        if catch_up[0] and cost.seconds(*self._sums(num_drafts), catch_up) == inf:
+            for index, state in enumerate(plan.decodes):
+                if num_drafts[index] and self._reading.num_behind(state) > num_near:
+                    num_drafts[index] = 0
+
     def _probe(self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], index: int) -> None:
         """Give a row without drafts one, if what this may lose has been earned."""
         state = plan.decodes[index]
         num, num_rows, num_passes = self._sums(num_drafts)
-        catch_up = (0, 0)
-        if self._reading.is_far_behind(state, plan):
-            if self._reading.num_behind(state) > self._reading.most:
-                return
-            catch_up = self._reading.sums([state])
+        if self._reading.most and self._reading.num_behind(state) > self._reading.most:
+            return
+        catch_up = self._reading.sums([state], plan.block_size)
         num_passes_then = max(1, num_passes) if self._config.runs_model else 0
         with_probe = cost.seconds(num + 1, num_rows + 1, num_passes_then, catch_up)
         if num >= plan.num_tokens_left or with_probe == inf:

@@ -16,8 +16,6 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 
 _WORTH_BEHIND = 2.0
 """Of a token of a stream that is late, or will be within two steps, beside one of any other."""
-_FEW_TOKENS = 64
-"""What the draft model may have missed of a request and still read while prompts wait for their own turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,9 @@ def find_offers(
         offer = most, kind_of(rate.acceptance, worth)
         if rate.num_idle > longest:
             found.longest_idle, longest = index, rate.num_idle
-        if reading.is_far_behind(state, plan):
-            num_behind = reading.num_behind(state)
-            if num_behind <= _FEW_TOKENS or not has_prompts:
-                found.unread.append(Unread(index, state, num_behind, offer))
+        if reading.is_unread(state):
+            if not has_prompts:  # those who wait for their own first token come first
+                found.unread.append(Unread(index, state, reading.num_behind(state), offer))
             offer = NO_OFFER
         found.of_rows.append(offer)
     return found

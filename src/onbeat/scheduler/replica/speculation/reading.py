@@ -13,6 +13,9 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
 from onbeat.scheduler.replica.step_plan import StepPlan
 
+_FEW_TOKENS = 64
+"""What the draft model may have missed of a request and still draft for it in the step that reads them: its
+passes pay where many requests share them, and while it reads some, others must not have to be read again."""
 _CLEAR_GAIN = 1.5
 """Time that drafts for a request are expected to save until it ends, over the time to read it, from which on
 it is read. Answers may end early, and whoever arrives meanwhile waits."""
@@ -46,14 +49,22 @@ class DraftReading:
             rate.num_read, rate.read_life = 0, state.num_preemptions
         return state.num_tokens + state.num_in_flight_tokens - rate.num_read
 
-    def is_far_behind(self, state: RequestState, plan: StepPlan) -> bool:
+    def is_unread(self, state: RequestState) -> bool:
         """Whether a request has to be read before it can have drafts."""
-        return self.most > 0 and self.num_behind(state) > plan.block_size
+        return self.most > 0 and self.num_behind(state) > _FEW_TOKENS
 
-    def sums(self, states: Iterable[RequestState]) -> tuple[int, int]:
-        """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`."""
+    def sums(self, states: Iterable[RequestState], num_near: int) -> tuple[int, int]:
+        """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`.
+
+        Parameters
+        ----------
+        num_near : tokens that a request may be behind without being counted: a block.
+        """
         num_left, pairs = self.most, 0
-        for state in sorted(states, key=self.num_behind):
+        if not num_left:
+            return 0, 0
+        far = [state for state in states if self.num_behind(state) > num_near]
+        for state in sorted(far, key=self.num_behind):
             num = min(self.num_behind(state), num_left)
             num_left -= num
             pairs += num * self._book.of(state).num_read + num * (num + 1) // 2
@@ -68,10 +79,11 @@ class DraftReading:
         per_token : seconds to read one.
         """
         limit = state.max_total_tokens - state.num_tokens
+        num_behind = self.num_behind(state)
         num_left = self._lengths.remaining(
             state.request.slo_class, state.num_output_tokens, q=0.5, limit=max(1, limit)
         )
-        return saved * num_left >= _CLEAR_GAIN * per_token * self.num_behind(state)
+        return saved * num_left >= _CLEAR_GAIN * per_token * num_behind
 
     def count(self, plan: StepPlan, states: Iterable[RequestState]) -> None:
         """Count what the draft model reads of the requests that a step plans drafts for.
