@@ -8,7 +8,7 @@ from hypothesis import settings
 
 THOROUGH = 100
 """Percent."""
-QUICK = 15
+QUICK = 10
 
 
 def register_profiles() -> None:

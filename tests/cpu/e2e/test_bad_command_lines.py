@@ -62,6 +62,7 @@ def copy(directory: Path, target: Path, **config: Any) -> Path:
     [
         (["--max-model-lem", "8"], "did you mean --max-model-len?"),
         (["--dtype", "int3"], "invalid choice: 'int3'"),
+        (["--slo-class", "chat"], "there is no class 'chat' of objectives"),
         pytest.param(["--host", "192.0.2.1"], "cannot listen on 192.0.2.1", marks=pytest.mark.slow),
         (["--ssl-certfile", "/no/cert.pem", "--ssl-keyfile", "/no/key.pem"], "/no/cert.pem"),
         pytest.param(["--api-key-file", os.devnull], "holds no API key", marks=pytest.mark.slow),

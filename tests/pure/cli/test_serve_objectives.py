@@ -83,7 +83,6 @@ def test_settings_that_cannot_be(arguments: list[str], expected: str) -> None:
         (["--slo-mode", "gaps"], "did you mean gap?"),
         (["--slo-clases", "x"], "unknown flag --slo-clases; did you mean --slo-classes?"),
         (["--max-num-queued-reqs", "many"], "expected a whole number"),
-        (["--slo-class", "chat"], "there is no class 'chat'"),
     ],
 )
 def test_mistakes_end_with_one_line_and_code_2(

@@ -1,0 +1,36 @@
+"""Best effort gets its share however long the overload lasts."""
+
+from __future__ import annotations
+
+import pytest
+
+from onbeat.core.slo import SLO, SLO_CLASSES
+from tests.pure.scheduler.test_slo_properties import IMPOSSIBLE
+from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
+
+AGING = 30.0
+"""Seconds after which best effort is owed a share of the time, whatever else there is."""
+SHARE = 0.02
+
+
+@pytest.mark.parametrize("slo", [None, IMPOSSIBLE], ids=["none", "lost"])
+@pytest.mark.parametrize("others", [SLO(ttft=0.5, tbt=0.025), SLO_CLASSES["batch"]], ids=["tight", "loose"])
+def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) -> None:
+    """One request amid three times what the machine can do, for ever: it ends all the same."""
+    model = FakeStepTime(fixed=1e-2, per_token=2e-4)
+    config = make_config(max_num_seqs=8)
+    arrival, num_prompt, num_output = 0.5, 500, 30
+    tagged = make_request("tagged", num_prompt, num_output, slo=slo, arrival=arrival)
+    before = 2 * arrival  # seconds of work that may lie ahead of it, among best effort
+    bound = arrival + AGING + 1.5 * (before + model.idle_seconds(num_prompt, num_output)) / SHARE
+    # Decodes share the fixed cost of their steps.
+    work = model.idle_seconds(300, 20) - 20 * model.fixed * (1 - 1 / config.max_num_seqs)
+    crowd = [
+        make_request(f"r{index}", 300, 20, slo=others, arrival=(index + 1) * work / 3)
+        for index in range(int(3 * bound / work))
+    ]
+    driver = TimedDriver(config, model)
+    driver.serve([tagged, *crowd], until=bound, watch="tagged")
+    assert "tagged" in driver.finished, (
+        f"not done after {bound:.1f} s: {len(driver.outputs['tagged'])} tokens"
+    )
