@@ -48,7 +48,7 @@ class ReadingDriver(TimedSpeculatingDriver):
         self.catch_up = CatchUp(MOST, num_near=config.block_size)
         self.num_read = 0
         propose = self.runner._propose
-        self.runner._propose = lambda row: propose(row) if self.through.get(row.request_id) else []
+        self.runner._propose = lambda row: propose(row) if self.through.get(row.request_id) else []  # type: ignore[method-assign]
         self.through: dict[str, bool] = {}
 
     def collect(self) -> None:
