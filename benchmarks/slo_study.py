@@ -137,7 +137,7 @@ def report(args: argparse.Namespace) -> None:
     cells = set(_cells(args))
     study = Study([line for line in lines if line.cell in cells], tag=args.tag or None)
     note = f"{time.strftime('%Y-%m-%d')}. {NOTE.strip()}"
-    text = markdown(study, note)
+    text = markdown(study, f"{note}\n\n{args.remark}" if args.remark else note)
     print(text)
     if args.write:
         path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-study.md"
@@ -203,6 +203,7 @@ def _parser() -> argparse.ArgumentParser:
     each.set_defaults(command=probe)
     each = commands.add_parser("report", parents=[shared], help="tables and charts of what was found")
     each.add_argument("--tag", default="", help="as given to run")
+    each.add_argument("--remark", default="", help="to stand below the note, on how these lines were made")
     each.add_argument("--write", action="store_true", help="into benchmarks/results and docs/images")
     each.set_defaults(command=report)
     each = commands.add_parser("curve", parents=[shared], help="chart of attainment against rate in a cell")

@@ -148,9 +148,11 @@ def _capacities(cells: Sequence[CellResults]) -> Iterator[str]:
         lines = max((cell.lines(name) for name in policies), key=len)
         hopeless = sum(each.num_hopeless for each in lines) / len(lines)
         skipped = sum(each.num_skipped for each in lines) / len(lines)
+        own = len(cell.lines(SUBJECT))
         rows.append(
-            [str(cell.cell), str(seeds), f"{line.num_requests + line.num_skipped}", f"{hopeless:.0f}",
-             f"{skipped:.0f}", *(_show_interval(cell.interval(name)) for name in policies)]
+            [str(cell.cell), str(seeds) if own == seeds else f"{seeds} ({SUBJECT} {own})",
+             f"{line.num_requests + line.num_skipped}", f"{hopeless:.0f}", f"{skipped:.0f}",
+             *(_show_interval(cell.interval(name)) for name in policies)]
         )  # fmt: skip
     header = ["cell", "seeds", "requests", "hopeless", "over-long", *policies]
     yield table(header, rows)
