@@ -87,7 +87,7 @@ def _queues(view: ServerView) -> RenderableType:
     forecast = _known(
         (percent(load.utilisation), "utilisation"),
         (duration(load.predicted_wait), "predicted wait"),
-        (duration(load.stationary_wait), "in the long run"),
+        (duration(load.stationary_wait), "stationary"),
     )
     if forecast:
         rows.add_row("forecast", _fields(*forecast))
@@ -138,7 +138,7 @@ def _steps(steps: StepView) -> RenderableType:
         _fields(
             (duration(steps.seconds), "actual"),
             *_known((duration(steps.predicted), "predicted"), (duration(steps.budget_p50), "budget P50")),
-            (short(steps.rate), "steps/s"),
+            (short(steps.rate), "/s"),
         ),
     )
     rows.add_row(

@@ -42,7 +42,7 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "─" * 80,
         "requests    9 running   9 waiting   2 best effort",
         "load        0.56 req/s in   0.29 req/s out",
-        "forecast    87 % utilisation   420 ms predicted wait   1.30 s in the long run",
+        "forecast    87 % utilisation   420 ms predicted wait   1.30 s stationary",
         "tokens      48.9 prompt/s   10.1 output/s   0 % of prompts cached",
         "KV cache    ━━━                  15.4 %  112 of 728 blocks",
         "",
@@ -52,7 +52,7 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "standard       0.10    0.02    14.3 %    1.75 s       2.48 > 2 s  1,070 > 100 ms",
         "batch          0.03    0.04     100 %       4 s      7.96 ≤ 10 s  3,894 > 500 ms",
         "",
-        "step        161 ms actual   109 ms predicted   299 ms budget P50   4.49 steps/s",
+        "step        161 ms actual   109 ms predicted   299 ms budget P50   4.49 /s",
         "batch       2.18 decodes   11.4 chunk tokens   1.95 ms planner P99",
         "plan        27.8 % prediction error P50   74.2 % P99   16.1 % over budget",
         "decisions   2 refused   3 relegated   1 lost   0 preempted",
@@ -93,7 +93,7 @@ def test_a_server_without_requests_or_objectives_has_a_frame() -> None:
     drawn = lines(FakeServer().text(0.0))
     assert "no request with objectives so far" in drawn
     assert "requests    0 running   0 waiting   0 best effort" in drawn
-    assert "step        - actual   0 steps/s" in drawn
+    assert "step        - actual   0 /s" in drawn
     assert not [line for line in drawn if line.startswith(("forecast", "plan", "refused for"))]
 
 
