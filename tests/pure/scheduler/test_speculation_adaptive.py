@@ -24,7 +24,7 @@ from tests.pure.scheduler.speculating import (
 )
 
 LARGE: dict[str, Any] = {
-    "num_blocks": 4096,
+    "num_blocks": 8192,
     "max_model_len": 1024,
     "max_num_seqs": 256,
     "max_num_batched_tokens": 2048,
@@ -84,8 +84,8 @@ NGRAM = {"model": DraftStepTime(when_drafting=0.5e-3)}
 MODEL = {"model": DraftStepTime(per_pass=1e-3), "runs_model": True}
 
 
-def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int) -> None:
-    """Hold adaptive lengths against none and against fixed ones."""
+def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int, least: float = 0.95) -> None:
+    """Hold adaptive lengths against none, and against `least` times the best of fixed ones."""
     options = {**proposer, "num_steps": num_steps}
     off = tokens_per_second(num_requests, acceptance, draft_length=None, **options)
     rates = [
@@ -94,7 +94,7 @@ def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int) -
     ]
     adaptive = tokens_per_second(num_requests, acceptance, **options)
     assert adaptive >= 0.98 * off
-    assert adaptive >= 0.95 * max(rates)
+    assert adaptive >= least * max(rates)
 
 
 class TestGoodput:
