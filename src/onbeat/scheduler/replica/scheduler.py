@@ -205,6 +205,7 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         failed = result.failed or {}
         sampled = sampled_rows(result)
+        learns = scheduled.asks_available
         for state, row in zip(states, scheduled.rows, strict=True):
             _, num_computed, num_new, _, samples, _ = row
             if samples:
@@ -219,7 +220,6 @@ class Scheduler:
             holds_blocks = status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
             finished = False
             if samples:
-                learns = scheduled.asks_available
                 output = self._deliver(state, row, got, holds_blocks=holds_blocks, learns=learns)
                 outputs.append(output)
                 finished = output.finish_reason is not None
