@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import NamedTuple
 
 from onbeat.core.request import Request, RequestOutput, TokenLogprobs
@@ -45,6 +46,10 @@ class BatchShape:
         """New tokens of prompts, and of requests that compute again what a preemption took."""
         return self.num_new_tokens - self.num_decodes - self.num_draft_tokens
 
+    def copy(self) -> BatchShape:
+        """Return one to try things with: planning does so many times a step, and `replace` is slow."""
+        return BatchShape(*_sums_of(self))
+
     def add_verify(self, num_computed_tokens: int, num_drafts: int) -> None:
         """Count a decode row with drafts: its context is read once, and each of its tokens has logits."""
         self.num_new_tokens += 1 + num_drafts
@@ -75,6 +80,9 @@ class BatchShape:
             )
             self.chunk_cached_tokens += num_computed_tokens
             self.sum_chunk_squares += num_new_tokens * num_new_tokens
+
+
+_sums_of = attrgetter(*(item.name for item in fields(BatchShape)))
 
 
 class ScheduledRequest(NamedTuple):

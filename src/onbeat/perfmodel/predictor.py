@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -142,12 +141,12 @@ class _ChunkTime:
         self._base = base
         self._cached_tokens = cached_tokens
         self._q = q
-        self._shape = replace(base)
+        self._shape = base.copy()
         self._shape.add(cached_tokens, 2, samples=True)
 
     def seconds(self, num_tokens: int) -> float:
         if num_tokens == 1:  # a single token is a decode row
-            shape = replace(self._base)
+            shape = self._base.copy()
             shape.add(self._cached_tokens, 1, samples=True)
             return self._step_time(shape, self._q)
         # Only these three sums change with the length; a fresh batch for each trial would cost more than the

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from heapq import merge
 from itertools import chain, takewhile
 from math import inf
@@ -211,7 +210,7 @@ def step_tokens(
     """
 
     def seconds(num_tokens: int) -> float:
-        trial = replace(decodes)
+        trial = decodes.copy()
         if num_tokens > decodes.num_new_tokens:
             trial.add(num_cached, num_tokens - decodes.num_new_tokens, samples=True)
         return SAFETY * model.step_time(trial)

@@ -6,10 +6,11 @@ from typing import NamedTuple
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.named_tuples import new_tuple
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.roster import Roster
 from onbeat.scheduler.replica.step_plan import StepPlan
-from onbeat.scheduler.replica.verification import advance_with_drafts, new_row
+from onbeat.scheduler.replica.verification import advance_with_drafts
 
 
 class CommittedRows(NamedTuple):
@@ -77,7 +78,7 @@ def advance_decodes(
             state.num_computed_tokens = num_computed + 1
             state.num_in_flight_tokens += samples
             num_sampling += samples
-        rows.append(new_row(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
+        rows.append(new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
     num_decodes = len(states)
     shape.num_new_tokens += num_decodes
     shape.num_sequences += num_decodes

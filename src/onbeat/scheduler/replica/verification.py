@@ -13,10 +13,8 @@ from itertools import repeat
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
+from onbeat.scheduler.replica.named_tuples import new_tuple
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-
-new_row = tuple.__new__
-"""Makes a named tuple without the call of its own constructor, of which a step would make hundreds."""
 
 SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
 """Tokens, their log-probabilities, drafts verified, drafts available."""
@@ -59,7 +57,7 @@ def advance_with_drafts(
         context += num_computed
         num_verifying += num > 0
         rows.append(
-            new_row(ScheduledRequest, (state.request_id, num_computed, num_new, block_ids, samples, num))
+            new_tuple(ScheduledRequest, (state.request_id, num_computed, num_new, block_ids, samples, num))
         )
     num_rows, num_all_drafts = len(rows), sum(num_drafts)
     # `BatchShape.add_verify` of all rows at once.

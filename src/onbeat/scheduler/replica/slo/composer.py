@@ -215,9 +215,11 @@ class _Step:
 
     def _find_best_effort(self) -> list[RequestState]:
         """Return the prompts without a deadline that can be met: running ones, then those that wait."""
+        best_effort = self._plan.waiting.first_from(BEST_EFFORT_RANK)
+        if not self.view.prefills:
+            return best_effort
         served = {job.state.request_id for job in self._jobs}
-        running = [state for state in self.view.prefills if state.request_id not in served]
-        return running + self._plan.waiting.first_from(BEST_EFFORT_RANK)
+        return [state for state in self.view.prefills if state.request_id not in served] + best_effort
 
     def _with_room(self, jobs: list[Job]) -> list[Job]:
         """Preempt for the first prompt that lacks a slot or blocks; return the prompts that can run."""

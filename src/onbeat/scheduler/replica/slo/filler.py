@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from math import inf
 from typing import Protocol
 
@@ -78,7 +77,7 @@ class StepFiller:
             plan.take_block()
         plan.decodes += states
         plan.num_tokens_left -= len(states)
-        self.shape = replace(shape)
+        self.shape = shape.copy()
 
     def fill(self, states: Iterable[RequestState], limit: float) -> bool:
         """Add as much of these prompts, in this order, as the time allows; return whether it is used up.
@@ -157,7 +156,7 @@ class StepFiller:
         if most < 1:
             return 0
         if limit < inf:
-            trial = replace(self.shape)
+            trial = self.shape.copy()
             trial.add(num_cached, most, samples=True)
             if self._times.of(trial) > limit:
                 most = min(most, self._times.max_chunk(self.shape, num_cached, limit))

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from math import inf
 
 from onbeat.core.slo import ShedMode
+from onbeat.scheduler.replica.named_tuples import new_tuple
 from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -23,24 +24,28 @@ def prefill_jobs(
     """
     jobs: list[Job] = []
     lost: list[RequestState] = []
-    step_seconds, seconds_of = work.step_seconds, work.seconds
+    earliest = now + work.step_seconds
     for state in prefills:
         deadline = state.ttft_deadline
         if state.is_best_effort or deadline == inf or state.num_output_tokens:
             continue
-        seconds = seconds_of(state.num_wanted_tokens, state.num_computed_tokens)
-        if now + seconds + step_seconds > deadline and state.request.shed is not ShedMode.OFF:
+        seconds = work.seconds(state.num_wanted_tokens, state.num_computed_tokens)
+        if earliest + seconds > deadline and state.request.shed is not ShedMode.OFF:
             lost.append(state)
         else:
             jobs.append(Job(deadline, seconds, state))
+    # The whole queue is looked at for each step, so calls are spared here.
+    token, pair = work.coefficients
+    keeps_turn, add_job = ShedMode.OFF, jobs.append
     for state in waiting.before(BEST_EFFORT_RANK):
         num_cached = state.num_hit_tokens
-        seconds = seconds_of(state.num_tokens - num_cached, num_cached)
+        num_tokens = state.num_tokens - num_cached
+        seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
         deadline = state.sort_key[0]
-        if now + seconds + step_seconds > deadline and state.request.shed is not ShedMode.OFF:
+        if earliest + seconds > deadline and state.request.shed is not keeps_turn:
             lost.append(state)
         else:
-            jobs.append(Job(deadline, seconds, state))
+            add_job(new_tuple(Job, (deadline, seconds, state)))
     jobs.sort(key=_deadline)
     return jobs, lost
 

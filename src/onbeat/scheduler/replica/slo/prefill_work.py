@@ -64,6 +64,11 @@ class PrefillWork:
         self._token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[chunk] - self.seconds(chunk, 0))
 
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """`token` and `pair`, for loops in which a call each would count."""
+        return self._token, self._pair
+
     def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return the work of `num_tokens` after `num_cached_tokens`."""
         return num_tokens * (self._token + self._pair * (num_cached_tokens + 0.5 * num_tokens))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import ceil, inf
 
 from onbeat.core.step import BatchShape
@@ -38,7 +37,7 @@ class StepTimes:
 
     def with_prompt(self, shape: BatchShape, num_tokens: int) -> float:
         """Return the time of a step with so many prompt tokens more."""
-        trial = replace(shape)
+        trial = shape.copy()
         trial.add(0, num_tokens, samples=True)
         return self.of(trial)
 
