@@ -68,10 +68,13 @@ class SpeculativeStepTime:
         if not passes:
             self._target.observe(shape, seconds)
             return
-        ratio = seconds / self.step_time(shape)
-        self._target.observe(shape, ratio * self._target.step_time(shape))
-        for seen, predicted in [(each, self._draft.step_time(each)) for _, each in passes]:
-            self._draft.observe(seen, ratio * predicted)
+        # All is predicted before anything is learnt: the shares are those of one state of both models.
+        of_target = self._target.step_time(shape)
+        of_passes = [(number, each, self._draft.step_time(each)) for number, each in passes]
+        ratio = seconds / (of_target + sum(number * predicted for number, _, predicted in of_passes))
+        self._target.observe(shape, ratio * of_target)
+        for _, each, predicted in of_passes:
+            self._draft.observe(each, ratio * predicted)
 
     @property
     def drift(self) -> Drift | None:
@@ -101,10 +104,10 @@ def draft_passes(shape: BatchShape) -> list[tuple[int, BatchShape]]:
 
     What it has to read is in the first one, as if it were one request's.
     """
-    number, decodes = shape.num_draft_passes, draft_pass(shape) if shape.num_draft_passes else BatchShape()
-    num_read = shape.num_catch_up_tokens
+    num_passes, num_read = shape.num_draft_passes, shape.num_catch_up_tokens
+    decodes = draft_pass(shape) if num_passes else BatchShape()
     if not num_read:
-        return [(number, decodes)] if number else []
+        return [(num_passes, decodes)] if num_passes else []
     first = replace(
         decodes,
         num_new_tokens=decodes.num_new_tokens + num_read,
@@ -114,7 +117,7 @@ def draft_passes(shape: BatchShape) -> list[tuple[int, BatchShape]]:
         chunk_cached_tokens=max(0, round(shape.catch_up_pairs / num_read - (num_read + 1) / 2)),
         sum_chunk_squares=num_read * num_read,
     )
-    return [(1, first), (number - 1, decodes)] if number > 1 else [(1, first)]
+    return [(1, first), (num_passes - 1, decodes)] if num_passes > 1 else [(1, first)]
 
 
 class BatchWork(Protocol):

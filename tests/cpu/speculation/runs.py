@@ -175,7 +175,7 @@ def make_requests(**sampling: Any) -> list[Request]:
     ]
 
 
-class ScriptedProposer:
+class ScriptedProposer(Proposer):
     """Proposes what a run without drafts said, or something else.
 
     Parameters
@@ -222,9 +222,6 @@ class ScriptedProposer:
         assert set(slots) <= self.slots.keys()
         assert num_tokens == batch.num_tokens_S[slots].tolist()
         return None
-
-    def touch_ahead(self) -> bool:
-        return False
 
     def close(self) -> None: ...
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 
 from onbeat.engine.input_batch import InputBatch
-from onbeat.engine.speculation.proposer import DraftRow
+from onbeat.engine.speculation.proposer import DraftRow, Proposer
 
 
-class GivenDrafts:
-    """Proposes any tokens, as many as are asked for; as `speculation.proposer.Proposer`.
+class GivenDrafts(Proposer):
+    """Proposes any tokens, as many as are asked for.
 
     Parameters
     ----------
@@ -29,19 +29,6 @@ class GivenDrafts:
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:  # noqa: ARG002
         """Return the drafts of each row."""
         return [list(islice(self._token_ids, row.num_drafts)) for row in rows]
-
-    def num_available(
-        self,
-        batch: InputBatch,  # noqa: ARG002
-        slots: Sequence[int],  # noqa: ARG002
-        num_tokens: Sequence[int],  # noqa: ARG002
-    ) -> list[int] | None:
-        """Return None: there are drafts without end."""
-        return None
-
-    def touch_ahead(self) -> bool:
-        """Return False: it holds none."""
-        return False
 
     def close(self) -> None:
         """Let go of nothing."""

@@ -252,11 +252,11 @@ def _plan_draft_model(
         checkpoint = open_weights(draft)
     except ModelLoadError as error:
         raise ModelLoadError(f"the draft model cannot be loaded: {error}") from error
-    num_drafts, num_target = num_parameters(checkpoint.config), num_parameters(target.config)
-    if num_drafts > num_target:
+    size, target_size = num_parameters(checkpoint.config), num_parameters(target.config)
+    if size > target_size:
         raise ConfigError(
-            f"the draft model {files.name} has {num_drafts / 1e6:.1f} million parameters, more than the "
-            f"{num_target / 1e6:.1f} million of {config.model.name}; take a smaller one"
+            f"the draft model {files.name} has {size / 1e6:.1f} million parameters, more than the "
+            f"{target_size / 1e6:.1f} million of {config.model.name}; take a smaller one"
         )
     check_same_tokenizer(config.model, files)
     return DraftModelPlan(files.name, checkpoint, choose_backend(draft, checkpoint, target.device))

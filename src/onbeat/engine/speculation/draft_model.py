@@ -7,18 +7,16 @@ the request has become since.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.config import MAX_CATCH_UP_TOKENS
 from onbeat.engine.speculation.draft_kv import DraftKV
 from onbeat.engine.speculation.guesser import Guesser, GuessRow
-from onbeat.engine.speculation.proposer import DraftRow
+from onbeat.engine.speculation.proposer import DraftRow, Proposer
 
 
-class DraftModelProposer:
+class DraftModelProposer(Proposer):
     """Guesses with a model of its own.
 
     Parameters
@@ -77,15 +75,6 @@ class DraftModelProposer:
         for index in guesses.failed:
             self._give_up(batch, guess_rows[index].slot)
         return drafts
-
-    def num_available(
-        self,
-        batch: InputBatch,  # noqa: ARG002
-        slots: Sequence[int],  # noqa: ARG002
-        num_tokens: Sequence[int],  # noqa: ARG002
-    ) -> list[int] | None:
-        """Return None: the model makes any number."""
-        return None
 
     def touch_ahead(self) -> bool:
         """Have a little of the draft model's KV cache provided."""

@@ -11,17 +11,16 @@ Elhoushi et al., "LayerSkip: Enabling Early Exit Inference and Self-Speculative 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 
 from onbeat.engine.forward import LayeredForward
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.guesser import Guesser, GuessRow
-from onbeat.engine.speculation.proposer import DraftRow
+from onbeat.engine.speculation.proposer import DraftRow, Proposer
 
 
-class EarlyExitProposer:
+class EarlyExitProposer(Proposer):
     """Guesses with the first layers of the target.
 
     Parameters
@@ -61,19 +60,6 @@ class EarlyExitProposer:
         # What their last token left in the KV cache, verification writes anew or reports as failed itself.
         self._broken.update(guess_rows[index].slot for index in guesses.failed)
         return drafts
-
-    def num_available(
-        self,
-        batch: InputBatch,  # noqa: ARG002
-        slots: Sequence[int],  # noqa: ARG002
-        num_tokens: Sequence[int],  # noqa: ARG002
-    ) -> list[int] | None:
-        """Return None: the layers make any number."""
-        return None
-
-    def touch_ahead(self) -> bool:
-        """Return False: all memory is the target's."""
-        return False
 
     def close(self) -> None:
         """Let go of nothing: the model is the target's."""

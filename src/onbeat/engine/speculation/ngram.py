@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.speculation.config import SpeculativeConfig
-from onbeat.engine.speculation.proposer import DraftRow
+from onbeat.engine.speculation.proposer import DraftRow, Proposer
 
 _TOKEN_BITS = 32
 _DRAFTS_PER_MATCHED_TOKEN = 1.5
@@ -24,7 +24,7 @@ _DRAFTS_PER_MATCHED_TOKEN = 1.5
 all. Drafts in this proportion waste little on chance matches and cost long ones nothing."""
 
 
-class NgramProposer:
+class NgramProposer(Proposer):
     """Copies from earlier in the same request: the longest match first, of equals the most recent.
 
     Parameters
@@ -69,10 +69,6 @@ class NgramProposer:
             num_likely = history.num_likely
             found.append(num_likely if num_likely < most else most)
         return found
-
-    def touch_ahead(self) -> bool:
-        """Return False: tokens take memory as they come."""
-        return False
 
     def close(self) -> None:
         """Let go of nothing that does not go with the object."""

@@ -27,6 +27,8 @@ class Proposer(Protocol):
     It reads tokens, block tables and sampling parameters of the input batch by slot. Calls come in the order
     of the steps: `release`, `admit`, `propose`, and `num_available` after the step's tokens were appended,
     where the step asks for it.
+
+    Those that inherit from it make any number of drafts and take no memory ahead, unless they say otherwise.
     """
 
     def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
@@ -47,7 +49,10 @@ class Proposer(Protocol):
         ...
 
     def num_available(
-        self, batch: InputBatch, slots: Sequence[int], num_tokens: Sequence[int]
+        self,
+        batch: InputBatch,  # noqa: ARG002
+        slots: Sequence[int],  # noqa: ARG002
+        num_tokens: Sequence[int],  # noqa: ARG002
     ) -> list[int] | None:
         """Return how many drafts `propose` would find for some requests now; None where it makes any number.
 
@@ -55,11 +60,11 @@ class Proposer(Protocol):
         ----------
         num_tokens : each request's tokens, the newest included.
         """
-        ...
+        return None
 
     def touch_ahead(self) -> bool:
         """Take a little of the memory that later steps will need; see `ForwardPass.touch_ahead`."""
-        ...
+        return False
 
     def close(self) -> None:
         """Let go of what it holds."""

@@ -36,6 +36,11 @@ class GroupRate:
     Parameters
     ----------
     parent : what to believe while little is known: a wider group, or a number.
+
+    Attributes
+    ----------
+    rate : probability in (0, 1) that a draft is accepted if those before it are.
+    odds : `rate / (1 - rate)`, of a rate that is kept off 0 and 1.
     """
 
     __slots__ = ("_num_accepted", "_num_tried", "_parent", "odds", "rate")

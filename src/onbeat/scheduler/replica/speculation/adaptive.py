@@ -122,10 +122,7 @@ class AdaptiveDrafts:
         if not (menu.deepest or offers.unread):
             return num_drafts  # deadlines and prompts leave no choice, from which nothing can be learnt
         if alone is not cost:
-            rate = value / alone.plain
-            if (choice := self._best(menu, alone, value)) is not None:
-                rate = max(rate, choice.goodput)
-            value += rate * max(0.0, cost.plain - alone.plain)
+            value += self._best_rate(menu, alone, value) * max(0.0, cost.plain - alone.plain)
         choice = self._best(menu, cost, value, plan.num_tokens_left)
         saved = 0.0
         if choice is not None and self._pays(choice, cost, value):
@@ -139,6 +136,12 @@ class AdaptiveDrafts:
         if offers.longest_idle is not None and not num_drafts[offers.longest_idle]:
             self._probe(plan, cost, value, num_drafts, offers.longest_idle)
         return num_drafts
+
+    def _best_rate(self, menu: DraftMenu, alone: StepCost, value: float) -> float:
+        """Return the worth that the decodes alone would get a second: what the time of prompts is worth."""
+        choice = self._best(menu, alone, value)
+        plain = value / alone.plain
+        return plain if choice is None else max(plain, choice.goodput)
 
     def _best(self, menu: DraftMenu, cost: StepCost, value: float, most: int | None = None) -> Choice | None:
         """Return the best number of drafts above 0; None where there are none, or not even one fits."""
@@ -181,10 +184,10 @@ class AdaptiveDrafts:
             return False
         saved = _saved(choice, cost, value) - saved
         catch_up = self._reading.sums([each.state for each in offers.unread], 0)
-        seconds = cost.seconds(*self._sums(num_drafts), catch_up)
+        seconds = cost.seconds(*self._extent(num_drafts), catch_up)
         if saved < _CLEAR_SAVING * cost.plain or seconds == inf:
             return False
-        per_token = (seconds - cost.seconds(*self._sums(num_drafts))) / catch_up[0]
+        per_token = (seconds - cost.seconds(*self._extent(num_drafts))) / catch_up[0]
         tokens_a_row = 1.0 + choice.gain / offers.worth
         num_left = self._reading.most
         for each in sorted(offers.unread, key=lambda each: each.num_behind):
@@ -198,7 +201,7 @@ class AdaptiveDrafts:
         """Take drafts back from requests of which the draft model missed something that does not fit in."""
         num_near = plan.block_size
         catch_up = self._reading.sums(compress(plan.decodes, num_drafts), num_near)
-        if catch_up[0] and cost.seconds(*self._sums(num_drafts), catch_up) == inf:
+        if catch_up[0] and cost.seconds(*self._extent(num_drafts), catch_up) == inf:
             for index, state in enumerate(plan.decodes):
                 if num_drafts[index] and self._reading.num_behind(state) > num_near:
                     num_drafts[index] = 0
@@ -206,7 +209,7 @@ class AdaptiveDrafts:
     def _probe(self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], index: int) -> None:
         """Give a row without drafts one, if what this may lose has been earned."""
         state = plan.decodes[index]
-        num, num_rows, num_passes = self._sums(num_drafts)
+        num, num_rows, num_passes = self._extent(num_drafts)
         if self._reading.most and self._reading.num_behind(state) > self._reading.most:
             return
         catch_up = self._reading.sums([state], plan.block_size)
@@ -219,7 +222,7 @@ class AdaptiveDrafts:
         if self._probing.pay(max(0.0, with_probe - before - gain)):
             num_drafts[index] = 1
 
-    def _sums(self, num_drafts: list[int]) -> tuple[int, int, int]:
+    def _extent(self, num_drafts: list[int]) -> tuple[int, int, int]:
         """Return how many drafts there are, in how many rows, and the passes that they take."""
         num_passes = max(num_drafts) if self._config.runs_model else 0
         return sum(num_drafts), sum(map(bool, num_drafts)), num_passes

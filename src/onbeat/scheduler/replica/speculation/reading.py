@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.lengths import OutputLengths
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
@@ -60,15 +61,15 @@ class DraftReading:
         ----------
         num_near : tokens that a request may be behind without being counted: a block.
         """
-        num_left, pairs = self.most, 0
+        num_left, sums = self.most, BatchShape()
         if not num_left:
             return 0, 0
         far = [state for state in states if self.num_behind(state) > num_near]
         for state in sorted(far, key=self.num_behind):
             num = min(self.num_behind(state), num_left)
             num_left -= num
-            pairs += num * self._book.of(state).num_read + num * (num + 1) // 2
-        return self.most - num_left, pairs
+            sums.add_catch_up(self._book.of(state).num_read, num)
+        return sums.num_catch_up_tokens, sums.catch_up_pairs
 
     def is_worthwhile(self, state: RequestState, *, saved: float, per_token: float) -> bool:
         """Whether drafts for a request save clearly more time than reading it takes.

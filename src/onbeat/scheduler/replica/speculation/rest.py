@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 _LOOK_SECONDS = 3e-5
-"""Time of the host, in a step, to find out what could be drafted and to weigh it: once,"""
+"""Time of the host, in a step, to find out what could be drafted and to weigh it, whatever the rows."""
 _LOOK_ROW_SECONDS = 1e-5
-"""and for each decode row. No step-time model knows it, and it is much the same on any machine."""
+"""Likewise for each decode row. No step-time model knows either; both are much the same on any machine."""
 _ROWS_TO_JUDGE = 512
 """Rows that are looked at before it is judged whether that pays, and that are remembered then."""
 _ROWS_AGAIN = 128

@@ -25,6 +25,7 @@ def draft_stats(
     if not scheduled.expected_tokens:
         return None
     stats = DraftStats([], [], [], 0, scheduled.expected_tokens)
+    # A step of decodes alone without drafts is the most common, and needs no look at its rows.
     if result.num_drafted is None and not (scheduled.admitted or scheduled.shape.num_chunks):
         stats.num_tokens = sum([len(output.new_token_ids) for output in outputs])
         stats.lengths = [len(outputs)]
