@@ -59,8 +59,10 @@ class TargetConfig:
     def __post_init__(self) -> None:
         if not self.base_url.startswith(("http://", "https://")):
             raise ConfigError(f"--base-url must start with http:// or https://, got {self.base_url!r}")
-        if self.request_timeout <= 0:
+        if not self.request_timeout > 0:  # nan too
             raise ConfigError(f"--request-timeout-sec must be above 0, got {self.request_timeout:g}")
+        if not self.ready_timeout >= 0:
+            raise ConfigError(f"--ready-check-timeout-sec must not be negative, got {self.ready_timeout:g}")
 
     @property
     def url(self) -> str:

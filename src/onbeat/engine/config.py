@@ -84,7 +84,7 @@ class EngineConfig:
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
         for name in (
             *("threads", "tensor_parallel_size", "kv_cache_memory_bytes", "max_model_len"),
-            *("max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"),
+            *("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"),
         ):
             number = getattr(self, name)
             if number is not None and number < 1:

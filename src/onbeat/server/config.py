@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -50,9 +51,13 @@ class ServerConfig:
         for name in ("max_body_bytes", "max_n", "max_choices"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("max_top_logprobs", "shutdown_timeout"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must not be negative")
+        if self.max_top_logprobs < 0:
+            raise ConfigError(f"max_top_logprobs is {self.max_top_logprobs}; it must not be negative")
+        # also against nan and inf, which no timer takes: the first signal would be the last one heard
+        if not 0 <= self.shutdown_timeout < math.inf:
+            raise ConfigError(
+                f"shutdown_timeout is {self.shutdown_timeout}; it must be finite and not negative"
+            )
         if any(not key or not key.isascii() for key in self.api_keys):
             raise ConfigError("an API key is empty or not ASCII; leave it out or choose another")
         if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:

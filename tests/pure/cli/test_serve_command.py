@@ -47,6 +47,8 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
         (["--max-n", "0"], "max_n is 0"),
         (["--max-body-bytes", "0"], "max_body_bytes is 0"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout is -1"),
+        (["--shutdown-timeout", "nan"], "shutdown_timeout is nan"),
+        (["--shutdown-timeout", "inf"], "shutdown_timeout is inf"),
         (["--api-key", ""], "API key is empty"),
         (["--ssl-keyfile", "key.pem"], "TLS needs both"),
         (["--api-key-file", "/no/such/file"], "cannot read the API keys"),

@@ -104,6 +104,7 @@ def test_limits_of_the_queue_and_the_mode_reach_the_engine(tmp_path: Path) -> No
     config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
     assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (8, 32_000)
     assert config.slo_mode == "gap"
-    for flag in ("--max-num-queued-reqs", "--max-num-queued-tokens"):
-        with pytest.raises(ConfigError, match="it must be at least 1"):
+    for flag in ("--max-num-queued-reqs", "--max-num-queued-tokens", "--max-num-seqs"):
+        name = flag.removeprefix("--").replace("-", "_")
+        with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
             engine_config(parse(build_parser(), ["serve", flag, "0"]), files)
