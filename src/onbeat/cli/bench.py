@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = "load any OpenAI-compatible server and report its latency"
+FAILED = 1
 INTERRUPTED = 130
 
 
@@ -68,7 +69,18 @@ def _serve(args: argparse.Namespace) -> int:
         return INTERRUPTED
     _show(args, results)
     _save(args, bench, results, console)
-    return INTERRUPTED if any(result.summary["interrupted"] for result in results) else 0
+    return _exit_code(results)
+
+
+def _exit_code(results: list[RunResult[RequestRecord]]) -> int:
+    """Return 130 of an interrupted bench, 1 where nothing but failures came of a run, else 0.
+
+    A run whose requests were all refused is a measurement; one whose requests all failed is none.
+    """
+    summaries = [result.summary for result in results]
+    if any(summary["interrupted"] for summary in summaries):
+        return INTERRUPTED
+    return FAILED if any(summary["failed"] == summary["offered"] for summary in summaries) else 0
 
 
 def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:

@@ -78,6 +78,22 @@ def test_a_run_prints_its_table_and_saves_json_and_report(
     assert "<!doctype html>" in (tmp_path / "r.html").read_text()
 
 
+def test_a_run_of_nothing_but_failures_is_no_success(
+    server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "r.json"
+    with Background(FakeOpenAI(fail_every=1, fault="status:400")) as failing:
+        code = bench(failing, *SMALL, "--num-prompts", "3", "--json", str(path))
+    assert code == 1
+    assert load(path)["failed"] == 3
+    assert "HTTP 400" in capsys.readouterr().out
+
+    with Background(FakeOpenAI(fail_every=1, fault="status:429")) as refusing:
+        assert bench(refusing, *SMALL, "--num-prompts", "3") == 0  # a refusal is an answer
+    with Background(FakeOpenAI(fail_every=2, fault="status:400")) as flaky:
+        assert bench(flaky, *SMALL, "--num-prompts", "4") == 0
+
+
 def test_a_sweep_runs_every_level_with_fresh_words(server: Background, tmp_path: Path) -> None:
     path = tmp_path / "s.json"
 
@@ -315,6 +331,9 @@ def test_custom_prompts(server: Background, tmp_path: Path) -> None:
         (["--num-prompts", "0"], "--num-prompts"),
         (["--base-url", "localhost"], "--base-url"),
         (["--num-warmups", "-1"], "--num-warmups"),
+        (["--request-timeout-sec", "nan"], "--request-timeout-sec must be above 0, got nan"),
+        (["--ready-check-timeout-sec", "nan"], "--ready-check-timeout-sec must not be negative, got nan"),
+        (["--ready-check-timeout-sec", "-1"], "--ready-check-timeout-sec must not be negative, got -1"),
     ],
 )
 def test_bad_flags_are_one_clear_line(
