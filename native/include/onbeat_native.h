@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 2
+#define OB_ABI_VERSION 3
 
 /* All else of the library is hidden. */
 #pragma GCC visibility push(default)
@@ -72,7 +72,8 @@ void ob_matrix_free(ob_matrix* matrix);
 /* ---- Model ---- */
 
 typedef struct {
-    const ob_matrix* qkv;     /* [(N + 2K) H, D]: query, key and value heads one after the other */
+    const ob_matrix* qkv[3];  /* [(N + 2K) H, D]: query, key and value heads one after the other, in one matrix or,
+                               * where their stores differ, in several; NULL behind the last */
     const ob_matrix* o;       /* [D, N H] */
     const ob_matrix* gate_up; /* [2 F, D]: 16 rows of gate, 16 of up, and so on; F padded to 16 */
     const ob_matrix* down;    /* [D, F] */

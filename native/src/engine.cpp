@@ -60,7 +60,7 @@ int64_t most_inputs(const ob_model& model) {
     int64_t most = 0;
     for (int64_t layer = 0; layer < model.num_layers; ++layer) {
         const ob_layer& own = model.layers[layer];
-        for (const ob_matrix* matrix : {own.qkv, own.o, own.gate_up, own.down}) {
+        for (const ob_matrix* matrix : {own.qkv[0], own.o, own.gate_up, own.down}) {
             most = std::max(most, matrix->padded_inputs);
         }
     }
@@ -73,6 +73,11 @@ int64_t count_ropes(const ob_model& model) {
     return count;
 }
 
+// Queries, keys and values of a token.
+int64_t count_qkv_outputs(const ob_model& model) {
+    return (int64_t{model.num_heads} + 2 * int64_t{model.num_kv_heads}) * model.head_dim;
+}
+
 // Returns what is wrong with a model, or an empty text.
 std::string fault_of(const ob_model& model) {
     if (model.precision != OB_STORE_F32 && model.precision != OB_STORE_BF16) return "unknown precision";
@@ -81,7 +86,6 @@ std::string fault_of(const ob_model& model) {
     if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
     if (model.num_threads < 1) return "no threads";
     const int64_t queries = int64_t{model.num_heads} * model.head_dim;
-    const int64_t qkv = queries + 2 * int64_t{model.num_kv_heads} * model.head_dim;
     const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
         if (matrix == nullptr || matrix->num_outputs != outputs || matrix->num_inputs != inputs) return false;
         // A float matrix is multiplied by inputs of its own type.
@@ -90,7 +94,13 @@ std::string fault_of(const ob_model& model) {
     const int64_t gated = round_up(model.intermediate_size, 16);
     for (int64_t index = 0; index < model.num_layers; ++index) {
         const ob_layer& layer = model.layers[index];
-        if (!suits(layer.qkv, qkv, model.hidden_size)) return "qkv has the wrong shape or type";
+        int64_t qkv_outputs = 0;
+        for (int part = 0; part < count_qkv(layer); ++part) {
+            const ob_matrix* matrix = layer.qkv[part];
+            if (!suits(matrix, matrix->num_outputs, model.hidden_size)) return "qkv has the wrong shape or type";
+            qkv_outputs += matrix->num_outputs;
+        }
+        if (qkv_outputs != count_qkv_outputs(model)) return "qkv has the wrong shape or type";
         if (!suits(layer.o, model.hidden_size, queries)) return "o has the wrong shape or type";
         if (!suits(layer.gate_up, 2 * gated, model.hidden_size)) return "gate_up has the wrong shape or type";
         if (!suits(layer.down, model.hidden_size, model.intermediate_size)) return "down has the wrong shape or type";
@@ -255,7 +265,7 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.num_ropes = ob::count_ropes(model);
     context.attention_rows = std::max(ob::kAttentionRows, group);
     context.hidden_stride = round_up(model.hidden_size, kInputMultiple);
-    context.qkv_stride = round_up(layers[0].qkv->num_outputs, kPanelOutputs);
+    context.qkv_stride = round_up(ob::count_qkv_outputs(model), kPanelOutputs);
     context.mixed_stride = round_up(int64_t{model.num_heads} * model.head_dim, kInputMultiple);
     context.gated_stride = round_up(model.intermediate_size, kInputMultiple);
     context.normed_rows = std::max(ob::kMostColumnRows, step.num_samples);

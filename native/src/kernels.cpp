@@ -83,13 +83,20 @@ private:
     // From the residual to queries, and keys and values in the cache.
     void project(int64_t index) {
         const ob_layer& layer = model_.layers[index];
+        const Inputs<E> inputs = normed(rows_, layer.attention_norm);
         float* qkv = context_.qkv;
-        const int64_t stride = context_.qkv_stride, num_outputs = layer.qkv->num_outputs;
         const float* bias = layer.qkv_bias;
-        product(*layer.qkv, normed(rows_, layer.attention_norm), *layer.o,
-                [=](int64_t row, int64_t panel, const float* sums) {
-                    copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
-                });
+        const int64_t stride = context_.qkv_stride;
+        for (int part = 0, count = count_qkv(layer); part < count; ++part) {
+            const ob_matrix& w = *layer.qkv[part];
+            const int64_t num_outputs = w.num_outputs;
+            product(w, inputs, part + 1 < count ? *layer.qkv[part + 1] : *layer.o,
+                    [=](int64_t row, int64_t panel, const float* sums) {
+                        copy_panel(qkv + row * stride, panel, num_outputs, sums, bias);
+                    });
+            qkv += num_outputs;
+            if (bias != nullptr) bias += num_outputs;
+        }
         meet_if_divided_by_columns();
         for (int64_t token = own_.first; token < own_.end; ++token) rotate_and_store(index, token);
     }
@@ -239,7 +246,7 @@ private:
         }
         meet_if_divided_by_columns();
         const bool is_last = index + 1 == context_.num_layers;
-        const ob_matrix& after = is_last ? *model_.lm_head : *model_.layers[index + 1].qkv;
+        const ob_matrix& after = is_last ? *model_.lm_head : *model_.layers[index + 1].qkv[0];
         add(*layer.down, {gated, stride}, nullptr, layer.after_mlp_norm, after);
     }
 

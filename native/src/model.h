@@ -27,3 +27,10 @@ struct ob_matrix {
     bool is_quantized() const { return store == OB_STORE_Q8 || store == OB_STORE_Q4; }
     const uint8_t* panel(int64_t index) const { return data + index * panel_bytes; }
 };
+
+// How many matrices a layer's query, key and value heads are in.
+inline int count_qkv(const ob_layer& layer) {
+    int count = 0;
+    while (count < 3 && layer.qkv[count] != nullptr) ++count;
+    return count;
+}

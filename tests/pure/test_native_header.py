@@ -22,7 +22,7 @@ def header() -> str:
 
 
 def fields_in(header: str, name: str) -> list[tuple[str, Any]]:
-    """Return the fields of a C structure; every pointer is a void pointer."""
+    """Return the fields of a C structure; every pointer is a void pointer, an array one of ctypes."""
     body = re.search(rf"typedef struct \{{([^}}]*)\}} {name};", header)
     assert body is not None
     fields: list[tuple[str, Any]] = []
@@ -33,8 +33,10 @@ def fields_in(header: str, name: str) -> list[tuple[str, Any]]:
         kind = next(word for word in words if word != "const")
         names = re.sub(rf"^\s*(const\s+)?{kind}", "", declaration)
         for part in names.split(","):
-            is_pointer = "*" in part
-            fields.append((part.split()[-1].lstrip("*"), c_void_p if is_pointer else TYPES[kind]))
+            declared = re.fullmatch(r"(\w+)(?:\[(\d+)\])?", part.split()[-1].lstrip("*"))
+            assert declared is not None
+            field = c_void_p if "*" in part else TYPES[kind]
+            fields.append((declared[1], field * int(declared[2]) if declared[2] else field))
     return fields
 
 

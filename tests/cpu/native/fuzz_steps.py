@@ -17,7 +17,14 @@ import numpy as np
 
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, NotLoaded, address, load_library
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
-from onbeat.engine.native.structures import LayerStructure, ModelStructure, Source, StepStructure, Store
+from onbeat.engine.native.structures import (
+    MOST_QKV,
+    LayerStructure,
+    ModelStructure,
+    Source,
+    StepStructure,
+    Store,
+)
 
 LAYOUTS = (
     MatrixLayout(Store.F32),
@@ -77,7 +84,7 @@ class Engine:
         query, kv = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
         layers = [
             LayerStructure(
-                qkv=self._matrix(query + 2 * kv, sizes.hidden),
+                qkv=self._qkv(query, kv, sizes.hidden),
                 o=self._matrix(sizes.hidden, query),
                 gate_up=self._matrix(2 * sizes.intermediate, sizes.hidden),
                 down=self._matrix(sizes.hidden, sizes.intermediate),
@@ -142,6 +149,11 @@ class Engine:
         for kept in self._kept:
             if isinstance(kept, PackedMatrix):
                 kept.free()
+
+    def _qkv(self, query: int, kv: int, num_inputs: int) -> Any:
+        """Return one to three matrices."""
+        counts = ([query + 2 * kv], [query + kv, kv], [query, 2 * kv], [query, kv, kv])[self._rng.integers(4)]
+        return (ctypes.c_void_p * MOST_QKV)(*(self._matrix(count, num_inputs) for count in counts))
 
     def _matrix(self, num_outputs: int, num_inputs: int) -> int | None:
         matrix = PackedMatrix(self._library, self._layout, num_outputs=num_outputs, num_inputs=num_inputs)

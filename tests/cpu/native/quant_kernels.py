@@ -20,7 +20,15 @@ STORES = {"Q8": 2, "Q4": 3}
 SOURCES = {
     "F32": 0, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q8_0": 8, "Q4_K": 12, "Q6_K": 14, "BF16": 30,
 }  # fmt: skip
-HALF_SCALES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,)}
+HALF_SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
 """Where a block's numbers of half precision stand, in bytes."""
 NEEDED = {
     "avx512bf16": ("avx512_bf16", "avx512_vnni"),
@@ -151,18 +159,20 @@ class Matrix:
         return rows[: self.num_outputs, : self.num_inputs]
 
 
-def random_rows(kind: str, num_rows: int, num_inputs: int, seed: int = 0) -> NDArray[np.uint8]:
+def random_rows(
+    kind: str, num_rows: int, num_inputs: int, seed: int = 0, *, factor: float = 1.0
+) -> NDArray[np.uint8]:
     """Return rows of a GGUF type: random numbers quantized, or random blocks where gguf cannot quantize."""
     rng = np.random.default_rng(seed)
     quant_type = gguf.GGMLQuantizationType[kind]
     try:
-        values = rng.standard_normal((num_rows, num_inputs)).astype(np.float32) * 0.05
+        values = rng.standard_normal((num_rows, num_inputs)).astype(np.float32) * (0.05 * factor)
         return np.ascontiguousarray(gguf.quants.quantize(values, quant_type)).view(np.uint8)
     except NotImplementedError:
         block_inputs, block_bytes = gguf.GGML_QUANT_SIZES[quant_type]
         blocks = rng.integers(0, 256, (num_rows, num_inputs // block_inputs, block_bytes), dtype=np.uint8)
         for offset in HALF_SCALES[kind]:
-            scales = rng.uniform(0.0005, 0.002, blocks.shape[:2]).astype(np.float16)
+            scales = (factor * rng.uniform(0.0005, 0.002, blocks.shape[:2])).astype(np.float16)
             blocks[:, :, offset : offset + 2] = scales[:, :, None].view(np.uint8)
         return blocks.reshape(num_rows, -1)
 

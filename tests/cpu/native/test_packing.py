@@ -43,7 +43,7 @@ def packed_layer(checkpoint: Checkpoint, weights: NativeWeights, index: int) -> 
     """A layer's matrices taken apart again, by the names of their parts."""
     config, layer = checkpoint.config, weights.layers[index]
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = np.split(rows_of(layer.qkv), [query, query + kv])
+    parts = np.split(np.concatenate([rows_of(matrix) for matrix in layer.qkv]), [query, query + kv])
     gate_up = rows_of(layer.gate_up).reshape(-1, 2, 16, config.hidden_size)
     gate, up = (gate_up[:, part].reshape(-1, config.hidden_size) for part in range(2))
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
@@ -184,21 +184,25 @@ def test_int8_of_a_quantized_file(native_library: NativeLibrary, tmp_path: Path)
 @pytest.mark.parametrize(
     ("types", "stores"),
     [
-        ({"": "Q4_0", "attn_v": "Q8_0"}, ({Store.Q8, Store.F32}, Store.Q4)),
-        ({"": "Q4_0", "attn_v": "F32"}, ({Store.F32}, Store.Q4)),
-        ({"": "Q8_0", "attn_k": "Q5_0", "ffn_down": "Q5_1"}, ({Store.Q8}, Store.F32)),
+        ({"": "Q4_0", "attn_v": "Q8_0"}, ([Store.Q4, Store.Q8], Store.Q4, Store.Q4)),
+        ({"": "Q4_0", "attn_v": "F32"}, ([Store.Q4, Store.F32], Store.Q4, Store.Q4)),
+        ({"": "Q4_1", "attn_k": "Q5_1"}, ([Store.Q4, Store.F32, Store.Q4], Store.Q4, Store.Q4)),
+        ({"": "Q8_0", "attn_k": "Q5_0", "ffn_down": "Q5_1"}, ([Store.Q8], Store.Q8, Store.F32)),
+        ({"": "Q4_0", "ffn_up": "Q8_0"}, ([Store.Q4], Store.Q8, Store.Q4)),
+        ({"": "Q4_1", "ffn_up": "Q8_0"}, ([Store.Q4], Store.F32, Store.Q4)),
     ],
 )
 def test_parts_of_different_types_lose_nothing(
     native_library: NativeLibrary,
     types: dict[str, str],
-    stores: tuple[set[Store], Store],
+    stores: tuple[list[Store], Store, Store],
     tmp_path: Path,
 ) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", types)
     weights = pack(native_library, checkpoint, quantization="auto")
-    assert weights.layers[0].qkv.layout.store in stores[0]
-    assert weights.layers[0].down.layout.store == stores[1]
+    layer = weights.layers[0]
+    found = [matrix.layout.store for matrix in layer.qkv]
+    assert (found, layer.gate_up.layout.store, layer.down.layout.store) == stores
     assert_layers_equal(checkpoint, weights, 1e-3)
 
 

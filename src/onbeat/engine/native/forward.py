@@ -24,7 +24,13 @@ from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
 from onbeat.engine.native.packing import FloatArray, LayerWeights, NativeWeights
 from onbeat.engine.native.plan import PLAIN_LAYOUTS
-from onbeat.engine.native.structures import ACTIVATIONS, LayerStructure, ModelStructure, StepStructure
+from onbeat.engine.native.structures import (
+    ACTIVATIONS,
+    MOST_QKV,
+    LayerStructure,
+    ModelStructure,
+    StepStructure,
+)
 from onbeat.engine.sampler import BestTokens
 
 CPU = torch.device("cpu")
@@ -199,7 +205,7 @@ def _layer_structure(layer: LayerWeights, *, window: int, rope: int) -> LayerStr
         *("query_norm", "key_norm"),
     )
     return LayerStructure(
-        qkv=layer.qkv.handle,
+        qkv=(ctypes.c_void_p * MOST_QKV)(*(matrix.handle for matrix in layer.qkv)),
         o=layer.o.handle,
         gate_up=layer.gate_up.handle,
         down=layer.down.handle,

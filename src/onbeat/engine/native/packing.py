@@ -57,7 +57,8 @@ LAYER_NORMS: Mapping[Family, LayerNorms] = {
 class LayerWeights:
     """One layer; None where the family has no such vector."""
 
-    qkv: PackedMatrix
+    qkv: tuple[PackedMatrix, ...]
+    """Queries, keys and values, one after the other: in one matrix, or more where their stores differ."""
     o: PackedMatrix
     gate_up: PackedMatrix
     down: PackedMatrix
@@ -72,7 +73,7 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[PackedMatrix, ...]:
-        return self.qkv, self.o, self.gate_up, self.down
+        return *self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,9 @@ class WeightPacker:
             for name in (names.after_attention, names.after_mlp)
         )
         return LayerWeights(
-            qkv=self._rows(*(f"{name}.weight" for name in projections)),
+            qkv=tuple(
+                self._rows(*names) for names in self._plan.split([f"{name}.weight" for name in projections])
+            ),
             o=self._rows(f"{attention}.o_proj.weight"),
             gate_up=self._gate_up(f"{prefix}.mlp"),
             down=self._rows(f"{prefix}.mlp.down_proj.weight", num_inputs=self._plan.intermediate_size),

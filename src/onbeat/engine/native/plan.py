@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 import torch
 
 from onbeat.engine.config import Quantization
-from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.native.matrix import MatrixLayout
 from onbeat.engine.native.structures import Store
 from onbeat.engine.weights import Checkpoint, QuantizedRows, QuantizedSource, parameter_shapes
@@ -66,10 +66,9 @@ class WeightPlan:
     def layouts(self, names: Sequence[str]) -> tuple[MatrixLayout, ...]:
         """Return how a matrix of some parameters may be kept, best first.
 
-        Parts that the file quantizes differently (K-quant mixtures do so with values, among queries and keys)
-        go into a store of 8 bits with the narrower group, which holds either as it is; where that cannot be,
-        or a part is of a type without a store, into plain numbers. Neither loses anything noticeable, as
-        quantizing numbers a second time would.
+        Parts that the file quantizes differently go into a store of 8 bits with the narrower group, which
+        holds either as it is; where that cannot be, or a part is of a type without a store, into plain
+        numbers. Neither loses anything noticeable, as quantizing numbers a second time would.
         """
         if self.quantization == "int8":
             return (INT8_LAYOUT,)
@@ -80,6 +79,15 @@ class WeightPlan:
         if len(found) == 1:
             return (*found, self.plain)
         return (MatrixLayout(Store.Q8, min(layout.group for layout in found)), self.plain)
+
+    def split(self, names: Sequence[str]) -> list[tuple[str, ...]]:
+        """Return which of some parameters, one below the other, are a matrix together.
+
+        As few matrices as there can be with each part in the store that it would have alone: K-quant mixtures
+        keep values in more bits than queries and keys, and no store holds both.
+        """
+        runs = groupby(names, key=lambda name: self.layouts([name])[0].store)
+        return [tuple(run) for _, run in runs]
 
     def num_bytes(self) -> int:
         """Return about how many bytes the matrices take."""
@@ -98,24 +106,23 @@ class WeightPlan:
     def _bytes_by_store(self) -> dict[Store, float]:
         shapes = parameter_shapes(self._config)
         totals: dict[Store, float] = {}
-        for names in matrix_groups(self._config):
+        for names in self._matrices():
             layout = self.layouts(names)[0]
             size = sum(math.prod(shapes[name]) for name in names) * layout.bytes_per_number
             totals[layout.store] = totals.get(layout.store, 0.0) + size
         return totals
 
-
-def matrix_groups(config: ModelConfig) -> list[tuple[str, ...]]:
-    """Return the names of the parameters that make up each packed matrix."""
-    groups: list[tuple[str, ...]] = [(EMBEDDING,)]
-    for index in range(config.num_layers):
-        prefix = f"model.layers.{index}"
-        groups += [
-            tuple(f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"),
-            (f"{prefix}.self_attn.o_proj.weight",),
-            tuple(f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")),
-            (f"{prefix}.mlp.down_proj.weight",),
-        ]
-    if not config.tie_word_embeddings:
-        groups.append((LM_HEAD,))
-    return groups
+    def _matrices(self) -> list[tuple[str, ...]]:
+        """Return the names of the parameters that make up each packed matrix."""
+        matrices: list[tuple[str, ...]] = [(EMBEDDING,)]
+        for index in range(self._config.num_layers):
+            prefix = f"model.layers.{index}"
+            matrices += [
+                *self.split([f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"]),
+                (f"{prefix}.self_attn.o_proj.weight",),
+                tuple(f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")),
+                (f"{prefix}.mlp.down_proj.weight",),
+            ]
+        if not self._config.tie_word_embeddings:
+            matrices.append((LM_HEAD,))
+        return matrices

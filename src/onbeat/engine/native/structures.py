@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 
 class Store(IntEnum):
@@ -34,11 +34,15 @@ ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """By the name in `ModelConfig.hidden_activation`."""
 
 
+MOST_QKV = 3
+"""Matrices that a layer's query, key and value projections may be in."""
+
+
 class LayerStructure(Structure):
     """`ob_layer`."""
 
     _fields_ = (
-        ("qkv", c_void_p),
+        ("qkv", c_void_p * MOST_QKV),
         ("o", c_void_p),
         ("gate_up", c_void_p),
         ("down", c_void_p),

@@ -1,0 +1,88 @@
+"""Layers whose queries, keys and values are of different types: K-quant mixtures keep values in more bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+
+from onbeat.engine.models.registry import build_model
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.plan import NATURAL_LAYOUTS, PLAIN_LAYOUTS
+from onbeat.engine.weights import Checkpoint, open_checkpoint
+from onbeat.hub.files import ModelFiles
+from tests.cpu.engine.forwards import on_native, on_torch, pack
+from tests.cpu.native.quant_kernels import random_rows
+from tests.cpu.native.test_forward import first_logits, relative_error
+from tests.cpu.weights import tiny_models as gguf_models
+
+CPU = torch.device("cpu")
+MIXTURES = [
+    ("Q4_K", "Q4_K", "Q6_K"),  # of Q4_K_M
+    ("Q4_K", "Q4_K", "Q5_K"),  # of Q4_K_S: a type without a store
+    ("Q6_K", "Q4_K", "Q6_K"),
+    ("Q6_K", "Q8_0", "Q4_K"),
+]
+"""Types of queries, keys and values."""
+
+
+def write_and_open(path: Path, types: tuple[str, str, str], *, has_bias: bool) -> Checkpoint:
+    """A tiny Llama whose values do not begin with a panel of the kernels: queries and keys are 144 rows."""
+    sizes: dict[str, Any] = gguf_models.COMMON | {"hidden_size": 256, "vocab_size": 211}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**sizes, head_dim=24, attention_bias=has_bias)
+    auto: Any = transformers.AutoModelForCausalLM
+    model = auto.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # transformers makes them zero
+                parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    kinds = {f"attn_{part}.weight": kind for part, kind in zip("qkv", types, strict=True)}
+    writer = gguf.GGUFWriter(path, "llama")
+    gguf_models.write_metadata(writer, config)
+    for name, tensor in gguf_models.parameters(model).items():
+        short, values = gguf_models.to_gguf(name, tensor.numpy(), config)
+        kind = kinds.get(short.split(".", 2)[-1])  # without the layer
+        if kind is None:
+            writer.add_tensor(short, values)
+        else:
+            num_rows, num_inputs = values.shape
+            raw = random_rows(kind, num_rows, num_inputs, seed=len(writer.tensors[0]), factor=0.1)
+            writer.add_tensor(short, raw, raw_dtype=gguf.GGMLQuantizationType[kind])
+    gguf_models.finish(writer)
+    return open_checkpoint(ModelFiles(kind="gguf", path=path, name="tiny"))
+
+
+@pytest.mark.parametrize("types", MIXTURES, ids="-".join)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_quantized_parts_stay_quantized(
+    native_library: NativeLibrary, types: tuple[str, str, str], has_bias: bool, tmp_path: Path
+) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", types, has_bias=has_bias)
+    weights = pack(native_library, checkpoint, quantization="auto")
+    stores = {NATURAL_LAYOUTS.get(name, PLAIN_LAYOUTS[torch.float32]).store for name in types}
+    for layer in weights.layers:
+        assert {matrix.layout.store for matrix in layer.qkv} == stores
+        assert sum(matrix.num_outputs for matrix in layer.qkv) == 8 * 24
+
+    exact = first_logits(on_torch(build_model(checkpoint, dtype=torch.float32, device=CPU)))
+    for instruction_set in native_library.instruction_sets:
+        make = on_native(
+            native_library,
+            checkpoint,
+            quantization="auto",
+            num_threads=3,
+            instruction_set=instruction_set,
+        )
+        assert relative_error(first_logits(make), exact) < 0.03, instruction_set
+
+
+def test_mixed_types_in_bfloat16(native_library: NativeLibrary, tmp_path: Path) -> None:
+    checkpoint = write_and_open(tmp_path / "model.gguf", MIXTURES[0], has_bias=True)
+    exact = first_logits(on_torch(build_model(checkpoint, dtype=torch.float32, device=CPU)))
+    make = on_native(native_library, checkpoint, dtype=torch.bfloat16, quantization="auto")
+    assert relative_error(first_logits(make), exact) < 0.03
