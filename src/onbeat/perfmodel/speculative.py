@@ -55,7 +55,7 @@ class SpeculativeStepTime:
         if longest > 1 or not draft_time:
             return longest
         # A single token is a decode row, and moves the mean context that drafts are made at.
-        with_token = replace(shape)
+        with_token = shape.copy()
         with_token.add(cached_tokens, 1, samples=True)
         return int(self.step_time(with_token, q) <= budget)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import inf
 
 from onbeat.core.step import BatchShape
@@ -34,7 +33,7 @@ class StepCost:
         self._limit = limit
         self._quantile = quantile
         self.shape = shape
-        self._trial = replace(shape)
+        self._trial = shape.copy()
         self.plain = model.step_time(shape)
 
     def seconds(
@@ -74,7 +73,7 @@ def step_costs(plan: StepPlan, model: StepTimeModel, quantile: float | None) -> 
     if not (plan.chunks or plan.admissions):
         whole = StepCost(shape, model, limit=limit, quantile=quantile)
         return whole, whole
-    alone = StepCost(replace(shape), model)
+    alone = StepCost(shape.copy(), model)
     _add_prompts(plan, shape)
     return StepCost(shape, model, limit=limit, quantile=quantile), alone
 
