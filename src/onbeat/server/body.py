@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
@@ -16,6 +17,13 @@ from onbeat.server.errors import ApiError
 from onbeat.server.fields import check_fields
 
 _Model = TypeVar("_Model", bound=BaseModel)
+
+_JSON_WORDS = {
+    "dict_type": "it should be an object",
+    "model_type": "it should be an object",
+    "list_type": "it should be an array",
+}
+"""Types as a caller knows them, where pydantic speaks of dictionaries, lists and our own classes."""
 
 _MOST_QUOTED = 100
 """Characters of a wrong value that its error repeats."""
@@ -90,7 +98,7 @@ def _first_error(error: ValidationError) -> InvalidRequest:
         )
     if first["type"] == "value_error":
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
-    reasons = [first["msg"], *(other["msg"] for other in others if other["loc"][:1] == location[:1])]
+    reasons = [_reason(part) for part in (first, *others) if part["loc"][:1] == location[:1]]
     reason = (
         " or ".join(dict.fromkeys(reasons))
         .replace("Input should", "it should")
@@ -99,6 +107,10 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(
         f"{_dotted(location)} is {reprlib.repr(first['input'])}; {reason}", param=field, code="invalid_value"
     )
+
+
+def _reason(error: ErrorDetails) -> str:
+    return _JSON_WORDS.get(error["type"], error["msg"])
 
 
 def _param(location: Sequence[int | str]) -> str | None:

@@ -143,6 +143,24 @@ async def test_bad_chats(served: Served, fields: dict[str, Any], param: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({"slo": 5}, "slo is 5; it should be an object"),
+        ({"messages": ["hi"]}, "messages[0] is 'hi'; it should be an object"),
+        ({"messages": "hi"}, "messages is 'hi'; it should be an array"),
+        ({"logit_bias": [1]}, "logit_bias is [1]; it should be an object"),
+        ({"stream": True, "stream_options": 1}, "stream_options is 1; it should be an object"),
+    ],
+    ids=str,
+)
+async def test_types_are_named_as_json_names_them(
+    served: Served, fields: dict[str, Any], wanted: str
+) -> None:
+    answer = await served.post(CHAT, {"messages": HELLO, **fields})
+    assert (answer.status, answer.error["message"]) == (400, wanted)
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"prompt": []}, "prompt"),
