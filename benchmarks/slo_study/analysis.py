@@ -68,9 +68,13 @@ class CellResults:
         """Return the geometric mean of the capacities."""
         return geometric_mean([max(rate, LEAST_RATE) for rate in self.capacities(policy)])
 
+    def best_of(self, names: Iterable[str]) -> str | None:
+        """Return the policy with the highest level; None where none of them was run."""
+        return max((name for name in names if self.capacities(name)), key=self.level, default=None)
+
     def best_static(self) -> str | None:
-        """Return the hand-tuned policy with the highest level; None where none was run."""
-        return max((name for name in STATIC_POLICIES if self.capacities(name)), key=self.level, default=None)
+        """Return the best of the hand-tuned policies; None where none was run."""
+        return self.best_of(STATIC_POLICIES)
 
     def tightness(self) -> float | None:
         """Return the best hand-tuned policy's capacity over its own within loose objectives."""

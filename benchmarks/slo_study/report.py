@@ -13,7 +13,9 @@ from slo_study.store import Line
 from slo_study.tasks import SHARES
 
 SUBJECT = "slo"
-OTHERS = ("niyama", "edf", "fastserve")
+OTHERS = ("niyama", "fastserve")
+EDF_BUDGETS = ("edf-256", "edf-512", "edf-1024", "edf-2048")
+"""With one objective for all, the order by deadlines is that of the arrivals, and edf is sarathi."""
 GROUPS = {"one objective for all": lambda slo: slo != "mix", "class mix": lambda slo: slo == "mix"}
 ALL_SHARES = tuple(f"{share:g}" for share in SHARES)
 
@@ -32,6 +34,9 @@ class Study:
             "best static of the cell": cell.best_static(),
             "one static": self.one_static,
         }
+        edf = cell.best_of(EDF_BUDGETS) if cell.cell.slo == "mix" else None
+        if edf is not None:
+            named["best edf of the cell"] = edf
         return named | {name: name for name in OTHERS if name in cell.policies}
 
 
