@@ -23,6 +23,7 @@ from itertools import count
 from pathlib import Path
 
 from onbeat.core.request import Request, SamplingParams
+from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape, ModelRunnerOutput
 from onbeat.core.step_time import StepTimeModel
@@ -209,7 +210,8 @@ def main() -> None:
     )
     costs = []
     for case in CASES:
-        cost = Bench(case, step_time).run()
+        with settled_memory():  # as an engine process does
+            cost = Bench(case, step_time).run()
         costs.append(cost)
         print(
             f"{cost.policy:14} {cost.state:>7} {cost.num_running:7} {cost.num_waiting:7} "

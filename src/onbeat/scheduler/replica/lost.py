@@ -30,7 +30,7 @@ class LostRequests:
 
     def commit(self, states: list[RequestState]) -> None:
         """Serve requests as best effort from now on, or not at all."""
-        waiting = self._roster.waiting
+        relegated: list[RequestState] = []
         for state in states:
             is_waiting = state.status is RequestStatus.WAITING
             if is_waiting and state.request.shed is ShedMode.REJECT and not state.num_output_tokens:
@@ -39,9 +39,13 @@ class LostRequests:
             give_up(state)
             self.num_relegated += 1
             if is_waiting:
-                waiting.remove(state)
-                rank_last(state)
-                waiting.push(state)
+                relegated.append(state)
+        # All at once: a whole queue may be lost with one step, and those with early deadlines stand in front.
+        waiting = self._roster.waiting
+        waiting.take_all(relegated)
+        for state in relegated:
+            rank_last(state)
+            waiting.push(state)
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of those that were ended since the last call."""

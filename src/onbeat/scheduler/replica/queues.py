@@ -52,7 +52,10 @@ class WaitingQueue:
         return self._items[index : index + most]
 
     def push(self, state: RequestState) -> None:
-        insort(self._items, state, lo=self._first, key=_sort_key)
+        if len(self) == 0 or self._items[-1].sort_key < state.sort_key:
+            self._items.append(state)
+        else:
+            insort(self._items, state, lo=self._first, key=_sort_key)
 
     def take(self, count: int) -> None:
         """Drop `count` requests from the head."""

@@ -251,9 +251,9 @@ class _Step:
             pool += [
                 state
                 for state in view.streams
-                if next_due(state) - plan.now > self._times.work.recompute_seconds(0, state.num_tokens) * 2
-                and state.tbt > job.state.tbt
+                if state.tbt > job.state.tbt
                 and book.of(state) <= book.of(job.state)
+                and next_due(state) - plan.now > self._times.work.recompute_seconds(0, state.num_tokens) * 2
             ]
             make_room(plan, job.state, pool, self._times, book)
             self._forget_victims(own)
