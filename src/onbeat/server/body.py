@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
@@ -98,7 +97,8 @@ def _first_error(error: ValidationError) -> InvalidRequest:
         )
     if first["type"] == "value_error":
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
-    reasons = [_reason(part) for part in (first, *others) if part["loc"][:1] == location[:1]]
+    causes = [part for part in (first, *others) if part["loc"][:1] == location[:1]]
+    reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in causes]
     reason = (
         " or ".join(dict.fromkeys(reasons))
         .replace("Input should", "it should")
@@ -107,10 +107,6 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(
         f"{_dotted(location)} is {reprlib.repr(first['input'])}; {reason}", param=field, code="invalid_value"
     )
-
-
-def _reason(error: ErrorDetails) -> str:
-    return _JSON_WORDS.get(error["type"], error["msg"])
 
 
 def _param(location: Sequence[int | str]) -> str | None:
