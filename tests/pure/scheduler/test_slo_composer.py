@@ -258,6 +258,23 @@ class TestClasses:
             assert driver.is_good(f"l{index}"), "they are served all the same"
             assert max(driver.gaps(f"l{index}")) <= 0.2 or mode == "stream"
 
+    def test_streams_come_back_into_a_step_without_prompts_only_as_far_as_they_fit(self):
+        """Beside those that are in it already, such as one without a deadline for its tokens."""
+        tight, loose = SLO(ttft=0.1, tbt=0.006), SLO(ttft=0.5, tbt=0.05)
+        load = [
+            make_request("long", 600, 60, slo=tight),
+            make_request("best effort", 94, 30, arrival=0.055),
+            make_request("loose", 279, 10, arrival=0.119, slo=loose),
+            make_request("gaps alone", 405, 13, arrival=0.157, slo=SLO(tbt=0.02)),
+            make_request("short", 64, 26, arrival=0.237, slo=tight),
+            make_request("first token alone", 16, 13, arrival=0.284, slo=SLO(ttft=0.3)),
+            make_request("late", 218, 4, arrival=0.319, slo=tight),
+            make_request("last", 242, 1, arrival=0.331, slo=tight),
+        ]
+        watch = Watch(FakeStepTime(per_context=1e-6, per_pair=1e-7), num_blocks=80, max_num_seqs=16)
+        watch.serve(load)  # each step is held against its budget
+        assert set(watch.finished) == {request.request_id for request in load}
+
     def test_where_all_fit_nobody_sits_out(self):
         driver = Watch(slo_mode="gap")
         requests = [make_request(f"l{i}", 10, 50, slo=SLO(ttft=3.0, tbt=0.2)) for i in range(10)]

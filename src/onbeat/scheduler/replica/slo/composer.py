@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 
 from onbeat.core.slo import SLOMode
@@ -288,23 +289,35 @@ class _Step:
                 return [*chosen, *self.view.loose], with_loose
         return chosen, shape
 
-    def _fit_decodes(self, rows: list[RequestState], budget: float) -> tuple[list[RequestState], BatchShape]:
-        """Leave out the streams with the most slack where not all fit a budget that some of them can keep."""
-        shape, most = decode_shape(rows), self._plan.max_rows
+    def _fit_decodes(
+        self, rows: list[RequestState], budget: float, beside: Sequence[RequestState] = ()
+    ) -> tuple[list[RequestState], BatchShape]:
+        """Leave out the streams with the most slack where not all fit a budget that some of them can keep.
+
+        Parameters
+        ----------
+        beside : streams that are in the step already, whatever fits beside them.
+
+        Returns
+        -------
+        Those of `rows` that fit, at least one where the step has no other, and the shape of all together.
+        """
+        shape, most = decode_shape([*beside, *rows]), self._plan.max_rows - len(beside)
+        least = 0 if beside else 1
         fits_rows = len(rows) <= most
         if fits_rows and (
-            budget == inf or not self._tuning.skips or len(rows) < 2 or self._times.of(shape) <= budget
+            budget == inf or not self._tuning.skips or len(rows) <= least or self._times.of(shape) <= budget
         ):
             return rows, shape
         by_due = sorted(rows, key=next_due)[:most]
-        low, high = 1, len(by_due)
+        low, high = least, len(by_due)
         while low < high:
             middle = (low + high + 1) // 2
-            if self._times.of(decode_shape(by_due[:middle])) <= budget:
+            if self._times.of(decode_shape([*beside, *by_due[:middle]])) <= budget:
                 low = middle
             else:
                 high = middle - 1
-        return by_due[:low], decode_shape(by_due[:low])
+        return by_due[:low], decode_shape([*beside, *by_due[:low]])
 
     def _let_others_decode(self, rows: list[RequestState], slack: float) -> None:
         """Give those a token that sat out for the sake of prompts of which none could run."""
@@ -312,9 +325,8 @@ class _Step:
         others = [state for state in (*self.view.streams, *self.view.loose) if state.request_id not in taken]
         if others:
             self._say_budget(slack)
-            fitting, _ = self._fit_decodes([*rows, *others], slack)
-            others = [state for state in fitting if state.request_id not in taken]
-            self._filler.decode(others, decode_shape([*self._plan.decodes, *others]))
+            others, shape = self._fit_decodes(others, slack, self._plan.decodes)
+            self._filler.decode(others, shape)
 
     def _fill(self, jobs: list[Job], budget: float, *, is_urgent: bool) -> None:
         """Put prompts in: those with deadlines, and best effort where time or its share is left."""
