@@ -157,7 +157,7 @@ def _capacities(cells: Sequence[CellResults]) -> Iterator[str]:
         rows.append(
             [str(cell.cell), str(seeds) if own == seeds else f"{seeds} ({SUBJECT} {own})",
              f"{line.num_requests + line.num_skipped}", f"{hopeless:.0f}", f"{skipped:.0f}",
-             *(_show_interval(cell.interval(name)) for name in policies)]
+             *(show_interval(cell.interval(name)) for name in policies)]
         )  # fmt: skip
     header = ["cell", "seeds", "requests", "hopeless", "over-long", *policies]
     yield table(header, rows)
@@ -174,7 +174,7 @@ def show_ratio(ratio: Ratio) -> str:
     """Return a ratio with its interval, and pairs in which one side had no capacity."""
     if not ratio.num_pairs:
         return "-"
-    text = "-" if ratio.interval is None else _show_interval(ratio.interval)
+    text = "-" if ratio.interval is None else show_interval(ratio.interval)
     if ratio.num_won:
         text += f" +{ratio.num_won} only ours"
     if ratio.num_lost:
@@ -182,7 +182,8 @@ def show_ratio(ratio: Ratio) -> str:
     return text
 
 
-def _show_interval(interval: Interval | None) -> str:
+def show_interval(interval: Interval | None) -> str:
+    """Return a mean with its interval, which one value alone does not have."""
     if interval is None:
         return "-"
     if not isfinite(interval.high):

@@ -34,7 +34,7 @@ def prefill_jobs(
             lost.append(state)
         else:
             jobs.append(Job(deadline, seconds, state))
-    # The whole queue is looked at for each step, so calls are spared here.
+    # `work.seconds` without its calls, since the whole queue is looked at for each step.
     token, pair = work.coefficients
     keeps_turn, add_job = ShedMode.OFF, jobs.append
     for state in waiting.before(BEST_EFFORT_RANK):
