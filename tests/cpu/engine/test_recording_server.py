@@ -19,7 +19,7 @@ from tests.cpu.e2e.program import ServerProgram, run_program, serving, wait_for
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 TINY = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024")
-FEW_BLOCKS = ("--kv-cache-memory-bytes", "400k", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")
+FEW_BLOCKS = ("--kv-cache-memory-bytes", "530k", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")
 """Fewer blocks than the requests want, so that some are preempted."""
 
 
