@@ -1,4 +1,4 @@
-"""Learning from the steps that run: factors on the prediction, and an alarm when they are far from 1."""
+"""Learning from the steps that run: a factor on the prediction, and an alarm when it is far from 1."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KEY_STRIDE = 64  # above any bit length of a token count
 class CorrectionConfig:
     """How quickly and how far to follow the measured steps."""
 
-    weight: float = 0.1
-    """Share of the newest step in a bucket's mean (until 1 / weight steps are in, the plain mean)."""
+    weight: float = 0.2
+    """Share of the newest step in the pace (until 1 / weight steps are in, the plain mean)."""
     ready_after: int = 8
-    """Steps that a bucket needs before its factor is used."""
+    """Steps that must be in before any factor is used."""
     lowest: float = 0.5
     highest: float = 2.0
 
@@ -26,39 +26,52 @@ class CorrectionConfig:
         if not 0 < self.weight <= 1:
             raise ConfigError(f"the weight of a new step must be in (0, 1]: {self.weight}")
         if self.ready_after < 1:
-            raise ConfigError(f"a bucket must be ready after at least one step: {self.ready_after}")
+            raise ConfigError(f"factors must be ready after at least one step: {self.ready_after}")
         if not 0 < self.lowest <= 1 <= self.highest < math.inf:
             raise ConfigError(f"the factor's bounds must enclose 1: [{self.lowest}, {self.highest}]")
 
 
 class OnlineCorrection:
-    """Multiplicative factors by bucket of (new tokens, context read), by powers of two; one more with drafts.
+    """A multiplicative factor: the machine's pace x what a kind of batch takes beside others.
 
-    A bucket's factor is the exponentially weighted geometric mean of measured / predicted. Each step counts
-    as at most the bounds, so that one stall cannot move it far.
+    The pace is that of all steps and is followed within some steps: a neighbour, heat or a slower clock
+    change the time of every batch at once. How far the model is wrong of one kind of batch beside others
+    (a bucket of new tokens and context read, by powers of two; and whether it has drafts) stays, and is
+    learnt slowly. Were the two one, a kind that has not run for a while would keep the pace of its last
+    steps, and which of two batches takes longer would depend on when each ran last.
 
-    With drafts in use, batches are compared before one of them runs, and drafts gain or lose a few per cent:
-    a factor that only one of the two has would decide, by its noise or because the other never runs. So a
-    batch with drafts has the factor of the same rows without, times what drafts turned out to cost beside
-    their prediction, which is learnt slowly; and from the first step with drafts on, a batch whose bucket is
-    not ready takes the factor of all steps.
+    All are exponentially weighted geometric means of measured / predicted. Each step counts as at most the
+    bounds, and moves the pace as one that is a third off, so that one stall cannot move it far.
+
+    A batch with drafts has the factor of the same rows without, times what drafts turned out to cost beside
+    their prediction: batches are compared before one of them runs, and drafts gain or lose a few per cent.
     """
 
-    __slots__ = ("_all", "_buckets", "_drafts", "_factors", "_log_bounds", "_otherwise", "config")
+    __slots__ = ("_buckets", "_drafts", "_log_bounds", "_num_steps", "_pace", "config")
 
     def __init__(self, config: CorrectionConfig | None = None) -> None:
         self.config = config or CorrectionConfig()
         self._log_bounds = math.log(self.config.lowest), math.log(self.config.highest)
-        self._buckets: dict[int, tuple[int, float]] = {}
-        self._factors: dict[int, float] = {}
-        self._all = 0, 0.0
+        self._num_steps = 0
+        self._pace = 0.0
+        """Logarithm, as of all that is kept here."""
+        self._buckets: dict[int, _SlowMean] = {}
         self._drafts = DraftSurcharge()
-        self._otherwise = 1.0
 
     def factor(self, shape: BatchShape) -> float:
-        """Return the factor on the prediction for a batch; without drafts, 1 until its bucket is ready."""
-        factor = self._factors.get(_key(shape), self._otherwise)
-        return factor * self._drafts.factor(shape) if shape.num_draft_tokens else factor
+        """Return the factor on the prediction for a batch; 1 until enough steps were seen."""
+        if self._num_steps < self.config.ready_after:
+            return 1.0
+        value = self._pace
+        bucket = self._buckets.get(_key(shape))
+        if bucket is not None:
+            value += bucket.value
+        if shape.num_draft_tokens:
+            value += self._drafts.of(shape).value
+        low, high = self._log_bounds
+        if low <= value <= high:
+            return math.exp(value)
+        return self.config.lowest if value < low else self.config.highest
 
     def observe(self, shape: BatchShape, ratio: float) -> None:
         """Learn from one step.
@@ -69,17 +82,27 @@ class OnlineCorrection:
         """
         low, high = self._log_bounds
         value = min(max(math.log(ratio), low), high)
-        key, weight, ready_after = _key(shape), self.config.weight, self.config.ready_after
-        has_drafts = shape.num_draft_tokens > 0
-        count, mean = self._all = _follow(self._all, value, weight)
-        if count >= ready_after and (has_drafts or self._drafts.is_in_use):
-            self._otherwise = math.exp(mean)
-        if has_drafts:
-            self._drafts.observe(shape, value - math.log(self._factors.get(key, self._otherwise)))
-            return
-        count, mean = self._buckets[key] = _follow(self._buckets.get(key, _NOTHING), value, weight)
-        if count >= ready_after:
-            self._factors[key] = math.exp(mean)
+        left = value - self._pace
+        if self._num_steps >= self.config.ready_after:  # until then all is the pace
+            left = self._learn_kind(shape, left)
+            left = min(max(left, -_MOST_LEFT), _MOST_LEFT)
+        self._num_steps += 1
+        self._pace += max(self.config.weight, 1 / self._num_steps) * left
+
+    def _learn_kind(self, shape: BatchShape, value: float) -> float:
+        """Learn what a kind of batch takes beside others; return what nobody expected of the value."""
+        key = _key(shape)
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _SlowMean()
+        if not shape.num_draft_tokens:
+            left = value - bucket.value
+            bucket.observe(value)
+            return left
+        value -= bucket.value
+        left = value - self._drafts.of(shape).value
+        self._drafts.observe(shape, value)
+        return left
 
 
 class DraftSurcharge:
@@ -89,38 +112,60 @@ class DraftSurcharge:
     of the rows, each believed to be like all until it has shown otherwise.
     """
 
-    __slots__ = ("_all", "_by_size", "_factors", "is_in_use")
+    __slots__ = ("_all", "_by_size")
 
     def __init__(self) -> None:
-        self.is_in_use = False
-        self._all = _NOTHING
-        self._by_size: dict[int, tuple[int, float]] = {}
-        self._factors: dict[int, float] = {}
+        self._all = _SlowMean()
+        self._by_size: dict[int, _SlowMean] = {}
 
-    def factor(self, shape: BatchShape) -> float:
-        """Return the factor for a batch with drafts; 1 while nothing is known."""
-        return self._factors.get((shape.num_new_tokens - shape.num_draft_tokens).bit_length(), 1.0)
+    def of(self, shape: BatchShape) -> _SlowMean:
+        """Return what is known of batches of this size."""
+        return self._by_size.get(_size(shape), self._all)
 
     def observe(self, shape: BatchShape, value: float) -> None:
         """Learn from a step with drafts.
 
         Parameters
         ----------
-        value : log of measured / predicted, with the factor of the same rows without drafts.
+        value : log of measured / predicted, over the factor of the same rows without drafts.
         """
-        self.is_in_use = True
-        size = (shape.num_new_tokens - shape.num_draft_tokens).bit_length()
-        of_all, overall = self._all = _follow(self._all, value, _DRAFT_WEIGHT)
-        count, mean = self._by_size[size] = _follow(self._by_size.get(size, _NOTHING), value, _DRAFT_WEIGHT)
-        overall *= of_all / (of_all + _DRAFT_PRIOR)
-        self._factors[size] = math.exp((_DRAFT_PRIOR * overall + count * mean) / (_DRAFT_PRIOR + count))
+        self._all.observe(value)
+        size = _size(shape)
+        of_size = self._by_size.get(size)
+        if of_size is None:
+            of_size = self._by_size[size] = _SlowMean(self._all)
+        of_size.observe(value)
 
 
-_NOTHING = (0, 0.0)
-_DRAFT_WEIGHT = 1 / 64
-"""Share of the newest step in what drafts cost."""
-_DRAFT_PRIOR = 16
-"""Steps that the wider group counts for beside a size's own."""
+class _SlowMean:
+    """A mean that believes what it was given to begin with until many values say otherwise.
+
+    Parameters
+    ----------
+    prior : what to believe at first; None is 0.
+    """
+
+    __slots__ = ("_count", "_mean", "_prior", "value")
+
+    def __init__(self, prior: _SlowMean | None = None) -> None:
+        self._prior = prior
+        self._count = 0
+        self._mean = 0.0
+        self.value: float = 0.0 if prior is None else prior.value
+
+    def observe(self, value: float) -> None:
+        self._count += 1
+        self._mean += (value - self._mean) * max(_SLOW_WEIGHT, 1 / self._count)
+        prior = 0.0 if self._prior is None else self._prior.value
+        self.value = (_PRIOR * prior + self._count * self._mean) / (_PRIOR + self._count)
+
+
+_MOST_LEFT = 0.3
+"""Of a step's logarithm beyond what was expected, as far as it moves the pace."""
+_SLOW_WEIGHT = 1 / 64
+"""Share of the newest step in what a kind of batch takes beside others."""
+_PRIOR = 16
+"""Steps that what was believed of a kind counts for beside its own."""
 
 
 def _key(shape: BatchShape) -> int:
@@ -130,10 +175,8 @@ def _key(shape: BatchShape) -> int:
     return (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
 
 
-def _follow(seen: tuple[int, float], value: float, weight: float) -> tuple[int, float]:
-    """Return the number of steps and their mean with one step more; at first it is the plain mean."""
-    count, mean = seen
-    return count + 1, mean + (value - mean) * max(weight, 1 / (count + 1))
+def _size(shape: BatchShape) -> int:
+    return (shape.num_new_tokens - shape.num_draft_tokens).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
