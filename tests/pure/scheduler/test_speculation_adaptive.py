@@ -84,8 +84,8 @@ NGRAM = {"model": DraftStepTime(when_drafting=0.5e-3)}
 MODEL = {"model": DraftStepTime(per_pass=1e-3), "runs_model": True}
 
 
-def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int, least: float = 0.95) -> None:
-    """Hold adaptive lengths against none, and against `least` times the best of fixed ones."""
+def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int) -> None:
+    """Hold adaptive lengths against none, and against the best of fixed ones."""
     options = {**proposer, "num_steps": num_steps}
     off = tokens_per_second(num_requests, acceptance, draft_length=None, **options)
     rates = [
@@ -94,7 +94,7 @@ def compare(proposer, num_requests: int, acceptance: float, *, num_steps: int, l
     ]
     adaptive = tokens_per_second(num_requests, acceptance, **options)
     assert adaptive >= 0.98 * off
-    assert adaptive >= least * max(rates)
+    assert adaptive >= 0.95 * max(rates)
 
 
 class TestGoodput:
@@ -260,6 +260,19 @@ class TestCare:
         for _ in range(250):
             driver.step()
         assert mean_drafts(driver, last=20) > 1
+
+    def test_several_rows_are_probed_where_they_share_a_price(self):
+        """A pass of a model is paid for once; tokens are paid for one by one."""
+        passes = make_driver(48, 0.0, num_tokens=900, model=DraftStepTime(per_pass=2e-3), runs_model=True)
+        tokens = make_driver(48, 0.0, num_tokens=900, model=DraftStepTime(per_token=1e-3))
+        for driver in (passes, tokens):
+            for _ in range(400):
+                driver.step()
+        probes = [
+            {scheduled.shape.num_verify_rows for scheduled in driver.log[300:]} for driver in (passes, tokens)
+        ]
+        assert probes[0] == {0, 8}
+        assert probes[1] <= {0, 1, 2}
 
     @pytest.mark.parametrize("draft_length", ["adaptive", "fixed"])
     @pytest.mark.parametrize("acceptance", [0.2, 0.6, 0.9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from heapq import nlargest
 from itertools import compress
 from math import inf
 
@@ -12,7 +13,7 @@ from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, Requ
 from onbeat.scheduler.replica.speculation.decision import decide, decide_none
 from onbeat.scheduler.replica.speculation.menu import DraftMenu
 from onbeat.scheduler.replica.speculation.offers import StepOffers, find_offers
-from onbeat.scheduler.replica.speculation.probing import Probing
+from onbeat.scheduler.replica.speculation.probing import MOST_PROBES, Probing
 from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.speculation.rest import Rest
 from onbeat.scheduler.replica.speculation.room import fit_blocks
@@ -133,8 +134,8 @@ class AdaptiveDrafts:
         if offers.unread and self._read(cost, value, offers, num_drafts, saved):
             return num_drafts
         self._rest.look(len(num_drafts), saved)
-        if offers.longest_idle is not None and not num_drafts[offers.longest_idle]:
-            self._probe(plan, cost, value, num_drafts, offers.longest_idle)
+        if offers.idle and self._probing.may_pay:
+            self._probe(plan, cost, value, num_drafts, offers.idle)
         return num_drafts
 
     def _best_rate(self, menu: DraftMenu, alone: StepCost, value: float) -> float:
@@ -206,21 +207,49 @@ class AdaptiveDrafts:
                 if num_drafts[index] and self._reading.num_behind(state) > num_near:
                     num_drafts[index] = 0
 
-    def _probe(self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], index: int) -> None:
-        """Give a row without drafts one, if what this may lose has been earned."""
-        state = plan.decodes[index]
+    def _probe(
+        self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], idle: list[int]
+    ) -> None:
+        """Give rows without drafts one each, if what this may lose has been earned.
+
+        The first pays for what all share, such as a model's pass; as many follow as double the price.
+        """
+        states, most = plan.decodes, self._reading.most
+        rows = [index for index in idle if not num_drafts[index]]
+        if most:
+            rows = [index for index in rows if self._reading.num_behind(states[index]) <= most]
+        rows = nlargest(
+            min(MOST_PROBES, plan.num_tokens_left - sum(num_drafts)),
+            rows,
+            key=lambda index: self._book.of(states[index]).num_idle,
+        )
+        if not rows:
+            return
+        losses = [self._probe_loss(plan, cost, value, num_drafts, rows[:1])]
+        num = 1
+        while 2 * num <= len(rows):
+            losses.append(self._probe_loss(plan, cost, value, num_drafts, rows[: 2 * num]))
+            if losses[-1] > min(2 * losses[0], cost.plain):
+                losses.pop()
+                break
+            num *= 2
+        if self._probing.pay(losses[-1]):
+            for index in rows[:num]:
+                num_drafts[index] = 1
+
+    def _probe_loss(
+        self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], rows: list[int]
+    ) -> float:
+        """Return the seconds that a draft for each of some rows is expected to lose; infinite if too many."""
+        states = [plan.decodes[index] for index in rows]
         num, num_rows, num_passes = self._extent(num_drafts)
-        if self._reading.most and self._reading.num_behind(state) > self._reading.most:
-            return
-        catch_up = self._reading.sums([state], plan.block_size)
-        num_passes_then = max(1, num_passes) if self._config.runs_model else 0
-        with_probe = cost.seconds(num + 1, num_rows + 1, num_passes_then, catch_up)
-        if num >= plan.num_tokens_left or with_probe == inf:
-            return
         before = cost.seconds(num, num_rows, num_passes)
-        gain = self._book.of(state).acceptance * cost.plain / value
-        if self._probing.pay(max(0.0, with_probe - before - gain)):
-            num_drafts[index] = 1
+        if self._config.runs_model:
+            num_passes = max(1, num_passes)
+        catch_up = self._reading.sums(states, plan.block_size)
+        after = cost.seconds(num + len(rows), num_rows + len(rows), num_passes, catch_up)
+        gain = sum(self._book.of(state).acceptance for state in states) * cost.plain / value
+        return max(0.0, after - before - gain)
 
     def _extent(self, num_drafts: list[int]) -> tuple[int, int, int]:
         """Return how many drafts there are, in how many rows, and the passes that they take."""

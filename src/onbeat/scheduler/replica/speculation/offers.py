@@ -39,8 +39,8 @@ class StepOffers:
     worth: float
     """Of the rows' own tokens."""
     unread: list[Unread]
-    longest_idle: int | None
-    """Row that has had no draft for the longest, if for long enough to probe it."""
+    idle: list[int]
+    """Rows that have had no draft for long enough to probe them."""
 
     def with_unread(self) -> list[Offer]:
         """Return the offers as if the draft model had read all requests."""
@@ -60,8 +60,8 @@ def find_offers(
     step_seconds : of the step without drafts.
     limit : most drafts of a row.
     """
-    found = StepOffers([], 0.0, [], None)
-    soon, longest = plan.now + 2 * step_seconds, PAUSE - 1
+    found = StepOffers([], 0.0, [], [])
+    soon = plan.now + 2 * step_seconds
     has_prompts = bool(plan.chunks or plan.admissions or plan.waiting)
     for index, state in enumerate(plan.decodes):
         rate = state.speculation
@@ -78,8 +78,8 @@ def find_offers(
             found.of_rows.append(NO_OFFER)
             continue
         offer = most, kind_of(rate.acceptance, worth)
-        if rate.num_idle > longest:
-            found.longest_idle, longest = index, rate.num_idle
+        if rate.num_idle >= PAUSE:
+            found.idle.append(index)
         if reading.is_unread(state):
             if not has_prompts:  # those who wait for their own first token come first
                 found.unread.append(Unread(index, state, reading.num_behind(state), offer))
