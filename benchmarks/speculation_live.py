@@ -1,6 +1,6 @@
 """Speculation by prompt lookup live: off, adaptive and fixed lengths, the same tasks, interleaved rounds.
 
-    python benchmarks/speculation_live.py                  # about 20 minutes
+    python benchmarks/speculation_live.py                  # about 30 minutes
     python benchmarks/speculation_live.py --only editing --concurrency 1 --rounds 3
     python benchmarks/speculation_live.py --check-equal    # the same tokens from all servers, in float32
 
@@ -119,8 +119,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--concurrency", type=int, nargs="+", choices=NUM_TASKS, help=f"levels (default: {[*NUM_TASKS]})"
     )
-    parser.add_argument("--rounds", type=int, help="interleaved rounds at most (default: 5)")
-    parser.add_argument("--minutes", type=float, default=20.0, help="no round is begun that would end later")
+    parser.add_argument("--rounds", type=int, help="interleaved rounds at most (default: 10)")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no round is begun that would end later")
     parser.add_argument("--quick", action="store_true", help="one short round, to try it out")
     parser.add_argument("--check-equal", action="store_true", help="compare tokens instead of times")
     parser.add_argument("--tasks", type=int, default=12, help="of each set that --check-equal compares")
@@ -135,7 +135,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--day", help="date in the names of the result files (default: today)")
     parser.add_argument("--render", action="store_true", help="only write that day's page again")
     args = parser.parse_args()
-    args.rounds = args.rounds or (1 if args.quick else 5)
+    args.rounds = args.rounds or (1 if args.quick else 10)
     return args
 
 

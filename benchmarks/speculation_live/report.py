@@ -30,21 +30,26 @@ def write(document: Document, stem: Path, images: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     json_path, page_path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md")
     json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    image = plots.save(draw(document["runs"]), images / "speculation-live.png") if document["runs"] else ""
+    runs = verdict.undisturbed(document["runs"])
+    image = plots.save(draw(runs), images / "speculation-live.png") if runs else ""
     page_path.write_text(render(document, image), encoding="utf-8")
     print(f"wrote {page_path.name} and {json_path.name}", flush=True)
 
 
 def render(document: Document, image: str) -> str:
     """Return the page."""
-    runs = document["runs"]
+    runs = verdict.undisturbed(document["runs"])
     parts = ["# Speculation by prompt lookup on this CPU: off, adaptive, fixed lengths"]
     if runs:
-        num_rounds = 1 + max(run["round"] for run in runs)
+        num_rounds = 1 + max(run["round"] for run in document["runs"])
+        share_left_out = 1 - len(runs) / len(document["runs"])
         parts += [
             f"{document['at']}, commit {document['commit']}; {document['machine']}.",
             f"    {document['command']}",
             f"{num_rounds} interleaved rounds. {INTRO}",
+            f"Rounds of a load in which others (the machine's host counts) took more than "
+            f"{percent(verdict.DISTURBED_SHARE)} of the processors during one of the runs are left out: "
+            f"{percent(share_left_out)} of all runs.",
             single_part(runs),
             *(load_part(runs, task_set) for task_set in dict.fromkeys(run["task_set"] for run in runs)),
             image,
@@ -164,8 +169,10 @@ def _table(runs: Sequence[verdict.Run], cells: Sequence[Cell], metric: Metric) -
         other = verdict.best_other(runs, cell, metric)
         found = verdict.median_interval(verdict.paired_ratios(runs, other, cell, metric))
         values = [_median(runs, server, cell, metric) for server in servers]
-        rows.append([cell.concurrency, *values, other, _against(found), "yes" if found.keeps_up else "no"])
-    columns = ["concurrency", *(f"{server}, {SHORT[metric]}" for server in servers)]
+        num_rounds = len(verdict.by_round(runs, ADAPTIVE, cell, metric))
+        kept = "yes" if found.keeps_up else "no"
+        rows.append([cell.concurrency, num_rounds, *values, other, _against(found), kept])
+    columns = ["concurrency", "rounds", *(f"{server}, {SHORT[metric]}" for server in servers)]
     return markdown_table([*columns, "best other", "adaptive over it", "kept"], rows)
 
 

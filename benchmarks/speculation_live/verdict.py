@@ -20,6 +20,10 @@ ASKED_TPOT_RATIO = 1.6
 ASKED_REACH, ASKED_MEDIAN = 0.98, 0.95
 """Against the better of off and the best fixed length: what the interval reaches, and the least median."""
 
+DISTURBED_SHARE = 0.1
+"""Of all cores: where others, the machine's host included, took more during a run, it tells little of the
+server."""
+
 Run = Mapping[str, Any]
 
 
@@ -44,6 +48,19 @@ class Interval(NamedTuple):
     def keeps_up(self) -> bool:
         """Whether the adaptive server is as good as the other one, as far as can be told."""
         return self.high >= ASKED_REACH and self.median >= ASKED_MEDIAN
+
+
+def undisturbed(runs: Sequence[Run]) -> list[Run]:
+    """Return the runs of those rounds of a cell in which others left the processor to every server.
+
+    What is left out depends on others alone, not on what came out; and ratios need all of a round.
+    """
+    disturbed = {_place(run) for run in runs if run["cpu"]["others"] > DISTURBED_SHARE}
+    return [run for run in runs if _place(run) not in disturbed]
+
+
+def _place(run: Run) -> tuple[str, int, int]:
+    return run["task_set"], run["concurrency"], run["round"]
 
 
 def by_round(runs: Sequence[Run], server: str, cell: Cell, metric: Metric) -> dict[int, float]:

@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from benchmarks.speculation_live.tasks import DATA, TASK_SETS, Task, copied_share, draw_tasks, read_tasks
 from benchmarks.speculation_live.templates import candidates, cut_passages, misspelt, numbered, read_passages
 from benchmarks.speculation_live.verdict import (
+    ADAPTIVE,
+    OFF,
     Cell,
     Interval,
     best_other,
     cells_of,
     median_interval,
     paired_ratios,
+    undisturbed,
 )
 
 CELL = Cell("editing", 8)
@@ -121,6 +124,20 @@ class TestRatios:
         runs += [run_of("adaptive", 2, 100), run_of("off", 2, 100, None)]
 
         assert paired_ratios(runs, "off", CELL, "mean_tpot_ms") == [2.0]
+
+    def test_a_round_that_others_disturbed_does_not_count_for_any_server(self) -> None:
+        runs = [
+            run_of(server, index, 100.0) | {"cpu": {"others": 0.3 if (server, index) == (OFF, 1) else 0.02}}
+            for index in range(3)
+            for server in (OFF, ADAPTIVE)
+        ]
+        left = undisturbed(runs)
+        assert [(run["server"], run["round"]) for run in left] == [
+            (OFF, 0),
+            (ADAPTIVE, 0),
+            (OFF, 2),
+            (ADAPTIVE, 2),
+        ]
 
     def test_other_loads_do_not_count(self) -> None:
         runs = [run_of("off", 0, 100), run_of("adaptive", 0, 100)]
