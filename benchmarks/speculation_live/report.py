@@ -49,7 +49,8 @@ def render(document: Document, image: str) -> str:
             f"{num_rounds} interleaved rounds. {INTRO}",
             f"Rounds of a load in which others (the machine's host counts) took more than "
             f"{percent(verdict.DISTURBED_SHARE)} of the processors during one of the runs are left out: "
-            f"{percent(share_left_out)} of all runs.",
+            f"{percent(share_left_out)} of all runs. A load is measured no further once it has "
+            f"{verdict.FEWEST_ROUNDS} rounds and both intervals are at most {verdict.SETTLED_WIDTH} wide.",
             single_part(runs),
             *(load_part(runs, task_set) for task_set in dict.fromkeys(run["task_set"] for run in runs)),
             image,

@@ -14,7 +14,7 @@ from peers.stage import Stage, Turn
 from .client import TaskClient
 from .servers import names_at
 from .tasks import Task, draw_tasks
-from .verdict import DISTURBED_SHARE, Cell
+from .verdict import DISTURBED_SHARE, Cell, is_settled, undisturbed
 
 NUM_TASKS = {1: 4, 2: 6, 4: 8, 8: 16, 16: 24, 32: 32}
 """Of a run, by concurrency: few, so that servers take turns quickly, for the machine changes its speed."""
@@ -53,7 +53,7 @@ class Plan:
 def run_rounds(
     stage: Stage, client: TaskClient, plan: Plan, on_round: Callable[[Runs, list[dict[str, float]]], None]
 ) -> None:
-    """Do the rounds; `on_round` gets all runs and machine limits so far after each."""
+    """Do the rounds, without the loads that are settled; `on_round` gets all runs and limits after each."""
     runs: Runs = []
     limits = [measure_limits()]
     start, longest = time.monotonic(), 0.0
@@ -62,8 +62,13 @@ def run_rounds(
         if index and begin - start + longest > plan.minutes * 60:
             print(f"no time for round {index + 1}", flush=True)
             return
+        counting = undisturbed(runs)
+        left = [cell for cell in plan.cells if not is_settled(counting, cell)]
+        if not left:
+            print("all loads are settled", flush=True)
+            return
         print(f"round {index + 1} of {plan.rounds}; limits {limits[-1]}", flush=True)
-        for position, cell in enumerate(plan.cells):
+        for position, cell in enumerate(left):
             tasks = plan.tasks(cell, index)
             turns = order_of_turns(
                 names_at(cell.concurrency), [cell], index + position, changes_with_load=True

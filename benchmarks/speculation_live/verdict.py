@@ -24,6 +24,9 @@ DISTURBED_SHARE = 0.1
 """Of all cores: where others, the machine's host included, took more during a run, it tells little of the
 server."""
 
+FEWEST_ROUNDS, SETTLED_WIDTH = 5, 0.08
+"""A load is measured no further once both intervals are so narrow, after so many rounds at least."""
+
 Run = Mapping[str, Any]
 
 
@@ -102,6 +105,24 @@ def median_interval(values: Sequence[float], *, seed: int = 0) -> Interval:
     medians = np.median(given[draws], axis=1)
     low, high = np.quantile(medians, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(float(np.median(given)), float(low), float(high))
+
+
+def is_settled(runs: Sequence[Run], cell: Cell) -> bool:
+    """Return whether more rounds of a cell would tell little.
+
+    That depends on the width of the intervals, not on where they lie.
+
+    Parameters
+    ----------
+    runs : those that count, see `undisturbed`.
+    """
+    if len(by_round(runs, ADAPTIVE, cell, "output_throughput")) < FEWEST_ROUNDS:
+        return False
+    found = [
+        median_interval(paired_ratios(runs, best_other(runs, cell, metric), cell, metric))
+        for metric in METRICS
+    ]
+    return all(interval.high - interval.low <= SETTLED_WIDTH for interval in found)
 
 
 def cells_of(runs: Sequence[Run]) -> list[Cell]:

@@ -18,6 +18,7 @@ from benchmarks.speculation_live.verdict import (
     Interval,
     best_other,
     cells_of,
+    is_settled,
     median_interval,
     paired_ratios,
     undisturbed,
@@ -138,6 +139,18 @@ class TestRatios:
             (OFF, 2),
             (ADAPTIVE, 2),
         ]
+
+    @pytest.mark.parametrize(
+        ("num_rounds", "spread", "settled"), [(4, 0.0, False), (5, 0.01, True), (5, 0.2, False)]
+    )
+    def test_a_load_is_settled_by_rounds_and_width_alone(
+        self, num_rounds: int, spread: float, settled: bool
+    ) -> None:
+        runs = [run_of(OFF, index, 100.0) for index in range(num_rounds)]
+        for index in range(num_rounds):
+            factor = 0.5 * (1.0 + spread * (-1) ** index)  # far worse, and yet settled
+            runs.append(run_of(ADAPTIVE, index, 100.0 * factor, 10.0 / factor))
+        assert is_settled(runs, CELL) is settled
 
     def test_other_loads_do_not_count(self) -> None:
         runs = [run_of("off", 0, 100), run_of("adaptive", 0, 100)]
