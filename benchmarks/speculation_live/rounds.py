@@ -30,7 +30,7 @@ class Plan:
 
     Parameters
     ----------
-    minutes : no round is begun that would end later, going by the longest so far.
+    minutes : no round is begun that would end later, going by the latest.
     """
 
     task_sets: Mapping[str, Sequence[Task]]
@@ -56,10 +56,10 @@ def run_rounds(
     """Do the rounds, without the loads that are settled; `on_round` gets all runs and limits after each."""
     runs: Runs = []
     limits = [measure_limits()]
-    start, longest = time.monotonic(), 0.0
+    start, latest = time.monotonic(), 0.0
     for index in range(plan.rounds):
         begin = time.monotonic()
-        if index and begin - start + longest > plan.minutes * 60:
+        if index and begin - start + latest > plan.minutes * 60:
             print(f"no time for round {index + 1}", flush=True)
             return
         counting = undisturbed(runs)
@@ -79,7 +79,7 @@ def run_rounds(
                 runs.append({"server": name, **cell._asdict(), "round": index, **numbers})
                 report_run(runs[-1])
         limits.append(measure_limits())
-        longest = max(longest, time.monotonic() - begin)
+        latest = time.monotonic() - begin
         on_round(runs, limits)
 
 
