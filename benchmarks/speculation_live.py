@@ -42,6 +42,7 @@ def main() -> None:
     stem = args.results_dir / f"{args.day or date.today().isoformat()}-speculation-live"
     document = load_document(stem)
     if args.render:
+        document["remark"] = args.remark or document["remark"]
         report.write(document, stem, args.images_dir)
         return
     began = time.monotonic()
@@ -100,7 +101,7 @@ def load_document(stem: Path) -> dict[str, Any]:
     """Return what is saved of the day: each kind of run replaces its own part."""
     path = stem.with_name(stem.name + ".json")
     saved: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {"equality": None, "runs": []} | saved
+    return {"equality": None, "runs": [], "remark": None} | saved
 
 
 def stamp() -> dict[str, Any]:
@@ -134,6 +135,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--images-dir", type=Path, default=REPOSITORY / "docs" / "images")
     parser.add_argument("--day", help="date in the names of the result files (default: today)")
     parser.add_argument("--render", action="store_true", help="only write that day's page again")
+    parser.add_argument("--remark", help="with --render: a paragraph that the page begins with")
     args = parser.parse_args()
     args.rounds = args.rounds or (1 if args.quick else 10)
     return args

@@ -46,6 +46,7 @@ def render(document: Document, image: str) -> str:
         parts += [
             f"{document['at']}, commit {document['commit']}; {document['machine']}.",
             f"    {document['command']}",
+            document["remark"],
             f"{num_rounds} interleaved rounds. {INTRO}",
             f"Rounds of a load in which others (the machine's host counts) took more than "
             f"{percent(verdict.DISTURBED_SHARE)} of the processors during one of the runs are left out: "
