@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.choice import make_drafting
 from onbeat.scheduler.replica.speculation.fixed import FixedDrafts
+from onbeat.scheduler.replica.speculation.probing import Probing
 from tests.pure.scheduler.speculating import (
     DraftStepTime,
     TimedSpeculatingDriver,
@@ -273,6 +275,17 @@ class TestCare:
         ]
         assert probes[0] == {0, 8}
         assert probes[1] <= {0, 1, 2}
+
+    def test_probes_that_do_not_fit_a_step_do_not_keep_later_ones_from_running(self):
+        probing = Probing()
+        probing.earn(1.0)
+        assert not probing.pay(inf)
+        assert probing.may_pay
+        assert not probing.pay(0.008)
+        assert not probing.may_pay, "too dear by now: it is saved up for"
+        probing.earn(1.0)
+        assert probing.may_pay
+        assert probing.pay(0.008)
 
     @pytest.mark.parametrize("draft_length", ["adaptive", "fixed"])
     @pytest.mark.parametrize("acceptance", [0.2, 0.6, 0.9])

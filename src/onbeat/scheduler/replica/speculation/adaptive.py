@@ -225,31 +225,26 @@ class AdaptiveDrafts:
         )
         if not rows:
             return
-        losses = [self._probe_loss(plan, cost, value, num_drafts, rows[:1])]
-        num = 1
-        while 2 * num <= len(rows):
-            losses.append(self._probe_loss(plan, cost, value, num_drafts, rows[: 2 * num]))
-            if losses[-1] > min(2 * losses[0], cost.plain):
-                losses.pop()
-                break
-            num *= 2
-        if self._probing.pay(losses[-1]):
+        extent = self._extent(num_drafts)
+        before = cost.seconds(*extent)
+
+        def loss(num: int) -> float:
+            """Return the seconds that probes of the first rows are expected to lose; infinite if too many."""
+            probed = [states[index] for index in rows[:num]]
+            num_all, num_rows, num_passes = extent
+            num_passes = max(1, num_passes) if self._config.runs_model else 0
+            catch_up = self._reading.sums(probed, plan.block_size)
+            after = cost.seconds(num_all + num, num_rows + num, num_passes, catch_up)
+            gain = sum(self._book.of(state).acceptance for state in probed) * cost.plain / value
+            return max(0.0, after - before - gain)
+
+        num, price = 1, loss(1)
+        most_price = min(2 * price, cost.plain)
+        while 2 * num <= len(rows) and (more := loss(2 * num)) <= most_price:
+            num, price = 2 * num, more
+        if self._probing.pay(price):
             for index in rows[:num]:
                 num_drafts[index] = 1
-
-    def _probe_loss(
-        self, plan: StepPlan, cost: StepCost, value: float, num_drafts: list[int], rows: list[int]
-    ) -> float:
-        """Return the seconds that a draft for each of some rows is expected to lose; infinite if too many."""
-        states = [plan.decodes[index] for index in rows]
-        num, num_rows, num_passes = self._extent(num_drafts)
-        before = cost.seconds(num, num_rows, num_passes)
-        if self._config.runs_model:
-            num_passes = max(1, num_passes)
-        catch_up = self._reading.sums(states, plan.block_size)
-        after = cost.seconds(num + len(rows), num_rows + len(rows), num_passes, catch_up)
-        gain = sum(self._book.of(state).acceptance for state in states) * cost.plain / value
-        return max(0.0, after - before - gain)
 
     def _extent(self, num_drafts: list[int]) -> tuple[int, int, int]:
         """Return how many drafts there are, in how many rows, and the passes that they take."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 _SHARE = 0.005
 """Of the time, that probes may lose at most."""
 PAUSE = 16
@@ -31,9 +33,15 @@ class Probing:
         return self._credit >= self._missed
 
     def pay(self, seconds: float) -> bool:
-        """Take what probes are expected to lose from what was earned; False where it does not suffice."""
+        """Take what probes are expected to lose from what was earned; False where it does not suffice.
+
+        Parameters
+        ----------
+        seconds : infinite where they do not fit into the step.
+        """
         if seconds > self._credit:
-            self._missed = seconds
+            if seconds < inf:  # what no step has room for is not saved up for: the next one may have
+                self._missed = seconds
             return False
         self._credit -= seconds
         self._missed = 0.0
