@@ -11,9 +11,9 @@ from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.setup import ReplicaSettings
 from onbeat.workload.slo_classes import SLOClass
-from slo_study.variants import VARIANTS
 
-POLICIES.update(VARIANTS)  # wherever a policy is looked up, worker processes included
+
+#POLICIES.update(VARIANTS)  # wherever a policy is looked up, worker processes included
 
 MAX_NUM_SEQS = 256
 LOOSE_FACTOR = 10.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO_MODES, SLOMode
+from onbeat.core.slo import SHED_ORDERS, SLO_MODES, ShedOrder, SLOMode
 
 DraftLength = Literal["adaptive", "fixed"]
 DRAFT_LENGTHS: tuple[str, ...] = get_args(DraftLength)
@@ -65,6 +65,8 @@ class SchedulerConfig:
     holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
     slo_mode: SLOMode = "stream"
     """What keeping a TBT objective means to policies that plan with deadlines (`core.slo.SLO_MODES`)."""
+    shed_order: ShedOrder = "most"
+    """Which prompts the policy `slo` leaves behind where not all can be in time (`core.slo.SHED_ORDERS`)."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait; one more is refused whatever its objectives. None sets no limit."""
     max_num_queued_tokens: int | None = None
@@ -91,6 +93,8 @@ class SchedulerConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.slo_mode not in SLO_MODES:
             raise ConfigError(f"unknown slo_mode {self.slo_mode!r}; known are {', '.join(SLO_MODES)}")
+        if self.shed_order not in SHED_ORDERS:
+            raise ConfigError(f"unknown shed_order {self.shed_order!r}; known are {', '.join(SHED_ORDERS)}")
         if self.speculation is not None and self.speculation.num_speculative_tokens > self.block_size:
             raise ConfigError(
                 f"num_speculative_tokens is {self.speculation.num_speculative_tokens}; it must not be above "

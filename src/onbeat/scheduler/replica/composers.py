@@ -11,7 +11,13 @@ from onbeat.scheduler.replica.step_plan import StepPlan
 class Composer(Protocol):
     """Fills the plan of one step by calling its verbs."""
 
-    def compose(self, plan: StepPlan, order: QueueOrder) -> None: ...
+    def compose(self, plan: StepPlan, order: QueueOrder) -> None:
+        """Fill a plan; nothing else may change, since a plan may never be carried out."""
+        ...
+
+    def commit(self, plan: StepPlan) -> None:
+        """Remember what the composer needs of a plan that is carried out."""
+        ...
 
 
 class DecodesFirst:
@@ -32,6 +38,9 @@ class DecodesFirst:
         plan.continue_prefills(self._chunking)
         plan.admit_waiting(self._chunking, self._reservation)
 
+    def commit(self, plan: StepPlan) -> None:
+        """Remember nothing."""
+
 
 class PrefillsFirst:
     """A step of new prompts alone if any fits, else a step of decodes (vLLM, SOSP 2023).
@@ -49,7 +58,6 @@ class PrefillsFirst:
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:
         plan.make_room_for_waiting(order, self._reservation)
         if self._num_prefill_steps >= self._max_prefill_steps:
-            self._num_prefill_steps = 0
             plan.decode_running()
             plan.is_repeatable = False  # the next step looks at prompts again
             if not plan.is_empty:
@@ -58,9 +66,11 @@ class PrefillsFirst:
         plan.admit_waiting(self._chunking, self._reservation)
         if plan.is_empty:
             plan.decode_running()
-            self._num_prefill_steps = 0
-        else:
-            self._num_prefill_steps += 1
+
+    def commit(self, plan: StepPlan) -> None:
+        """Count steps of prompts in a row."""
+        has_prompts = bool(plan.chunks or plan.admissions)
+        self._num_prefill_steps = self._num_prefill_steps + 1 if has_prompts else 0
 
 
 class BatchAtATime:
@@ -81,3 +91,6 @@ class BatchAtATime:
             plan.admit_waiting(self._chunking, self._reservation)
         if plan.is_empty:
             plan.decode_running()
+
+    def commit(self, plan: StepPlan) -> None:
+        """Remember nothing."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.baselines.fastserve import FastServeComposer
+from onbeat.scheduler.replica.baselines.niyama import HybridPriority, NiyamaComposer
+from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
-from onbeat.scheduler.replica.fastserve import FastServeComposer
-from onbeat.scheduler.replica.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.parts import (
     DEFAULT_ORDER,
     QUEUE_ORDERS,
@@ -24,7 +25,6 @@ from onbeat.scheduler.replica.parts import (
 )
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
-from onbeat.scheduler.replica.slo.tuning import SLOTuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Policy:
     """Whether it plans with predicted step times."""
     keeps_deadlines: bool = False
     """Whether it follows the deadlines of each request's tokens."""
-    promises: SLOComposer | None = None
-    """Who predicts what newcomers may expect and remembers what was promised; None where nobody does."""
+    slo: SLOComposer | None = None
+    """Who predicts what arrivals may expect and follows objectives; None where nobody does."""
 
 
 def _static() -> Policy:
@@ -75,9 +75,9 @@ def _edf() -> Policy:
     return Policy(composer, ReleaseAtOnce(), whole_prompts=False, order=EarliestDeadline())
 
 
-def make_slo_policy(tuning: SLOTuning | None = None) -> Policy:
-    """Return the SLO policy, or a variant of it."""
-    composer = SLOComposer(tuning)
+def make_slo_policy(composer: SLOComposer | None = None) -> Policy:
+    """Return the SLO policy with its own composer, or with one that a study puts in its place."""
+    composer = composer or SLOComposer()
     return Policy(
         composer,
         ReleaseAtOnce(),
@@ -85,8 +85,31 @@ def make_slo_policy(tuning: SLOTuning | None = None) -> Policy:
         order=EarliestDeadline(),
         needs_step_time=True,
         keeps_deadlines=True,
-        promises=composer,
+        slo=composer,
     )
+
+
+def _triaged(*, by_time: bool, by_deadline: bool) -> Policy:
+    return Policy(
+        TriagedBudget(by_time=by_time, by_deadline=by_deadline),
+        ReleaseAtOnce(),
+        whole_prompts=False,
+        order=EarliestDeadline(),
+        needs_step_time=True,
+        keeps_deadlines=True,
+    )
+
+
+def _simple() -> Policy:
+    return _triaged(by_time=True, by_deadline=True)
+
+
+def _sarathi_triage() -> Policy:
+    return _triaged(by_time=False, by_deadline=False)
+
+
+def _edf_triage() -> Policy:
+    return _triaged(by_time=False, by_deadline=True)
 
 
 def _niyama() -> Policy:
@@ -112,6 +135,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "hybrid-only": _hybrid_only,
     "chunk-only": _chunk_only,
     "slo": make_slo_policy,
+    "simple": _simple,
+    "sarathi-triage": _sarathi_triage,
+    "edf-triage": _edf_triage,
     "edf": _edf,
     "niyama": _niyama,
     "fastserve": _fastserve,
@@ -138,8 +164,8 @@ def make_policy(config: SchedulerConfig) -> Policy:
             f"unknown scheduling policy {config.scheduling_policy!r}; choose one of {', '.join(QUEUE_ORDERS)}"
         )
     policy = _lookup(config.policy)()
-    if policy.promises is not None:
-        policy.promises.set_mode(config.slo_mode)
+    if policy.slo is not None:
+        policy.slo.configure(config.slo_mode, config.shed_order)
     if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
         raise ConfigError(
             f"policy {config.policy!r} has an order of its own, so scheduling policy "

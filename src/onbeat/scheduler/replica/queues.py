@@ -1,11 +1,16 @@
-"""The waiting queue, sorted, with cheap work at its head."""
+"""The waiting queue and the running list: sorted, with work that does not grow with who waits."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import chain
 
 from onbeat.scheduler.replica.request_state import RequestState
+
+_MOST_IN_BUCKET = 512
+"""Requests of a bucket. Finding one's place costs the number of buckets, moving it in the length of one: with
+100,000 waiting some 300 of each."""
 
 
 def _sort_key(state: RequestState) -> tuple[float, ...]:
@@ -16,67 +21,139 @@ def _rank(state: RequestState) -> float:
     return state.sort_key[0]
 
 
-class WaitingQueue:
-    """Requests by ascending `sort_key`.
+class _Bucket:
+    """Some requests in a row, and the sums of their work."""
 
-    Looking at the head and taking from it cost O(1) whatever the length; an arrival that belongs at the end
-    is an append. Taken entries are skipped by an offset and dropped once they are half of the list.
+    __slots__ = ("items", "num_pairs", "num_tokens")
+
+    def __init__(self, items: list[RequestState]) -> None:
+        self.items = items
+        self.num_tokens = 0
+        self.num_pairs = 0
+        for state in items:
+            self.count(state, 1)
+
+    def count(self, state: RequestState, sign: int) -> None:
+        """Count a request's work in (1) or out (-1)."""
+        num_tokens, num_pairs = state.queued_work
+        self.num_tokens += sign * num_tokens
+        self.num_pairs += sign * num_pairs
+
+
+class WaitingQueue:
+    """Requests by ascending `sort_key`, the first part of which is a rank, in buckets of some hundred.
+
+    No operation looks at all that wait: those at the head cost O(1), others the number of buckets and the
+    length of one.
+
+    Attributes
+    ----------
+    num_prompt_tokens : of all of them.
     """
 
     def __init__(self) -> None:
-        self._items: list[RequestState] = []
-        self._first = 0
+        self._buckets: list[_Bucket] = []
+        """None of them empty."""
+        self._length = 0
+        self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._items) - self._first
+        return self._length
 
     def __iter__(self) -> Iterator[RequestState]:
-        return iter(self._items[self._first :])
+        return chain.from_iterable([bucket.items for bucket in self._buckets])
 
     def peek(self, offset: int = 0) -> RequestState | None:
         """Return the request `offset` places behind the head, or None."""
-        index = self._first + offset
-        return self._items[index] if index < len(self._items) else None
+        for bucket in self._buckets:
+            if offset < len(bucket.items):
+                return bucket.items[offset]
+            offset -= len(bucket.items)
+        return None
 
-    def before(self, rank: float) -> list[RequestState]:
-        """Return the requests of a lower rank, in order."""
-        return self._items[self._first : self._first + self.num_before(rank)]
+    def first_below(self, rank: float, most: int) -> list[RequestState]:
+        """Return the first requests of a lower rank, at most so many."""
+        found: list[RequestState] = []
+        for bucket in self._buckets:
+            found += bucket.items[: most - len(found)]
+            if len(found) >= most or found[-1].sort_key[0] >= rank:
+                break
+        return found[: bisect_left(found, rank, key=_rank)]
 
-    def num_before(self, rank: float) -> int:
+    def first_from(self, rank: float, most: int) -> list[RequestState]:
+        """Return the first requests of at least this rank, at most so many."""
+        index = self._bucket_of_rank(rank)
+        found: list[RequestState] = []
+        for bucket in self._buckets[index:]:
+            start = 0 if found else bisect_left(bucket.items, rank, key=_rank)
+            found += bucket.items[start : start + most - len(found)]
+            if len(found) >= most:
+                break
+        return found
+
+    def num_below(self, rank: float) -> int:
         """Return how many requests have a lower rank."""
-        return bisect_left(self._items, rank, lo=self._first, key=_rank) - self._first
+        index = self._bucket_of_rank(rank)
+        num = sum([len(bucket.items) for bucket in self._buckets[:index]])
+        if index < len(self._buckets):
+            num += bisect_left(self._buckets[index].items, rank, key=_rank)
+        return num
 
-    def first_from(self, rank: float, most: int = 32) -> list[RequestState]:
-        """Return the first requests of at least this rank."""
-        index = self._first + self.num_before(rank)
-        return self._items[index : index + most]
+    def work_below(self, rank: float) -> tuple[int, float]:
+        """Return the work of the requests of a lower rank: the sums of `RequestState.queued_work`."""
+        index = self._bucket_of_rank(rank)
+        num_tokens = sum([bucket.num_tokens for bucket in self._buckets[:index]])
+        num_pairs = sum([bucket.num_pairs for bucket in self._buckets[:index]])
+        if index < len(self._buckets):
+            items = self._buckets[index].items
+            for state in items[: bisect_left(items, rank, key=_rank)]:
+                num_tokens += state.queued_work[0]
+                num_pairs += state.queued_work[1]
+        return num_tokens, num_pairs
 
     def push(self, state: RequestState) -> None:
-        if len(self) == 0 or self._items[-1].sort_key < state.sort_key:
-            self._items.append(state)
-        else:
-            insort(self._items, state, lo=self._first, key=_sort_key)
-
-    def take(self, count: int) -> None:
-        """Drop `count` requests from the head."""
-        self._first += count
-        if self._first * 2 > len(self._items):
-            del self._items[: self._first]
-            self._first = 0
-
-    def take_all(self, states: list[RequestState]) -> None:
-        """Drop requests from wherever they are; cheap for those at the head, in order."""
-        count = 0
-        while count < len(states) and self.peek(count) is states[count]:
-            count += 1
-        self.take(count)
-        for state in states[count:]:
-            self.remove(state)
+        """Let a request wait at its place."""
+        self._length += 1
+        buckets, key = self._buckets, state.sort_key
+        state.note_queued()
+        self.num_prompt_tokens += state.num_prompt_tokens
+        if not buckets:
+            buckets.append(_Bucket([state]))
+            return
+        index = min(bisect_left(buckets, key, key=_last_key), len(buckets) - 1)
+        bucket = buckets[index]
+        insort(bucket.items, state, key=_sort_key)
+        bucket.count(state, 1)
+        if len(bucket.items) > _MOST_IN_BUCKET:
+            middle = len(bucket.items) // 2
+            buckets[index : index + 1] = [_Bucket(bucket.items[:middle]), _Bucket(bucket.items[middle:])]
 
     def remove(self, state: RequestState) -> None:
-        index = bisect_left(self._items, state.sort_key, lo=self._first, key=_sort_key)
-        assert self._items[index] is state, "sort keys are unique"
-        del self._items[index]
+        """Take a request out, wherever it is."""
+        buckets = self._buckets
+        index = bisect_left(buckets, state.sort_key, key=_last_key)
+        items = buckets[index].items
+        place = bisect_left(items, state.sort_key, key=_sort_key)
+        assert items[place] is state, "sort keys are unique"
+        del items[place]
+        self._length -= 1
+        self.num_prompt_tokens -= state.num_prompt_tokens
+        if items:
+            buckets[index].count(state, -1)
+        else:
+            del buckets[index]
+
+    def _bucket_of_rank(self, rank: float) -> int:
+        """Return the first bucket that has a request of at least this rank; their number if none has."""
+        return bisect_left(self._buckets, rank, key=_last_rank)
+
+
+def _last_key(bucket: _Bucket) -> tuple[float, ...]:
+    return bucket.items[-1].sort_key
+
+
+def _last_rank(bucket: _Bucket) -> float:
+    return bucket.items[-1].sort_key[0]
 
 
 class RunningList(list[RequestState]):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from math import inf
 
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import Request
+from onbeat.scheduler.replica.slo.deadlines import SLOState
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -35,12 +35,8 @@ class RequestState:
         "admitted_step_id",
         "block_hashes",
         "block_ids",
-        "is_best_effort",
         "is_in_flight",
-        "last_delivery",
-        "last_preemption",
         "max_total_tokens",
-        "next_deadline",
         "num_accepted_tokens",
         "num_allocated_tokens",
         "num_cached_tokens",
@@ -50,26 +46,26 @@ class RequestState:
         "num_hit_tokens",
         "num_in_flight_drafts",
         "num_in_flight_tokens",
-        "num_late_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_registered_blocks",
         "num_tokens",
         "num_tokens_to_register",
         "output_token_ids",
-        "predicted_ttft",
+        "queued_work",
         "request",
         "request_id",
         "scheduled_time",
+        "slo",
         "sort_key",
         "speculation",
         "status",
         "stop_token_ids",
-        "tbt",
-        "ttft_deadline",
     )
 
-    def __init__(self, request: Request, *, sort_key: tuple[float, ...], max_model_len: int) -> None:
+    def __init__(
+        self, request: Request, *, sort_key: tuple[float, ...], max_model_len: int, slo: SLOState
+    ) -> None:
         self.request = request
         self.request_id = request.request_id
         self.sort_key = sort_key
@@ -107,23 +103,12 @@ class RequestState:
         self.is_in_flight = False
         """Whether a micro-batch that has not come back (kept with pipeline stages only), or a transfer of its
         KV, holds it."""
-        self.ttft_deadline = inf
-        """When its first token is due; infinite where nothing is promised."""
-        self.tbt = inf
-        """Seconds from the deadline of a token to that of the next."""
-        self.next_deadline = inf
-        """When its next token is due; infinite where nothing is promised, or the promise is broken."""
-        self.num_late_tokens = 0
-        """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
-        self.is_best_effort = False
-        """Whether its promise is broken, or could not be made: it is served from what is left over."""
+        self.slo = slo
+        """Its deadlines, and whether they were kept."""
         self.num_hit_tokens = 0
         """While it waits: prompt tokens that the prefix cache held when last looked."""
-        self.predicted_ttft: float | None = None
-        """Predicted at its arrival, seconds."""
-        self.last_delivery = -inf
-        self.last_preemption = -inf
-        """When it was last preempted; kept by policies with deadlines."""
+        self.queued_work = (0, 0.0)
+        """Tokens that it has to compute, and the sum of what they attend to, as of when it began to wait."""
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
 
@@ -145,6 +130,12 @@ class RequestState:
     def will_be_full(self) -> bool:
         """Whether the tokens in flight are the last ones that the request may have."""
         return self.num_tokens + self.num_in_flight_tokens >= self.max_total_tokens
+
+    def note_queued(self) -> None:
+        """Take down the work that it brings to the queue."""
+        num_cached = self.num_hit_tokens
+        num_tokens = self.num_tokens - num_cached
+        self.queued_work = (num_tokens, num_tokens * (num_cached + 0.5 * num_tokens))
 
     def token_slice(self, start: int, stop: int) -> Sequence[int]:
         """Return the known tokens of these positions."""

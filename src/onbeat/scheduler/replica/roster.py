@@ -7,8 +7,7 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.queues import RunningList, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.book import PromiseBook
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 
 
@@ -18,10 +17,10 @@ class Roster:
     Parameters
     ----------
     config : limits.
-    book : told of who runs for the first time, and of who leaves; None where nothing is promised.
+    tracker : told of who runs for the first time, and of who leaves; None where nothing is promised.
     """
 
-    def __init__(self, config: SchedulerConfig, book: PromiseBook | None) -> None:
+    def __init__(self, config: SchedulerConfig, tracker: SLOTracker | None) -> None:
         self.kv = KVCacheManager(
             config.num_blocks, config.block_size, enable_prefix_caching=config.enable_prefix_caching
         )
@@ -35,7 +34,7 @@ class Roster:
         self.num_prefix_hits = 0
         """Of these, tokens found."""
         self._max_num_seqs = config.max_num_seqs
-        self._book = book
+        self._tracker = tracker
         self._released_ids: list[str] = []
         self._pulls: list[AdmittedRequest] = []
         self._unannounced: dict[str, AdmittedRequest] = {}
@@ -50,12 +49,13 @@ class Roster:
         self.states[state.request_id] = state
         self.waiting.push(state)
 
-    def make_room(self, plan: StepPlan, now: float) -> None:
+    def make_room(self, plan: StepPlan) -> None:
         """Take those out of the queue whom a plan admits, and those out of the batch whom it preempts."""
         admissions = (*plan.admissions, *plan.pulls)
-        self.waiting.take_all([admission.state for admission in admissions])
+        for admission in admissions:
+            self.waiting.remove(admission.state)
         for state in plan.preempted:
-            self._preempt(state, now)
+            self._preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
         for admission in admissions:
             self.kv.pool.hold(admission.cached_block_ids)
@@ -86,8 +86,8 @@ class Roster:
 
     def drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
         """Forget a request, wherever it is, and free what it holds, save for KV that is to be fetched."""
-        if self.states.pop(state.request_id, None) is not None and self._book is not None:
-            self._book.on_drop(state)
+        if self.states.pop(state.request_id, None) is not None and self._tracker is not None:
+            self._tracker.on_drop(state)
         if state.status is RequestStatus.WAITING:
             self.waiting.remove(state)
         else:
@@ -144,11 +144,14 @@ class Roster:
         num_padding = sum(state.status is RequestStatus.PADDING for state in self.running)
         assert len(self.states) == len(waiting) + len(self.running) - num_padding, "a request is lost"
 
-    def _preempt(self, state: RequestState, now: float) -> None:
+    def requeue(self, state: RequestState) -> None:
+        """Give a waiting request the place in the queue that its deadline, or the loss of it, asks for."""
+        self.waiting.remove(state)
+        state.sort_key = (state.slo.rank, *state.sort_key[1:])
+        self.waiting.push(state)
+
+    def _preempt(self, state: RequestState) -> None:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
-        state.last_preemption = now
-        if state.is_best_effort:
-            rank_last(state)
         assert state.status is RequestStatus.RUNNING
         self.running.remove(state)
         self.kv.free(state)
@@ -156,6 +159,8 @@ class Roster:
         state.num_preemptions += 1
         self.num_preemptions += 1
         self._leave_runner(state)
+        if self._tracker is not None or state.slo.is_best_effort:
+            state.sort_key = (state.slo.rank, *state.sort_key[1:])
         self.waiting.push(state)
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
@@ -166,15 +171,11 @@ class Roster:
             state.num_cached_tokens = state.num_computed_tokens
             self.num_prefix_queries += state.num_prompt_tokens
             self.num_prefix_hits += state.num_cached_tokens
-            if self._book is not None:
-                self._book.on_start(state)
+            if self._tracker is not None:
+                self._tracker.on_start(state)
 
     def _leave_runner(self, state: RequestState) -> None:
         """Tell the model runner with the next step to drop a request, unless it never heard of it."""
         if self._unannounced.pop(state.request_id, None) is None:
             self._released_ids.append(state.request_id)
 
-
-def rank_last(state: RequestState) -> None:
-    """Let a request that is best effort wait behind all that have a deadline; not for one in a queue."""
-    state.sort_key = (BEST_EFFORT_RANK, *state.sort_key[1:])

@@ -19,13 +19,13 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
 from onbeat.scheduler.replica.delivery import deliver, last_output
-from onbeat.scheduler.replica.lost import LostRequests
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
+from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.roster import Roster
-from onbeat.scheduler.replica.slo.deadlines import note_delivery, queue_rank, set_deadlines
+from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.speculation.choice import make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.step_rows import commit_rows
@@ -58,18 +58,23 @@ class Scheduler:
                 f"policy {config.policy!r} plans with predicted step times, but nothing predicts them; "
                 "give a step-time model, or use a policy with a token budget (sarathi)"
             )
-        self._promises = self._policy.promises
-        quantile = None if self._promises is None else self._promises.quantile
+        self._slo = self._policy.slo
+        if self._slo is not None:
+            assert step_time_model is not None
+            self._slo.start(step_time_model)
+        quantile = None if self._slo is None else self._slo.quantile
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=quantile)
         self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
-        book = None if self._promises is None else self._promises.book
-        self._roster = Roster(config, book)
+        tracker = None if self._slo is None else self._slo.tracker
+        self._roster = Roster(config, tracker)
         self._states = self._roster.states
         self.kv, self.running, self.waiting = self._roster.kv, self._roster.running, self._roster.waiting
-        self._lost = LostRequests(self._roster, book)
+        self._relegation = Relegation(self._roster, tracker)
         self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
         """(step id, rows, when it was planned)"""
         self._last_update = float("-inf")
+        self._last_plan = 0.0
+        """When the last planned step starts."""
         self._busy_until = float("-inf")
         """When the last planned step is expected to end; kept for policies that ask."""
         self._num_added = 0
@@ -87,7 +92,7 @@ class Scheduler:
     @property
     def num_relegated(self) -> int:
         """Requests so far that have become best effort because their first token could not be in time."""
-        return self._lost.num_relegated
+        return self._relegation.num_relegated
 
     @property
     def num_prefix_queries(self) -> int:
@@ -118,34 +123,32 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use; use a new one", param="request_id"
             )
         check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
-        check_queue(request, self.config, num_requests=len(self.waiting), num_tokens=self._num_queued_tokens)
+        check_queue(request, self.config, num_requests=len(self.waiting), num_tokens=self.waiting.num_prompt_tokens)
         sort_key = (self._order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
-        state = RequestState(request, sort_key=sort_key, max_model_len=self.config.max_model_len)
+        limit = self.config.max_model_len
+        state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
         if self._policy.keeps_deadlines:
-            set_deadlines(state)
-        if self._promises is not None:
+            max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
+            state.slo.begin(request, self.config.slo_mode, max_output_tokens=max_output_tokens)
+        if self._slo is not None:
             plan = self._new_plan(request.arrival if now is None else now)
-            self._promises.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
-            state.sort_key = (queue_rank(state), *sort_key[1:])
+            self._slo.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
+            state.sort_key = (state.slo.rank, *sort_key[1:])
         self._roster.add(state)
-
-    @property
-    def _num_queued_tokens(self) -> int:
-        if self.config.max_num_queued_tokens is None:
-            return 0
-        return sum(state.num_tokens for state in self.waiting)
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of requests that `schedule` gave up since the last call.
 
         Their TTFT deadline passed in the queue, and they had asked not to be served late.
         """
-        return self._lost.take_expired()
+        return self._relegation.take_expired()
 
     def state(self) -> SchedulerState | None:
         """Return how queues and promises stand; None where the policy keeps no deadlines."""
-        return None if self._promises is None else self._promises.report(self.num_relegated)
+        if self._slo is None:
+            return None
+        return self._slo.report(self._new_plan(self._last_plan), self.num_relegated)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
@@ -170,10 +173,9 @@ class Scheduler:
         if not self.running and not self.waiting:
             return None
         start = max(now, self._busy_until) if self._in_flight else now
+        self._last_plan = start
         plan = self._compose(start)
-        if plan.is_empty and plan.lost:
-            plan = self._compose(start)  # they may run as best effort
-        if plan.is_empty and not (plan.preempted or plan.pulls):
+        if plan.is_empty and not (plan.preempted or plan.pulls or plan.late):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
         may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
@@ -200,6 +202,8 @@ class Scheduler:
             is_pipeline = self.config.num_micro_batches > 1
             seconds = now - (planned_at if is_pipeline else max(planned_at, self._last_update))
             self.step_time_model.observe(scheduled.shape, seconds)
+            if self._slo is not None:
+                self._slo.on_step()
         self._last_update = now
         keeps_deadlines = self._policy.keeps_deadlines
         outputs: list[RequestOutput] = []
@@ -260,10 +264,9 @@ class Scheduler:
     # --- commit ---------------------------------------------------------------------------------------
 
     def _compose(self, now: float) -> StepPlan:
-        """Plan a step; the requests that it finds lost are best effort from now on."""
+        """Plan a step. Nothing but the plan changes."""
         plan = self._new_plan(now)
         self._policy.composer.compose(plan, self._order)
-        self._lost.commit(plan.lost)
         if self._drafting is not None:
             plan.is_repeatable = False
             if plan.decodes:
@@ -277,12 +280,17 @@ class Scheduler:
             running=self.running,
             waiting=self.waiting,
             now=now,
+            step_id=self._num_steps,
             model=self.step_time_model,
         )
 
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
-        """Carry out a plan: the only place where planning changes queues and blocks."""
-        self._roster.make_room(plan, now)
+        """Carry out a plan: the only place where planning changes anything."""
+        self._policy.composer.commit(plan)
+        for request_id, num_hit_tokens in plan.num_hit_tokens.items():
+            self._states[request_id].num_hit_tokens = num_hit_tokens
+        self._relegation.commit(plan.late)
+        self._roster.make_room(plan)
         if plan.is_empty:
             self._pull(plan, now)
             return None
@@ -296,11 +304,7 @@ class Scheduler:
         if self.config.num_micro_batches > 1:
             for state in states:
                 state.is_in_flight = True
-        if (
-            self._promises is not None
-            and self.step_time_model is not None
-            and self.config.num_micro_batches == 1
-        ):
+        if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
             self._busy_until = plan.now + self.step_time_model.step_time(shape)
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
@@ -360,14 +364,12 @@ class Scheduler:
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
         """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
-        if self._promises is None:
-            note_delivery(state, now, self.config.slo_mode)
+        if self._slo is None:
+            state.slo.note_delivery(now)
             return
-        self._promises.book.on_delivery(state, len(output.new_token_ids), now, self.config.slo_mode)
-        if state.is_best_effort:
-            output.is_relegated = True
-        if state.predicted_ttft is not None:
-            output.predicted_ttft, state.predicted_ttft = state.predicted_ttft, None
+        self._slo.tracker.on_delivery(state, len(output.new_token_ids), now)
+        output.is_relegated = state.slo.is_best_effort
+        output.predicted_ttft = state.slo.take_prediction()
 
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
@@ -379,8 +381,8 @@ class Scheduler:
 
     def _finish(self, state: RequestState) -> None:
         """End a request that has all its tokens."""
-        if self._promises is not None:
-            self._promises.book.on_finish(state)
+        if self._slo is not None:
+            self._slo.tracker.on_finish(state)
         if self._drafting is not None:
             self._drafting.finish(state)
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from onbeat.core.step_time import StepTimeModel
@@ -37,10 +38,12 @@ class StepPlan:
         running: RunningList,
         waiting: WaitingQueue,
         now: float,
+        step_id: int = 0,
         model: StepTimeModel | None = None,
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
+        self.step_id = step_id
         self.model = model
         """Predicts the step; None where nobody does."""
         self.budget: float | None = None
@@ -58,8 +61,12 @@ class StepPlan:
         """Requests of `running` that stay; those behind are preempted."""
         self.victims: list[RequestState] = []
         """Requests from anywhere in `running` that are preempted, too."""
-        self.lost: list[RequestState] = []
-        """Requests, waiting or running, whose first token can no longer be in time."""
+        self.late: list[RequestState] = []
+        """Requests, waiting or running, whose first token can no longer be in time: best effort from now on."""
+        self.num_hit_tokens: dict[str, int] = {}
+        """Waiting request -> tokens that the prefix cache was found to hold for it."""
+        self.predicted_wait: float | None = None
+        """Seconds until a prompt that arrived now would be begun; None where nobody predicts."""
         self.decodes: list[RequestState] = []
         """Running requests that get one token."""
         self.num_drafts: list[int] = []
@@ -98,7 +105,8 @@ class StepPlan:
 
     def num_blocks_missing(self, state: RequestState) -> int:
         """Return the blocks that a waiting request lacks, not counting what the prefix cache holds for it."""
-        return self._kv.num_blocks_for(state.num_tokens - state.num_hit_tokens) - self.num_blocks_left
+        num_hit_tokens = self.num_hit_tokens.get(state.request_id, state.num_hit_tokens)
+        return self._kv.num_blocks_for(state.num_tokens - num_hit_tokens) - self.num_blocks_left
 
     @property
     def num_rows_left(self) -> int:
@@ -217,6 +225,10 @@ class StepPlan:
     def match(self, state: RequestState) -> list[int]:
         """Return the cached prefix of a waiting request, as block ids."""
         return self._kv.match(state)
+
+    def num_growing(self, states: Iterable[RequestState]) -> int:
+        """Return how many of these need another block for their next token."""
+        return sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
 
     def take_block(self) -> bool:
         """Set a block aside for a request that grows; False where none is left."""

@@ -1,38 +1,38 @@
 """What an arriving request may expect, and whether it is taken.
 
-The wait of a newcomer is predicted by fluid replay: the prompts ahead of it, in the policy's own order, drain
+The wait of an arrival is predicted by fluid replay: the prompts ahead of it, in the policy's own order, drain
 at the rate that the running streams leave to prefill.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import SLOUnattainable
-from onbeat.core.slo import ShedMode
-from onbeat.scheduler.replica.hysteresis import Hysteresis
+from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.book import PromiseBook
-from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, give_up
-from onbeat.scheduler.replica.slo.prefill_queue import prefill_jobs
-from onbeat.scheduler.replica.slo.step_times import LEAST_SHARE, StepTimes
-from onbeat.scheduler.replica.slo.triage import Job, needed_share, select_feasible, shortest_first
-from onbeat.scheduler.replica.slo.tuning import SLOTuning
-from onbeat.scheduler.replica.slo.view import RunningView, decode_shape
+from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from onbeat.scheduler.replica.slo.triage import Job, select_feasible, shortest_first
+from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _SHORTEST_RETRY = 0.05
-_MOST_CLASSES = 64
+"""Seconds; a client that comes back sooner finds the same step under way."""
 _TRY_AGAIN_SECONDS = 30.0
-"""How often an idle replica takes a request that it thinks hopeless, lest a model that is too pessimistic
+"""How often an idle replica takes a request that it thinks infeasible, lest a model that is too pessimistic
 refuses what would teach it better."""
+
+StepLimit = Callable[[RunningView, float, float], float]
+"""(running requests, seconds of their decodes, start) -> seconds that a step may take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a newcomer may expect.
+    """What an arrival may expect.
 
     Attributes
     ----------
@@ -47,16 +47,24 @@ class Outlook:
 
 
 class Admission:
-    """Predicts the TTFT of every newcomer, and refuses those who would rather be refused than served late."""
+    """Predicts the TTFT of every arrival, and refuses those who would rather be refused than served late.
 
-    def __init__(self, book: PromiseBook, tuning: SLOTuning) -> None:
-        self._book = book
-        self._tuning = tuning
-        self._switches: dict[str | None, Hysteresis] = {}
+    Parameters
+    ----------
+    limit : what bounds a step's time, as the policy plans it.
+    """
+
+    def __init__(
+        self, tracker: SLOTracker, work: PrefillWork, shed_order: ShedOrder, limit: StepLimit
+    ) -> None:
+        self._tracker = tracker
+        self._work = work
+        self._shed_order = shed_order
+        self._limit = limit
         self._last_try = -inf
 
-    def decide(self, state: RequestState, plan: StepPlan, times: StepTimes, busy_until: float) -> None:
-        """Predict a newcomer's TTFT and set `predicted_ttft`.
+    def decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
+        """Predict an arrival's TTFT and set `predicted_ttft`.
 
         Parameters
         ----------
@@ -67,20 +75,21 @@ class Admission:
         ------
         SLOUnattainable : it is to be refused where its objective cannot be kept, and that is so.
         """
-        outlook = self._look(state, plan, times, busy_until)
-        state.predicted_ttft = outlook.ttft
+        outlook = self._look(state, plan, max(plan.now, busy_until))
+        slo = state.slo
+        slo.predicted_ttft = outlook.ttft
         if state.request.shed is not ShedMode.REJECT:
             return
+        objective = slo.ttft_deadline - state.request.arrival
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
-            if state.ttft_deadline < state.request.arrival + outlook.ttft:
+            if outlook.ttft > objective:
                 self._last_try = plan.now
-                give_up(state)
+                slo.give_up()
             return
-        objective = state.ttft_deadline - state.request.arrival
-        if objective < inf and self._is_too_late(state, outlook, objective, times):
+        if outlook.ttft > objective or outlook.delays_others:
             self._refuse(outlook, objective)
         if outlook.slows_streams:
-            self._book.reject("slo_unattainable")
+            self._tracker.reject("slo_unattainable")
             raise SLOUnattainable(
                 "with this request the running streams would no longer keep their TBT objective; try again "
                 "when some have ended",
@@ -88,19 +97,12 @@ class Admission:
                 retry_after=max(outlook.ttft, _SHORTEST_RETRY),
             )
 
-    def _is_too_late(self, state: RequestState, outlook: Outlook, objective: float, times: StepTimes) -> bool:
-        num_tokens = state.num_tokens - state.num_hit_tokens
-        if times.work.idle_seconds(num_tokens, state.num_hit_tokens) > objective:
-            return True  # says nothing of the load
-        switch = self._switch(state.request.slo_class)
-        return switch.update(outlook.ttft * self._book.ttft_surcharge() / objective) or outlook.delays_others
-
     def _refuse(self, outlook: Outlook, objective: float) -> None:
-        self._book.reject("slo_unattainable")
+        self._tracker.reject("slo_unattainable")
         late = outlook.ttft - objective
         reason = (
             "it would come in time, but make requests late that have been accepted"
-            if late <= 0 and outlook.delays_others
+            if late <= 0
             else f"the objective is {objective * 1e3:.0f} ms"
         )
         raise SLOUnattainable(
@@ -109,108 +111,80 @@ class Admission:
             retry_after=max(late, _SHORTEST_RETRY),
         )
 
-    def _switch(self, slo_class: str | None) -> Hysteresis:
-        switch = self._switches.get(slo_class)
-        if switch is None:
-            if len(self._switches) >= _MOST_CLASSES:
-                slo_class = None
-            switch = self._switches.setdefault(slo_class, Hysteresis())
-        return switch
-
-    def _look(self, state: RequestState, plan: StepPlan, times: StepTimes, busy_until: float) -> Outlook:
-        now = plan.now
-        view = RunningView(plan.running, max(now, busy_until))
-        shape = decode_shape([*view.streams, *view.loose])
-        budget = times.natural_budget(view, inf)
-        start = max(now, busy_until)
-        jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, times.work)
+    def _look(self, state: RequestState, plan: StepPlan, start: float) -> Outlook:
+        work = self._work
+        view = RunningView(plan.running, start)
+        decodes = decode_shape([*view.streams, *view.loose])
+        limit = self._limit(view, work.of(decodes), start)
+        room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens
-        own = Job(state.ttft_deadline, times.work.seconds(state.num_tokens - num_cached, num_cached), state)
-        share = max(times.prefill_share(shape, budget), LEAST_SHARE)
-        ahead, delays_others = self._ahead(own, jobs, start, share)
-        if ahead is None:
-            ahead = sum(job.seconds for job in jobs) + self._best_effort_seconds(plan, view, times)
-        elif self._is_paced(plan, view):
-            budget = self._paced(budget, times.of(shape), [*jobs, own], start)
-        wait = start - state.request.arrival
-        ttft = wait + times.drain_seconds(ahead + own.seconds, shape, budget)
-        return Outlook(ttft, delays_others, self._slows_streams(state, view, times))
+        seconds = work.seconds(state.num_tokens - num_cached, num_cached)
+        own = Job(state.slo.ttft_deadline, seconds, state)
+        ahead, delays_others = self._ahead(own, plan, view, start, room)
+        ttft = start - state.request.arrival + room.drain_seconds(ahead + seconds)
+        return Outlook(ttft, delays_others, self._slows_streams(state, view))
 
-    def _ahead(self, own: Job, jobs: list[Job], start: float, share: float) -> tuple[float | None, bool]:
-        """Return the work ahead of a newcomer, None where it is best effort, and whether it delays others."""
+    def _ahead(
+        self, own: Job, plan: StepPlan, view: RunningView, start: float, room: Room
+    ) -> tuple[float, bool]:
+        """Return the seconds of work ahead of an arrival, and whether it delays others."""
+        jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, self._work)
         if own.deadline == inf:
-            return None, False
+            return self._all_work(plan, view), False
         everyone = list(jobs)
         insort(everyone, own, key=lambda job: job.deadline)
         place = next(index for index, job in enumerate(everyone) if job is own)
-        if own.state.request.shed is ShedMode.REJECT:
-            # Whoever was accepted stays: the newcomer must find its place among them.
-            ahead = sum(job.seconds for job in everyone[:place])
-            end, delays_others = start + (ahead + own.seconds) / share, False
-            if needed_share(everyone, start) <= share:
-                turns = self._in_turn(everyone, start, share)
-                return sum(job.seconds for job in turns[: turns.index(own)]), False
-            for job in everyone[place + 1 :]:
-                is_late_anyway = end + (job.seconds - own.seconds) / share > job.deadline
-                end += job.seconds / share
-                delays_others |= end > job.deadline and not is_late_anyway
-            return ahead, delays_others
-        if needed_share(everyone, start) > share:
-            kept, _ = select_feasible(everyone, start=start, share=share, worth=self._book)
+        if place == len(jobs):  # behind all that a plan looks at: those in the queue before it count, too
+            tokens, pairs = plan.waiting.work_below(own.state.slo.rank)
+            running = sum(job.seconds for job in jobs if job.state.block_ids)
+            before = self._work.token * tokens + self._work.pair * pairs + running
         else:
-            kept = self._in_turn(everyone, start, share)
-        ahead = 0.0
-        for job in kept:
-            if job is own:
-                return ahead, False
-            ahead += job.seconds
-        return None, False
-
-    def _in_turn(self, jobs: list[Job], start: float, share: float) -> list[Job]:
-        """Return prompts that can all be in time, in the order in which they will be served."""
-        caution = self._tuning.caution
-        return shortest_first(jobs, start=start, share=share, caution=caution, places=len(jobs))
-
-    def _is_paced(self, plan: StepPlan, view: RunningView) -> bool:
-        """Whether steps are kept short, as the composer decides it."""
-        tuning = self._tuning
-        is_busy = self._book.load.utilisation(plan.now) > tuning.busy
-        has_others = bool(plan.waiting.first_from(BEST_EFFORT_RANK, 1))
-        return bool(tuning.paces and view.streams) and not (is_busy or has_others)
-
-    def _paced(self, budget: float, decode_seconds: float, jobs: list[Job], start: float) -> float:
-        jobs.sort(key=lambda job: job.deadline)
-        return min(budget, pace(decode_seconds, needed_share(jobs, start), self._tuning))
-
-    def _best_effort_seconds(self, plan: StepPlan, view: RunningView, times: StepTimes) -> float:
-        """Return the work of prompts without a deadline that can be met."""
-        work = times.work
-        seconds = sum(
-            work.seconds(state.num_wanted_tokens, state.num_computed_tokens)
-            for state in view.prefills
-            if state.is_best_effort or state.ttft_deadline == inf
+            before = sum(job.seconds for job in everyone[:place])
+        if own.state.request.shed is ShedMode.REJECT:
+            # Whoever was accepted stays: the arrival must find its place among them.
+            return before, self._delays_others(own, everyone[place + 1 :], start + before / room.share, room)
+        kept, left_behind = select_feasible(
+            everyone, start=start, share=room.share, worth=self._tracker.worth, order=self._shed_order
         )
-        for state in plan.waiting.first_from(BEST_EFFORT_RANK, len(plan.waiting)):
-            seconds += work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
-        return seconds
+        if own in left_behind:
+            return self._all_work(plan, view), False
+        if left_behind:
+            before -= sum(job.seconds for job in left_behind if job.deadline < own.deadline)
+            return max(0.0, before), False
+        turns = shortest_first(kept, start=start, share=room.share)
+        if len(jobs) < len(everyone) and place < len(jobs):
+            before = sum(job.seconds for job in turns[: turns.index(own)])
+        return before, False
 
-    def _slows_streams(self, state: RequestState, view: RunningView, times: StepTimes) -> bool:
+    def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
+        """Whether prompts behind an arrival are late because of it.
+
+        Parameters
+        ----------
+        behind : by deadline.
+        end : when those before it have had their work, seconds.
+        """
+        end += own.seconds / room.share
+        for job in behind:
+            end += job.seconds / room.share
+            if end - own.seconds / room.share <= job.deadline < end:
+                return True
+        return False
+
+    def _all_work(self, plan: StepPlan, view: RunningView) -> float:
+        """Return the seconds of work of all prompts that run or wait."""
+        work = self._work
+        tokens, pairs = plan.waiting.work_below(inf)
+        running = sum(
+            work.seconds(state.num_wanted_tokens, state.num_computed_tokens) for state in view.prefills
+        )
+        return work.token * tokens + work.pair * pairs + running
+
+    def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""
-        tightest = min(view.tightest, state.tbt)
+        tightest = min(view.tightest, state.slo.tbt)
         if tightest == inf or not view.streams:
             return False
         shape = decode_shape(view.streams)
         shape.add(state.num_tokens, 1, samples=True)
-        return times.of(shape) > tightest
-
-
-def pace(decode_seconds: float, need: float, tuning: SLOTuning) -> float:
-    """Return the time of a step in which prompts run as fast as they need to, with a margin; seconds.
-
-    Parameters
-    ----------
-    decode_seconds : of the step without prompts.
-    need : share of the time that prompts need to be in time.
-    """
-    share = max(0.5, tuning.pace_margin * need)
-    return inf if share >= 0.95 else decode_seconds / (1 - share)
+        return self._work.of(shape) > tightest

@@ -1,4 +1,4 @@
-"""The deadlines of a request's tokens, and when its promise is broken for good."""
+"""The deadlines of a request's tokens, and when its objective can no longer be kept."""
 
 from __future__ import annotations
 
@@ -6,16 +6,140 @@ from math import ceil, inf
 
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
-from onbeat.scheduler.replica.request_state import RequestState
 
 TOLERANCE = 1e-9
 """Seconds; as the metrics allow, lest rounding makes a token late."""
 LATE_TOKENS_IN = 100
 """One token, or gap, in so many may be late."""
 USUAL_OUTPUT_TOKENS = 256
-"""Output tokens to plan an e2e objective with where a request allows more and nothing is known of others."""
+"""Output tokens to spread an e2e objective over where a request allows more and no answer was seen yet."""
 BEST_EFFORT_RANK = 1e15
 """Queue rank of requests without a TTFT deadline: behind all that have one, by arrival."""
+
+
+class SLOState:
+    """Where a request stands with its objectives. Written here alone.
+
+    Attributes
+    ----------
+    ttft_deadline : when its first token is due, seconds; infinite without an objective.
+    tbt : seconds from the deadline of a token to that of the next; infinite without an objective.
+    next_deadline : when its next token is due; infinite where none is, or where it is best effort.
+    is_best_effort : whether its objective was missed, or could not be kept: it is served from what is left.
+    predicted_ttft : predicted at its arrival, seconds; None where nobody predicted, or once it was told.
+    first_delivery, last_delivery : seconds; minus infinity before the first.
+    """
+
+    __slots__ = (
+        "_is_gap_mode",
+        "_num_late_allowed",
+        "_num_late_tokens",
+        "first_delivery",
+        "is_best_effort",
+        "last_delivery",
+        "next_deadline",
+        "predicted_ttft",
+        "tbt",
+        "ttft_deadline",
+    )
+
+    def __init__(self) -> None:
+        self.ttft_deadline = inf
+        self.tbt = inf
+        self.next_deadline = inf
+        self.is_best_effort = False
+        self.predicted_ttft: float | None = None
+        self.first_delivery = -inf
+        self.last_delivery = -inf
+        self._is_gap_mode = False
+        self._num_late_tokens = 0
+        """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
+        self._num_late_allowed = 0
+
+    def begin(
+        self, request: Request, mode: SLOMode, *, max_output_tokens: int, expected_output_tokens: int | None = None
+    ) -> None:
+        """Set the deadlines of a new request.
+
+        Parameters
+        ----------
+        max_output_tokens : that it may have.
+        expected_output_tokens : see `due_times`.
+        """
+        self._is_gap_mode = mode == "gap"
+        self._num_late_allowed = max_output_tokens // LATE_TOKENS_IN
+        self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens)
+        self.next_deadline = self.ttft_deadline
+
+    @property
+    def is_left_over(self) -> bool:
+        """Whether it is served from what is left over: it is best effort, or has no objective."""
+        return self.is_best_effort or self.ttft_deadline == self.tbt == inf
+
+    @property
+    def rank(self) -> float:
+        """Its place in a queue by deadlines: best effort behind all others."""
+        return BEST_EFFORT_RANK if self.is_best_effort else min(self.next_deadline, BEST_EFFORT_RANK)
+
+    def due(self, num_in_flight: int, start: float) -> float:
+        """Return when the next token to plan is due, those in flight counted as delivered.
+
+        In `gap` mode a token in flight comes when the step to plan starts, and the next one is due a `tbt`
+        after that, however early it was.
+
+        Parameters
+        ----------
+        num_in_flight : tokens of planned steps that will be delivered for certain.
+        start : when the step to plan starts, which is when those in flight end; seconds.
+        """
+        if not num_in_flight or self.next_deadline == inf:
+            return self.next_deadline
+        if self._is_gap_mode:
+            return start + self.tbt
+        return self.next_deadline + num_in_flight * self.tbt
+
+    def note_delivery(self, now: float, num_tokens: int = 1) -> bool:
+        """Move on to the next token's deadline after a delivery; return whether this missed the objective.
+
+        `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack.
+        In `gap` mode each delivery is due `tbt` after the one before, however many tokens it has.
+        """
+        is_first, late = self.last_delivery == -inf, now > self.next_deadline + TOLERANCE
+        self.last_delivery = now
+        if is_first:
+            self.first_delivery = now
+        if self.is_best_effort:
+            return False
+        if late:
+            self._num_late_tokens += self._num_late_of(now, num_tokens)
+            if is_first or self._num_late_tokens > self._num_late_allowed:
+                self.give_up()  # no later token can make up for the first
+                return True
+        if self._is_gap_mode:
+            self.next_deadline = now + self.tbt
+        elif is_first:
+            due = self.ttft_deadline
+            self.next_deadline = (due if now < due < inf else now) + num_tokens * self.tbt
+        else:
+            self.next_deadline += num_tokens * self.tbt
+        return False
+
+    def take_prediction(self) -> float | None:
+        """Return the predicted TTFT the first time, then None."""
+        predicted, self.predicted_ttft = self.predicted_ttft, None
+        return predicted
+
+    def give_up(self) -> None:
+        """Serve it as best effort from now on: nothing can make it keep its objective."""
+        self.is_best_effort = True
+        self.next_deadline = inf
+
+    def _num_late_of(self, now: float, num_tokens: int) -> int:
+        """Return how many tokens of a late delivery are late."""
+        if num_tokens == 1 or self._is_gap_mode or not 0 < self.tbt < inf:
+            return 1
+        # The k-th token of the delivery was due k - 1 objectives later.
+        return min(num_tokens, max(1, ceil((now - self.next_deadline - TOLERANCE) / self.tbt)))
 
 
 def due_times(request: Request, expected_output_tokens: int | None = None) -> tuple[float, float]:
@@ -41,12 +165,6 @@ def due_times(request: Request, expected_output_tokens: int | None = None) -> tu
     return first, tbt
 
 
-def set_deadlines(state: RequestState, expected_output_tokens: int | None = None) -> None:
-    """Give a new request its deadlines."""
-    state.ttft_deadline, state.tbt = due_times(state.request, expected_output_tokens)
-    state.next_deadline = state.ttft_deadline
-
-
 class EarliestDeadline:
     """A queue order: by the deadline of the first token; requests without one come last, by arrival."""
 
@@ -54,54 +172,3 @@ class EarliestDeadline:
 
     def rank(self, request: Request) -> float:
         return min(due_times(request)[0], BEST_EFFORT_RANK)
-
-
-def queue_rank(state: RequestState) -> float:
-    """Return the rank in a queue of earliest deadlines, best effort behind all others."""
-    return BEST_EFFORT_RANK if state.is_best_effort else min(state.ttft_deadline, BEST_EFFORT_RANK)
-
-
-def note_delivery(state: RequestState, now: float, mode: SLOMode, num_tokens: int = 1) -> bool:
-    """Move on to the next token's deadline after a delivery; return whether this broke the promise.
-
-    `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack. In
-    `gap` mode each delivery is due `tbt` after the one before, however many tokens it has.
-    """
-    is_first, late = state.last_delivery == -inf, now > state.next_deadline + TOLERANCE
-    state.last_delivery = now
-    if state.is_best_effort:
-        return False
-    num_late = int(late)
-    if late and num_tokens > 1 and mode == "stream" and state.tbt > 0:
-        # The k-th token of the delivery was due k - 1 objectives later.
-        num_late = min(num_tokens, max(1, ceil((now - state.next_deadline - TOLERANCE) / state.tbt)))
-    state.num_late_tokens += num_late
-    if is_first:
-        if late:  # no later token can make up for the first
-            give_up(state)
-            return True
-        due = state.ttft_deadline
-        if mode == "stream":
-            state.next_deadline = (due if now < due < inf else now) + num_tokens * state.tbt
-        else:
-            state.next_deadline = now + state.tbt
-        return False
-    if mode == "stream":
-        state.next_deadline += num_tokens * state.tbt
-    else:
-        state.next_deadline = now + state.tbt
-    if late and state.num_late_tokens * LATE_TOKENS_IN > state.max_total_tokens - state.num_prompt_tokens:
-        give_up(state)
-        return True
-    return False
-
-
-def give_up(state: RequestState) -> None:
-    """Serve a request as best effort from now on: nothing can make it keep its promise."""
-    state.is_best_effort = True
-    state.next_deadline = inf
-
-
-def is_left_over(state: RequestState) -> bool:
-    """Whether a request is served from what is left over: nothing was promised, or the promise is broken."""
-    return state.is_best_effort or state.ttft_deadline == state.tbt == inf

@@ -1,42 +1,38 @@
-"""Which of the waiting prompts can all be in time: the largest set, by Moore and Hodgson's rule."""
+"""Which of the waiting prompts can all be in time, and which is served first."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from onbeat.core.slo import ShedMode
+from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
-
 
 class Job(NamedTuple):
     """A prompt, or what is left of it."""
 
     deadline: float
-    """Of its first token, seconds."""
+    """Of its first token, seconds; of its next one where a preempted request computes its tokens again."""
     seconds: float
     """Of prefill work that is left."""
     state: RequestState
 
 
-class Worth:
-    """What keeping a promise is worth: its weight, less for tenants that have had more than others."""
-
-    def of(self, state: RequestState) -> float:
-        return state.request.weight
+Worth = Callable[[RequestState], float]
+"""What keeping a request's objective is worth beside others, above 0."""
 
 
 def select_feasible(
-    jobs: Sequence[Job], *, start: float, share: float, worth: Worth
+    jobs: Sequence[Job], *, start: float, share: float, worth: Worth, order: ShedOrder = "most"
 ) -> tuple[list[Job], list[Job]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
-    Going through the jobs by deadline, whenever one would be late those that take the most time for their
-    worth are left behind, until it is not. With equal worths it is one, and no other choice has more jobs in
+    Going through the jobs by deadline, whenever one would be late the one of those so far that costs most for
+    its worth is left behind, until it is not. With `most` and equal worths no other choice has more jobs in
     time (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs",
-    Management Science 15, 1968). Jobs that keep their turn whatever happens (`ShedMode.OFF`) are never left
-    behind; where one of them would be late without any other, nobody is left behind for it.
+    Management Science 15, 1968; Hodgson's form). Jobs that keep their turn whatever happens (`ShedMode.OFF`)
+    are never left behind; where one of them would be late without any other, nobody is left behind for it.
 
     Parameters
     ----------
@@ -48,7 +44,7 @@ def select_feasible(
     left_behind: set[int] = set()
     end, droppable = start, 0.0
     """When the jobs so far end, and the time in it of those that may be left behind."""
-    keeps_turn, worth_of = ShedMode.OFF, worth.of
+    keeps_turn, by_work = ShedMode.OFF, order == "most"
     for index, (deadline, seconds, state) in enumerate(jobs):
         taken = seconds / share
         is_droppable = state.request.shed is not keeps_turn
@@ -61,7 +57,9 @@ def select_feasible(
         end += taken
         if is_droppable:
             droppable += taken
-            heappush(heap, (-seconds / worth_of(state), index))
+            value = worth(state)
+            key = -seconds / value if by_work else (start - state.request.arrival) * value
+            heappush(heap, (key, index))
         while end > deadline and heap:
             costliest = heappop(heap)[1]
             left_behind.add(costliest)
@@ -73,60 +71,37 @@ def select_feasible(
     return kept, [jobs[index] for index in sorted(left_behind)]
 
 
-def needed_share(jobs: Sequence[Job], start: float) -> float:
-    """Return the share of the machine's time that the jobs need to be in time; infinite where one is late.
-
-    Parameters
-    ----------
-    jobs : by ascending deadline.
-    start : when the first may begin, seconds.
-    """
-    work = most = 0.0
-    for deadline, seconds, _ in jobs:
-        work += seconds
-        left = deadline - start
-        if left <= 0:
-            return float("inf")
-        if work > most * left:
-            most = work / left
-    return most
+_SPARED = 0.25
+"""Of what the tightest of the jobs can wait, the share that shorter ones may take from it in a step."""
 
 
-_MOST_COMPARED = 32
-_PLACES_SETTLED = 4
+def shortest_first(jobs: Sequence[Job], *, start: float, share: float) -> list[Job]:
+    """Let short prompts go ahead of long ones as far as all of them can spare the time.
 
-
-def shortest_first(
-    jobs: Sequence[Job], *, start: float, share: float, caution: float, places: int = _PLACES_SETTLED
-) -> list[Job]:
-    """Let short prompts go ahead of long ones as far as these can spare the time.
-
-    A prompt may pass those with earlier deadlines if what they could wait, times `caution`, is more than its
-    work. Under little load that is shortest-remaining-first, near the capacity nothing but the deadlines
-    counts.
+    Under little load that is shortest-remaining-first, near the capacity nothing but the deadlines counts.
 
     Parameters
     ----------
     jobs : by ascending deadline, all of them in time in this order.
     start, share : as in `select_feasible`.
-    caution : share of a prompt's slack that others may use up.
-    places : how many to settle; the next step asks again.
     """
-    queue, spare, end = list(jobs[:_MOST_COMPARED]), [], start
-    for deadline, seconds, _ in queue:
+    end, least = start, float("inf")
+    for deadline, seconds, _ in jobs:
         end += seconds / share
-        spare.append((deadline - end) * caution)
-    order: list[Job] = []
-    while queue and len(order) < places:
-        pick, least = 0, spare[0]
-        for index in range(1, len(queue)):
-            seconds = queue[index].seconds
-            if seconds / share < least and seconds < queue[pick].seconds:
-                pick = index
-            least = min(least, spare[index])
-        job = queue.pop(pick)
-        spare.pop(pick)
-        for index in range(pick):
-            spare[index] -= job.seconds / share
-        order.append(job)
-    return [*order, *queue, *jobs[_MOST_COMPARED:]]
+        if deadline - end < least:
+            least = deadline - end
+    allowance = _SPARED * least * share
+    ahead: list[Job] = []
+    for job in sorted(jobs, key=_work):
+        allowance -= job.seconds
+        if allowance < 0:
+            break
+        ahead.append(job)
+    if not ahead:
+        return list(jobs)
+    taken = {id(job) for job in ahead}
+    return ahead + [job for job in jobs if id(job) not in taken]
+
+
+def _work(job: Job) -> float:
+    return job.seconds

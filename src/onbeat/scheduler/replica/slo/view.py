@@ -1,12 +1,21 @@
-"""The running requests as the planner of a step sees them."""
+"""The requests of a replica as the planner of a step sees them."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from math import inf
 
+from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.work import PrefillWork
+
+MOST_JOBS = 128
+"""Waiting prompts with deadlines that a plan looks at, those that are due first: a plan takes the same time
+however many wait behind them."""
 
 
 class RunningView:
@@ -15,30 +24,29 @@ class RunningView:
     Parameters
     ----------
     running : all of them.
-    horizon : the earliest that a step can end, seconds. A token that is due before comes late whatever is
-        done, so its deadline does not bound the step.
+    start : when the step to plan starts, seconds.
 
     Attributes
     ----------
     streams : requests that want one token and have a deadline for it.
-    dues : that deadline of each stream (`next_due`).
-    loose : requests that want one token and have none: nothing was promised, or the promise is broken.
+    dues : that deadline of each stream.
+    loose : requests that want one token and have none: nothing was promised, or it was missed.
     prefills : requests in the middle of their prompt.
-    due : the earliest deadline of `streams` that can be met; infinite without any.
+    due : the earliest deadline of `streams`, even if it has passed; infinite without any.
     due_state : whose it is.
     tightest : the shortest TBT objective of `streams`; infinite without any.
     """
 
-    def __init__(self, running: Iterable[RequestState], horizon: float) -> None:
+    def __init__(self, running: Iterable[RequestState], start: float) -> None:
         self.streams: list[RequestState] = []
         self.dues: list[float] = []
         self.loose: list[RequestState] = []
         self.prefills: list[RequestState] = []
         self.due = self.tightest = inf
         self.due_state: RequestState | None = None
-        self._look(running, horizon)
+        self._look(running, start)
 
-    def _look(self, running: Iterable[RequestState], horizon: float) -> None:
+    def _look(self, running: Iterable[RequestState], start: float) -> None:
         streams, loose, due, tightest = self.streams, self.loose, self.due, self.tightest
         dues = self.dues
         for state in running:
@@ -50,31 +58,20 @@ class RunningView:
                 if wanted > 1:
                     self.prefills.append(state)
                 continue
-            deadline = state.next_deadline
+            slo = state.slo
+            deadline = slo.next_deadline
             if deadline == inf:
                 loose.append(state)
                 continue
             streams.append(state)
             if num_in_flight:
-                deadline += state.num_certain_tokens * state.tbt
+                deadline = slo.due(state.num_certain_tokens, start)
             dues.append(deadline)
-            if horizon <= deadline < due:
+            if deadline < due:
                 due, self.due_state = deadline, state
-            if state.tbt < tightest:
-                tightest = state.tbt
+            if slo.tbt < tightest:
+                tightest = slo.tbt
         self.due, self.tightest = due, tightest
-
-    def drop_streams(self, victims: Container[int]) -> None:
-        """Take streams out, named by the `id` of their states."""
-        kept = [pair for pair in zip(self.streams, self.dues, strict=True) if id(pair[0]) not in victims]
-        self.streams = [state for state, _ in kept]
-        self.dues = [due for _, due in kept]
-
-
-def next_due(state: RequestState) -> float:
-    """Return the deadline of the next token to plan, the ones in flight counted as delivered."""
-    num_certain = state.num_certain_tokens
-    return state.next_deadline + num_certain * state.tbt if num_certain else state.next_deadline
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:
@@ -90,3 +87,44 @@ def decode_shape(states: Iterable[RequestState]) -> BatchShape:
         decode_context_tokens=context + num,
         num_lm_head_rows=num,
     )
+
+
+def prefill_jobs(
+    now: float, prefills: Iterable[RequestState], waiting: WaitingQueue, work: PrefillWork
+) -> tuple[list[Job], list[RequestState]]:
+    """Return the prompts with deadlines in their order, and those that cannot be in time any more.
+
+    A prompt is late for certain once not even an idle machine would be in time. One that nobody may judge
+    (`ShedMode.OFF`), or that has delivered tokens before it was preempted, keeps its turn.
+
+    Parameters
+    ----------
+    now : when the step to plan starts, seconds.
+    prefills : running requests in the middle of their prompts.
+    """
+    jobs: list[Job] = []
+    late: list[RequestState] = []
+    token, pair = work.token, work.pair
+    earliest = now + work.step_seconds
+    keeps_turn = ShedMode.OFF
+    started = [state for state in prefills if state.slo.next_deadline < inf]
+    for state in (*started, *waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)):
+        num_cached = state.num_computed_tokens or state.num_hit_tokens
+        num_tokens = state.num_tokens + state.num_in_flight_tokens - num_cached
+        seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
+        deadline = state.slo.next_deadline
+        if (
+            earliest + seconds > deadline
+            and state.request.shed is not keeps_turn
+            and not state.output_token_ids
+        ):
+            late.append(state)
+        else:
+            jobs.append(Job(deadline, seconds, state))
+    if started:
+        jobs.sort(key=_deadline)
+    return jobs, late
+
+
+def _deadline(job: Job) -> float:
+    return job.deadline

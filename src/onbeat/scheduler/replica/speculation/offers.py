@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.slo.view import next_due
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook, RequestRate
 from onbeat.scheduler.replica.speculation.menu import NO_OFFER, Offer, kind_of
 from onbeat.scheduler.replica.speculation.probing import PAUSE
@@ -67,12 +66,12 @@ def find_offers(
         rate = state.speculation
         if type(rate) is not RequestRate:
             rate = book.of(state)
-        is_behind = state.next_deadline < inf and next_due(state) < soon
+        is_behind = state.slo.due(state.num_certain_tokens, plan.now) < soon
         worth = _WORTH_BEHIND if is_behind else 1.0
         if state.status is RequestStatus.RUNNING:
             found.worth += worth
         # A stream that has time leaves it to prompts.
-        has_time = has_prompts and not is_behind and state.next_deadline < inf
+        has_time = has_prompts and not is_behind and state.slo.next_deadline < inf
         most = 0 if has_time else _most(state, rate, limit)
         if not most:
             found.of_rows.append(NO_OFFER)

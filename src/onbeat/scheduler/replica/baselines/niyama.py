@@ -26,7 +26,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.runnable import decode, split_running
+from onbeat.scheduler.replica.baselines.runnable import decode, planned_shape, split_running
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, due_times
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -69,12 +69,9 @@ class NiyamaComposer:
     def __init__(self) -> None:
         self.throughput = FIRST_THROUGHPUT
         self._reservation = ReservePrompt()
-        self._first_tokens: dict[str, float] = {}
-        """Request id -> when its first token came."""
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
         assert plan.model is not None
-        self._note_first_tokens(plan)
         decodes, prefills = split_running(plan.running)
         slack = min(map(self.deadline, decodes), default=inf) - plan.now
         decode(plan, sorted(decodes, key=self.deadline), victims=plan.running)
@@ -92,34 +89,32 @@ class NiyamaComposer:
         total = step_tokens(plan.model, shape, head.num_computed_tokens, slack, candidates)
         filler = _Filler(plan, shape, total - len(plan.decodes), self._reservation)
         self._fill(filler, in_time if is_relegated(head) else chain([head], in_time), late)
-        self._learn(plan.model, filler)
+
+    def commit(self, plan: StepPlan) -> None:
+        """Take a step with prompts into the expected throughput, by its predicted time."""
+        shape = planned_shape(plan)
+        if shape.num_chunk_tokens:
+            assert plan.model is not None
+            seen = shape.num_chunk_tokens / plan.model.step_time(shape)
+            self.throughput = OLD_WEIGHT * self.throughput + (1 - OLD_WEIGHT) * seen
 
     def deadline(self, state: RequestState) -> float:
         """Return when the next token to plan for a running request is due."""
-        first = self._first_tokens.get(state.request_id, -inf)
-        due = first if state.ttft_deadline == inf else max(first, state.ttft_deadline)
+        first = state.slo.first_delivery
+        due = first if state.slo.ttft_deadline == inf else max(first, state.slo.ttft_deadline)
         num_out = state.num_output_tokens + state.num_in_flight_tokens
-        return due + num_out * state.tbt if num_out else due
-
-    def _note_first_tokens(self, plan: StepPlan) -> None:
-        known = self._first_tokens
-        for state in plan.running:
-            if state.num_output_tokens and state.request_id not in known:
-                known[state.request_id] = state.last_delivery
-        if len(known) > 64 + 2 * (len(plan.running) + len(plan.waiting)):
-            current = {state.request_id for state in (*plan.running, *plan.waiting)}
-            self._first_tokens = {name: time for name, time in known.items() if name in current}
+        return due + num_out * state.slo.tbt if num_out else due
 
     def _fill(self, filler: _Filler, in_time: Iterable[RequestState], late: list[RequestState]) -> None:
         """Serve prompts by priority; those that cannot be in time any more fall behind all others, once."""
         plan = filler.plan
         for state in in_time:
             if self._is_hopeless(state, plan):
-                plan.lost.append(state)
+                plan.late.append(state)
             elif not filler.take(state):
                 return
         # Whoever asks to be refused rather than served late ends with this step.
-        late += [state for state in plan.lost if state.request.shed is not ShedMode.REJECT]
+        late += [state for state in plan.late if state.request.shed is not ShedMode.REJECT]
         for state in sorted(late, key=priority):
             if not filler.take(state):
                 return
@@ -128,17 +123,11 @@ class NiyamaComposer:
         """Whether a prompt that has not begun will be late (eager relegation)."""
         if state.status is not RequestStatus.WAITING or is_relegated(state) or state.num_output_tokens:
             return False
-        time_left = state.ttft_deadline - plan.now
+        time_left = state.slo.ttft_deadline - plan.now
         if state.num_wanted_tokens <= time_left * self.throughput:
             return False
         num_cached = len(plan.match(state)) * plan.block_size
         return state.num_wanted_tokens - num_cached > time_left * self.throughput
-
-    def _learn(self, model: StepTimeModel, filler: _Filler) -> None:
-        """Take a step with prompts into the expected throughput, by its predicted time."""
-        if filler.num_taken:
-            seen = filler.num_taken / model.step_time(filler.shape)
-            self.throughput = OLD_WEIGHT * self.throughput + (1 - OLD_WEIGHT) * seen
 
 
 class _Filler:
@@ -149,7 +138,6 @@ class _Filler:
     ) -> None:
         self.plan = plan
         self.shape = shape
-        self.num_taken = 0
         self._num_left = max(0, min(num_tokens, plan.num_tokens_left))
         self._reservation = reservation
         self._admits = not plan.ran_out_of_blocks
@@ -187,7 +175,6 @@ class _Filler:
         if num_new:
             self.shape.add(num_cached, num_new, samples=True)
         self._num_left -= num_new
-        self.num_taken += num_new
 
 
 def step_tokens(
@@ -228,13 +215,13 @@ def is_relegated(state: RequestState) -> bool:
 def priority(state: RequestState) -> tuple[float, ...]:
     """Return a prompt's place: relegated last, by deadline and remaining tokens, by arrival."""
     num_left = state.num_prompt_tokens - state.num_computed_tokens
-    rank = state.ttft_deadline + SECONDS_PER_TOKEN * num_left
+    rank = state.slo.ttft_deadline + SECONDS_PER_TOKEN * num_left
     return is_relegated(state), rank, state.request.arrival
 
 
 def _is_order_settled(decodes: list[RequestState]) -> bool:
     """Whether one more token for each changes nobody's place: all deadlines are known and move alike."""
-    return all(state.num_output_tokens for state in decodes) and len({state.tbt for state in decodes}) <= 1
+    return all(state.num_output_tokens for state in decodes) and len({state.slo.tbt for state in decodes}) <= 1
 
 
 def _by_priority(

@@ -17,13 +17,13 @@ them in these points:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.runnable import needs_block, split_running
+from onbeat.scheduler.replica.baselines.runnable import needs_block, planned_shape, split_running
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 QUANTUM_RATIO = 2.0
@@ -32,7 +32,7 @@ STARVATION = 3.0
 """Seconds without a step after which a request is promoted to the highest queue."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """Where a request stands in the queues."""
 
@@ -47,23 +47,21 @@ class Job:
 class FeedbackQueues:
     """The level of each request: entered by its first step's time, left by the service it has had."""
 
-    def __init__(self) -> None:
-        self.jobs: dict[str, Job] = {}
-        self._quantum = 0.0
+    def __init__(self, jobs: dict[str, Job] | None = None, quantum: float = 0.0) -> None:
+        self.jobs = jobs or {}
+        self._quantum = quantum
 
-    def refresh(self, states: Iterable[RequestState], now: float, model: StepTimeModel) -> None:
-        """Let newcomers in, promote who starves, forget who is gone."""
-        if not self._quantum:
-            self._quantum = _chunk_seconds(model, 1)
-        jobs: dict[str, Job] = {}
+    def refreshed(self, states: Iterable[RequestState], now: float, model: StepTimeModel) -> FeedbackQueues:
+        """Return the queues with newcomers let in, who starves promoted, who is gone forgotten."""
+        queues = FeedbackQueues(quantum=self._quantum or _chunk_seconds(model, 1))
         for state in states:
             job = self.jobs.get(state.request_id)
             if job is None:
-                job = Job(self.entry_level(_chunk_seconds(model, state.num_tokens)), now)
+                job = Job(queues.entry_level(_chunk_seconds(model, state.num_tokens)), now)
             elif now - job.last_step >= STARVATION:
-                job.level, job.service = 0, 0.0
-            jobs[state.request_id] = job
-        self.jobs = jobs
+                job = replace(job, level=0, service=0.0)
+            queues.jobs[state.request_id] = job
+        return queues
 
     def quantum(self, level: int) -> float:
         """Return the service that a queue grants, seconds."""
@@ -80,10 +78,10 @@ class FeedbackQueues:
         """Count a step for those in it; demote who has used up its quantum."""
         for state in states:
             job = self.jobs[state.request_id]
-            job.last_step = now
-            job.service += seconds
-            if job.service > self.quantum(job.level):
-                job.level, job.service = job.level + 1, 0.0
+            level, service = job.level, job.service + seconds
+            if service > self.quantum(level):
+                level, service = level + 1, 0.0
+            self.jobs[state.request_id] = Job(level, now, service)
 
     def place(self, state: RequestState) -> tuple[int, tuple[float, ...]]:
         """Return the request's place in the order of service."""
@@ -100,19 +98,22 @@ class FastServeComposer:
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it is in the sort keys)
         assert plan.model is not None
         plan.is_repeatable = False  # each step is service, and moves requests between queues
-        self.queues.refresh((*plan.running, *plan.waiting), plan.now, plan.model)
-        step = _Step(plan, self.queues, self._reservation)
-        step.fill()
-        self.queues.charge(step.states, plan.now, plan.model.step_time(step.shape))
+        queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, plan.model)
+        _Step(plan, queues, self._reservation).fill()
+
+    def commit(self, plan: StepPlan) -> None:
+        """Count the step for those in it."""
+        assert plan.model is not None
+        self.queues = self.queues.refreshed((*plan.running, *plan.waiting), plan.now, plan.model)
+        served = [*plan.decodes, *(state for state, _ in plan.chunks)]
+        served += [admission.state for admission in plan.admissions]
+        self.queues.charge(served, plan.now, plan.model.step_time(planned_shape(plan)))
 
 
 class _Step:
     """One step, filled from the highest queue down."""
 
     def __init__(self, plan: StepPlan, queues: FeedbackQueues, reservation: ReservePrompt) -> None:
-        self.shape = BatchShape()
-        self.states: list[RequestState] = []
-        """Who is in it."""
         self._plan = plan
         self._queues = queues
         self._reservation = reservation
@@ -146,7 +147,6 @@ class _Step:
         else:
             return True
         plan.num_tokens_left -= num_new
-        self._count(state, state.num_computed_tokens, num_new)
         return True
 
     def _take_block(self) -> bool:
@@ -170,7 +170,6 @@ class _Step:
             return False
         if not plan.admit(state, cached_block_ids, num_new, self._reservation):
             return False
-        self._count(state, num_cached, num_new)
         return True
 
     def _make_room(self, state: RequestState) -> bool:
@@ -204,11 +203,6 @@ class _Step:
     def _counts_on_cache(self) -> bool:
         """Whether the plan admits someone with cached blocks, which a victim might be about to free."""
         return any(admission.cached_block_ids for admission in (*self._plan.admissions, *self._plan.pulls))
-
-    def _count(self, state: RequestState, num_cached: int, num_new: int) -> None:
-        if num_new:
-            self.states.append(state)
-            self.shape.add(num_cached, num_new, samples=True)
 
 
 def _chunk_seconds(model: StepTimeModel, num_tokens: int) -> float:

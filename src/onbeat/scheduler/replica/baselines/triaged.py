@@ -1,0 +1,71 @@
+"""Simple rules to compare `slo` with: a static token budget with triage, and a time budget with triage."""
+
+from __future__ import annotations
+
+from math import inf
+
+from onbeat.scheduler.replica.baselines.runnable import decode, split_running
+from onbeat.scheduler.replica.parts import QueueOrder
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.filler import StepFiller
+from onbeat.scheduler.replica.slo.triage import select_feasible
+from onbeat.scheduler.replica.slo.view import decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+
+class TriagedBudget:
+    """All decodes, then prompts within a budget, those last that cannot all be in time.
+
+    Parameters
+    ----------
+    by_time : the budget is the tightest TBT objective of the streams, and an efficient chunk (the *simple
+        rule*); else it is the step's tokens, `max_num_batched_tokens`, as in Sarathi-Serve.
+    by_deadline : prompts that are served go by deadline; else by arrival.
+    """
+
+    def __init__(self, *, by_time: bool, by_deadline: bool) -> None:
+        self._by_time = by_time
+        self._by_deadline = by_deadline
+        self._work: PrefillWork | None = None
+
+    def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
+        plan.is_repeatable = False
+        work = self._of(plan)
+        decodes, prefills = split_running(plan.running)
+        jobs, plan.late = prefill_jobs(plan.now, prefills, plan.waiting, work)
+        decode(plan, decodes, victims=plan.running)
+        shape = decode_shape(plan.decodes)
+        limit, chunk = inf, plan.num_tokens_left
+        if self._by_time:
+            limit = min([state.slo.tbt for state in decodes if state.slo.next_deadline < inf], default=inf)
+            chunk = work.efficient_chunk
+        share = 1.0
+        if chunk > 0:
+            step = shape.copy()
+            step.add(0, chunk, samples=True)
+            seconds = work.of(step)
+            share = 1 - max(0.0, seconds - work.seconds(chunk, 0)) / min(limit, seconds)
+        kept, left_behind = select_feasible(
+            jobs, start=plan.now, share=max(share, LEAST_SHARE), worth=lambda state: state.request.weight
+        )
+        if not self._by_deadline:
+            kept.sort(key=lambda job: job.state.request.arrival)
+        late = {id(state) for state in plan.late}
+        begun = [state for state in prefills if state.slo.next_deadline == inf or id(state) in late]
+        prompts = [job.state for job in (*kept, *left_behind)] + begun
+        prompts += [state for state in plan.late if not state.block_ids]
+        prompts += plan.waiting.first_from(BEST_EFFORT_RANK, plan.max_num_seqs)
+        filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=chunk)
+        filler.fill([state for state in prompts if state not in plan.victims])
+
+    def commit(self, plan: StepPlan) -> None:
+        """Take what the model has learnt."""
+        self._of(plan).refresh()
+
+    def _of(self, plan: StepPlan) -> PrefillWork:
+        assert plan.model is not None
+        if self._work is None:
+            self._work = PrefillWork(plan.model, None)
+        return self._work
+

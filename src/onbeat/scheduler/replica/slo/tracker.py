@@ -1,0 +1,88 @@
+"""What became of requests and tenants so far: the memory of a policy that keeps deadlines."""
+
+from __future__ import annotations
+
+from onbeat.core.step import SchedulerState
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.fairness import TenantCounters
+from onbeat.scheduler.replica.slo.lengths import OutputLengths
+from onbeat.scheduler.replica.slo.load_estimate import LoadEstimate
+
+_WORTH_OF_EXCESS = 4.0
+"""A tenant that has had a full excess of service over the mean counts so many times less, one that lacks it so
+many times more."""
+
+
+class SLOTracker:
+    """Follows requests from arrival to end, and what they tell of the load, of lengths and of tenants.
+
+    Attributes
+    ----------
+    lengths : output lengths of late.
+    load : arrivals and the work that they bring.
+    num_missed : streams so far that could no longer keep their objective once they ran.
+    num_rejected : reason -> requests refused or given up.
+    predicted_wait : seconds until a prompt that had arrived with the last step would have been begun.
+    """
+
+    def __init__(self) -> None:
+        self.lengths = OutputLengths()
+        self.load = LoadEstimate()
+        self.num_missed = 0
+        self.num_rejected: dict[str, int] = {}
+        self.predicted_wait = 0.0
+        self._tenants = TenantCounters()
+        self._has_tenants = False
+        """Whether there is more than one to be fair between."""
+
+    def worth(self, state: RequestState) -> float:
+        """Return what keeping a request's objective is worth: its weight, less for tenants that have had more."""
+        weight = state.request.weight
+        if self._has_tenants:
+            weight *= _WORTH_OF_EXCESS ** -self._tenants.share(state.request.tenant)
+        return weight
+
+    def on_arrival(self, state: RequestState) -> None:
+        """Count a request that waits."""
+        self._tenants.on_arrival(state.request.tenant)
+        self._has_tenants = len(self._tenants) > 1
+
+    def on_start(self, state: RequestState) -> None:
+        """Count a request that runs for the first time, and its prompt."""
+        self._tenants.on_leave(state.request.tenant)
+        self._tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
+
+    def on_delivery(self, state: RequestState, num_tokens: int, now: float) -> None:
+        """Count a delivery."""
+        self.num_missed += state.slo.note_delivery(now, num_tokens)
+        if self._has_tenants:
+            self._tenants.on_output(state.request.tenant, num_tokens)
+
+    def on_finish(self, state: RequestState) -> None:
+        """Learn from a request that has all its tokens."""
+        self.lengths.observe(state.request.slo_class, state.num_output_tokens)
+
+    def on_drop(self, state: RequestState) -> None:
+        """Forget a request, however it ended."""
+        if state.scheduled_time < 0:
+            self._tenants.on_leave(state.request.tenant)
+
+    def reject(self, reason: str) -> None:
+        """Count a request that is not served."""
+        self.num_rejected[reason] = self.num_rejected.get(reason, 0) + 1
+
+    def report(
+        self, now: float, *, num_best_effort: int, num_relegated: int, slacks: list[float]
+    ) -> SchedulerState:
+        """Return how things stand."""
+        return SchedulerState(
+            num_best_effort=num_best_effort,
+            num_relegated=num_relegated,
+            num_lost=self.num_missed,
+            num_rejected=dict(self.num_rejected),
+            predicted_wait=self.predicted_wait,
+            arrival_rate=self.load.arrival_rate(now),
+            utilisation=self.load.utilisation(now),
+            stationary_wait=self.load.stationary_wait(now),
+            decode_slacks=slacks,
+        )

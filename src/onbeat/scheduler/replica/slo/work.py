@@ -1,0 +1,143 @@
+"""What prompts cost, as two coefficients of the step-time model, so that a queue is summed up quickly."""
+
+from __future__ import annotations
+
+from math import ceil, inf, sqrt
+from typing import NamedTuple
+
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+
+_SMALLEST_CHUNK = 32
+_LARGEST_CHUNK = 4096
+_CONTEXT = 2048
+"""Cached tokens of the chunk by which the cost of attention is told from that of the layers."""
+_NEAR_BEST = 1.05
+"""A chunk is large enough if no other is cheaper a token by more than this."""
+_REFRESH_STEPS = 16
+"""Steps after which the coefficients are taken again from a model that has learnt meanwhile: some 15 questions,
+a tenth of what planning these steps costs."""
+LEAST_SHARE = 0.05
+"""Share of the time that prompts are counted on to get, however little is left beside the decodes: without a
+bound the predicted wait would be infinite."""
+
+
+class Room(NamedTuple):
+    """What prompts get of a step."""
+
+    chunk: int
+    """Tokens of all prompts together, beyond which a longer step gains nothing."""
+    length: float
+    """Seconds of the step with as many."""
+    share: float
+    """Of the time that goes into prefill work, in (0, 1]."""
+
+    def drain_seconds(self, seconds: float) -> float:
+        """Return how long so much prefill work takes in steps like this."""
+        return seconds + ceil(seconds / (self.length * self.share)) * self.length * (1 - self.share)
+
+
+class PrefillWork:
+    """Seconds of prefill work: `token n + pair (n h + n^2 / 2)` for n tokens after h cached ones.
+
+    This is what a prompt adds to steps that are long enough to be bound by arithmetic, beside
+    `step_seconds` for each step.
+
+    Parameters
+    ----------
+    model, quantile : predicts steps; the quantile to plan with, None is the mean.
+
+    Attributes
+    ----------
+    token, pair : the coefficients, seconds.
+    efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
+    step_seconds : of a step's time, what does not grow with its tokens.
+    decode_seconds : what one more decode of a usual context adds to a step.
+    """
+
+    def __init__(self, model: StepTimeModel, quantile: float | None) -> None:
+        self._model = model
+        self._quantile = quantile
+        self._num_left = 0
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take the coefficients from the model, if it is time. Called once a step."""
+        self._num_left -= 1
+        if self._num_left > 0:
+            return
+        self._num_left = _REFRESH_STEPS
+        times: dict[int, float] = {}
+        size = _SMALLEST_CHUNK
+        while size <= _LARGEST_CHUNK:
+            times[size] = self._chunk_seconds(0, size)
+            size *= 2
+        best = min(seconds / size for size, seconds in times.items())
+        chunk = next(size for size, seconds in times.items() if seconds <= best * size * _NEAR_BEST)
+        self.efficient_chunk = chunk
+        with_context = self._chunk_seconds(_CONTEXT, chunk)
+        self.pair = max(0.0, (with_context - times[chunk]) / (chunk * _CONTEXT))
+        longer = times.get(2 * chunk) or self._chunk_seconds(0, 2 * chunk)
+        slope = (longer - times[chunk]) / chunk - self.pair * 1.5 * chunk
+        # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
+        self.token = min(max(slope, 0.5 * best), best)
+        self.step_seconds = max(0.0, times[chunk] - self.seconds(chunk, 0))
+        few, many = (self.of(_decodes(num, _CONTEXT)) for num in (16, 32))
+        self.decode_seconds = max(0.0, (many - few) / 16)
+
+    def of(self, shape: BatchShape) -> float:
+        """Return the time of a step, seconds."""
+        return self._model.step_time(shape, self._quantile)
+
+    def max_chunk(self, shape: BatchShape, num_cached: int, limit: float) -> int:
+        """Return the longest chunk that may join within a limit, tokens."""
+        return self._model.max_chunk_tokens(shape, num_cached, limit, self._quantile)
+
+    def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
+        """Return the work of `num_tokens` after `num_cached_tokens`."""
+        return num_tokens * (self.token + self.pair * (num_cached_tokens + 0.5 * num_tokens))
+
+    def idle_seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
+        """Return about how long the tokens take where nothing else runs."""
+        return self.step_seconds + self.seconds(num_tokens, num_cached_tokens)
+
+    def room_beside(self, decodes: BatchShape, limit: float, ttft: float) -> Room:
+        """Return what prompts get of a step beside some decodes.
+
+        A step of length L spends `step_seconds` / L of the time on what each step costs, and lets whoever
+        arrives meanwhile wait for a part of L / ttft of its objective. The sum of both shares is least at
+        L = sqrt(step_seconds ttft). A step is as long as that, or as an efficient chunk makes it; decodes do
+        not count, since what longer steps save on them the streams then lack.
+
+        Parameters
+        ----------
+        limit : seconds that the step may take at most.
+        ttft : the shortest TTFT objective of the prompts, seconds; infinite without any.
+        """
+        chunk = self.efficient_chunk
+        trial = decodes.copy()
+        trial.add(0, chunk, samples=True)
+        length = self.of(trial)
+        work = self.seconds(chunk, 0)
+        fixed = max(0.0, length - work)
+        best = sqrt(self.step_seconds * ttft) if ttft < inf else 0.0
+        if best > length:
+            chunk += int((best - length) * chunk / work)
+            length = best
+        length = min(length, limit)
+        return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
+
+    def _chunk_seconds(self, num_cached: int, num_tokens: int) -> float:
+        shape = BatchShape()
+        shape.add(num_cached, num_tokens, samples=True)
+        return self.of(shape)
+
+
+def _decodes(num: int, context: int) -> BatchShape:
+    return BatchShape(
+        num_new_tokens=num,
+        num_sequences=num,
+        num_decodes=num,
+        decode_context_tokens=num * context,
+        num_lm_head_rows=num,
+    )
