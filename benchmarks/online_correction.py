@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.recording.reader import Recording
@@ -82,6 +83,10 @@ class Machine:
             yield shape, seconds + (self.stall if rng.random() < 0.01 else 0.0)
 
 
+def always(factor: float) -> Callable[[int], float]:
+    return lambda _: factor
+
+
 def changed(factor: float) -> Callable[[int], float]:
     return lambda index: factor if index >= NUM_STEPS // 2 else 1.0
 
@@ -95,13 +100,13 @@ MACHINES = {
     "stalls of 2 s": Machine(stall=2.0),
     "chunks 1.5 x dearer, spells of 1.6 x": Machine(chunks=1.5, spell=1.6),
     "chunks 2.5 x dearer": Machine(chunks=2.5),
-    **{f"prior {x:g} x too fast": Machine(pace=lambda _, x=x: x) for x in (5, 20)},
-    **{f"prior {x:g} x too slow": Machine(pace=lambda _, x=x: 1 / x) for x in (5, 20)},
+    **{f"prior {x:g} x too fast": Machine(pace=always(x)) for x in (5, 20)},
+    **{f"prior {x:g} x too slow": Machine(pace=always(1 / x)) for x in (5, 20)},
     **{f"pace x {x:g} half-way": Machine(pace=changed(x)) for x in (1.6, 2.5, 5, 20, 0.2, 0.05)},
 }
 
 
-def scored(model: Predictor, steps: Iterable[Step]) -> list[Score]:
+def scored(model: StepTimeModel, steps: Iterable[Step]) -> list[Score]:
     """Return how well each step was predicted."""
     found: list[Score] = []
     for shape, seconds in steps:
