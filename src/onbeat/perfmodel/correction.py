@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 
 _KEY_STRIDE = 64  # above any bit length of a token count
-
-
-@dataclass(frozen=True, slots=True)
-class CorrectionConfig:
-    """How quickly and how far to follow the measured steps."""
-
-    weight: float = 0.2
-    """Share of the newest step in the pace (until 1 / weight steps are in, the plain mean)."""
-    ready_after: int = 8
-    """Steps that must be in before any factor is used."""
-    lowest: float = 0.5
-    highest: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.weight <= 1:
-            raise ConfigError(f"the weight of a new step must be in (0, 1]: {self.weight}")
-        if self.ready_after < 1:
-            raise ConfigError(f"factors must be ready after at least one step: {self.ready_after}")
-        if not 0 < self.lowest <= 1 <= self.highest < math.inf:
-            raise ConfigError(f"the factor's bounds must enclose 1: [{self.lowest}, {self.highest}]")
 
 
 class OnlineCorrection:
@@ -40,38 +21,40 @@ class OnlineCorrection:
     learnt slowly. Were the two one, a kind that has not run for a while would keep the pace of its last
     steps, and which of two batches takes longer would depend on when each ran last.
 
-    All are exponentially weighted geometric means of measured / predicted. Each step counts as at most the
-    bounds, and moves the pace as one that is a third off, so that one stall cannot move it far.
+    The pace is the median of the first steps, and a weighted geometric mean of measured / predicted from then
+    on. Nothing bounds it, since a model may be wrong by any factor; what is bounded is how far one step moves
+    it, lest a stall do. A step that is further off than `_FAR` counts as one that is just as far, a second in
+    a row to the same side as twice as far, a third as three times: a stall comes alone, and a machine that
+    has changed says so step after step.
 
     A batch with drafts has the factor of the same rows without, times what drafts turned out to cost beside
     their prediction: batches are compared before one of them runs, and drafts gain or lose a few per cent.
     """
 
-    __slots__ = ("_buckets", "_drafts", "_log_bounds", "_num_steps", "_pace", "config")
+    __slots__ = ("_buckets", "_drafts", "_first", "_num_far", "_pace", "has_lost_pace")
 
-    def __init__(self, config: CorrectionConfig | None = None) -> None:
-        self.config = config or CorrectionConfig()
-        self._log_bounds = math.log(self.config.lowest), math.log(self.config.highest)
-        self._num_steps = 0
+    def __init__(self) -> None:
+        self.has_lost_pace = True
+        """Whether predictions are catching up with a machine that has changed, or know nothing of it yet: how
+        far they are off now does not say how far they will be."""
+        self._first: list[float] = []
+        """Of the first steps, log(measured / predicted)."""
         self._pace = 0.0
         """Logarithm, as of all that is kept here."""
+        self._num_far = 0
+        """Newest steps in a row that were further off than `_FAR`; negative where they were too short."""
         self._buckets: dict[int, _SlowMean] = {}
         self._drafts = DraftSurcharge()
 
     def factor(self, shape: BatchShape) -> float:
         """Return the factor on the prediction for a batch; 1 until enough steps were seen."""
-        if self._num_steps < self.config.ready_after:
-            return 1.0
         value = self._pace
         bucket = self._buckets.get(_key(shape))
         if bucket is not None:
             value += bucket.value
         if shape.num_draft_tokens:
             value += self._drafts.of(shape).value
-        low, high = self._log_bounds
-        if low <= value <= high:
-            return math.exp(value)
-        return self.config.lowest if value < low else self.config.highest
+        return math.exp(value)
 
     def observe(self, shape: BatchShape, ratio: float) -> None:
         """Learn from one step.
@@ -80,14 +63,26 @@ class OnlineCorrection:
         ----------
         ratio : measured / predicted without this correction; positive and finite.
         """
-        low, high = self._log_bounds
-        value = min(max(math.log(ratio), low), high)
-        left = value - self._pace
-        if self._num_steps >= self.config.ready_after:  # until then all is the pace
-            left = self._learn_kind(shape, left)
-            left = min(max(left, -_MOST_LEFT), _MOST_LEFT)
-        self._num_steps += 1
-        self._pace += max(self.config.weight, 1 / self._num_steps) * left
+        value = math.log(ratio)
+        if len(self._first) < _NUM_FIRST:
+            self._first.append(value)
+            if len(self._first) == _NUM_FIRST:
+                self._pace, self.has_lost_pace = median(self._first), False
+            return
+        left = self._learn_kind(shape, value - self._pace)
+        self._pace += _WEIGHT * self._bounded(left)
+
+    def _bounded(self, left: float) -> float:
+        """Return how much to believe of what nobody expected of a step."""
+        if abs(left) <= _FAR:
+            self._num_far, self.has_lost_pace = 0, False
+            return left
+        side = 1 if left > 0 else -1
+        self._num_far = self._num_far + side if self._num_far * side > 0 else side
+        most = abs(self._num_far) * _FAR
+        if abs(self._num_far) >= _NUM_SURE and abs(left) > most:
+            self.has_lost_pace = True
+        return min(max(left, -most), most)
 
     def _learn_kind(self, shape: BatchShape, value: float) -> float:
         """Learn what a kind of batch takes beside others; return what nobody expected of the value."""
@@ -96,13 +91,8 @@ class OnlineCorrection:
         if bucket is None:
             bucket = self._buckets[key] = _SlowMean()
         if not shape.num_draft_tokens:
-            left = value - bucket.value
-            bucket.observe(value)
-            return left
-        value -= bucket.value
-        left = value - self._drafts.of(shape).value
-        self._drafts.observe(shape, value)
-        return left
+            return bucket.observe(value)
+        return self._drafts.observe(shape, value - bucket.value)
 
 
 class DraftSurcharge:
@@ -122,19 +112,21 @@ class DraftSurcharge:
         """Return what is known of batches of this size."""
         return self._by_size.get(_size(shape), self._all)
 
-    def observe(self, shape: BatchShape, value: float) -> None:
-        """Learn from a step with drafts.
+    def observe(self, shape: BatchShape, value: float) -> float:
+        """Learn from a step with drafts; return how far it was off.
 
         Parameters
         ----------
         value : log of measured / predicted, over the factor of the same rows without drafts.
         """
+        left = value - self.of(shape).value
         self._all.observe(value)
         size = _size(shape)
         of_size = self._by_size.get(size)
         if of_size is None:
             of_size = self._by_size[size] = _SlowMean(self._all)
         of_size.observe(value)
+        return left
 
 
 class _SlowMean:
@@ -153,15 +145,26 @@ class _SlowMean:
         self._mean = 0.0
         self.value: float = 0.0 if prior is None else prior.value
 
-    def observe(self, value: float) -> None:
+    def observe(self, value: float) -> float:
+        """Count a value, as at most `_FAR` away from what was believed; return how far it was away."""
+        left = value - self.value
         self._count += 1
+        value = self.value + min(max(left, -_FAR), _FAR)
         self._mean += (value - self._mean) * max(_SLOW_WEIGHT, 1 / self._count)
         prior = 0.0 if self._prior is None else self._prior.value
         self.value = (_PRIOR * prior + self._count * self._mean) / (_PRIOR + self._count)
+        return left
 
 
-_MOST_LEFT = 0.3
-"""Of a step's logarithm beyond what was expected, as far as it moves the pace."""
+_NUM_FIRST = 8
+"""Steps that must be in before there is a pace: the first ones of an engine may take long, but not most."""
+_WEIGHT = 0.2
+"""Share of the newest step in the pace: noise of 5 % a step makes it uncertain by 2 %."""
+_FAR = 0.3
+"""Of a step's logarithm beyond what was expected: six times that noise, and a stall moves the pace by 6 %."""
+_NUM_SURE = 3
+"""The step in a row that tells another pace from a slow spell, if it is still so many times `_FAR` off:
+in a change to 2.5 times it no longer is, in one to 3.5 times it is."""
 _SLOW_WEIGHT = 1 / 64
 """Share of the newest step in what a kind of batch takes beside others."""
 _PRIOR = 16
@@ -215,9 +218,9 @@ class DriftAlarm:
     def observe(self, ratio: float) -> None:
         """Count one step's measured / predicted."""
         self._num_steps += 1
-        # A stall of a second is not drift: one step weighs as a factor of four at most.
-        value = min(max(math.log(ratio), -_LOG_LIMIT), _LOG_LIMIT)
-        self._mean += (value - self._mean) / min(self._num_steps, self._memory)
+        # A stall of a second is not drift: one step weighs as a factor of four beside the others at most.
+        left = min(max(math.log(ratio) - self._mean, -_LOG_LIMIT), _LOG_LIMIT)
+        self._mean += left / min(self._num_steps, self._memory)
         if self._is_alarming:
             self._is_alarming = abs(self._mean) >= self._off
         elif self._num_steps >= self._memory:

@@ -17,10 +17,11 @@ class OnlineQuantile:
     ready_after : steps that must have been seen; before that, whoever asks relies on what was known before.
     """
 
-    __slots__ = ("_factors", "_num_left", "_ratios", "_sorted")
+    __slots__ = ("_factors", "_num_left", "_ratios", "_ready_after", "_sorted")
 
     def __init__(self, *, window: int = 512, ready_after: int = 64) -> None:
         self._ratios: deque[float] = deque(maxlen=window)
+        self._ready_after = ready_after
         self._num_left = ready_after
         self._sorted: list[float] = []
         self._factors: dict[float, float] = {}
@@ -33,6 +34,13 @@ class OnlineQuantile:
             self._num_left = _REFRESH_EVERY
             self._sorted = sorted(self._ratios)
             self._factors.clear()
+
+    def forget(self) -> None:
+        """Begin anew: the steps so far say nothing of those to come."""
+        self._ratios.clear()
+        self._sorted.clear()
+        self._factors.clear()
+        self._num_left = self._ready_after
 
     def factor(self, q: float) -> float | None:
         """Return the q-quantile, by the nearest rank; None until enough steps were seen."""

@@ -101,13 +101,25 @@ class Predictor:
         if self._inflation is not None:
             expected *= self._inflation(shape)
         ratio = seconds / expected
-        if self._recent is not None:
-            factor = 1.0 if self._correction is None else self._correction.factor(shape)
-            self._recent.observe(ratio / factor)
-        if self._correction is not None:
-            self._correction.observe(shape, ratio)
+        if self._correction is None:
+            if self._recent is not None:
+                self._recent.observe(ratio)
+        else:
+            self._learn(self._correction, shape, ratio)
         if self._alarm is not None:
             self._alarm.observe(ratio)
+
+    def _learn(self, correction: OnlineCorrection, shape: BatchShape, ratio: float) -> None:
+        """Correct by a step, and count how far off it was where that says how far off others will be."""
+        had_lost_pace = correction.has_lost_pace
+        left = ratio / correction.factor(shape)
+        correction.observe(shape, ratio)
+        if self._recent is None:
+            return
+        if correction.has_lost_pace:
+            self._recent.forget()  # the first steps of the change were counted before it was known for one
+        elif not had_lost_pace:
+            self._recent.observe(left)
 
     @property
     def drift(self) -> Drift | None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.correction import CorrectionConfig, DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from tests.pure.perfmodel.shapes import batch, decodes, verifies
 
 
@@ -20,13 +20,53 @@ def learn(correction: OnlineCorrection, shape: BatchShape, ratio: float, times: 
         correction.observe(shape, ratio)
 
 
+FACTORS = (1 / 50, 1 / 20, 1 / 5, 1 / 2, 2.0, 5.0, 20.0, 50.0)
+
+
+def settled(*shapes: BatchShape, times: int = 100) -> OnlineCorrection:
+    """A correction that has seen each of these batches take as long as predicted."""
+    correction = OnlineCorrection()
+    for _ in range(times):
+        for shape in shapes:
+            correction.observe(shape, 1.0)
+    return correction
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_model_that_is_wrong_by_any_factor_is_right_within_some_tens_of_steps(factor: float) -> None:
+    correction = OnlineCorrection()
+    kinds = decodes(4, 100), batch([(0, 512)])
+    learn(correction, kinds[0], factor, 20)
+    for each in (*kinds, decodes(100, 500), verifies(4, 100, 3)):
+        assert correction.factor(each) == pytest.approx(factor, rel=0.01)
+
+
 def test_it_waits_until_it_has_seen_enough() -> None:
-    correction = OnlineCorrection(CorrectionConfig(ready_after=3))
-    shape = decodes(4, 100)
-    learn(correction, shape, 1.2, 2)
+    correction, shape = OnlineCorrection(), decodes(4, 100)
+    learn(correction, shape, 1.2, 7)
     assert correction.factor(shape) == 1
+    assert correction.has_lost_pace
     learn(correction, shape, 1.2)
     assert correction.factor(shape) == pytest.approx(1.2)
+    assert not correction.has_lost_pace
+
+
+def test_slow_first_steps_do_not_make_the_pace() -> None:
+    correction, shape = OnlineCorrection(), decodes(4, 100)
+    learn(correction, shape, 100.0, 3)
+    learn(correction, shape, 1.2, 5)
+    assert correction.factor(shape) == pytest.approx(1.2)
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_a_machine_that_changes_its_pace_is_followed_within_some_tens_of_steps(factor: float) -> None:
+    kinds = decodes(4, 100), decodes(64, 100), batch([(0, 512)])
+    correction = settled(*kinds)
+    for _ in range(8):
+        for kind in kinds:
+            correction.observe(kind, factor)
+    for each in (*kinds, decodes(16, 900), verifies(4, 100, 3)):
+        assert correction.factor(each) == pytest.approx(factor, rel=0.15)
 
 
 def test_a_change_of_pace_is_believed_of_batches_that_have_not_run_since() -> None:
@@ -125,45 +165,91 @@ def test_it_follows_a_change() -> None:
     assert correction.factor(shape) == pytest.approx(1.25, rel=0.01)
 
 
-@given(ratios=st.lists(st.floats(1e-6, 1e6), min_size=8, max_size=60))
-def test_a_factor_never_leaves_its_bounds(ratios: list[float]) -> None:
-    correction = OnlineCorrection()
+@given(ratios=st.lists(st.floats(1e-6, 1e6), min_size=8, max_size=60), last=st.floats(1e-6, 1e6))
+def test_no_step_moves_a_factor_beyond_itself(ratios: list[float], last: float) -> None:
+    """But for the last of the first steps, with which there is a pace."""
+    correction, shape = OnlineCorrection(), decodes(4, 100)
     for ratio in ratios:
-        correction.observe(decodes(4, 100), ratio)
-    assert 0.5 - 1e-12 <= correction.factor(decodes(4, 100)) <= 2 + 1e-12
+        correction.observe(shape, ratio)
+    before = correction.factor(shape)
+    correction.observe(shape, last)
+    low, high = sorted((before, last))
+    assert low / 1.05 <= correction.factor(shape) <= high * 1.05
 
 
-def test_one_stall_moves_a_factor_by_a_little() -> None:
-    correction = OnlineCorrection()
+@pytest.mark.parametrize("num_steps", [0, 1, 8, 30, 1000])
+@pytest.mark.parametrize("stall", [100.0, 1e6, 0.01])
+def test_one_stall_moves_a_factor_by_a_little(num_steps: int, stall: float) -> None:
     shape = decodes(4, 100)
+    correction = settled(shape, times=num_steps)
+    correction.observe(shape, stall)
+    assert 1 / 1.1 < correction.factor(shape) < 1.1
+    learn(correction, shape, 1.0, 10)
+    assert correction.factor(shape) == pytest.approx(1.0, rel=0.03)
+
+
+def test_stalls_among_other_steps_never_add_up() -> None:
+    correction, shape = OnlineCorrection(), decodes(4, 100)
+    for _ in range(50):
+        learn(correction, shape, 1.0, 9)
+        correction.observe(shape, 200.0)
+        assert correction.factor(shape) < 1.15
+
+
+@pytest.mark.parametrize("spell", [1.6, 2.5])
+def test_a_slow_spell_is_followed_into_and_out_of_within_some_steps(spell: float) -> None:
+    shape = decodes(4, 100)
+    correction = settled(shape)
+    learn(correction, shape, spell, 10)
+    assert correction.factor(shape) == pytest.approx(spell, rel=0.15)
+    assert not correction.has_lost_pace
+    learn(correction, shape, 1.0, 10)
+    assert correction.factor(shape) == pytest.approx(1.0, rel=0.2)
+
+
+@pytest.mark.parametrize("spell", [1.6, 2.5])
+def test_a_slow_spell_is_no_loss_of_pace(spell: float) -> None:
+    shape = decodes(4, 100)
+    correction = settled(shape)
+    for ratio in [spell] * 30 + [1.0] * 30:
+        correction.observe(shape, ratio)
+        assert not correction.has_lost_pace
+
+
+@pytest.mark.parametrize("factor", [1 / 20, 1 / 5, 5.0, 20.0])
+def test_the_pace_is_lost_while_a_machine_that_has_changed_is_caught_up_with(factor: float) -> None:
+    shape = decodes(4, 100)
+    correction = settled(shape)
+    was_lost = []
     for _ in range(30):
-        correction.observe(shape, 1.0)
-    correction.observe(shape, 1000.0)
-    assert 1.0 < correction.factor(shape) < 1.1
+        correction.observe(shape, factor)
+        was_lost.append(correction.has_lost_pace)
+    assert any(was_lost)
+    assert not was_lost[0]
+    assert not was_lost[-1]
+    assert correction.factor(shape) == pytest.approx(factor, rel=0.1)
+
+
+def test_kinds_stay_apart_when_the_pace_changes_twentyfold() -> None:
+    correction = OnlineCorrection()
+    for pace in (1.0, 20.0):
+        for _ in range(100):
+            learn(correction, decodes(4, 100), 1.2 * pace)
+            learn(correction, decodes(64, 100), pace)
+    learn(correction, decodes(64, 100), 1.0, 30)
+    assert correction.factor(decodes(4, 100)) / correction.factor(decodes(64, 100)) == pytest.approx(
+        1.2, rel=0.1
+    )
 
 
 def test_noise_averages_out_without_bias() -> None:
-    correction = OnlineCorrection(CorrectionConfig(weight=0.02))
+    correction = OnlineCorrection()
     shape = decodes(4, 100)
+    factors = []
     for index in range(400):
         correction.observe(shape, 1.25 if index % 2 else 0.8)
-    assert correction.factor(shape) == pytest.approx(1.0, abs=0.01)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"weight": 0.0},
-        {"weight": 1.5},
-        {"ready_after": 0},
-        {"lowest": 0.0},
-        {"lowest": 1.1},
-        {"highest": math.inf},
-    ],
-)
-def test_a_configuration_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError):
-        CorrectionConfig(**wrong)
+        factors.append(math.log(correction.factor(shape)))
+    assert sum(factors[-100:]) / 100 == pytest.approx(0.0, abs=0.01)
 
 
 def test_the_alarm_waits_comes_on_and_goes_off_lower_than_it_came() -> None:
@@ -191,6 +277,19 @@ def test_the_alarm_hears_both_directions_and_ignores_noise() -> None:
     assert fast.state.ratio == pytest.approx(0.6)
     assert not noisy.state.is_alarming
     assert noisy.state.num_steps == 200
+
+
+@pytest.mark.parametrize("factor", [20.0, 0.05])
+def test_the_alarm_says_how_far_off_a_model_is(factor: float) -> None:
+    alarm = DriftAlarm()
+    for _ in range(64):
+        alarm.observe(factor)
+    assert alarm.state.ratio == pytest.approx(factor, rel=0.2)
+    for _ in range(1000):
+        alarm.observe(1.0)
+    alarm.observe(1e6)
+    assert alarm.state.ratio < 1.1
+    assert not alarm.state.is_alarming
 
 
 @pytest.mark.parametrize("wrong", [{"on": 1.1, "off": 1.2}, {"off": 1.0}, {"memory": 0}, {"on": math.nan}])

@@ -56,3 +56,12 @@ def test_what_lies_beyond_the_window_is_forgotten():
     assert quantile.factor(0.5) == 5.0
     observe_all(quantile, [1.0] * 128)
     assert quantile.factor(0.99) == 1.0
+
+
+def test_what_it_forgets_does_not_come_back():
+    quantile = observe_all(OnlineQuantile(ready_after=10), [20.0] * 300)
+    assert quantile.factor(0.5) == 20.0
+    quantile.forget()
+    assert quantile.factor(0.5) is None
+    assert observe_all(quantile, [1.0] * 9).factor(0.5) is None
+    assert observe_all(quantile, [1.0]).factor(1.0) == 1.0

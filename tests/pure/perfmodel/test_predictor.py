@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import timeit
 from dataclasses import replace
 
@@ -188,6 +189,40 @@ def test_it_learns_what_the_machine_does_and_says_when_that_is_far_off() -> None
     assert predictor.drift.is_alarming
     assert predictor.drift.ratio == pytest.approx(1.5)
     assert fixed.step_time(shape) == linear_seconds(shape)
+
+
+def noisy_steps(count: int, factor: float, seed: int) -> list[tuple[BatchShape, float]]:
+    rng = random.Random(seed)
+    shapes = mixed_batches(count, seed)
+    return [(shape, linear_seconds(shape) * factor * rng.lognormvariate(0.0, 0.05)) for shape in shapes]
+
+
+@pytest.mark.parametrize("num_before", [0, 600])
+@pytest.mark.parametrize("factor", [1 / 20, 1 / 5, 5.0, 20.0])
+def test_quantiles_are_right_again_once_the_machine_has_changed(num_before: int, factor: float) -> None:
+    predictor = Predictor(linear_seconds, ResidualModel.log_normal(0.1)).with_learning()
+    for shape, seconds in noisy_steps(num_before, 1.0, seed=1):
+        predictor.observe(shape, seconds)
+    shape = decodes(16, 800)
+    num_over = 0
+    for index, (shape, seconds) in enumerate(noisy_steps(500, factor, seed=2)):
+        if index >= 40:
+            mean, high = predictor.step_time(shape), predictor.step_time(shape, 0.99)
+            assert mean == pytest.approx(factor * linear_seconds(shape), rel=0.35)
+            assert 1.02 < high / mean < 1.6
+            num_over += seconds > high
+        predictor.observe(shape, seconds)
+    assert num_over / 460 < 0.03
+
+
+def test_slow_spells_count_in_the_quantiles() -> None:
+    predictor = Predictor(linear_seconds, ResidualModel.log_normal(0.01)).with_learning()
+    shape = decodes(16, 800)
+    for index in range(600):
+        spell = 2.0 if index % 100 >= 90 else 1.0
+        predictor.observe(shape, linear_seconds(shape) * spell)
+    assert predictor.step_time(shape, 0.99) > 1.6 * predictor.step_time(shape)
+    assert predictor.step_time(shape, 0.5) < 1.1 * predictor.step_time(shape)
 
 
 def test_what_was_inflated_is_learned_too() -> None:

@@ -10,6 +10,7 @@ from onbeat.core.errors import RequestRejected
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.slo.tuning import SLOTuning
@@ -191,7 +192,7 @@ class TimedDriver(Driver):
         return [times[0] - due] + [time - first - k * tbt for k, time in enumerate(times[1:], start=1)]
 
 
-def check_budget(scheduled: SchedulerOutput, model: FakeStepTime) -> None:
+def check_budget(scheduled: SchedulerOutput, model: StepTimeModel) -> None:
     """A step is predicted to be within its budget, unless its smallest row alone would not be.
 
     Predicted is what the policy plans with, the mean or a quantile.
