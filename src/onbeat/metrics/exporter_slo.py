@@ -105,7 +105,5 @@ def _load(load: LoadEstimate) -> Iterator[Metric]:
         ("predicted_wait_seconds", "Time until a prompt that came now would be begun", load.predicted_wait),
         ("arrival_rate", "Requests per second, of late", load.arrival_rate),
         ("utilisation", "Arrival rate times mean service time", load.utilisation),
-        ("stationary_wait_seconds", "Mean wait of an M/G/1 queue of this load", load.stationary_wait),
     ):
-        if value is not None:
-            yield gauge(f"onbeat_{name}", text, value)
+        yield gauge(f"onbeat_{name}", text, value)

@@ -93,7 +93,6 @@ class LoadView:
     """Of the prompt tokens, those from the prefix cache."""
     utilisation: float | None
     predicted_wait: float | None
-    stationary_wait: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +241,6 @@ def _load(window: ScrapeWindow) -> LoadView:
         cached_share=window.share("onbeat_prompt_tokens_cached_total", "onbeat_prompt_tokens_total"),
         utilisation=new.value("onbeat_utilisation"),
         predicted_wait=new.value("onbeat_predicted_wait_seconds"),
-        stationary_wait=new.value("onbeat_stationary_wait_seconds"),
     )
 
 

@@ -135,19 +135,17 @@ def test_plans_are_counted() -> None:
 LOAD: dict[str, Any] = {
     "arrival_rate": 2.0,
     "utilisation": 0.5,
-    "stationary_wait": 0.4,
     "predicted_wait": 0.7,
 }
-NAMES = ("arrival_rate", "utilisation", "stationary_wait_seconds", "predicted_wait_seconds")
+NAMES = ("arrival_rate", "utilisation", "predicted_wait_seconds")
 
 
 @pytest.mark.parametrize(
     ("now", "is_open", "expected"),
     [
-        (10.5, True, (2.0, 0.5, 0.4, 0.7)),
-        (10.5, False, (2.0, 0.5, 0.4, 0.0)),
-        # 5 s without a step: at most 0.2 requests a second; M/G/1: 0.4 x 0.1 x 0.5 / 0.95
-        (15.0, False, (0.2, 0.05, 0.4 * 0.1 * 0.5 / 0.95, 0.0)),
+        (10.5, True, (2.0, 0.5, 0.7)),
+        (10.5, False, (2.0, 0.5, 0.0)),
+        (15.0, False, (0.2, 0.05, 0.0)),  # 5 s without a step: at most 0.2 requests a second
     ],
 )
 def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expected) -> None:
@@ -157,15 +155,6 @@ def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expecte
     server.step(9.5, 10.0, scheduler=SchedulerState(**LOAD))
     got = metrics(server, now)
     assert [got[f"onbeat_{name}"] for name in NAMES] == pytest.approx(expected)
-
-
-def test_an_overloaded_queue_has_no_stationary_wait() -> None:
-    server = FakeServer()
-    state = SchedulerState(arrival_rate=2.0, utilisation=1.2, stationary_wait=None)
-    server.step(9.5, 10.0, scheduler=state)
-    got = metrics(server, 10.0)
-    assert got["onbeat_utilisation"] == 1.2
-    assert "onbeat_stationary_wait_seconds" not in got
 
 
 def test_policies_without_deadlines_show_no_load() -> None:

@@ -113,6 +113,5 @@ class PromiseBook(Worth):
             predicted_wait=self.predicted_wait,
             arrival_rate=self.load.arrival_rate(now),
             utilisation=self.load.utilisation(now),
-            stationary_wait=self.load.stationary_wait(now),
             decode_slacks=slacks,
         )
