@@ -77,6 +77,42 @@ def test_attainment_is_of_the_last_minute_and_counters_of_all_time() -> None:
     assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == 0
 
 
+WORST = "onbeat_slo_attainment_worst_decile"
+LONGEST_WAIT = "onbeat_slo_longest_wait_seconds"
+WORST_PROMPTS = "onbeat_slo_worst_decile_prompt_tokens"
+
+
+def test_the_worst_decile_of_the_last_minute_is_that_of_all_classes() -> None:
+    server = FakeServer()
+    for size in range(1, 19):
+        server.serve(f"short {size}", 10.0, [0.5], num_prompt_tokens=size, slo_class="ab"[size % 2])
+    assert WORST in metrics(server, 11.0)
+    server.serve("long", 10.0, [0.9], num_prompt_tokens=300)
+    server.open("longest", 10.0, num_prompt_tokens=400)
+    server.tracker.on_step(StepOutputs(45.0, [output("longest", 0, finish_reason=FinishReason.EXPIRED)]))
+    got = metrics(server, 50.0)
+    assert got[WORST] == 0.5
+    assert (got[WORST_PROMPTS + "{bound=min}"], got[WORST_PROMPTS + "{bound=max}"]) == (300, 400)
+    assert got[LONGEST_WAIT] == 35.0
+    got = metrics(server, 90.0)  # one is left
+    assert got[LONGEST_WAIT] == 35.0
+    assert not [name for name in got if name.startswith((WORST, WORST_PROMPTS))]
+    assert LONGEST_WAIT not in metrics(server, 200.0)
+
+
+def test_requests_that_are_not_judged_are_in_no_decile() -> None:
+    server = FakeServer()
+    for size in range(1, 10):
+        server.serve(f"r{size}", 0.0, [0.5], num_prompt_tokens=size)
+    server.serve("nothing promised", 0.0, [5.0], num_prompt_tokens=99, slo=None, slo_class=None)
+    server.open("left early", 0.0, num_prompt_tokens=100)
+    server.tracker.close("left early", FinishReason.ABORT, 0.9)
+    assert WORST not in metrics(server, 6.0)
+    server.serve("tenth", 0.0, [0.5], num_prompt_tokens=10)
+    got = metrics(server, 6.0)
+    assert (got[WORST], got[LONGEST_WAIT]) == (1.0, 0.5)
+
+
 def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     server = FakeServer()
     for name in ("a", "b", "c"):
