@@ -23,7 +23,10 @@ from tests.pure.simulator.loads import (
     random_load,
 )
 
-CLASSES = (SLOClass(name="fast", slo=SLO(ttft=0.5), share=0.5), SLOClass(name="slow", slo=SLO(), share=0.5))
+CLASSES = (
+    SLOClass(name="fast", slo=SLO(ttft=0.5), share=0.5, tenant="a"),
+    SLOClass(name="slow", slo=SLO(), share=0.5),
+)
 
 
 @pytest.mark.parametrize("router", ["round-robin", "random"])
@@ -38,7 +41,10 @@ def test_processes_change_nothing(router, changes):
     assert together.records == one_by_one.records == spread.records
     assert together.replicas == one_by_one.replicas == spread.replicas
     assert {record.replica for record in spread.records} == {"0", "1", "2", "3", "4"}
-    assert {record.request_class for record in spread.records} == {"fast", "slow"}
+    assert {(record.request_class, record.tenant) for record in spread.records} == {
+        ("fast", "a"),
+        ("slow", None),
+    }
 
 
 def test_more_replicas_than_requests():

@@ -7,7 +7,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from onbeat.report.table import number
+from onbeat.report.table import number, rows_table
 
 GROUP_COLUMNS = (
     *("prompts", "offered", "good", "TTFT P50", "TTFT P99"),
@@ -73,12 +73,7 @@ def outcome_tables(summary: dict[str, Any]) -> list[Table]:
             outcomes.add_row(*row)
         tables.append(outcomes)
     if of_groups := group_rows(summary):
-        groups = Table(box=SIMPLE_HEAD, title="Prompts (times in ms)", title_justify="left")
-        for column in GROUP_COLUMNS:
-            groups.add_column(column, justify="left" if column == "prompts" else "right")
-        for group_row in of_groups:
-            groups.add_row(*group_row)
-        tables.append(groups)
+        tables.append(rows_table("Prompts (times in ms)", GROUP_COLUMNS, of_groups))
     return tables
 
 

@@ -20,6 +20,7 @@ UNNAMED_CLASS = "default"
 
 TTFT_HEADER = "x-slo-ttft-ms"
 TPOT_HEADER = "x-slo-tpot-ms"
+TENANT_HEADER = "x-llm-d-inference-fairness-id"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +55,14 @@ class SLOTransport:
         return {"slo": fields}
 
     def headers(self, record: RequestRecord) -> dict[str, str]:
-        """Return the headers that a request gets."""
-        if self.how != "headers" or record.slo is None:
+        """Return the headers that a request gets; the tenant has a header where the rest is in the body."""
+        if self.how == "none":
             return {}
-        limits = {TTFT_HEADER: record.slo.ttft, TPOT_HEADER: record.slo.tbt}
-        return {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+        headers = {} if record.tenant is None else {TENANT_HEADER: record.tenant}
+        if self.how == "headers" and record.slo is not None:
+            limits = {TTFT_HEADER: record.slo.ttft, TPOT_HEADER: record.slo.tbt}
+            headers |= {name: f"{limit * 1e3:g}" for name, limit in limits.items() if limit is not None}
+        return headers
 
 
 def check_transport(send: SendSLO, classes: Sequence[SLOClass], *, asks_to_shed: bool) -> None:
@@ -113,3 +117,4 @@ class Promises:
             return
         own = self._classes[int(self._class_ids[record.index])]
         record.slo, record.request_class, record.weight = own.slo, own.name, own.weight
+        record.tenant = own.tenant

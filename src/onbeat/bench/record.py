@@ -46,6 +46,8 @@ class RequestRecord:
     index: int
     num_prompt_tokens: int
     """The planned length; the server's count replaces it when the answer carries one."""
+    offered_prompt_tokens: int = field(init=False)
+    """The planned length, which stays: a refused request has no other."""
     max_tokens: int
     scheduled: float | None = None
     """When an open loop wanted to send it; None in a closed loop."""
@@ -70,6 +72,8 @@ class RequestRecord:
     slo: SLO | None = None
     """What the run holds it to; None is nothing."""
     request_class: str | None = None
+    tenant: str | None = None
+    """For whom it is, where the run's classes say."""
     weight: float = 1.0
     """Worth of keeping its promise beside those of others."""
     group: str | None = None
@@ -84,6 +88,9 @@ class RequestRecord:
     # A client sees chunks of text, not how many tokens each has; it never waits for a whole answer.
     delivery_sizes: ClassVar[tuple[int, ...]] = ()
     is_streamed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self.offered_prompt_tokens = self.num_prompt_tokens
 
     @property
     def arrival(self) -> float:

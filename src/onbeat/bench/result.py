@@ -176,6 +176,7 @@ def details(result: RunResult[RequestRecord]) -> dict[str, Any]:
         "end_times": [record.end - result.start for record in records],
         "statuses": [record.status.value for record in records],
         "request_classes": [record.request_class for record in records],
+        "tenants": [record.tenant for record in records],
         "request_groups": [record.group for record in records],
         "verdicts": [None if record.verdict is None else asdict(record.verdict) for record in records],
         "predicted_ttfts": [record.predicted_ttft for record in records],

@@ -139,6 +139,7 @@ def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> 
     from onbeat.bench.outcome_table import outcome_tables
     from onbeat.bench.result import group_errors
     from onbeat.cli import bench_settings as settings
+    from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.result import merge_warnings
     from onbeat.report.table import error_table, run_tables, sweep_table
 
@@ -146,13 +147,18 @@ def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> 
     percentiles = settings.summary_options(args).percentiles
     if len(results) == 1:
         tables = run_tables(results[0], settings.table_metrics(args), percentiles)
-        for table in (*tables, *outcome_tables(results[0].summary)):
+        summary = results[0].summary
+        for table in (*tables, *outcome_tables(summary), *breakdown_tables(summary)):
             console.print(table)
     else:
         console.print(sweep_table(results))
         errors = group_errors([record for result in results for record in result.records])
         if errors:
             console.print(error_table(errors))
+    for result in results:
+        if line := worst_decile_line(result.summary):
+            title = f"{result.title}: " if len(results) > 1 else ""
+            console.print(title + line, markup=False, highlight=False)
     for warning in merge_warnings(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
     if any(result.summary["interrupted"] for result in results):

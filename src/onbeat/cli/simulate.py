@@ -94,13 +94,17 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
 
 def _show(run: RunResult[RequestRecord]) -> None:
     from onbeat.metrics.summary import METRICS
+    from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.table import run_tables
 
     console = Console()
     if not console.is_terminal:
         console = Console(width=160)
-    for table in run_tables(run, METRICS, (50.0, 90.0, 99.0), what="Simulation"):
+    tables = run_tables(run, METRICS, (50.0, 90.0, 99.0), what="Simulation")
+    for table in (*tables, *breakdown_tables(run.summary)):
         console.print(table)
+    if line := worst_decile_line(run.summary):
+        console.print(line, markup=False, highlight=False)
     for warning in run.warnings:
         console.print(f"note: {warning}", markup=False, highlight=False)
     if run.summary["interrupted"]:

@@ -238,8 +238,6 @@ class SchedulerState:
     """Requests per second, of late."""
     utilisation: float = 0.0
     """Arrival rate x mean service time; at 1 and above the queue grows."""
-    stationary_wait: float | None = None
-    """Mean wait of an M/G/1 queue with these arrivals and service times, seconds; None at 1 and above."""
     decode_slacks: list[float] = field(default_factory=list)
     """Seconds to the next deadline of each running stream with a TBT objective, as it was planned."""
 

@@ -24,7 +24,7 @@ tokens of a stream).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +42,6 @@ LATE_TOKENS_IN = 100
 GAP_PERCENTILE = 99
 
 Flags = NDArray[np.bool_]
-IsHopeless = Callable[[MeasuredRequest], bool]
-"""Whether even an idle machine could not have met a request's objectives."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +52,10 @@ class Attainment:
     num_good: int
     duration: float
     """Length of the measured interval, seconds."""
-    num_hopeless: int | None = None
-    """Those that an idle machine could not have served in time, good or not; None if nobody asked."""
 
     @property
     def attainment(self) -> float | None:
-        """Share of the offered requests that are good, hopeless ones included; None of none."""
+        """Share of the offered requests that are good; None of none."""
         return self.num_good / self.num_offered if self.num_offered else None
 
     @property
@@ -69,41 +65,46 @@ class Attainment:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the keys of a saved result."""
-        keys: dict[str, Any] = {
+        return {
             "attainment": self.attainment,
             "goodput": self.goodput,
             "good": self.num_good,
             "offered_with_slo": self.num_offered,
         }
-        return keys if self.num_hopeless is None else keys | {"hopeless": self.num_hopeless}
 
 
-def measure_attainment(
-    requests: Sequence[MeasuredRequest],
-    *,
-    duration: float,
-    mode: SLOMode = "stream",
-    is_hopeless: IsHopeless | None = None,
-) -> Attainment:
-    """Return the attainment over all offered requests that have objectives."""
+@dataclass(frozen=True, slots=True)
+class JudgedRequests:
+    """Requests with objectives, and which of them are good."""
+
+    requests: Sequence[MeasuredRequest]
+    good: Flags
+    """One for each of `requests`."""
+
+    def attainment(self, duration: float) -> Attainment:
+        """Return how many were good.
+
+        Parameters
+        ----------
+        duration : length of the measured interval, seconds.
+        """
+        return Attainment(num_offered=len(self.requests), num_good=int(self.good.sum()), duration=duration)
+
+    def of_class(self, name: str | None) -> JudgedRequests:
+        """Return the requests of one class of objectives."""
+        rows = [row for row, request in enumerate(self.requests) if request.request_class == name]
+        return JudgedRequests([self.requests[row] for row in rows], self.good[rows])
+
+
+def judge(requests: Sequence[MeasuredRequest], *, mode: SLOMode = "stream") -> JudgedRequests:
+    """Judge all offered requests that have objectives.
+
+    Raises
+    ------
+    ConfigError : an unknown mode.
+    """
     promised = [request for request in requests if has_objectives(request)]
-    return Attainment(
-        num_offered=len(promised),
-        num_good=int(good_requests(promised, mode=mode).sum()),
-        duration=duration,
-        num_hopeless=None if is_hopeless is None else sum(map(is_hopeless, promised)),
-    )
-
-
-def add_up(parts: Sequence[Attainment], *, duration: float) -> Attainment:
-    """Return the attainment of several groups of requests of one run together."""
-    hopeless = [part.num_hopeless for part in parts if part.num_hopeless is not None]
-    return Attainment(
-        num_offered=sum(part.num_offered for part in parts),
-        num_good=sum(part.num_good for part in parts),
-        duration=duration,
-        num_hopeless=sum(hopeless) if hopeless else None,
-    )
+    return JudgedRequests(promised, good_requests(promised, mode=mode))
 
 
 def has_objectives(request: MeasuredRequest) -> bool:

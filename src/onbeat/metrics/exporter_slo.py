@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 from prometheus_client.core import Metric
 
+from onbeat.metrics.breakdown import by_prompt_decile, worst_decile
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.families import counter, counters, gauge, gauges, histogram, histograms, keyed
 from onbeat.metrics.policy_counts import LoadEstimate, PolicyCounts
-from onbeat.metrics.slo_counts import WINDOW_SECONDS, SLOCounts, objectives_by_class
+from onbeat.metrics.slo_counts import WINDOW_SECONDS, ClassCounts, SLOCounts, objectives_by_class
 
 
 def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Metric]:
@@ -22,6 +23,7 @@ def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Met
     """
     yield from _classes(counts.slo)
     yield from _recent(counts.slo, now, window=min(uptime, WINDOW_SECONDS))
+    yield from _worst_decile(counts.slo, now)
     yield counters(
         "onbeat_requests_rejected",
         "Requests refused at arrival or given up in the queue",
@@ -66,7 +68,7 @@ def _classes(counts: SLOCounts) -> Iterator[Metric]:
 
 
 def _recent(counts: SLOCounts, now: float, *, window: float) -> Iterator[Metric]:
-    recent = {(name,): own.recent(now) for name, own in counts.classes.items()}
+    recent = {(name,): _judged_and_good(own, now) for name, own in counts.classes.items()}
     yield gauges(
         "onbeat_slo_attainment",
         "Share of the requests ended in the last minute that were good",
@@ -78,6 +80,35 @@ def _recent(counts: SLOCounts, now: float, *, window: float) -> Iterator[Metric]
         "Good requests per second of the last minute",
         ("slo_class",),
         {key: good / window if window > 0 else None for key, (_, good) in recent.items()},
+    )
+
+
+def _judged_and_good(counts: ClassCounts, now: float) -> tuple[int, int]:
+    recent = counts.recent(now)
+    return len(recent), sum(ended.is_good for ended in recent)
+
+
+def _worst_decile(counts: SLOCounts, now: float) -> Iterator[Metric]:
+    outcomes = counts.recent(now)
+    if outcomes.waits.size:
+        yield gauge(
+            "onbeat_slo_longest_wait_seconds",
+            "Longest wait for a first token, or in vain, of the requests ended in the last minute",
+            float(outcomes.waits.max()),
+        )
+    worst = worst_decile(by_prompt_decile(outcomes))
+    if worst is None:
+        return
+    yield gauge(
+        "onbeat_slo_attainment_worst_decile",
+        "Share of good requests in the decile of prompt lengths where it is least, of the last minute",
+        worst.attainment,
+    )
+    yield gauges(
+        "onbeat_slo_worst_decile_prompt_tokens",
+        "Shortest and longest prompt of that decile",
+        ("bound",),
+        {("min",): worst.min_prompt_tokens, ("max",): worst.max_prompt_tokens},
     )
 
 
@@ -105,7 +136,5 @@ def _load(load: LoadEstimate) -> Iterator[Metric]:
         ("predicted_wait_seconds", "Time until a prompt that came now would be begun", load.predicted_wait),
         ("arrival_rate", "Requests per second, of late", load.arrival_rate),
         ("utilisation", "Arrival rate times mean service time", load.utilisation),
-        ("stationary_wait_seconds", "Mean wait of an M/G/1 queue of this load", load.stationary_wait),
     ):
-        if value is not None:
-            yield gauge(f"onbeat_{name}", text, value)
+        yield gauge(f"onbeat_{name}", text, value)

@@ -51,6 +51,11 @@ class MeasuredRequest(Protocol):
     def num_prompt_tokens(self) -> int: ...
 
     @property
+    def offered_prompt_tokens(self) -> int:
+        """Length of the prompt as it was offered: counted in one way for served and refused requests."""
+        ...
+
+    @property
     def num_output_tokens(self) -> int: ...
 
     @property
@@ -61,6 +66,11 @@ class MeasuredRequest(Protocol):
     @property
     def request_class(self) -> str | None:
         """Name of its class of objectives."""
+        ...
+
+    @property
+    def tenant(self) -> str | None:
+        """For whom it is; None where nobody said."""
         ...
 
     @property

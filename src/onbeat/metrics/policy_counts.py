@@ -21,8 +21,6 @@ class LoadEstimate:
     arrival_rate: float
     """Requests per second."""
     utilisation: float
-    stationary_wait: float | None
-    """Seconds; None at a utilisation of 1 and above."""
 
 
 class PolicyCounts:
@@ -60,8 +58,7 @@ class PolicyCounts:
         Notes
         -----
         An idle engine takes no steps and reports nothing: since the last one no more than one request can
-        have come, which bounds the rate, and with it the utilisation rho and the M/G/1 wait, which goes with
-        rho / (1 - rho).
+        have come, which bounds the rate, and with it the utilisation.
         """
         state = self.state
         if state is None:
@@ -70,12 +67,8 @@ class PolicyCounts:
         share = 1.0
         if silence > FRESH_SECONDS and state.arrival_rate > 0:
             share = min(1.0, 1 / (state.arrival_rate * silence))
-        utilisation, wait = state.utilisation * share, state.stationary_wait
-        if wait is not None and share < 1:
-            wait *= share * (1 - state.utilisation) / (1 - utilisation)
         return LoadEstimate(
             predicted_wait=state.predicted_wait if num_open else 0.0,
             arrival_rate=state.arrival_rate * share,
-            utilisation=utilisation,
-            stationary_wait=wait,
+            utilisation=state.utilisation * share,
         )

@@ -23,6 +23,8 @@ class RequestRecord:
     """Name of the class of objectives that it belongs to."""
     slo: SLO | None = None
     """What it was promised; None is nothing."""
+    tenant: str | None = None
+    """For whom it is; None where nobody said."""
     offered_output_tokens: int | None = None
     """Output tokens that the load asked for; None where nobody knows beforehand (a live request)."""
     is_streamed: bool = True
@@ -61,6 +63,11 @@ class RequestRecord:
                 self.delivery_times.pop()
             self.num_output_tokens -= num_taken
             num_left -= num_taken
+
+    @property
+    def offered_prompt_tokens(self) -> int:
+        """Length of its prompt, which the engine knows whether it serves it or not."""
+        return self.num_prompt_tokens
 
     @property
     def sent(self) -> float:

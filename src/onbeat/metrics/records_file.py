@@ -20,6 +20,7 @@ def record_as_dict(record: RequestRecord) -> dict[str, Any]:
     return {
         "id": record.request_id,
         "class": record.request_class,
+        "tenant": record.tenant,
         "slo": None if slo is None else {"ttft": slo.ttft, "tbt": slo.tbt, "e2e": slo.e2e},
         "arrival": record.arrival,
         "scheduled": record.scheduled,

@@ -7,11 +7,16 @@ objectives of their own and no class are counted as `unnamed`.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
 
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import good_requests, has_objectives
+from onbeat.metrics.breakdown import Outcomes, has_ttft, wait_of
 from onbeat.metrics.buckets import TBT_SECONDS, TTFT_SECONDS
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.record import RequestRecord
@@ -23,6 +28,17 @@ WINDOW_SECONDS = 60.0
 """What "of late" is."""
 
 
+class EndedRequest(NamedTuple):
+    """What is remembered of a judged request."""
+
+    end: float
+    prompt_tokens: int
+    wait: float
+    """Seconds, as `breakdown` defines it."""
+    is_ttft: bool
+    is_good: bool
+
+
 class ClassCounts:
     """The requests of one class."""
 
@@ -32,23 +48,31 @@ class ClassCounts:
         self.outcomes = Counter(dict.fromkeys(OUTCOMES, 0))
         self.ttft = Histogram(TTFT_SECONDS)
         self.gap = Histogram(TBT_SECONDS)
-        self._recent: deque[tuple[float, bool]] = deque()
-        """(end, whether it was good) of the judged requests of late, by end."""
+        self._recent: deque[EndedRequest] = deque()
+        """The judged requests of late, by end."""
 
-    def take(self, end: float, outcome: str) -> None:
+    def take(self, record: RequestRecord, outcome: str) -> None:
         """Count a request that ended."""
         self.outcomes[outcome] += 1
         if outcome != "abandoned":
-            self._recent.append((end, outcome == "good"))
-            self._forget(end)
+            self._recent.append(
+                EndedRequest(
+                    end=record.end,
+                    prompt_tokens=record.offered_prompt_tokens,
+                    wait=wait_of(record),
+                    is_ttft=has_ttft(record),
+                    is_good=outcome == "good",
+                )
+            )
+            self._forget(record.end)
 
-    def recent(self, now: float) -> tuple[int, int]:
-        """Return how many judged requests have ended of late, and how many of them were good."""
+    def recent(self, now: float) -> Sequence[EndedRequest]:
+        """Return the judged requests that have ended of late."""
         self._forget(now)
-        return len(self._recent), sum(is_good for _, is_good in self._recent)
+        return self._recent
 
     def _forget(self, now: float) -> None:
-        while self._recent and self._recent[0][0] <= now - WINDOW_SECONDS:
+        while self._recent and self._recent[0].end <= now - WINDOW_SECONDS:
             self._recent.popleft()
 
 
@@ -82,7 +106,17 @@ class SLOCounts:
     def on_finish(self, record: RequestRecord) -> None:
         """Judge a request."""
         if has_objectives(record):
-            self._class(record).take(record.end, self._outcome(record))
+            self._class(record).take(record, self._outcome(record))
+
+    def recent(self, now: float) -> Outcomes:
+        """Return the judged requests of all classes that have ended of late, by class and end."""
+        ended = list(chain.from_iterable(own.recent(now) for own in self.classes.values()))
+        return Outcomes(
+            prompt_tokens=np.array([each.prompt_tokens for each in ended], dtype=np.int64),
+            waits=np.array([each.wait for each in ended], dtype=np.float64),
+            is_ttft=np.array([each.is_ttft for each in ended], dtype=np.bool_),
+            is_good=np.array([each.is_good for each in ended], dtype=np.bool_),
+        )
 
     def _class(self, record: RequestRecord) -> ClassCounts:
         name = record.request_class or UNNAMED

@@ -27,7 +27,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
-from onbeat.metrics.attainment import Attainment, add_up, has_objectives, measure_attainment
+from onbeat.metrics.attainment import Attainment, JudgedRequests, has_objectives, judge
+from onbeat.metrics.breakdown import breakdown_keys
 from onbeat.metrics.measured import MeasuredRequest as MeasuredRequest
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.samples import grouped_samples
@@ -235,18 +236,17 @@ def summarise(
         "max_output_tokens_per_s": peak_output_rate(requests),
         "max_concurrent_requests": peak_concurrency(requests),
     }
-    scores = [
-        measure_attainment(group, duration=duration, mode=options.slo_mode) for group in groups.values()
-    ]
-    result |= _attainment(requests, add_up(scores, duration=duration), options)
+    judged = judge(requests, mode=options.slo_mode)
+    result |= _attainment(requests, judged.attainment(duration), options)
     result["classes"] = {
         name: _counts(group, duration)
-        | _attainment(group, score, options)
+        | _attainment(group, judged.of_class(name).attainment(duration), options)
         | _objectives_ms(group[0])
         | _latencies(samples, options)
-        for (name, group), score, samples in zip(groups.items(), scores, by_class, strict=True)
+        for (name, group), samples in zip(groups.items(), by_class, strict=True)
         if name is not None
     }
+    result |= breakdown_keys(_scored(requests, judged, options))
     return result | _latencies(total, options)
 
 
@@ -289,6 +289,16 @@ def _attainment(
             result["goodput"] = num_good / own.duration
             result["attainment"] = num_good / len(requests) if requests else None
     return result
+
+
+def _scored(
+    requests: Sequence[MeasuredRequest], judged: JudgedRequests, options: SummaryOptions
+) -> JudgedRequests:
+    """Return the requests that attainment counts: those judged, else all by the objectives of the options."""
+    if judged.requests or not options.objectives:
+        return judged
+    good = [is_good(request, options.objectives) for request in requests]
+    return JudgedRequests(requests, np.array(good, dtype=np.bool_))
 
 
 def _objectives_ms(request: MeasuredRequest) -> dict[str, Any]:

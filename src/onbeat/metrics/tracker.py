@@ -69,6 +69,7 @@ class RequestTracker:
             num_prompt_tokens=len(request.prompt_token_ids),
             request_class=request.slo_class,
             slo=request.slo,
+            tenant=request.tenant,
             is_streamed=is_streamed,
         )
         self._open[request.request_id] = record

@@ -11,12 +11,12 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from onbeat.report.live_view import ClassView, DraftView, Percentiles, ServerView, StepView
+from onbeat.report.live_view import ClassView, DraftView, Percentiles, ServerView, StepView, WorstDecileView
 from onbeat.report.units import against, duration, percent, short, sparkline
 
 GOOD, FAIR = 0.99, 0.9
 """Attainment from here on is green, or yellow."""
-LABEL_WIDTH = 11
+LABEL_WIDTH = 12
 BAR_WIDTH = 20
 Field = tuple[str, str]
 """(value, what it is)."""
@@ -39,7 +39,9 @@ def live_frame(
     """
     gap = Text()
     parts: list[RenderableType] = [_head(view, url), Rule(style="dim"), _queues(view), gap]
-    parts += [_classes(view.classes), gap, _steps(view.steps)]
+    parts.append(_classes(view.classes))
+    parts += [] if view.worst_decile is None else [gap, _worst_decile(view.worst_decile)]
+    parts += [gap, _steps(view.steps)]
     parts += [] if view.drafts is None else [_drafts(view.drafts)]
     parts.append(_decisions(view))
     if any(step_seconds):
@@ -85,9 +87,7 @@ def _queues(view: ServerView) -> RenderableType:
     )
     rows.add_row("load", _fields((short(load.arrivals), "req/s in"), (short(load.finished), "req/s out")))
     forecast = _known(
-        (percent(load.utilisation), "utilisation"),
-        (duration(load.predicted_wait), "predicted wait"),
-        (duration(load.stationary_wait), "stationary"),
+        (percent(load.utilisation), "utilisation"), (duration(load.predicted_wait), "predicted wait")
     )
     if forecast:
         rows.add_row("forecast", _fields(*forecast))
@@ -129,6 +129,16 @@ def _classes(classes: Sequence[ClassView]) -> RenderableType:
             _against(own.tbt),
         )
     return table
+
+
+def _worst_decile(worst: WorstDecileView) -> RenderableType:
+    span = f"good, {short(worst.min_prompt_tokens)} to {short(worst.max_prompt_tokens)} tokens"
+    rows = _grid()
+    rows.add_row(
+        "worst decile",
+        _fields((percent(worst.attainment), span), (duration(worst.longest_wait), "longest wait of all")),
+    )
+    return rows
 
 
 def _steps(steps: StepView) -> RenderableType:

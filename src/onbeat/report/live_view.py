@@ -43,6 +43,17 @@ class ClassView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorstDecileView:
+    """The decile of prompt lengths with the least attainment, of late."""
+
+    attainment: float
+    min_prompt_tokens: float | None
+    max_prompt_tokens: float | None
+    longest_wait: float | None
+    """Of all requests with objectives, those of other deciles too."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
     """Steps, on average, and the plans behind them."""
 
@@ -93,7 +104,6 @@ class LoadView:
     """Of the prompt tokens, those from the prefix cache."""
     utilisation: float | None
     predicted_wait: float | None
-    stationary_wait: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +127,8 @@ class ServerView:
     drafts: DraftView | None
     """None where the server does not speculate."""
     classes: tuple[ClassView, ...]
+    worst_decile: WorstDecileView | None
+    """None where too few requests have ended, or all had prompts of one length."""
     refused: dict[str, float]
     """Reason -> requests since the start."""
     relegated: float
@@ -198,6 +210,7 @@ class ServerHistory:
             steps=_steps(recent, longer),
             drafts=_drafts(recent),
             classes=_classes(recent, longer),
+            worst_decile=_worst_decile(new),
             refused=_by_reason(new),
             relegated=new.value("onbeat_requests_relegated_total") or 0.0,
             lost=new.value("onbeat_requests_lost_total") or 0.0,
@@ -242,7 +255,6 @@ def _load(window: ScrapeWindow) -> LoadView:
         cached_share=window.share("onbeat_prompt_tokens_cached_total", "onbeat_prompt_tokens_total"),
         utilisation=new.value("onbeat_utilisation"),
         predicted_wait=new.value("onbeat_predicted_wait_seconds"),
-        stationary_wait=new.value("onbeat_stationary_wait_seconds"),
     )
 
 
@@ -307,6 +319,18 @@ def _class(name: str, recent: ScrapeWindow, longer: ScrapeWindow) -> ClassView:
         goodput=new.value("onbeat_goodput_requests_per_second", slo_class=name),
         ttft=percentiles(_TTFT, "ttft"),
         tbt=percentiles(_TBT, "tbt"),
+    )
+
+
+def _worst_decile(scrape: Scrape) -> WorstDecileView | None:
+    attainment = scrape.value("onbeat_slo_attainment_worst_decile")
+    if attainment is None:
+        return None
+    return WorstDecileView(
+        attainment=attainment,
+        min_prompt_tokens=scrape.value("onbeat_slo_worst_decile_prompt_tokens", bound="min"),
+        max_prompt_tokens=scrape.value("onbeat_slo_worst_decile_prompt_tokens", bound="max"),
+        longest_wait=scrape.value("onbeat_slo_longest_wait_seconds"),
     )
 
 

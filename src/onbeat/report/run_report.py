@@ -10,6 +10,16 @@ from typing import Any
 
 from onbeat.metrics.summary import METRICS, percentile_name
 from onbeat.report import charts
+from onbeat.report.breakdown import (
+    DECILE_COLUMNS,
+    DECILES_TITLE,
+    TENANT_COLUMNS,
+    TENANTS_TITLE,
+    decile_rows,
+    tenant_rows,
+    worst_decile_line,
+)
+from onbeat.report.breakdown_chart import decile_figure
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.result import AnyResult, merge_warnings
 from onbeat.report.table import (
@@ -141,6 +151,7 @@ def _run_sections(page: Page, result: AnyResult, percentiles: Sequence[float]) -
         + _draft_section(result)
         + _error_section(result)
         + _class_section(result)
+        + _breakdown_section(page, result)
         + "<h2>Distributions</h2>\n"
         + page.grid([charts.cdf_figure([result], metric, title) for metric, title in CDF_TITLES.items()])
         + "<h2>Over time</h2>\n"
@@ -167,7 +178,7 @@ def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
         rate = number(result.summary["output_throughput"])
         title = html.escape(result.title)
         body += f"<details><summary>{title}<span>{rate} output tokens/s</span></summary>\n"
-        body += _error_section(result)
+        body += _error_section(result) + _breakdown_section(page, result)
         body += page.grid([charts.load_figure(result), charts.gaps_figure(result)])
         body += page.card(charts.timeline_figure(result)) + "</details>\n"
     return body
@@ -229,6 +240,19 @@ def _draft_section(result: AnyResult) -> str:
 def _class_section(result: AnyResult) -> str:
     rows = class_rows(result.summary)
     return f"<h2>Classes of objectives (times in ms)</h2>\n{table(CLASS_COLUMNS, rows)}" if rows else ""
+
+
+def _breakdown_section(page: Page, result: AnyResult) -> str:
+    deciles, tenants = decile_rows(result.summary), tenant_rows(result.summary)
+    body = ""
+    if deciles:
+        line = html.escape(worst_decile_line(result.summary) or "")
+        figure = page.card(decile_figure(result.summary))
+        body += f"<h2>{DECILES_TITLE} (times in ms)</h2>\n<p class='lead'>{line}.</p>\n"
+        body += f'<div class="grid wide">{figure}{table(DECILE_COLUMNS, deciles)}</div>\n'
+    if tenants:
+        body += f"<h2>{TENANTS_TITLE} (times in ms)</h2>\n{table(TENANT_COLUMNS, tenants)}"
+    return body
 
 
 def settings_section(settings: dict[str, Any]) -> str:

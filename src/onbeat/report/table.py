@@ -165,12 +165,7 @@ def run_tables(
         if rows:
             tables.append(_named_values(title, rows))
     if of_classes := class_rows(result.summary):
-        classes = Table(box=SIMPLE_HEAD, title="Classes (times in ms)", title_justify="left")
-        for column in CLASS_COLUMNS:
-            classes.add_column(column, justify="left" if column == "class" else "right")
-        for class_row in of_classes:
-            classes.add_row(*class_row)
-        tables.append(classes)
+        tables.append(rows_table("Classes (times in ms)", CLASS_COLUMNS, of_classes))
     if errors := result.summary.get("errors_by_cause"):
         tables.append(error_table(errors))
     return tables
@@ -180,6 +175,16 @@ def _named_values(title: str, rows: Sequence[tuple[str, str]]) -> Table:
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", show_header=False)
     table.add_column()
     table.add_column(justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Return a table whose first column names what each row is about."""
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
+    for place, column in enumerate(columns):
+        table.add_column(column, justify="right" if place else "left")
     for row in rows:
         table.add_row(*row)
     return table

@@ -90,9 +90,10 @@ class Clients:
         request_id = str(index)
         load = self._load
         request_class = load.request_class(index)
-        name, slo, weight = None, None, 1.0
+        name, slo, tenant, weight = None, None, None, 1.0
         if request_class is not None:
-            name, slo, weight = request_class.name, request_class.slo, request_class.weight
+            name, slo = request_class.name, request_class.slo
+            tenant, weight = request_class.tenant, request_class.weight
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),
@@ -102,6 +103,7 @@ class Clients:
             slo=slo,
             slo_class=name,
             weight=weight,
+            tenant=tenant,
             shed=self._shed,
         )
         record = RequestRecord(
@@ -111,6 +113,7 @@ class Clients:
             offered_output_tokens=num_output_tokens,
             request_class=name,
             slo=slo,
+            tenant=tenant,
         )
         return OfferedRequest(index, request, record)
 

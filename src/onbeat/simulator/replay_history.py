@@ -133,6 +133,7 @@ class _HistoryReader:
             num_prompt_tokens=call.num_prompt_tokens,
             request_class=call.slo_class,
             slo=recorded_slo(call),
+            tenant=call.tenant,
         )
         self._adds.append(call)
         self._records.append(record)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -16,6 +17,9 @@ ClassIds = NDArray[np.int16]
 
 SHARE_TOLERANCE = 1e-6
 
+_NAME_OF_TENANT = re.compile(r"[!-~]([ -~]{0,126}[!-~])?")
+"""What a server takes in its header."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLOClass:
@@ -23,7 +27,8 @@ class SLOClass:
 
     Raises
     ------
-    ConfigError : no name, a share outside (0, 1], or a weight that is not above 0.
+    ConfigError : no name, a share outside (0, 1], a weight that is not above 0, or a tenant that no header
+        can name.
     """
 
     name: str
@@ -32,6 +37,8 @@ class SLOClass:
     """Of all requests, in (0, 1]."""
     weight: float = 1.0
     """Worth of keeping the promise of one of its requests beside one of another class, above 0."""
+    tenant: str | None = None
+    """For whom its requests are; None is nobody in particular."""
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -41,6 +48,11 @@ class SLOClass:
         if not (isfinite(self.weight) and self.weight > 0):
             raise ConfigError(
                 f"the weight of class {self.name!r} is {self.weight:g}; it must be a finite number above 0"
+            )
+        if self.tenant is not None and not _NAME_OF_TENANT.fullmatch(self.tenant):
+            raise ConfigError(
+                f"the tenant of class {self.name!r} is {self.tenant!r}; it must have 1 to 128 printable "
+                "ASCII characters, and no space at either end"
             )
 
 

@@ -1,11 +1,12 @@
 """Classes of objectives from a YAML file.
 
 The file lists classes; a class with the name of a built-in one and no objectives of its own takes those. The
-weight (1 unless given) says how much a request of the class is worth beside one of another::
+weight (1 unless given) says how much a request of the class is worth beside one of another; the tenant, which
+several classes may have, for whom its requests are::
 
     classes:
       - {name: interactive, share: 0.7, weight: 2}
-      - {name: report, share: 0.3, ttft_ms: 5000, e2e_ms: 60000}
+      - {name: report, share: 0.3, ttft_ms: 5000, e2e_ms: 60000, tenant: finance}
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.workload.slo_classes import SLOClass, check_classes
 from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_name, read_number, read_objectives, read_yaml
 
-_KEYS = ("name", "share", "weight", *OBJECTIVE_KEYS)
+_KEYS = ("name", "share", "weight", "tenant", *OBJECTIVE_KEYS)
 
 
 def read_slo_config(path: Path) -> tuple[SLOClass, ...]:
@@ -43,9 +44,13 @@ def _read_class(entry: Any, *, is_only: bool) -> SLOClass:
     name = read_name(entry, _KEYS)
     if "share" not in entry and not is_only:
         raise ConfigError(f"class {name!r} has no share; give each of several classes one, adding up to 1")
+    tenant = entry.get("tenant")
+    if not (tenant is None or isinstance(tenant, str)):
+        raise ConfigError(f"the tenant of class {name!r} must be a name, got {tenant!r}")
     return SLOClass(
         name=name,
         slo=read_objectives(name, entry),
         share=read_number(name, "share", entry, default=1.0),
         weight=read_number(name, "weight", entry, default=1.0),
+        tenant=tenant,
     )

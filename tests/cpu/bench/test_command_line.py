@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import sys
 import threading
@@ -170,6 +171,9 @@ def test_refusals_and_groups_are_shown_saved_and_reported(
     for text in (out, page.read_text()):
         for wanted in ("12 of 16", "objectives met, of admitted", "refused after P50 / P99 / max", "long"):
             assert wanted in text
+        assert re.search(
+            r"Worst decile \(prompts of (8|30) tokens\): [\d.]+ % good, longest wait [\d.]+ m?s", text
+        )
 
 
 @pytest.mark.parametrize(

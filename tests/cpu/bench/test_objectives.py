@@ -13,7 +13,7 @@ from tests.cpu.bench.measure import measure
 from tests.fake_openai import FakeOpenAI
 
 CLASSES = (
-    SLOClass(name="tight", slo=SLO(ttft=5.0, tbt=1.0), share=0.5),
+    SLOClass(name="tight", slo=SLO(ttft=5.0, tbt=1.0), share=0.5, tenant="team a"),
     SLOClass(name="loose", slo=SLO(e2e=60.0), share=0.5),
 )
 CLOSED = LoadConfig(max_concurrency=2)
@@ -32,6 +32,8 @@ async def test_onbeat_is_told_class_and_objectives_of_each_request() -> None:
         + [{"ttft_ms": 5000.0, "tbt_ms": 1000.0, "class": "tight", "shed": True}] * 4
     )
     assert all("slo" not in body for body in fake.bodies[:2])  # warm-up promises nothing
+    tenants = [headers.get("x-llm-d-inference-fairness-id") for headers in fake.headers[2:]]
+    assert tenants == ["team a" if body["slo"]["class"] == "tight" else None for body in measured]
     assert result.summary["slo_sent"] == "body"
     assert result.summary["attainment"] == 1.0
 

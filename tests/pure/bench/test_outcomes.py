@@ -123,6 +123,18 @@ def test_tables_and_notes_show_what_became_of_requests() -> None:
         assert wanted in notes
 
 
+def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None:
+    """A server counts its chat template too, of the prompts that it answers: no reason to part them."""
+    records = [*promised(10), *(refused(index, 0.01, Status.REJECTED) for index in range(10, 20))]
+    for record in records[:10]:
+        record.num_prompt_tokens += 11
+    summary = make_result(records).summary
+
+    (only,) = summary["attainment_by_prompt_decile"]
+    assert (only["max_prompt_tokens"], only["offered"], only["attainment"]) == (12, 20, 0.5)
+    assert summary["worst_decile"] is None
+
+
 def test_a_run_without_objectives_has_no_such_table() -> None:
     result = make_result(make_records(3), bench={})
 

@@ -54,6 +54,16 @@ def test_headers_carry_ttft_and_tpot() -> None:
     assert transport.body(record(TIGHT)) == {}
 
 
+@pytest.mark.parametrize(("how", "is_sent"), [("body", True), ("headers", True), ("none", False)])
+def test_a_tenant_has_a_header_wherever_the_server_is_told(how: str, is_sent: bool) -> None:
+    own = SLOClass(name="own", slo=SLO(e2e=9.0), tenant="team a")
+    made = record()
+    Promises((own,), 1, seed=0).note(made)
+
+    sent = SLOTransport(how=how).headers(made)  # type: ignore[arg-type]
+    assert sent == ({"x-llm-d-inference-fairness-id": "team a"} if is_sent else {})
+
+
 @pytest.mark.parametrize("how", ["body", "headers", "none"])
 def test_a_request_without_objectives_says_nothing(how: str) -> None:
     transport = SLOTransport(how=how)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -106,6 +107,30 @@ def test_a_run_without_any_answer_still_has_a_report(tmp_path: Path) -> None:
 
 def test_an_interrupted_run_says_so(tmp_path: Path) -> None:
     assert "interrupted" in page_of(tmp_path, [make_result(interrupted=True)]).text
+
+
+def test_a_run_with_objectives_shows_who_pays(tmp_path: Path) -> None:
+    records = make_records(40)
+    for place, record in enumerate(records):
+        record.offered_prompt_tokens = 10 * place + 10
+        record.tenant = "ab"[place % 2]
+    records[39].sent -= 60.0  # it alone misses the 200 ms
+    result = make_result(records)
+    page = page_of(tmp_path, [result])
+
+    assert page.num_places == len(page.figures) == 7
+    [figure] = [each for each in page.figures if "by length of prompt" in str(each["title"])]
+    bars, waits = cast(list[dict[str, Any]], figure["data"])
+    assert bars["y"] == [100.0] * 9 + [75.0]
+    assert bars["x"] == waits["x"]
+    assert bars["x"][-1] == "370 to 400"
+    assert max(waits["y"][:-1]) < 0.1
+    assert 60 < waits["y"][-1] < 60.1
+    assert len(set(bars["marker"]["color"][:-1])) == 1 != len(set(bars["marker"]["color"]))
+    assert "Worst decile (prompts of 370 to 400 tokens): 75 % good, longest wait 60." in page.text
+    assert "Objectives by tenant" in page.text
+    sweep_page = page_of(tmp_path, [result, result])
+    assert [each["title"] for each in sweep_page.figures].count(figure["title"]) == 2
 
 
 def test_cdf_rises_to_one_hundred() -> None:

@@ -79,6 +79,9 @@ OWN_KEYS = {
     "expired",
     "admitted",
     "attainment_admitted",
+    "attainment_by_prompt_decile",
+    "attainment_by_tenant",
+    "worst_decile",
     "median_rejected_predicted_ttft_ms",
     "median_retry_after_ms",
     "slo_sent",
@@ -111,7 +114,8 @@ def test_details_add_one_entry_a_request() -> None:
 
     added = set(document) - KEYS_OF_VLLM - OWN_KEYS
     assert added == DETAILS_OF_VLLM | {
-        *("end_times", "statuses", "request_classes", "request_groups", "verdicts", "predicted_ttfts")
+        *("end_times", "statuses", "request_classes", "request_groups", "verdicts", "predicted_ttfts"),
+        "tenants",
     }
     assert {len(document[key]) for key in added} == {4}
     assert document["ttfts"][3] is None

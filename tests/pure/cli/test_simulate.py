@@ -77,6 +77,40 @@ def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
         assert found[key] > 0
 
 
+def test_a_run_with_objectives_says_who_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "slo.yaml"
+    config.write_text(
+        "classes:\n"
+        "- {name: easy, ttft_ms: 60000, share: 0.6, tenant: a}\n"
+        "- {name: loose, ttft_ms: 60000, share: 0.2, tenant: b}\n"
+        "- {name: hard, ttft_ms: 1, share: 0.2, tenant: b}\n"
+    )
+    flags = ["--num-prompts", "40", "--dataset-name", "conversation", "--slo-config", str(config)]
+    records = tmp_path / "records.jsonl"
+    found = summary_of(tmp_path, *flags, "--records", str(records))
+    assert [own["offered"] for own in found["attainment_by_prompt_decile"]] == [4] * 10
+    assert [(own["tenant"], own["attainment"]) for own in found["attainment_by_tenant"]] == [
+        ("a", 1.0),
+        ("b", 0.5),
+    ]
+    tenants = [json.loads(line)["tenant"] for line in records.read_text().splitlines()]
+    assert (tenants.count("a"), tenants.count("b")) == (24, 16)
+    worst, out = found["worst_decile"], capsys.readouterr().out
+    assert worst["attainment"] == min(own["attainment"] for own in found["attainment_by_prompt_decile"])
+    span = f"{worst['min_prompt_tokens']:,} to {worst['max_prompt_tokens']:,}"
+    assert f"Worst decile (prompts of {span} tokens): " in out
+    for words in ("Objectives by length of prompt", "Objectives by tenant", "longest wait"):
+        assert words in out
+
+
+def test_a_run_without_objectives_blames_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = summary_of(tmp_path)
+    assert (found["worst_decile"], found["attainment_by_prompt_decile"]) == (None, [])
+    out = capsys.readouterr().out
+    assert "Worst decile" not in out
+    assert "Objectives by" not in out
+
+
 def test_equal_seeds_give_equal_summaries(tmp_path: Path) -> None:
     first, second, other = (
         summary_of(tmp_path, "--dataset-name", "conversation", "--seed", seed) for seed in ("7", "7", "8")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.metrics.attainment import TOLERANCE, good_requests, measure_attainment
+from onbeat.metrics.attainment import TOLERANCE, good_requests, judge
 from onbeat.metrics.record import RequestRecord
 
 
@@ -112,20 +112,18 @@ def test_attainment_counts_every_offered_request_that_was_promised_something() -
         record([9.0], None),
     ]
 
-    measured = measure_attainment(requests, duration=2.0, is_hopeless=lambda r: r.num_prompt_tokens > 4)
+    measured = judge(requests).attainment(duration=2.0)
 
-    assert (measured.num_offered, measured.num_good, measured.num_hopeless) == (4, 1, 4)
+    assert (measured.num_offered, measured.num_good) == (4, 1)
     assert measured.attainment == 0.25
     assert measured.goodput == 0.5
-    assert measured.as_dict()["hopeless"] == 4
 
 
 def test_without_promises_there_is_no_attainment() -> None:
-    measured = measure_attainment([record([1.0], None)], duration=1.0)
+    measured = judge([record([1.0], None)]).attainment(duration=1.0)
 
     assert measured.attainment is None
     assert measured.goodput is None
-    assert "hopeless" not in measured.as_dict()
 
 
 def test_no_requests() -> None:

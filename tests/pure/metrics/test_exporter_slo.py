@@ -77,6 +77,42 @@ def test_attainment_is_of_the_last_minute_and_counters_of_all_time() -> None:
     assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == 0
 
 
+WORST = "onbeat_slo_attainment_worst_decile"
+LONGEST_WAIT = "onbeat_slo_longest_wait_seconds"
+WORST_PROMPTS = "onbeat_slo_worst_decile_prompt_tokens"
+
+
+def test_the_worst_decile_of_the_last_minute_is_that_of_all_classes() -> None:
+    server = FakeServer()
+    for size in range(1, 19):
+        server.serve(f"short {size}", 10.0, [0.5], num_prompt_tokens=size, slo_class="ab"[size % 2])
+    assert WORST in metrics(server, 11.0)
+    server.serve("long", 10.0, [0.9], num_prompt_tokens=300)
+    server.open("longest", 10.0, num_prompt_tokens=400)
+    server.tracker.on_step(StepOutputs(45.0, [output("longest", 0, finish_reason=FinishReason.EXPIRED)]))
+    got = metrics(server, 50.0)
+    assert got[WORST] == 0.5
+    assert (got[WORST_PROMPTS + "{bound=min}"], got[WORST_PROMPTS + "{bound=max}"]) == (300, 400)
+    assert got[LONGEST_WAIT] == 35.0
+    got = metrics(server, 90.0)  # one is left
+    assert got[LONGEST_WAIT] == 35.0
+    assert not [name for name in got if name.startswith((WORST, WORST_PROMPTS))]
+    assert LONGEST_WAIT not in metrics(server, 200.0)
+
+
+def test_requests_that_are_not_judged_are_in_no_decile() -> None:
+    server = FakeServer()
+    for size in range(1, 10):
+        server.serve(f"r{size}", 0.0, [0.5], num_prompt_tokens=size)
+    server.serve("nothing promised", 0.0, [5.0], num_prompt_tokens=99, slo=None, slo_class=None)
+    server.open("left early", 0.0, num_prompt_tokens=100)
+    server.tracker.close("left early", FinishReason.ABORT, 0.9)
+    assert WORST not in metrics(server, 6.0)
+    server.serve("tenth", 0.0, [0.5], num_prompt_tokens=10)
+    got = metrics(server, 6.0)
+    assert (got[WORST], got[LONGEST_WAIT]) == (1.0, 0.5)
+
+
 def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     server = FakeServer()
     for name in ("a", "b", "c"):
@@ -135,19 +171,17 @@ def test_plans_are_counted() -> None:
 LOAD: dict[str, Any] = {
     "arrival_rate": 2.0,
     "utilisation": 0.5,
-    "stationary_wait": 0.4,
     "predicted_wait": 0.7,
 }
-NAMES = ("arrival_rate", "utilisation", "stationary_wait_seconds", "predicted_wait_seconds")
+NAMES = ("arrival_rate", "utilisation", "predicted_wait_seconds")
 
 
 @pytest.mark.parametrize(
     ("now", "is_open", "expected"),
     [
-        (10.5, True, (2.0, 0.5, 0.4, 0.7)),
-        (10.5, False, (2.0, 0.5, 0.4, 0.0)),
-        # 5 s without a step: at most 0.2 requests a second; M/G/1: 0.4 x 0.1 x 0.5 / 0.95
-        (15.0, False, (0.2, 0.05, 0.4 * 0.1 * 0.5 / 0.95, 0.0)),
+        (10.5, True, (2.0, 0.5, 0.7)),
+        (10.5, False, (2.0, 0.5, 0.0)),
+        (15.0, False, (0.2, 0.05, 0.0)),  # 5 s without a step: at most 0.2 requests a second
     ],
 )
 def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expected) -> None:
@@ -157,15 +191,6 @@ def test_the_load_fades_while_nothing_happens(now: float, is_open: bool, expecte
     server.step(9.5, 10.0, scheduler=SchedulerState(**LOAD))
     got = metrics(server, now)
     assert [got[f"onbeat_{name}"] for name in NAMES] == pytest.approx(expected)
-
-
-def test_an_overloaded_queue_has_no_stationary_wait() -> None:
-    server = FakeServer()
-    state = SchedulerState(arrival_rate=2.0, utilisation=1.2, stationary_wait=None)
-    server.step(9.5, 10.0, scheduler=state)
-    got = metrics(server, 10.0)
-    assert got["onbeat_utilisation"] == 1.2
-    assert "onbeat_stationary_wait_seconds" not in got
 
 
 def test_policies_without_deadlines_show_no_load() -> None:

@@ -20,13 +20,14 @@ def make_record(**fields) -> RequestRecord:
 @pytest.mark.parametrize("name", ["records.jsonl", "deep/records.jsonl.gz"])
 def test_a_line_says_what_was_promised_predicted_and_decided(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    relegated = make_record(slo=SLO(ttft=0.5), predicted_ttft=0.75, is_relegated=True, finish_reason="stop")
+    relegated = make_record(slo=SLO(ttft=0.5), predicted_ttft=0.75, is_relegated=True, tenant="a")
     refused = make_record(predicted_ttft=9.0, predicted_wait=9.0, is_rejected=True, finish_reason="rejected")
     write_records(path, [relegated, refused])
     data = path.read_bytes()
     lines = (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines()
     first, second = map(orjson.loads, lines)
     assert first["slo"] == {"ttft": 0.5, "tbt": None, "e2e": None}
+    assert (first["tenant"], second["tenant"]) == ("a", None)
     assert (first["predicted_ttft"], first["relegated"], first["predicted_wait"]) == (0.75, True, None)
     assert (second["predicted_wait"], second["rejected"], second["relegated"]) == (9.0, True, False)
     assert second["finish_reason"] == "rejected"

@@ -42,6 +42,11 @@ class Measured:
     slo: SLO | None = None
     request_class: str | None = None
     is_streamed: bool = True
+    tenant: str | None = None
+
+    @property
+    def offered_prompt_tokens(self) -> int:
+        return self.num_prompt_tokens
 
     @property
     def sent(self) -> float:

@@ -91,9 +91,10 @@ def test_an_open_record_has_no_end() -> None:
 
 def test_a_record_knows_what_was_promised() -> None:
     slo = SLO(ttft=0.5, tbt=0.05)
-    promised = request("r", arrival=1.0, slo=slo, slo_class="interactive")
+    promised = request("r", arrival=1.0, slo=slo, slo_class="interactive", tenant="a")
     record = RequestTracker().open(promised, is_streamed=False)
     assert (record.slo, record.request_class, record.is_streamed) == (slo, "interactive", False)
+    assert record.tenant == "a"
 
 
 def test_relegation_is_heard_once_and_the_prediction_is_kept() -> None:

@@ -90,9 +90,9 @@ def test_what_was_promised_reads_back(path: Path) -> None:
     written = lines_of(path)[1]
     assert not written.keys() & {"slo", "slo_class", "weight", "tenant", "shed", "refused"}
     records = [request.record for request in read_history(Recording(path)).requests]
-    assert [(record.slo, record.request_class) for record in records] == [
-        (None, None),
-        (SLO(ttft=0.5, e2e=9.0), "gold"),
+    assert [(record.slo, record.request_class, record.tenant) for record in records] == [
+        (None, None, None),
+        (SLO(ttft=0.5, e2e=9.0), "gold", "half \\ud800"),
     ]
 
 

@@ -40,11 +40,11 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "onbeat 0.1.0  smollm2-135m-instruct  slo stream                          up 68 s",
         "http://localhost:8000",
         "─" * 80,
-        "requests    9 running   9 waiting   2 best effort",
-        "load        0.56 req/s in   0.29 req/s out",
-        "forecast    87 % utilisation   420 ms predicted wait   1.30 s stationary",
-        "tokens      48.9 prompt/s   10.1 output/s   0 % of prompts cached",
-        "KV cache    ━━━                  15.4 %  112 of 728 blocks",
+        "requests     9 running   9 waiting   2 best effort",
+        "load         0.56 req/s in   0.29 req/s out",
+        "forecast     87 % utilisation   420 ms predicted wait",
+        "tokens       48.9 prompt/s   10.1 output/s   0 % of prompts cached",
+        "KV cache     ━━━                  15.4 %  112 of 728 blocks",
         "",
         "class         req/s  good/s  attained  TTFT P50         TTFT P99         TBT P99",
         "─" * 80,
@@ -52,11 +52,11 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "standard       0.10    0.02    14.3 %    1.75 s       2.48 > 2 s  1,070 > 100 ms",
         "batch          0.03    0.04     100 %       4 s      7.96 ≤ 10 s  3,894 > 500 ms",
         "",
-        "step        161 ms actual   109 ms predicted   299 ms budget P50   4.49 /s",
-        "batch       2.18 decodes   11.4 chunk tokens   1.95 ms planner P99",
-        "plan        27.8 % prediction error P50   74.2 % P99   16.1 % over budget",
-        "decisions   2 refused   3 relegated   1 lost   0 preempted",
-        "refused for 2 slo_unattainable",
+        "step         161 ms actual   109 ms predicted   299 ms budget P50   4.49 /s",
+        "batch        2.18 decodes   11.4 chunk tokens   1.95 ms planner P99",
+        "plan         27.8 % prediction error P50   74.2 % P99   16.1 % over budget",
+        "decisions    2 refused   3 relegated   1 lost   0 preempted",
+        "refused for  2 slo_unattainable",
         "─" * 80,
         "Since the server started; attainment and good/s of the last minute.",
     ]
@@ -64,14 +64,14 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
 
 def test_history_is_drawn_with_its_scale() -> None:
     drawn = lines(attainment=[0.5, None, 0.9], step_seconds=[0.1, 0.2, 0.05])
-    assert drawn[-4:-2] == ["attainment  ▅ ▇  90 %", "step time   ▅█▃  max 200 ms"]
+    assert drawn[-4:-2] == ["attainment   ▅ ▇  90 %", "step time    ▅█▃  max 200 ms"]
 
 
 def test_a_long_history_shows_its_end() -> None:
     drawn = lines(step_seconds=[1.0] * 100 + [0.0] * 60)
     (line,) = (line for line in drawn if line.startswith("step time"))
     assert len(line) == 80
-    assert line.endswith("▁" * 56 + "  max 1 s")
+    assert line.endswith("▁" * 55 + "  max 1 s")
 
 
 def test_a_note_stands_at_the_foot() -> None:
@@ -92,8 +92,8 @@ def test_a_narrow_terminal_cuts_lines_off() -> None:
 def test_a_server_without_requests_or_objectives_has_a_frame() -> None:
     drawn = lines(FakeServer().text(0.0))
     assert "no request with objectives so far" in drawn
-    assert "requests    0 running   0 waiting   0 best effort" in drawn
-    assert "step        - actual   0 /s" in drawn
+    assert "requests     0 running   0 waiting   0 best effort" in drawn
+    assert "step         - actual   0 /s" in drawn
     assert not [line for line in drawn if line.startswith(("forecast", "plan", "refused for"))]
 
 
@@ -105,8 +105,21 @@ def test_a_full_queue_is_a_reason_to_refuse() -> None:
         server.tracker.refuse(name, Overloaded("the queue is full", code="server_overloaded"), 0.1)
     server.tracker.refuse("c", SLOUnattainable("too late", predicted_ttft=5.0), 0.1)
     drawn = lines(server.text(1.0))
-    assert "decisions   3 refused   0 relegated   0 lost   0 preempted" in drawn
-    assert "refused for 1 slo_unattainable   2 queue_full" in drawn
+    assert "decisions    3 refused   0 relegated   0 lost   0 preempted" in drawn
+    assert "refused for  1 slo_unattainable   2 queue_full" in drawn
+
+
+def test_the_worst_decile_has_a_line_below_the_classes() -> None:
+    server = FakeServer()
+    for place in range(19):
+        server.serve(f"short {place}", 0.0, [0.5], num_prompt_tokens=7_000)
+    server.serve("long", 0.0, [30.0], num_prompt_tokens=138_072)
+    drawn = lines(server.text(59.0))
+    at = drawn.index("worst decile 50 % good, 7,000 to 138,072 tokens   30 s longest wait of all")
+    assert (drawn[at - 1], drawn[at + 1]) == ("", "")
+    assert drawn[at - 2].startswith("chat")
+    assert drawn[at + 2].startswith("step")
+    assert not [line for line in lines(server.text(80.0)) if line.startswith("worst decile")]
 
 
 def test_colour_adds_nothing_and_can_be_left_out() -> None:
@@ -118,10 +131,10 @@ def test_colour_adds_nothing_and_can_be_left_out() -> None:
 
 def test_drafts_have_lines_of_their_own() -> None:
     server = FakeServer(proposer="ngram")
-    assert "drafts      ngram proposes   - a row   - tokens a row" in lines(server.text(0.0))
+    assert "drafts       ngram proposes   - a row   - tokens a row" in lines(server.text(0.0))
     steps = DraftStats([1, 0, 0, 1], [1, 1, 1], [1, 1, 0], num_tokens=4, expected_tokens=3.5)
     server.step(0.0, 0.1, drafts=steps, predicted_seconds=0.1)
     drawn = lines(server.text(1.0))
-    at = drawn.index("drafts      ngram proposes   1.50 a row   66.7 % accepted   2 tokens a row")
-    assert drawn[at + 1] == "goodput     40 tokens/s of steps   35 predicted"
+    at = drawn.index("drafts       ngram proposes   1.50 a row   66.7 % accepted   2 tokens a row")
+    assert drawn[at + 1] == "goodput      40 tokens/s of steps   35 predicted"
     assert drawn[at + 2].startswith("decisions")

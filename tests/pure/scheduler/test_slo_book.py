@@ -198,16 +198,13 @@ class TestState:
         state = driver.state
         assert state.arrival_rate == pytest.approx(20, rel=0.1)
         assert 0.5 < state.utilisation < 1.0
-        assert state.stationary_wait is not None
-        assert 0.0 < state.stationary_wait < 0.5
 
-    def test_no_stationary_wait_where_the_queue_only_grows(self):
+    def test_utilisation_is_above_1_where_the_queue_only_grows(self):
         driver = Watch()
         driver.serve(
             [relegatable(f"r{i}", 900, 4, slo=SLO(ttft=1.0), arrival=i / 20) for i in range(60)], until=3
         )
         assert driver.state.utilisation > 1
-        assert driver.state.stationary_wait is None
 
     def test_predicted_wait_is_that_of_the_prompts_in_time(self):
         driver = Watch()

@@ -116,7 +116,7 @@ def test_shares_are_kept_to_one_request(weights: list[int], num_requests: int) -
 CONFIG = """
 classes:
   - {name: interactive, share: 0.7, weight: 2.5}
-  - {name: report, share: 0.3, ttft_ms: 5000, e2e_ms: 60000}
+  - {name: report, share: 0.3, ttft_ms: 5000, e2e_ms: 60000, tenant: finance}
 """
 
 
@@ -126,7 +126,7 @@ def test_classes_from_a_file(tmp_path: Path) -> None:
 
     assert read_slo_config(path) == (
         SLOClass(name="interactive", slo=SLO_CLASSES["interactive"], share=0.7, weight=2.5),
-        SLOClass(name="report", slo=SLO(ttft=5.0, e2e=60.0), share=0.3),
+        SLOClass(name="report", slo=SLO(ttft=5.0, e2e=60.0), share=0.3, tenant="finance"),
     )
 
 
@@ -148,6 +148,10 @@ def test_classes_from_a_file(tmp_path: Path) -> None:
         ("classes: [{name: batch, share: 1.5}]", r"must lie in \(0, 1\]"),
         ("classes: [{name: batch, weight: 0}]", "weight of class 'batch' is 0; it must be"),
         ("classes: [{name: batch, weight: .inf}]", "weight of class 'batch' is inf"),
+        ("classes: [{name: batch, tenant: 7}]", "tenant of class 'batch' must be a name, got 7"),
+        ("classes: [{name: batch, tenant: ''}]", "1 to 128 printable"),
+        ("classes: [{name: batch, tenant: 'Zürich'}]", "'Zürich'; it must have 1 to 128"),
+        (f"classes: [{{name: batch, tenant: {'x' * 129}}}]", "1 to 128 printable"),
     ],
 )
 def test_bad_files_of_classes_are_refused(tmp_path: Path, text: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""How much work arrives: rate, service time, and the mean wait that queueing theory expects of them."""
+"""How much work arrives: the rate of requests, and the time that one takes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class LoadEstimate:
     """Exponentially weighted estimates over the recent past; each call costs O(1).
 
     An arrival t seconds ago weighs exp(-t / T), where T is the time constant. The rate is the sum of these
-    weights over T, which falls by itself while nobody comes. The mean and the mean square of the service
-    time are averages with the same weights, and stay as they are meanwhile.
+    weights over T, which falls by itself while nobody comes. The mean service time is an average with the
+    same weights, and stays as it is meanwhile.
 
     Bias at the start: the sum would need several T to fill up, so it is divided by the integral of the
     weights over the time watched, T (1 - exp(-w / T)) with w = now - first arrival. The first arrival opens
@@ -23,24 +23,18 @@ class LoadEstimate:
     a given time is then without bias from the start. Until w reaches a tenth of T it is taken to be that
     tenth, so that two arrivals in a row are no flood; the rate is underestimated for that long.
 
-    The wait is that of one server: the service time is the time that a request takes of the replica, its
-    share of the steps that it is batched in, and not the time from its first token to its last.
+    The service time is the time that a request takes of the replica, its share of the steps that it is
+    batched in, and not the time from its first token to its last.
 
     Parameters
     ----------
     time_constant : seconds in which the weight of an arrival falls to 1 / e.
-
-    References
-    ----------
-    Pollaczek-Khinchine: mean wait of M/G/1 = lambda E[S^2] / (2 (1 - rho)), rho = lambda E[S] (Kleinrock,
-    "Queueing Systems", vol. 1, 1975, chapter 5).
     """
 
     __slots__ = (
         "_first",
         "_last",
         "_mean_service",
-        "_mean_square",
         "_num_recent",
         "_time_constant",
         "_weight",
@@ -57,7 +51,6 @@ class LoadEstimate:
         self._weight = 0.0
         """Weighted arrivals, the first included, as of `_last`."""
         self._mean_service = 0.0
-        self._mean_square = 0.0
 
     def on_arrival(self, now: float, service_seconds: float) -> None:
         """Count an arrival.
@@ -76,7 +69,6 @@ class LoadEstimate:
             self._last = max(now, self._last)
         self._weight += 1
         self._mean_service += (service_seconds - self._mean_service) / self._weight
-        self._mean_square += (service_seconds * service_seconds - self._mean_square) / self._weight
 
     def arrival_rate(self, now: float) -> float:
         """Return requests per second; 0 until the second arrival."""
@@ -93,14 +85,6 @@ class LoadEstimate:
     def utilisation(self, now: float) -> float:
         """Return arrival rate x mean service time: at 1 and above the queue grows without end."""
         return self.arrival_rate(now) * self._mean_service
-
-    def stationary_wait(self, now: float) -> float | None:
-        """Return the mean wait before service if the load stayed as it is, seconds; None at 1 and above."""
-        rate = self.arrival_rate(now)
-        utilisation = rate * self._mean_service
-        if utilisation >= 1:
-            return None
-        return rate * self._mean_square / (2 * (1 - utilisation))
 
     def _decay(self, now: float) -> float:
         """Return what is left at `now` of a weight as of the last arrival."""

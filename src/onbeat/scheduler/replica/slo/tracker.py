@@ -83,6 +83,5 @@ class SLOTracker:
             predicted_wait=self.predicted_wait,
             arrival_rate=self.load.arrival_rate(now),
             utilisation=self.load.utilisation(now),
-            stationary_wait=self.load.stationary_wait(now),
             decode_slacks=slacks,
         )

@@ -1,0 +1,198 @@
+"""Who pays where not all requests are good: attainment and waits by length of prompt, and by tenant.
+
+The *wait* of a request is its TTFT, completed or not; that of one that never had a token lasts from its
+arrival to its end, however it ended. Who was refused at arrival has waited for as long as that took.
+
+The *deciles* are the requests with objectives in order of their prompts' lengths as offered, parted into ten
+groups of equal size (to one request). Equal lengths stay in the order in which they are given, and
+neighbouring groups of nothing but one and the same length are one group: between these the order would tell
+when requests came, and not how long they are. Fewer than ten requests have no deciles. The *worst* decile is
+the one with the least attainment; of equal ones that with the longest wait, then that of the longest prompts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.metrics.attainment import Flags, JudgedRequests
+from onbeat.metrics.measured import MeasuredRequest
+
+NUM_DECILES = 10
+MOST_TENANTS = 10
+"""Tenants that get a group each, those with the most requests; the others share one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcomes:
+    """What became of requests with objectives: one row each."""
+
+    prompt_tokens: NDArray[np.int64]
+    """Lengths of the prompts as offered."""
+    waits: NDArray[np.float64]
+    """Seconds."""
+    is_ttft: Flags
+    """Whether the wait is the TTFT of a completed request."""
+    is_good: Flags
+
+    def take(self, rows: NDArray[np.intp]) -> Outcomes:
+        """Return the given rows, in the given order."""
+        return Outcomes(
+            prompt_tokens=self.prompt_tokens[rows],
+            waits=self.waits[rows],
+            is_ttft=self.is_ttft[rows],
+            is_good=self.is_good[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcome:
+    """What became of a group of requests with objectives, one at least."""
+
+    min_prompt_tokens: int
+    max_prompt_tokens: int
+    num_offered: int
+    num_good: int
+    longest_wait: float
+    """Seconds."""
+    median_ttft: float | None
+    """Of the completed requests, seconds; None without one."""
+
+    @property
+    def attainment(self) -> float:
+        """Share of the requests that are good."""
+        return self.num_good / self.num_offered
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of a saved result."""
+        return {
+            "min_prompt_tokens": self.min_prompt_tokens,
+            "max_prompt_tokens": self.max_prompt_tokens,
+            "offered": self.num_offered,
+            "good": self.num_good,
+            "attainment": self.attainment,
+            "longest_wait_ms": self.longest_wait * 1e3,
+            "median_ttft_ms": None if self.median_ttft is None else self.median_ttft * 1e3,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantOutcome:
+    """What became of the requests of a tenant, or of several tenants together."""
+
+    tenant: str | None
+    """None where nobody named one, and where it is several."""
+    num_tenants: int
+    outcome: GroupOutcome
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the keys of a saved result."""
+        return {"tenant": self.tenant, "num_tenants": self.num_tenants, **self.outcome.as_dict()}
+
+
+def breakdown_keys(judged: JudgedRequests) -> dict[str, Any]:
+    """Return who pays, under the keys of a saved result."""
+    outcomes = outcomes_of(judged)
+    deciles = by_prompt_decile(outcomes)
+    worst = worst_decile(deciles)
+    tenants = by_tenant(outcomes, [request.tenant for request in judged.requests])
+    return {
+        "attainment_by_prompt_decile": [decile.as_dict() for decile in deciles],
+        "attainment_by_tenant": [tenant.as_dict() for tenant in tenants],
+        "worst_decile": None if worst is None else worst.as_dict(),
+    }
+
+
+def outcomes_of(judged: JudgedRequests) -> Outcomes:
+    """Return the outcomes of judged requests, in their order."""
+    requests = judged.requests
+    count = len(requests)
+    return Outcomes(
+        prompt_tokens=np.fromiter((r.offered_prompt_tokens for r in requests), dtype=np.int64, count=count),
+        waits=np.fromiter(map(wait_of, requests), dtype=np.float64, count=count),
+        is_ttft=np.fromiter(map(has_ttft, requests), dtype=np.bool_, count=count),
+        is_good=judged.good,
+    )
+
+
+def wait_of(request: MeasuredRequest) -> float:
+    """Return how long a request waited for its first token, or in vain until it ended, seconds."""
+    waited_until = request.delivery_times[0] if len(request.delivery_times) else request.end
+    return waited_until - request.arrival
+
+
+def has_ttft(request: MeasuredRequest) -> bool:
+    """Return whether the wait of a request is the TTFT of a whole answer."""
+    return request.is_completed and len(request.delivery_times) > 0
+
+
+def by_prompt_decile(outcomes: Outcomes) -> tuple[GroupOutcome, ...]:
+    """Return the deciles of prompt length, the shortest prompts first; none of fewer than ten requests."""
+    count = len(outcomes.prompt_tokens)
+    if count < NUM_DECILES:
+        return ()
+    order = np.argsort(outcomes.prompt_tokens, kind="stable")
+    lengths = outcomes.prompt_tokens[order]
+    bounds = [0]
+    for stop in (count * decile // NUM_DECILES for decile in range(1, NUM_DECILES + 1)):
+        if bounds[-1] and lengths[bounds[-2]] == lengths[stop - 1]:
+            bounds.pop()
+        bounds.append(stop)
+    return tuple(_group(outcomes.take(order[start:stop])) for start, stop in pairwise(bounds))
+
+
+def worst_decile(deciles: Sequence[GroupOutcome]) -> GroupOutcome | None:
+    """Return the decile that pays most; None where there are no two to compare."""
+    if len(deciles) < 2:
+        return None
+    return min(deciles, key=lambda own: (own.attainment, -own.longest_wait, -own.max_prompt_tokens))
+
+
+def by_tenant(
+    outcomes: Outcomes, tenants: Sequence[str | None], *, most: int = MOST_TENANTS
+) -> tuple[TenantOutcome, ...]:
+    """Return what became of each tenant's requests, the tenant with the most requests first.
+
+    Parameters
+    ----------
+    tenants : whose each row is; None, nobody in particular, is one tenant like the others. Where no row has
+        a tenant there is nothing to tell apart, and nothing is returned.
+    most : tenants with a group each; where there are more, the last group is that of all others together.
+    """
+    counts = Counter(tenants)
+    if not counts.keys() - {None}:
+        return ()
+    ranked = sorted(counts, key=lambda name: (-counts[name], name is None, name or ""))
+    named, others = ranked[:most], ranked[most:]
+    if len(others) == 1:  # a group of one tenant can as well have its name
+        named, others = ranked, []
+    places: dict[str | None, int] = {name: place for place, name in enumerate(named)}
+    rows: list[list[int]] = [[] for _ in range(len(named) + 1)]
+    for row, tenant in enumerate(tenants):
+        rows[places.get(tenant, len(named))].append(row)
+    groups = [
+        TenantOutcome(tenant=name, num_tenants=1, outcome=_group(outcomes.take(np.array(own))))
+        for name, own in zip(named, rows, strict=False)
+    ]
+    if others:
+        together = _group(outcomes.take(np.array(rows[-1])))
+        groups.append(TenantOutcome(tenant=None, num_tenants=len(others), outcome=together))
+    return tuple(groups)
+
+
+def _group(outcomes: Outcomes) -> GroupOutcome:
+    ttfts = outcomes.waits[outcomes.is_ttft]
+    return GroupOutcome(
+        min_prompt_tokens=int(outcomes.prompt_tokens.min()),
+        max_prompt_tokens=int(outcomes.prompt_tokens.max()),
+        num_offered=len(outcomes.is_good),
+        num_good=int(outcomes.is_good.sum()),
+        longest_wait=float(outcomes.waits.max()),
+        median_ttft=float(np.median(ttfts)) if ttfts.size else None,
+    )
