@@ -70,9 +70,9 @@ class ShedMode(StrEnum):
 
 ShedOrder = Literal["most", "longest-wait"]
 SHED_ORDERS: tuple[ShedOrder, ...] = get_args(ShedOrder)
-"""Whom to leave behind where not all prompts can be in time: `most`, those with the most work, so that as many
-as possible are in time; `longest-wait`, those that came last, so that who has waited keeps its turn however long
-its prompt is."""
+"""Whom to leave behind where not all prompts can be in time: `most`, those with the most work, so that as
+many as possible are in time; `longest-wait`, those that came last, so that who has waited keeps its turn
+however long its prompt is."""
 
 SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)

@@ -29,7 +29,7 @@ class _Bucket:
     def __init__(self, items: list[RequestState]) -> None:
         self.items = items
         self.num_tokens = 0
-        self.num_pairs = 0
+        self.num_pairs = 0.0
         for state in items:
             self.count(state, 1)
 
@@ -103,7 +103,7 @@ class WaitingQueue:
         """Return the work of the requests of a lower rank: the sums of `RequestState.queued_work`."""
         index = self._bucket_of_rank(rank)
         num_tokens = sum([bucket.num_tokens for bucket in self._buckets[:index]])
-        num_pairs = sum([bucket.num_pairs for bucket in self._buckets[:index]])
+        num_pairs = sum([bucket.num_pairs for bucket in self._buckets[:index]], 0.0)
         if index < len(self._buckets):
             items = self._buckets[index].items
             for state in items[: bisect_left(items, rank, key=_rank)]:

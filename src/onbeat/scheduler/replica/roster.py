@@ -178,4 +178,3 @@ class Roster:
         """Tell the model runner with the next step to drop a request, unless it never heard of it."""
         if self._unannounced.pop(state.request_id, None) is None:
             self._released_ids.append(state.request_id)
-

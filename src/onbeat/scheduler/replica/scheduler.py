@@ -123,7 +123,9 @@ class Scheduler:
                 f"request id {request.request_id!r} is in use; use a new one", param="request_id"
             )
         check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
-        check_queue(request, self.config, num_requests=len(self.waiting), num_tokens=self.waiting.num_prompt_tokens)
+        check_queue(
+            request, self.config, num_requests=len(self.waiting), num_tokens=self.waiting.num_prompt_tokens
+        )
         sort_key = (self._order.rank(request), request.arrival, self._num_added)
         self._num_added += 1
         limit = self.config.max_model_len
@@ -197,13 +199,7 @@ class Scheduler:
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         self._take_back(states, scheduled, result)
         correct_shape(scheduled, result)
-        if self.step_time_model is not None and scheduled.max_repeats == 1:
-            # Steps wait for one another, save for those of a pipeline, which run side by side.
-            is_pipeline = self.config.num_micro_batches > 1
-            seconds = now - (planned_at if is_pipeline else max(planned_at, self._last_update))
-            self.step_time_model.observe(scheduled.shape, seconds)
-            if self._slo is not None:
-                self._slo.on_step()
+        self._observe(scheduled, planned_at, now)
         self._last_update = now
         keeps_deadlines = self._policy.keeps_deadlines
         outputs: list[RequestOutput] = []
@@ -274,15 +270,16 @@ class Scheduler:
         return plan
 
     def _new_plan(self, now: float) -> StepPlan:
-        return StepPlan(
+        plan = StepPlan(
             config=self.config,
             kv=self.kv,
             running=self.running,
             waiting=self.waiting,
             now=now,
-            step_id=self._num_steps,
             model=self.step_time_model,
         )
+        plan.step_id = self._num_steps
+        return plan
 
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes anything."""
@@ -341,6 +338,17 @@ class Scheduler:
             advance_repeats(states, num_more, self.kv)
 
     # --- results --------------------------------------------------------------------------------------
+
+    def _observe(self, scheduled: SchedulerOutput, planned_at: float, now: float) -> None:
+        """Let the step-time model, and who plans with it, learn from a step."""
+        if self.step_time_model is None or scheduled.max_repeats > 1:
+            return
+        # Steps wait for one another, save for those of a pipeline, which run side by side.
+        is_pipeline = self.config.num_micro_batches > 1
+        seconds = now - (planned_at if is_pipeline else max(planned_at, self._last_update))
+        self.step_time_model.observe(scheduled.shape, seconds)
+        if self._slo is not None:
+            self._slo.on_step()
 
     def _deliver(
         self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool, learns: bool

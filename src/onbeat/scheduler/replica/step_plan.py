@@ -38,12 +38,12 @@ class StepPlan:
         running: RunningList,
         waiting: WaitingQueue,
         now: float,
-        step_id: int = 0,
         model: StepTimeModel | None = None,
     ) -> None:
         self.now = now
         """When the step is planned, seconds."""
-        self.step_id = step_id
+        self.step_id = 0
+        """Steps carried out before this one."""
         self.model = model
         """Predicts the step; None where nobody does."""
         self.budget: float | None = None
@@ -62,7 +62,7 @@ class StepPlan:
         self.victims: list[RequestState] = []
         """Requests from anywhere in `running` that are preempted, too."""
         self.late: list[RequestState] = []
-        """Requests, waiting or running, whose first token can no longer be in time: best effort from now on."""
+        """Requests, waiting or running, whose first token cannot be in time any more."""
         self.num_hit_tokens: dict[str, int] = {}
         """Waiting request -> tokens that the prefix cache was found to hold for it."""
         self.predicted_wait: float | None = None

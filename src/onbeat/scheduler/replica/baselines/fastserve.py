@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.baselines.runnable import needs_block, planned_shape, split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.baselines.runnable import needs_block, planned_shape, split_running
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 QUANTUM_RATIO = 2.0
@@ -168,9 +168,7 @@ class _Step:
         num_new = 0 if state.num_external_tokens else state.num_tokens - num_cached
         if num_new > plan.num_tokens_left:
             return False
-        if not plan.admit(state, cached_block_ids, num_new, self._reservation):
-            return False
-        return True
+        return plan.admit(state, cached_block_ids, num_new, self._reservation)
 
     def _make_room(self, state: RequestState) -> bool:
         """Preempt requests of lower queues until a newcomer finds a slot and blocks, if that is possible."""

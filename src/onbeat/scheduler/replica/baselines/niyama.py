@@ -23,10 +23,10 @@ from onbeat.core.request import Request
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.baselines.runnable import decode, planned_shape, split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.baselines.runnable import decode, planned_shape, split_running
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK, due_times
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -221,7 +221,9 @@ def priority(state: RequestState) -> tuple[float, ...]:
 
 def _is_order_settled(decodes: list[RequestState]) -> bool:
     """Whether one more token for each changes nobody's place: all deadlines are known and move alike."""
-    return all(state.num_output_tokens for state in decodes) and len({state.slo.tbt for state in decodes}) <= 1
+    return (
+        all(state.num_output_tokens for state in decodes) and len({state.slo.tbt for state in decodes}) <= 1
+    )
 
 
 def _by_priority(

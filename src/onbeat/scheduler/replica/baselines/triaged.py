@@ -68,4 +68,3 @@ class TriagedBudget:
         if self._work is None:
             self._work = PrefillWork(plan.model, None)
         return self._work
-

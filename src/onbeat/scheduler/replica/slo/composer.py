@@ -103,7 +103,8 @@ class SLOComposer:
         SLOUnattainable : see `Admission.decide`.
         """
         work, admission, tracker = self.work, self.admission, self.tracker
-        assert work is not None and admission is not None
+        assert work is not None
+        assert admission is not None
         state.num_hit_tokens = len(plan.match(state)) * plan.block_size
         limit = state.max_total_tokens - state.num_prompt_tokens
         num_output = tracker.lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)

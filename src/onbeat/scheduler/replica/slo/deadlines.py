@@ -57,7 +57,12 @@ class SLOState:
         self._num_late_allowed = 0
 
     def begin(
-        self, request: Request, mode: SLOMode, *, max_output_tokens: int, expected_output_tokens: int | None = None
+        self,
+        request: Request,
+        mode: SLOMode,
+        *,
+        max_output_tokens: int,
+        expected_output_tokens: int | None = None,
     ) -> None:
         """Set the deadlines of a new request.
 

@@ -9,8 +9,8 @@ from onbeat.scheduler.replica.slo.lengths import OutputLengths
 from onbeat.scheduler.replica.slo.load_estimate import LoadEstimate
 
 _WORTH_OF_EXCESS = 4.0
-"""A tenant that has had a full excess of service over the mean counts so many times less, one that lacks it so
-many times more."""
+"""A tenant that has had a full excess of service over the mean counts so many times less, one that lacks it
+so many times more."""
 
 
 class SLOTracker:
@@ -36,7 +36,7 @@ class SLOTracker:
         """Whether there is more than one to be fair between."""
 
     def worth(self, state: RequestState) -> float:
-        """Return what keeping a request's objective is worth: its weight, less for tenants that have had more."""
+        """Return what keeping an objective is worth: its weight, less for tenants that have had more."""
         weight = state.request.weight
         if self._has_tenants:
             weight *= _WORTH_OF_EXCESS ** -self._tenants.share(state.request.tenant)

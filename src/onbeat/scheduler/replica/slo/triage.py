@@ -9,6 +9,7 @@ from typing import NamedTuple
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
 
+
 class Job(NamedTuple):
     """A prompt, or what is left of it."""
 

@@ -15,8 +15,8 @@ _CONTEXT = 2048
 _NEAR_BEST = 1.05
 """A chunk is large enough if no other is cheaper a token by more than this."""
 _REFRESH_STEPS = 16
-"""Steps after which the coefficients are taken again from a model that has learnt meanwhile: some 15 questions,
-a tenth of what planning these steps costs."""
+"""Steps after which the coefficients are taken again from a model that has learnt meanwhile: some 15
+questions, which take a few per cent of the time that these steps are planned in."""
 LEAST_SHARE = 0.05
 """Share of the time that prompts are counted on to get, however little is left beside the decodes: without a
 bound the predicted wait would be infinite."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.slo.lengths import OutputLengths
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.lengths import OutputLengths
 from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
 from onbeat.scheduler.replica.step_plan import StepPlan
 
