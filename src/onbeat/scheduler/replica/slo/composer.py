@@ -202,13 +202,23 @@ class _Step:
         return running + waiting + plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
 
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
-        """Preempt best effort for the first prompt that lacks a slot or blocks, if that makes it fit."""
+        """Preempt best effort for the first prompt that lacks a slot or blocks, if that makes it fit.
+
+        Only once it cannot wait for another step: until then somebody may end. Nobody is preempted a second
+        time for this, since what is computed again is time that others lack.
+        """
         plan = self._plan
-        first = next((job.state for job in jobs if not job.state.block_ids), None)
-        if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first) <= 0):
+        first = next((job for job in jobs if not job.state.block_ids), None)
+        if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first.state) <= 0):
+            return
+        decodes = decode_shape([*self._view.streams, *self._view.loose])
+        limit = self._policy.limit(self._view, self._work.of(decodes), plan.now)
+        room = self._work.room_beside(decodes, limit, inf)
+        if plan.now + room.length + first.seconds / room.share < first.deadline:
             return
         pool = [state for state in self._view.loose if state.slo.is_left_over]
-        self._victims.make_room(first, pool + [state for state in best_effort if state.block_ids])
+        pool += [state for state in best_effort if state.block_ids]
+        self._victims.make_room(first.state, [state for state in pool if not state.num_preemptions])
 
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
