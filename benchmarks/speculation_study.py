@@ -20,16 +20,14 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slo_study.charts import write_image
-from slo_study.trials import OutOfTime
 from speculation_study.charts import chart
 from speculation_study.plan import PARTS, Plan, stages
 from speculation_study.report import markdown
-from speculation_study.slo import CapacityRun
 from speculation_study.store import Results
 
 from onbeat.core.errors import ConfigError
@@ -101,13 +99,7 @@ def do(task: Task, context: TaskContext) -> Done:
     if context.is_stopped() or time.time() > task.deadline:
         return Done(None)
     what, started = task.what, time.process_time()
-    if isinstance(what, CapacityRun):
-        what = replace(what, deadline=task.deadline)
-    try:
-        found = what.run()
-    except OutOfTime:
-        return Done(None)
-    return Done(found, time.process_time() - started)
+    return Done(what.run(), time.process_time() - started)
 
 
 def report(args: argparse.Namespace) -> None:
@@ -132,7 +124,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    shared.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    shared.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="of the numbers of requests (capacities are of loads that last)",
+    )
     shared.add_argument("--seeds", type=int, default=2, help="of the capacities")
     shared.add_argument("--results", type=Path, default=RESULTS / "speculation-study.jsonl")
     shared.add_argument("--tag", default="", help="version of what is studied")

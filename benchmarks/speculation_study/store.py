@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 STUDY_VERSION = 1
 """Counts up with changes to loads or scoring that make earlier results incomparable."""
-_UNNAMED = frozenset({"start", "deadline", "coefficients"})
+_UNNAMED = frozenset({"start", "coefficients"})
 """Fields on which the result does not depend."""
 
 
