@@ -158,8 +158,8 @@ def markdown(study: Study, *, date: str, remark: str = "") -> str:
     parts = [
         "# Capacity within latency objectives, of loads that last",
         f"{date}. {NOTE.strip()}",
-        f"{len(study.cells)} of {len(CELLS)} cells; about {runs} runs, {seconds / 3600:.1f} hours of one core; seeds "
-        f"(cells with at least so many): {'; '.join(counts)}.",
+        f"{len(study.cells)} of {len(CELLS)} cells; {runs} runs, {seconds / 3600:.1f} hours of one core; "
+        f"seeds (cells with at least so many): {'; '.join(counts)}.",
         *([remark] if remark else []),
         "## Bars",
         table(["bar", "measured", "cells", "verdict"], [*_bars(study)]),
@@ -231,9 +231,9 @@ def _means(study: Study) -> Iterator[str]:
 def _who_pays(study: Study) -> Iterator[str]:
     """Yield who is good and who waits longest at the subject's own capacity at 90 %."""
     yield (
-        f"Means over cells and seeds at the rates next below `{study.subject}`'s capacity at 90 % (of a family "
-        "the best budget there, where it ran to its end at that rate): share of good requests by decile of prompt "
-        "length, shortest first, and the longest TTFT of each decile in seconds (mean of the runs' longest)."
+        f"Means over cells and seeds at the rates next below `{study.subject}`'s capacity at 90 % (of a "
+        "family the best budget, where it ran to its end at that rate): share of good requests by decile of "
+        "prompt length, shortest first, and the longest TTFT of each decile, s (mean of the runs' longest)."
     )
     goods: dict[str, list[list[float]]] = {}
     waits: dict[str, list[list[float]]] = {}

@@ -74,8 +74,6 @@ class Score:
     """Share of the requests that were."""
     growth: float = 0.0
     """Share of what arrives that is left over, in requests or prompt tokens, whichever is more."""
-    tenants: dict[str, float] = field(default_factory=dict)
-    """Share of good ones of each tenant, where there are some."""
 
 
 class LostError(Exception):
@@ -106,8 +104,9 @@ class Measured:
 class _Watch:
     """Keeps the records of a run, and ends it when all scores are lost."""
 
-    def __init__(self, scored: Sequence[Measured], num_slots: int) -> None:
+    def __init__(self, scored: Sequence[Measured], num_slots: int, *, ends_early: bool) -> None:
         first = scored[0]
+        self._ends_early = ends_early
         assert first.load.arrivals is not None
         self.records: list[RequestRecord] = []
         self._arrivals: list[float] = first.load.arrivals.tolist()
@@ -127,7 +126,7 @@ class _Watch:
         LostError : the run need not go on.
         """
         self.records.append(record)
-        if self._counted[row]:
+        if self._counted[row] and self._ends_early:
             self._batch.append(record)
         if len(self._batch) < _BATCH:
             return
@@ -156,14 +155,22 @@ def _judge_many(scored: Sequence[Measured]) -> Callable[[list[RequestRecord]], i
     return lambda records: sum(each.ttft is not None and each.ttft <= loosest for each in records)
 
 
-def play(scored: Sequence[Measured], config: SimulationConfig, device: StepTimeModel) -> list[RequestRecord]:
-    """Run the load of the first score on one replica.
+def play(
+    scored: Sequence[Measured], config: SimulationConfig, device: StepTimeModel, *, ends_early: bool = True
+) -> list[RequestRecord]:
+    """Run the load of the first score on one replica; its records come as requests end.
+
+    Composed by hand, since an observer of `simulate` would hear of each step too.
+
+    Parameters
+    ----------
+    ends_early : whether to end it once it is lost.
 
     Raises
     ------
     LostError : it is lost for all scores.
     """
-    watch = _Watch(scored, config.scheduler.max_num_seqs)
+    watch = _Watch(scored, config.scheduler.max_num_seqs, ends_early=ends_early)
     replica = make_replica(0, config, device, is_alone=True)
     collector = Collector(watch.keep, on_progress=watch.ignore)
     EventLoop(Clients(scored[0].load, config), [replica], Dispatcher(None), collector).run()
@@ -255,7 +262,9 @@ class Runner:
         self._workload = workload
         self._limit = limit
 
-    def run(self, rate: float, seed: int, questions: Sequence[Question]) -> Mapping[Question, Score]:
+    def run(
+        self, rate: float, seed: int, questions: Sequence[Question], *, ends_early: bool = True
+    ) -> Mapping[Question, Score]:
         """Run a load that lasts and score it by each question; more than one only where none is looked at."""
         bare = lasting(self._workload, rate=rate, seed=seed, max_model_len=self._limit)
         step_time = self.simulation.step_time
@@ -266,7 +275,7 @@ class Runner:
             scored[question] = Measured.of(load, question.mode, hopeless_rows(load, step_time), start)
         config = config_of(self.simulation, questions[0].mode)
         try:
-            records = play(list(scored.values()), config, step_time)
+            records = play(list(scored.values()), config, step_time, ends_early=ends_early)
         except LostError as lost:
             return {
                 question: Score(

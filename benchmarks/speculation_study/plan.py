@@ -9,9 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from slo_study.results import Results
+
 from onbeat.core.errors import ConfigError
 from speculation_study import mlc, slo, turbospec
-from speculation_study.store import Results
 
 Stage = Callable[[Results], list[Any]]
 """From the results so far to runs."""
@@ -79,12 +80,10 @@ def stages(plan: Plan) -> Iterator[Stage]:
     for seed, workload in product(range(plan.seeds), slo.WORKLOADS):
         cells = slo_cells([workload])
         yield lambda _results, cells=cells, seed=seed: [slo_run(cell, slo.OFF, 0.0, seed) for cell in cells]
-        yield lambda results, cells=cells, seed=seed: _searches_with_drafts(cells, seed, plan, results)
+        yield lambda results, cells=cells, seed=seed: _searches_with_drafts(cells, seed, results)
 
 
-def _searches_with_drafts(
-    cells: Sequence[tuple[str, str, str]], seed: int, plan: Plan, results: Results
-) -> list[Any]:
+def _searches_with_drafts(cells: Sequence[tuple[str, str, str]], seed: int, results: Results) -> list[Any]:
     """Return the searches with drafts, each of which starts at the capacity without them."""
     runs = []
     for cell in cells:

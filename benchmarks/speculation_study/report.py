@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import product
 
 from slo_study.report import show
+from slo_study.results import Results
 
 from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
 from speculation_study import mlc, slo, turbospec
 from speculation_study.plan import Plan, mlc_run, slo_cells, slo_run, turbospec_run
-from speculation_study.store import Results
 
 NEAR_BEST = 1.05
 """Adaptive latency over that of the best fixed length, at most."""

@@ -103,6 +103,7 @@ class Clients:
             slo_class=name,
             weight=weight,
             shed=self._shed,
+            tenant=None if load.tenants is None else load.tenants[index],
         )
         record = RequestRecord(
             request_id=request_id,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
+from onbeat.planner.parallel import TaskContext, run_tasks
+
+FOREVER = 1e18
 STUDY_VERSION = 1
 """Counts up with changes to loads or scoring that make earlier results incomparable."""
 _UNNAMED = frozenset({"start", "coefficients"})
@@ -17,7 +21,7 @@ _UNNAMED = frozenset({"start", "coefficients"})
 class Run(Protocol):
     """A dataclass that says what is run."""
 
-    def run(self) -> dict[str, float]:
+    def run(self) -> dict[str, Any]:
         """Return what came of it."""
         ...
 
@@ -29,7 +33,7 @@ class Line:
     kind: str
     """Name of the run's class."""
     names: dict[str, Any]
-    found: dict[str, float]
+    found: dict[str, Any]
     tag: str
     seconds: float
     version: int = STUDY_VERSION
@@ -51,13 +55,13 @@ class Results:
     def __init__(self, path: Path, tag: str) -> None:
         self._path = path
         self._tag = tag
-        self._found: dict[str, dict[str, float]] = {}
+        self._found: dict[str, dict[str, Any]] = {}
         self.seconds = 0.0
         if path.exists():
             for text in path.read_text(encoding="utf-8").splitlines():
                 self._note(Line(**json.loads(text)))
 
-    def get(self, run: Any) -> Mapping[str, float] | None:
+    def get(self, run: Any) -> Mapping[str, Any] | None:
         """Return what came of a run; None where it is still to do."""
         return self._found.get(_key(type(run).__name__, names_of(run)))
 
@@ -65,7 +69,7 @@ class Results:
         """Return the runs that are still to do."""
         return [run for run in runs if self.get(run) is None]
 
-    def append(self, run: Any, found: dict[str, float], seconds: float) -> None:
+    def append(self, run: Any, found: dict[str, Any], seconds: float) -> None:
         """Write down what came of a run."""
         line = Line(type(run).__name__, names_of(run), found, self._tag, round(seconds, 2))
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,3 +85,46 @@ class Results:
 
 def _key(kind: str, names: Mapping[str, Any]) -> str:
     return json.dumps([kind, names], sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    what: Any
+    deadline: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What came of a run; nothing where the slice ended first."""
+
+    found: dict[str, Any] | None
+    seconds: float = 0.0
+
+
+def deadline_in(minutes: float | None) -> float:
+    """Return when a slice ends, seconds since 1970."""
+    return time.time() + minutes * 60 if minutes else FOREVER
+
+
+def run_missing(runs: Iterable[Any], results: Results, *, jobs: int, deadline: float) -> None:
+    """Do the runs that are still to do, until the slice ends."""
+    left: Sequence[Any] = results.missing(runs)
+    if not left or time.time() > deadline:
+        return
+    print(f"{len(left)} runs", flush=True)
+
+    def keep(index: int, done: _Done) -> None:
+        if done.found is not None:
+            results.append(left[index], done.found, done.seconds)
+            print(f"{left[index]}: {done.found} [{done.seconds:.1f} s]", flush=True)
+
+    run_tasks(_do, [_Task(each, deadline) for each in left], jobs=jobs, on_result=keep)
+
+
+def _do(task: _Task, context: TaskContext) -> _Done:
+    if context.is_stopped() or time.time() > task.deadline:
+        return _Done(None)
+    started = time.process_time()
+    found = task.what.run()
+    return _Done(found, time.process_time() - started)
