@@ -9,8 +9,6 @@ from slo_study.trial import MOST_GROWTH, Score
 
 RATE_STEP = 1.05
 """Rates are powers of this, named by their exponents, so that runs of all searches share them."""
-WIDEST = 2
-"""Exponents between the rates that a capacity is interpolated between: 10 %."""
 MOST_TAIL = 5.0
 
 
@@ -25,16 +23,15 @@ class Criterion:
     """Whether every decile of prompt length must reach it."""
     bounds_tail: bool = False
     """Whether P99 TTFT must be below `MOST_TAIL` times its objective."""
+    widest: int = 2
+    """Exponents between the rates that a capacity is interpolated between: 10 %."""
 
     def margins(self, score: Score) -> list[float]:
         """Return how far each part is kept, above 0 where it is; nearly straight lines over log rate."""
         good = score.good
         if self.of_each_decile and score.deciles:
             good = min(score.deciles)
-        found = [_logit(good) - _logit(self.share)]
-        if score.is_lost:  # it was ended since this part is lost, so the others do not decide
-            return [min(found[0], -1e-6)]
-        found.append((MOST_GROWTH - score.growth) / MOST_GROWTH)
+        found = [_logit(good) - _logit(self.share), (MOST_GROWTH - score.growth) / MOST_GROWTH]
         if self.bounds_tail and score.tail > 0:
             found.append(log(MOST_TAIL / score.tail))
         return found
@@ -49,8 +46,8 @@ CRITERIA = {
     for each in (
         Criterion("90 %", 0.9),
         Criterion("99 %", 0.99),
-        Criterion("worst decile", 0.9, of_each_decile=True),
-        Criterion("90 %, tail", 0.9, bounds_tail=True),
+        Criterion("worst decile", 0.9, of_each_decile=True, widest=4),
+        Criterion("90 %, tail", 0.9, bounds_tail=True, widest=4),
     )
 }
 
@@ -76,10 +73,12 @@ class Bracket:
 
     kept: int | None
     missed: int | None
+    widest: int
 
     @property
     def is_narrow(self) -> bool:
-        return self.kept is not None and self.missed is not None and self.missed - self.kept <= WIDEST
+        """Whether a capacity can be read off."""
+        return self.kept is not None and self.missed is not None and self.missed - self.kept <= self.widest
 
 
 class Curve(dict[int, Score]):
@@ -90,7 +89,7 @@ class Curve(dict[int, Score]):
         answers = {index: criterion.keeps(score) for index, score in self.items()}
         kept = max((index for index, keeps in answers.items() if keeps), default=None)
         above = [i for i, keeps in answers.items() if not keeps and (kept is None or i > kept)]
-        return Bracket(kept, min(above, default=None))
+        return Bracket(kept, min(above, default=None), criterion.widest)
 
     def capacity(self, criterion: Criterion) -> float | None:
         """Return requests per second between two neighbours; None where these are not known."""

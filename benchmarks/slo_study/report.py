@@ -12,24 +12,25 @@ from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
 from slo_study.cells import CELLS, FAMILIES, MIXES, OLD_CELLS, SIMPLE, STATIC, STUDIED, SUBJECT, Cell
 from slo_study.criteria import CRITERIA, Curve, rate_at
 from slo_study.store import Line, curves
+from slo_study.tasks import ONLY_SHARES, SHARES
 
 LEAST = 0.97
 """A cell whose interval lies wholly below this is one in which the subject is worse."""
 NOTE = """
 Made by `python benchmarks/slo_study.py run`, then `report --write`. Simulated replicas (uncalibrated
-roofline step times, as in `onbeat simulate`; every request declares exactly its output length). A load lasts:
-at least 4,000 requests and ten minutes of arrivals are measured after a warm-up that is thrown away (two
-minutes, or 15 % of what is measured where that is more), and of what arrives at most 2 % is left over, in
-requests and in prompt tokens (unfinished in the last quarter less the second, over the arrivals in between).
-A capacity lies between two rates at most 10 % apart, one of which keeps the criterion; read off a straight
-line over the logarithm of the rate (of the share's odds). Intervals are Student's t of the logarithms of
-ratios of pairs: equal requests, seed by seed. Families (`static`, `static+triage`, `edf+triage`: budgets of
-256 to 8,192) count by the best of them in each cell, criterion and seed; after the first seed only the two
-best go on. On traces a seed is where the window starts, with its own times squeezed to the rate; a window
-that comes to the trace's end goes on at its start, without shared prefixes, so that windows of the code trace
-overlap. Requests that an idle machine with an empty prefix cache could not serve in time count neither way;
-those that do not fit the context are not offered. A capacity of less than a tenth of where others lie is
-taken as that tenth.
+roofline step times, as in `onbeat simulate`; every request declares exactly its output length). A load
+lasts: at least 4,000 requests and ten minutes of arrivals are measured after a warm-up that is thrown away
+(two minutes, or 15 % of what is measured where that is more), and of what arrives at most 2 % is left over,
+in requests and in prompt tokens (late and unfinished in the last quarter less the second, over the arrivals
+in between). A capacity lies between two rates at most 10 % apart (worst decile and tail: 22 %), one of
+which keeps the criterion, read off a straight line over the logarithm of the rate (of the share's odds).
+Intervals are Student's t of the logarithms of ratios of pairs: equal requests, seed by seed. Families
+(`static`, `static+triage`, `edf+triage`: budgets of 256 to 8,192) count by the best of them in each cell,
+criterion and seed; after the first seed only the two best go on. On traces a seed is where the window
+starts, with its own times squeezed to the rate; a window that comes to the trace's end goes on at its
+start, without shared prefixes, so that windows of the code trace overlap. Requests that an idle machine
+with an empty prefix cache could not serve in time count neither way; those that do not fit the context are
+not offered. A capacity of less than a tenth of where others lie is taken as that tenth.
 """
 
 
@@ -81,6 +82,8 @@ class Study:
 
     def capacity(self, cell: Cell, policy: str, criterion: str, seed: int) -> float | None:
         """Return the capacity, of a family that of the best; None where it is not known."""
+        if policy in ONLY_SHARES and criterion not in SHARES:
+            return None  # some rates were run, but not those that would show it
         rule = CRITERIA[criterion]
         curves_ = [self.curves.get((cell, name, seed)) for name in members_of(policy)]
         known = [curve for curve in curves_ if curve]

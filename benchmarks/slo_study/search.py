@@ -8,7 +8,9 @@ from slo_study.criteria import CRITERIA, Criterion, Curve, index_near, rate_at
 from slo_study.trial import Question, Runner
 
 FIRST_STRIDE = 3
-"""Exponents to the first neighbour that is tried; then it doubles."""
+"""Exponents to the first neighbour that is tried; later ones are further and further apart."""
+CLOSE_STRIDE = 2
+"""Where the same policy's capacity in this cell is known of another seed."""
 DEEPEST = 48
 """Exponents (a tenth of the rate) below the start at which a search gives up: nothing that is compared is so
 far apart."""
@@ -17,32 +19,39 @@ Ask = Callable[[int], None]
 """Runs a rate, which puts its scores into curves."""
 
 
-def search(curve: Curve, criterion: Criterion, ask: Ask, *, start: int, least: int | None = None) -> None:
+def search(
+    curve: Curve,
+    criterion: Criterion,
+    ask: Ask,
+    *,
+    start: int,
+    stride: int = FIRST_STRIDE,
+    least: int | None = None,
+) -> None:
     """Run rates until a criterion's capacity can be read off.
 
     Parameters
     ----------
     start : where to look first.
+    stride : exponents to the first neighbour.
     least : what makes the search worth going on; where this rate does not keep the criterion, nothing below
         it is looked at.
     """
     lowest = start - DEEPEST if least is None else least
-    stride = FIRST_STRIDE
     while not (bracket := curve.bracket(criterion)).is_narrow:
         kept, missed = bracket.kept, bracket.missed
         if missed is not None and missed <= lowest:
             return
-        if kept is None and missed is None:
-            ask(max(start, lowest))
-        elif missed is None:
-            assert kept is not None
-            ask(start if kept < start else kept + stride)
-            stride = stride if kept < start else stride * 2
-        elif kept is None:
-            ask(max(lowest, start if missed > start else missed - stride))
-            stride = stride if missed > start else stride * 2
-        else:
+        if kept is not None and missed is not None:
             ask(_between(curve, criterion, kept, missed))
+            continue
+        if kept is None and (missed is None or missed > start):
+            ask(max(start, lowest))
+        elif missed is None and kept is not None and kept < start:
+            ask(start)
+        else:
+            ask(max(lowest, missed - stride) if missed is not None else (kept or 0) + stride)
+            stride += 1 + stride // 2
 
 
 def _between(curve: Curve, criterion: Criterion, kept: int, missed: int) -> int:

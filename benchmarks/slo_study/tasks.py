@@ -11,14 +11,16 @@ from itertools import groupby
 from pathlib import Path
 
 from onbeat.planner.parallel import TaskContext
+from onbeat.planner.service_rate import service_rate
 from slo_study.cells import FAMILIES, SIMPLE, STATIC, SUBJECT, Cell, is_blind, members, settings_of
 from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
-from slo_study.search import search
+from slo_study.loads import lasting
+from slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search
 from slo_study.store import Line, Store, Subject, curves, tag_of
 from slo_study.trial import Question, Runner, longest_request, timed
 
-FIRST_GUESS = 3.0
-"""Requests per second, where nothing is known."""
+FIRST_GUESS = 0.8
+"""Of the rate at which full batches serve a load, where nothing is known."""
 SHARES = ("90 %", "99 %")
 """What rivals are compared at; worst deciles and tails only with static budgets and the simple rule."""
 ONLY_SHARES = ("static+triage", "edf+triage", "niyama", "fastserve")
@@ -156,13 +158,16 @@ class _Work:
         """
         for criterion in self._task.criteria:
             for cell in self._task.cells:
+                subject = cell, policy, self._task.seed
                 best = self._best(cell, criterion, but=policy)
-                start = self._start(cell, policy, criterion) if best is None else index_near(best)
+                start = self._start(subject, criterion) if best is None else index_near(best)
+                is_known = any(self._capacity((cell, policy, seed), criterion) for seed in range(subject[2]))
                 search(
-                    self._curve((cell, policy, self._task.seed)),
+                    self._curve(subject),
                     CRITERIA[criterion],
                     lambda index: self._run(policy, index),
                     start=start,
+                    stride=CLOSE_STRIDE if is_known else FIRST_STRIDE,
                     least=None if best is None else start,
                 )
 
@@ -175,8 +180,9 @@ class _Work:
         ]
         return max((rate for rate in rates if rate), default=None)
 
-    def _start(self, cell: Cell, policy: str, criterion: str) -> int:
+    def _start(self, subject: Subject, criterion: str) -> int:
         """Return where to look first: where others of the like were."""
+        cell, policy, _ = subject
         alike: list[tuple[int, float]] = []
         for (other, name, seed), curve in self._curves.items():
             if other.group != cell.group:
@@ -189,7 +195,9 @@ class _Work:
             distance += 2 * (name != policy) + 16 * (is_blind(name) and name != policy)
             alike.append((distance, rate))
         if not alike:
-            return index_near(FIRST_GUESS)
+            runner = _runner(*cell.group, policy)
+            load = lasting(cell.workload, rate=1.0, seed=0, max_model_len=longest_request(cell.set_up))
+            return index_near(FIRST_GUESS * service_rate(runner.simulation, load))
         least = min(distance for distance, _ in alike)
         return index_near(max(rate for distance, rate in alike if distance == least))
 

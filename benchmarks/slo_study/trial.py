@@ -56,7 +56,8 @@ class Score:
     """Requests that count."""
     num_hopeless: int
     good: float
-    """Share; of a run that was ended early, the share when it was."""
+    """Share; of a run that was ended early, the share so far (by the loosest TTFT of all that it is scored
+    by), and nothing below but what has grown so far."""
     is_lost: bool = False
     """Whether the run was ended early."""
     classes: dict[str, float] = field(default_factory=dict)
@@ -73,15 +74,15 @@ class Score:
     preempted: float = 0.0
     """Share of the requests that were."""
     growth: float = 0.0
-    """Share of what arrives that is left over, in requests or prompt tokens, whichever is more."""
+    """Share of what arrives that is left over (`growth`), in requests or prompt tokens, whichever is more."""
 
 
 class LostError(Exception):
-    """A run is lost; carries the share that was good so far."""
+    """A run is lost; carries the share that was good so far, and of what has come how much is unfinished."""
 
-    def __init__(self, good: float) -> None:
-        super().__init__(f"{good:.3f} were good so far")
-        self.good = good
+    def __init__(self, good: float, unfinished: float) -> None:
+        super().__init__(f"{good:.3f} were good so far, {unfinished:.3f} are unfinished")
+        self.good, self.unfinished = good, unfinished
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,12 +134,13 @@ class _Watch:
         self._num_judged += len(self._batch)
         self._num_bad += len(self._batch) - self._judge(self._batch)
         self._batch = []
-        unfinished = bisect_right(self._arrivals, record.end) - len(self.records)
+        num_arrived = bisect_right(self._arrivals, record.end)
+        unfinished = num_arrived - len(self.records)
         good = 1 - self._num_bad / self._num_judged
         share, after = _LOST_SO_FAR
         is_low = good < share and self._num_judged > after * self._num_counted
         if self._num_bad > self._most_bad or is_low or unfinished > self._most_unfinished:
-            raise LostError(good)
+            raise LostError(good, unfinished / num_arrived)
 
     def ignore(self, _count: int, _when: float) -> None:
         """Progress is nobody's concern."""
@@ -182,8 +184,10 @@ def score(scored: Measured, records: Sequence[RequestRecord]) -> Score:
     rows = [int(record.request_id) for record in records]
     for row, record in zip(rows, records, strict=True):
         record.slo = scored.load.slo(row)
-    counted = [record for row, record in zip(rows, records, strict=True) if scored.counted[row]]
-    good = good_requests(counted, mode=scored.mode)
+    is_good = good_requests(records, mode=scored.mode)
+    is_counted = scored.counted[rows]
+    counted = [record for record, counts in zip(records, is_counted.tolist(), strict=True) if counts]
+    good = is_good[is_counted]
     ttft = np.array([inf if record.ttft is None else record.ttft for record in counted])
     limits = np.array([(record.slo.ttft if record.slo else None) or inf for record in counted])
     tails = (ttft / limits)[np.isfinite(limits)]
@@ -205,15 +209,16 @@ def score(scored: Measured, records: Sequence[RequestRecord]) -> Score:
         tail=_short(np.percentile(tails, 99, method="higher"), 3) if tails.size else 0.0,
         gap=_short(np.percentile(gaps, 99)) if gaps.size else 0.0,
         preempted=_short(np.mean([record.num_preemptions > 0 for record in counted])),
-        growth=_short(growth(records, scored.start, float(_arrivals(scored.load)[-1]))),
+        growth=_short(growth(records, ~is_good, scored.start, float(_arrivals(scored.load)[-1]))),
     )
 
 
-def growth(records: Sequence[RequestRecord], start: float, end: float) -> float:
+def growth(records: Sequence[RequestRecord], is_bad: NDArray[np.bool_], start: float, end: float) -> float:
     """Return what share of what arrives is left over, as the larger of requests and of prompt tokens.
 
-    What is unfinished in the mean of the last quarter of the time, less that of the second, over what
-    arrives in between: half of the time.
+    What is unfinished and will not be good, in the mean of the last quarter of the time, less that of the
+    second, over what arrives in between: half of the time. Those that will be good cannot pile up: they are
+    served in time. (How many run at once changes with the rate of a trace.)
     """
     arrivals = np.array([record.arrival for record in records])
     ends = np.array([record.end for record in records])
@@ -222,7 +227,8 @@ def growth(records: Sequence[RequestRecord], start: float, end: float) -> float:
     second, last = start + quarter, end - quarter
     shares = []
     for weights in (np.ones(len(records)), tokens):
-        after, before = (_mean_unfinished(arrivals, ends, weights, at, quarter) for at in (last, second))
+        bad = weights * is_bad
+        after, before = (_mean_unfinished(arrivals, ends, bad, at, quarter) for at in (last, second))
         inside = (arrivals >= second + quarter / 2) & (arrivals < last + quarter / 2)
         shares.append((after - before) / max(1.0, weights[inside].sum()))
     return max(shares)
@@ -277,10 +283,9 @@ class Runner:
         try:
             records = play(list(scored.values()), config, step_time, ends_early=ends_early)
         except LostError as lost:
+            so_far = {"good": _short(lost.good), "growth": _short(lost.unfinished), "is_lost": True}
             return {
-                question: Score(
-                    num=int(each.counted.sum()), num_hopeless=0, good=_short(lost.good), is_lost=True
-                )
+                question: Score(num=int(each.counted.sum()), num_hopeless=0, **so_far)
                 for question, each in scored.items()
             }
         return {question: score(each, records) for question, each in scored.items()}
