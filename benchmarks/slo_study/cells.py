@@ -108,10 +108,10 @@ _NEW = {
     ("moe-h100", "poisson"): ("1s-50ms", "mix"),
     ("moe-h100", "documents"): ("2s-250ms", "5s-50ms"),
     ("little-memory", "sharegpt"): ("1s-100ms", "5s-50ms", "e2e-mix"),
-    ("little-memory", "long-outputs"): ("1s-100ms", "mix"),
+    ("little-memory", "long-outputs"): ("1s-100ms",),
     ("1024-slots", "long-outputs"): ("1s-50ms", "2s-250ms"),
     ("32-slots", "poisson"): ("1s-100ms", "mix"),
-    ("32-slots", "sharegpt"): ("2s-250ms", "e2e-mix"),
+    ("32-slots", "sharegpt"): ("2s-250ms",),
 }
 NEW_CELLS = tuple(
     Cell(*group, slo, mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -41,7 +41,8 @@ class Line:
 
 def names_of(run: Any) -> dict[str, Any]:
     """Return the fields that tell a run from others."""
-    return {name.name: getattr(run, name.name) for name in fields(run) if name.name not in _UNNAMED}
+    named = {each.name: getattr(run, each.name) for each in fields(run) if each.name not in _UNNAMED}
+    return {name: asdict(value) if is_dataclass(value) else value for name, value in named.items()}
 
 
 class Results:

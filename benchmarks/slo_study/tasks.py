@@ -105,6 +105,8 @@ def _store(path: Path) -> Store:
 
 def run_task(task: Task, context: TaskContext) -> int:
     """Search all that a task asks for, report the lines, and return how many. A worker of `run_tasks`."""
+    if time.time() > task.deadline or context.is_stopped():
+        return 0
     work = _Work(task, context)
     try:
         for policy in work.in_order():

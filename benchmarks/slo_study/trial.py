@@ -78,7 +78,8 @@ class Score:
 
 
 class LostError(Exception):
-    """A run is lost; carries the share that was good so far, and of what has come how much is unfinished."""
+    """A run is lost; carries the share that was good so far, and how much of what has come is unfinished, where
+    that is why."""
 
     def __init__(self, good: float, unfinished: float) -> None:
         super().__init__(f"{good:.3f} were good so far, {unfinished:.3f} are unfinished")
@@ -139,8 +140,10 @@ class _Watch:
         good = 1 - self._num_bad / self._num_judged
         share, after = _LOST_SO_FAR
         is_low = good < share and self._num_judged > after * self._num_counted
-        if self._num_bad > self._most_bad or is_low or unfinished > self._most_unfinished:
+        if unfinished > self._most_unfinished:
             raise LostError(good, unfinished / num_arrived)
+        if self._num_bad > self._most_bad or is_low:
+            raise LostError(good, 0.0)
 
     def ignore(self, _count: int, _when: float) -> None:
         """Progress is nobody's concern."""
