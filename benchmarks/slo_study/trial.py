@@ -78,7 +78,7 @@ class Score:
 
 
 class LostError(Exception):
-    """A run is lost; carries the share that was good so far, and how much of what has come is unfinished, where
+    """A run is lost; carries the share that was good so far, and how much of what came is unfinished, where
     that is why."""
 
     def __init__(self, good: float, unfinished: float) -> None:
