@@ -45,7 +45,7 @@ from slo_study.loads import WORKLOADS
 from slo_study.replica import Stage
 from slo_study.report import Study, markdown
 from slo_study.results import Results, deadline_in, run_missing
-from slo_study.store import Line, Store
+from slo_study.store import Scored, scored_runs
 from slo_study.tasks import Plan, make_tasks, run_task
 
 from onbeat.core.errors import ConfigError
@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> None:
     policies = args.policy or list(STUDIED)
     for policy in policies:
         members(policy)  # an unknown one is refused before anything runs
-    store = Store(args.results)
+    results = Results(args.results, args.tag)
     tasks = make_tasks(
         Plan(
             cells=_cells(args),
@@ -89,12 +89,12 @@ def run(args: argparse.Namespace) -> None:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("searches", total=len(tasks))
 
-        def on_event(index: int, lines: list[Line]) -> None:
-            store.append(lines)
+        def on_event(index: int, runs: list[Scored]) -> None:
+            for each in runs:
+                each.write(results, args.tag)
             progress.update(bar, description=str(tasks[index]))
             if args.verbose:
-                for line in lines:
-                    print(line.as_json(), flush=True)
+                print(*runs, sep="\n", flush=True)
 
         run_tasks(
             run_task,
@@ -103,14 +103,14 @@ def run(args: argparse.Namespace) -> None:
             on_event=on_event,
             on_result=lambda _index, _count: progress.advance(bar),
         )
-    print(f"packed: {store.pack()}")
+    print(f"packed: {results.pack()}")
 
 
 def report(args: argparse.Namespace) -> None:
 
     cells = set(_cells(args))
-    lines = [line for line in Store(args.results).read(args.tag) if line.cell in cells]
-    study = Study(lines)
+    runs = scored_runs(Results(args.results, args.tag))
+    study = Study([each for each in runs if each.run.cell in cells])
     text = markdown(study, date=time.strftime("%Y-%m-%d"), remark=args.remark)
     print(text)
     if args.write:

@@ -11,7 +11,7 @@ import numpy as np
 from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
 from slo_study.cells import CELLS, FAMILIES, MIXES, OLD_CELLS, SIMPLE, STATIC, STUDIED, SUBJECT, Cell
 from slo_study.criteria import CRITERIA, Curve, rate_at
-from slo_study.store import Line, curves
+from slo_study.store import Scored, curves
 from slo_study.tasks import ONLY_SHARES, SHARES
 
 LEAST = 0.97
@@ -62,20 +62,20 @@ GROUPS: dict[str, Callable[[Cell], bool]] = {
 
 
 class Study:
-    """Capacities and their ratios, from lines.
+    """Capacities and their ratios, from runs.
 
     Parameters
     ----------
     subject : the policy that is compared with all others.
     """
 
-    def __init__(self, lines: Sequence[Line], subject: str = SUBJECT) -> None:
+    def __init__(self, runs: Sequence[Scored], subject: str = SUBJECT) -> None:
         self.subject = subject
-        self.lines = lines
-        self.curves = curves(lines)
-        self.cells = sorted({line.cell for line in lines})
-        self.seeds = sorted({line.seed for line in lines})
-        present = {line.policy for line in lines}
+        self.runs = runs
+        self.curves = curves(runs)
+        self.cells = sorted({each.run.cell for each in runs})
+        self.seeds = sorted({each.run.seed for each in runs})
+        present = {each.run.policy for each in runs}
         named = [name for name in STUDIED if present & set(members_of(name))]
         family = {member for names in FAMILIES.values() for member in names}
         self.policies = named + sorted(present - set(named) - family)
@@ -154,14 +154,17 @@ def members_of(policy: str) -> tuple[str, ...]:
 
 def markdown(study: Study, *, date: str, remark: str = "") -> str:
     """Return the whole page."""
-    runs = len({(*line.cell.group, line.policy, line.seed, line.index, line.tag, line.seconds)
-                for line in study.lines})  # fmt: skip
-    seconds = sum(line.seconds for line in study.lines)
+    static = FAMILIES[STATIC]
+    runs = {
+        (each.cell.group if each.policy in static else each.cell, each.policy, each.seed, each.index)
+        for each, _, _ in study.runs
+    }
+    seconds = sum(each.seconds for each in study.runs)
     counts = [f"`{name}` {_seeds_of(study, name)}" for name in study.policies]
     parts = [
         "# Capacity within latency objectives, of loads that last",
         f"{date}. {NOTE.strip()}",
-        f"{len(study.cells)} of {len(CELLS)} cells; {runs} runs, {seconds / 3600:.1f} hours of one core; "
+        f"{len(study.cells)} of {len(CELLS)} cells; {len(runs)} runs, {seconds / 3600:.1f} hours of a core; "
         f"seeds (cells with at least so many): {'; '.join(counts)}.",
         *([remark] if remark else []),
         "## Bars",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,8 @@ from typing import Any, Protocol
 from onbeat.planner.parallel import TaskContext, run_tasks
 
 FOREVER = 1e18
+ANY_VERSION = "*"
+"""Tag of what no version of what is studied changes."""
 STUDY_VERSION = 1
 """Counts up with changes to loads or scoring that make earlier results incomparable."""
 _UNNAMED = frozenset({"start", "coefficients"})
@@ -46,42 +49,88 @@ def names_of(run: Any) -> dict[str, Any]:
 
 
 class Results:
-    """A file of lines, to which many slices append.
+    """A file of lines, to which slices append (one at a time), and the packed one beside it that is kept.
 
     Parameters
     ----------
-    tag : version of what is studied; lines of others are passed over.
+    path : of the lines; those packed have `.gz` behind it.
+    tag : version of what is studied; lines of others are passed over, but for those of `ANY_VERSION`.
     """
 
     def __init__(self, path: Path, tag: str) -> None:
         self._path = path
+        self._packed = path.with_name(path.name + ".gz")
         self._tag = tag
-        self._found: dict[str, dict[str, Any]] = {}
-        self.seconds = 0.0
-        if path.exists():
-            for text in path.read_text(encoding="utf-8").splitlines():
-                self._note(Line(**json.loads(text)))
+        self._lines: dict[tuple[str, str], Line] = {}
+        """By what was run and the version; of equal ones the last."""
+        self._offset = 0
+        """Of what was not read yet."""
+        if self._packed.exists():
+            self._take(gzip.decompress(self._packed.read_bytes()))
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Take in what other processes have appended."""
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+            new = new[: new.rfind(b"\n") + 1]  # a line may be half written
+            self._offset += len(new)
+            self._take(new)
+
+    def lines(self) -> list[Line]:
+        """Return the lines that count."""
+        return [line for line in self._lines.values() if line.tag in (self._tag, ANY_VERSION)]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of one core that the lines took."""
+        return sum(line.seconds for line in self.lines())
 
     def get(self, run: Any) -> Mapping[str, Any] | None:
         """Return what came of a run; None where it is still to do."""
-        return self._found.get(_key(type(run).__name__, names_of(run)))
+        key = _key(type(run).__name__, names_of(run))
+        line = self._lines.get((key, self._tag)) or self._lines.get((key, ANY_VERSION))
+        return None if line is None else line.found
 
     def missing(self, runs: Iterable[Any]) -> list[Any]:
         """Return the runs that are still to do."""
         return [run for run in runs if self.get(run) is None]
 
-    def append(self, run: Any, found: dict[str, Any], seconds: float) -> None:
-        """Write down what came of a run."""
-        line = Line(type(run).__name__, names_of(run), found, self._tag, round(seconds, 2))
+    def append(self, run: Any, found: dict[str, Any], seconds: float, *, tag: str | None = None) -> None:
+        """Write down what came of a run.
+
+        Parameters
+        ----------
+        tag : its version; None is that of all.
+        """
+        own = self._tag if tag is None else tag
+        line = Line(type(run).__name__, names_of(run), found, own, round(seconds, 2))
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
+            file.write(_text(line))
         self._note(line)
 
+    def pack(self) -> Path:
+        """Put all lines, those of other versions too, into the packed file."""
+        self.refresh()
+        self._packed.write_bytes(gzip.compress("".join(map(_text, self._lines.values())).encode(), mtime=0))
+        self._path.unlink(missing_ok=True)
+        self._offset = 0
+        return self._packed
+
+    def _take(self, text: bytes) -> None:
+        for each in text.decode().splitlines():
+            self._note(Line(**json.loads(each)))
+
     def _note(self, line: Line) -> None:
-        if line.tag == self._tag and line.version == STUDY_VERSION:
-            self._found[_key(line.kind, line.names)] = line.found
-            self.seconds += line.seconds
+        if line.version == STUDY_VERSION:
+            self._lines[_key(line.kind, line.names), line.tag] = line
+
+
+def _text(line: Line) -> str:
+    return json.dumps(asdict(line), separators=(",", ":")) + "\n"
 
 
 def _key(kind: str, names: Mapping[str, Any]) -> str:

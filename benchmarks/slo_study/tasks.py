@@ -15,8 +15,9 @@ from onbeat.planner.service_rate import service_rate
 from slo_study.cells import FAMILIES, SIMPLE, STATIC, SUBJECT, Cell, is_blind, members, settings_of
 from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
 from slo_study.loads import lasting
+from slo_study.results import Results
 from slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search
-from slo_study.store import Line, Store, Subject, curves, tag_of
+from slo_study.store import RateRun, Scored, Subject, curves, scored_runs
 from slo_study.trial import Question, Runner, longest_request, timed
 
 FIRST_GUESS = 0.8
@@ -98,9 +99,9 @@ def make_tasks(plan: Plan) -> list[Task]:
 
 
 @lru_cache
-def _store(path: Path) -> Store:
-    """Return the same store for all tasks of a process, which reads what is new alone."""
-    return Store(path)
+def _results(path: Path, tag: str) -> Results:
+    """Return the same results for all tasks of a process, which reads what is new alone."""
+    return Results(path, tag)
 
 
 def run_task(task: Task, context: TaskContext) -> int:
@@ -113,15 +114,17 @@ def run_task(task: Task, context: TaskContext) -> int:
             work.search(policy)
     except OutOfTimeError:
         pass
-    return work.num_lines
+    return work.num_runs
 
 
 class _Work:
     def __init__(self, task: Task, context: TaskContext) -> None:
         self._task = task
         self._context = context
-        self._curves = curves(_store(task.results).read(task.tag))
-        self.num_lines = 0
+        results = _results(task.results, task.tag)
+        results.refresh()
+        self._curves = curves(scored_runs(results))
+        self.num_runs = 0
 
     def in_order(self) -> list[str]:
         """Return the policies of a family, the likeliest to be the best first."""
@@ -219,22 +222,18 @@ class _Work:
         runner = _runner(cell.set_up, cell.workload, policy)
         questions = {each: Question(each.slo, each.mode) for each in task.cells}
         scores, seconds = timed(lambda: runner.run(rate_at(index), task.seed, list(questions.values())))
-        lines = [
-            Line(
-                cell=each,
-                policy=policy,
-                seed=task.seed,
-                index=index,
-                score=scores[question],
-                seconds=seconds / len(questions),
-                tag=tag_of(policy, task.tag),
+        runs = [
+            Scored(
+                RateRun(cell=each, policy=policy, seed=task.seed, index=index),
+                scores[question],
+                seconds / len(questions),
             )
             for each, question in questions.items()
         ]
-        for line in lines:
-            self._curve(line.subject)[index] = line.score
-        self._context.report(lines)
-        self.num_lines += len(lines)
+        for each in runs:
+            self._curve(each.run.subject)[index] = each.score
+        self._context.report(runs)
+        self.num_runs += len(runs)
 
 
 @lru_cache(maxsize=4)
