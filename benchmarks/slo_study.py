@@ -1,7 +1,7 @@
 """How much load that lasts policies carry within latency objectives: capacities in simulation, cell by cell.
 
     python benchmarks/slo_study.py run [--minutes 60] [--jobs 2] [--seeds 5] [--policy slo,simple,static]
-        [--set-up mistral] [--workload azure-code] [--slo 1s-50ms] [--mode gap] [--tag NAME]
+        [--cells 32] [--set-up mistral] [--workload azure-code] [--slo 1s-50ms] [--mode gap] [--tag NAME]
     python benchmarks/slo_study.py report [--write] [selection]
     python benchmarks/slo_study.py disturb [--minutes 20] [--jobs 2] [--seeds 5] [--capacity 8.5] [--write]
     python benchmarks/slo_study.py ablate [--minutes 10] [--jobs 2] [--seeds 2]
@@ -46,7 +46,7 @@ from slo_study.replica import Stage
 from slo_study.report import Study, markdown
 from slo_study.results import Results, deadline_in, run_missing
 from slo_study.store import Scored, scored_runs
-from slo_study.tasks import Plan, make_tasks, run_task
+from slo_study.tasks import Plan, make_tasks, mixed, run_task
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     results = Results(args.results, args.tag)
     tasks = make_tasks(
         Plan(
-            cells=_cells(args),
+            cells=mixed(_cells(args))[: args.cells],
             policies=policies,
             num_seeds=args.seeds,
             tag=args.tag,
@@ -177,6 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--seeds", type=int, default=5, help="how many, from 0")
     each.add_argument("--jobs", type=int, default=2)
     each.add_argument("--minutes", type=float, help="stop after this long with what there is")
+    each.add_argument("--cells", type=int, help="only so many of the selected, old and new ones in turns")
     each.add_argument("--verbose", action="store_true", help="print each run")
     each.set_defaults(command=run)
     each = commands.add_parser("report", parents=[shared], help="tables and charts of what was found")

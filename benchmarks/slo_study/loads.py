@@ -68,11 +68,18 @@ def warm_seconds(rate: float) -> float:
 
 def lasting(workload: str, *, rate: float, seed: int, max_model_len: int) -> OfferedLoad:
     """Return a load that lasts: warm-up and what is measured, at a rate (requests per second)."""
-    seconds = warm_seconds(rate) + max(LEAST_SECONDS, LEAST_REQUESTS / rate)
-    # Somewhat more, since arrivals are not even: at least so many come after the warm-up.
-    num_requests = ceil(seconds * rate * 1.03)
-    key = LoadKey(workload=workload, seed=seed, num_requests=num_requests, max_model_len=max_model_len)
-    return make_load(key).at_rate(rate)
+    warm = warm_seconds(rate)
+    num_requests = ceil((warm + max(LEAST_SECONDS, LEAST_REQUESTS / rate)) * rate)
+    while True:
+        key = LoadKey(workload=workload, seed=seed, num_requests=num_requests, max_model_len=max_model_len)
+        load = make_load(key).at_rate(rate)
+        assert load.arrivals is not None
+        if (
+            np.count_nonzero(load.arrivals >= warm) >= LEAST_REQUESTS
+            and load.arrivals[-1] >= warm + LEAST_SECONDS
+        ):
+            return load
+        num_requests = ceil(num_requests * 1.03)  # arrivals are not even: more came during the warm-up
 
 
 @lru_cache(maxsize=4)

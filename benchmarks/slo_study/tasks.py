@@ -7,12 +7,24 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, zip_longest
 from pathlib import Path
 
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.service_rate import service_rate
-from slo_study.cells import FAMILIES, SIMPLE, STATIC, SUBJECT, Cell, is_blind, members, settings_of
+from slo_study.cells import (
+    CELLS,
+    FAMILIES,
+    MIXES,
+    OLD_CELLS,
+    SIMPLE,
+    STATIC,
+    SUBJECT,
+    Cell,
+    is_blind,
+    members,
+    settings_of,
+)
 from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
 from slo_study.loads import lasting
 from slo_study.results import Results
@@ -24,7 +36,8 @@ FIRST_GUESS = 0.8
 """Of the rate at which full batches serve a load, where nothing is known."""
 SHARES = ("90 %", "99 %")
 """What rivals are compared at; worst deciles and tails only with static budgets and the simple rule."""
-ONLY_SHARES = ("static+triage", "edf+triage", "niyama", "fastserve")
+EDF = "edf+triage"
+ONLY_SHARES = ("static+triage", EDF, "niyama", "fastserve")
 _LIKELY = (1024, 2048, 512, 4096, 256, 8192)
 """Budgets in the order in which they are most often the best: the others need but one run to be ruled out."""
 NUM_FINALISTS = 2
@@ -77,8 +90,7 @@ def make_tasks(plan: Plan) -> list[Task]:
     phases += [(seed, policy) for seed in range(1, plan.num_seeds) for policy in first]
     phases += [(seed, policy) for seed in range(1, plan.num_seeds) for policy in rest]
     # Mixed, so that what there is when time is up speaks for all kinds of cells.
-    cells = sorted(plan.cells)
-    random.Random(1).shuffle(cells)
+    cells = mixed(plan.cells)
     groups = [
         tuple(group)
         for _, group in groupby(sorted(cells, key=lambda each: each.group), key=lambda each: each.group)
@@ -95,7 +107,17 @@ def make_tasks(plan: Plan) -> list[Task]:
         )
         for seed, policy in phases
         for together in (groups if is_blind(members(policy)[0]) else [(cell,) for cell in cells])
+        # With one objective for all, the order by deadlines is that of the arrivals.
+        if policy != EDF or together[0].slo in MIXES
     ]
+
+
+def mixed(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells of the old grid and new ones in turns, each in a random order that is always the same."""
+    found = sorted(cells)
+    random.Random(1).shuffle(found)
+    kinds = [[cell for cell in found if (cell in OLD_CELLS) == is_old] for is_old in (True, False)]
+    return [cell for pair in zip_longest(*kinds) for cell in pair if cell is not None]
 
 
 @lru_cache
@@ -220,7 +242,9 @@ class _Work:
             raise OutOfTimeError
         cell = task.cells[0]
         runner = _runner(cell.set_up, cell.workload, policy)
-        questions = {each: Question(each.slo, each.mode) for each in task.cells}
+        # A run that looks at no objective is scored for cells that nobody asked for, too.
+        alike = [each for each in CELLS if each.group == cell.group] if is_blind(policy) else task.cells
+        questions = {each: Question(each.slo, each.mode) for each in alike}
         scores, seconds = timed(lambda: runner.run(rate_at(index), task.seed, list(questions.values())))
         runs = [
             Scored(
