@@ -105,6 +105,7 @@ class Clients:
             weight=weight,
             tenant=tenant,
             shed=self._shed,
+            tenant=None if load.tenants is None else load.tenants[index],
         )
         record = RequestRecord(
             request_id=request_id,

@@ -44,6 +44,8 @@ class OfferedLoad:
     class_ids: ClassIds | None = None
     """Row of `classes` for each request; None where there are no objectives."""
     classes: tuple[SLOClass, ...] = ()
+    tenants: tuple[str | None, ...] | None = None
+    """Who each request is from; None where all are from one."""
     lines: NDArray[np.int64] | None = None
     """Where in a file each request was read, counted from 1; None where there is no file."""
     num_skipped: int = 0
@@ -89,6 +91,7 @@ class OfferedLoad:
             arrivals=None if self.arrivals is None else self.arrivals[chosen],
             block_ids=None if blocks is None else tuple(blocks[row] for row in chosen.tolist()),
             class_ids=None if self.class_ids is None else self.class_ids[chosen],
+            tenants=None if self.tenants is None else tuple(self.tenants[row] for row in chosen.tolist()),
             lines=None if self.lines is None else self.lines[chosen],
         )
 
@@ -154,6 +157,7 @@ class OfferedLoad:
             "arrivals": self.arrivals,
             "block_ids": self.block_ids,
             "class_ids": self.class_ids,
+            "tenants": self.tenants,
             "lines": self.lines,
         }
         for column, values in columns.items():
