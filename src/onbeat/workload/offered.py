@@ -45,7 +45,7 @@ class OfferedLoad:
     """Row of `classes` for each request; None where there are no objectives."""
     classes: tuple[SLOClass, ...] = ()
     tenants: tuple[str | None, ...] | None = None
-    """Who each request is from; None where all are from one."""
+    """Who each request is from; None where its class says."""
     lines: NDArray[np.int64] | None = None
     """Where in a file each request was read, counted from 1; None where there is no file."""
     num_skipped: int = 0
@@ -79,6 +79,13 @@ class OfferedLoad:
         """Return the objectives of request `index`; None without objectives."""
         found = self.request_class(index)
         return None if found is None else found.slo
+
+    def tenant(self, index: int) -> str | None:
+        """Return who request `index` is from: by itself, or by its class."""
+        if self.tenants is not None:
+            return self.tenants[index]
+        found = self.request_class(index)
+        return None if found is None else found.tenant
 
     def take(self, rows: NDArray[np.int64] | Sequence[int]) -> OfferedLoad:
         """Return the given rows, in the given order (arrivals must stay ascending)."""

@@ -165,7 +165,7 @@ class _Step:
             plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
             plan.slack = max(limit, self._view.due - plan.now)
         shape = self._decode(rows, shape)
-        room = work.room_beside(shape, limit, _shortest_ttft(jobs))
+        room = work.room_beside(shape, limit, shortest_ttft(jobs))
         plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
         prompts = [job.state for job in self._in_turn(jobs, room)]
         if plan.step_id % BEST_EFFORT_STEPS == 0:
@@ -204,8 +204,8 @@ class _Step:
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
         """Preempt best effort for the first prompt that lacks a slot or blocks, if that makes it fit.
 
-        Only once it cannot wait for another step: until then somebody may end. Nobody is preempted a second
-        time for this, since what is computed again is time that others lack.
+        Only once it cannot wait for another step: until then somebody may end, and what is preempted is
+        computed again in time that others lack.
         """
         plan = self._plan
         first = next((job for job in jobs if not job.state.block_ids), None)
@@ -218,7 +218,7 @@ class _Step:
             return
         pool = [state for state in self._view.loose if state.slo.is_left_over]
         pool += [state for state in best_effort if state.block_ids]
-        self._victims.make_room(first.state, [state for state in pool if not state.num_preemptions])
+        self._victims.make_room(first.state, pool)
 
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
@@ -255,7 +255,7 @@ class _Step:
         return [state for state in states if id(state) not in victims]
 
 
-def _shortest_ttft(jobs: Sequence[Job]) -> float:
+def shortest_ttft(jobs: Sequence[Job]) -> float:
     return min([job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs], default=inf)
 
 
