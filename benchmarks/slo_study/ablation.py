@@ -2,31 +2,133 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import numpy as np
 
+from onbeat.core.slo import ShedOrder, SLOMode
+from onbeat.core.step import BatchShape
 from onbeat.planner.paired import mean_interval
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
-from onbeat.scheduler.replica.slo.tuning import SLOTuning
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.triage import Job, select_feasible
+from onbeat.scheduler.replica.slo.view import RunningView
+from onbeat.scheduler.replica.slo.work import Room
 from slo_study.cells import SUBJECT, Cell, settings_of
 from slo_study.report import table
 from slo_study.results import Results
 from slo_study.trial import Question, Runner, longest_request
 
-VARIANTS: dict[str, Callable[[], Policy]] = {
-    "slo/mean": partial(make_slo_policy, SLOTuning(quantile=None, gap_quantile=None)),
-    "slo/no-skips": partial(make_slo_policy, SLOTuning(skips=False)),
-    "slo/no-look-ahead": partial(make_slo_policy, SLOTuning(looks_ahead=False)),
-    "slo/no-pace": partial(make_slo_policy, SLOTuning(paces=False)),
-    "slo/no-triage": partial(make_slo_policy, SLOTuning(triages=False)),
-    "slo/no-long-steps": partial(make_slo_policy, SLOTuning(reach=0.0)),
+
+class ByDeadline(SLOComposer):
+    """No triage: whoever is due first is served first."""
+
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> list[Job]:  # noqa: ARG002
+        return jobs
+
+
+class TriagedAtOnce(SLOComposer):
+    """Prompts are planned to be done at their deadlines, not half a step before."""
+
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> list[Job]:
+        return super().in_turn(jobs, room, now - 0.5 * room.length)
+
+
+class NeverShortestFirst(SLOComposer):
+    """By deadline, also while all have time."""
+
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> list[Job]:
+        in_turn = super().in_turn(jobs, room, now)
+        return jobs if len(in_turn) == len(jobs) and not self._leaves_behind(jobs, room, now) else in_turn
+
+    def _leaves_behind(self, jobs: list[Job], room: Room, now: float) -> bool:
+        start = now + 0.5 * room.length
+        return bool(select_feasible(jobs, start=start, share=room.share, worth=self.tracker.worth)[1])
+
+
+class ByTightestTBT(SLOComposer):
+    """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
+        return view.tightest * (1 - self._earned_share)
+
+
+class EarnsNothing(SLOComposer):
+    """Steps leave nothing of the TBT objective to streams."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
+        return min(view.tightest, max(view.due - start, decode_seconds))
+
+
+class EarnsMore(SLOComposer):
+    """Steps leave a tenth of the TBT objective to streams."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
+        return min(0.9 * view.tightest, max(view.due - start, decode_seconds))
+
+
+class EfficientChunk(SLOComposer):
+    """No step holds more than an efficient chunk."""
+
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:  # noqa: ARG002
+        assert self.work is not None
+        return self.work.room_beside(decodes, limit, inf)
+
+
+class NoPreemption(SLOComposer):
+    """A prompt that lacks a slot or memory waits."""
+
+    def must_begin(self, job: Job, room: Room, now: float) -> bool:  # noqa: ARG002
+        return False
+
+
+class NoTurn(SLOComposer):
+    """Best effort gets what is left over, and nothing where nothing is."""
+
+    def is_for_best_effort(self, step_id: int) -> bool:  # noqa: ARG002
+        return False
+
+
+class HigherQuantile(SLOComposer):
+    """Steps are planned with their 95 % quantile (in `gap` mode with the mean)."""
+
+    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:
+        super().configure(mode, shed_order)
+        self.quantile = None if mode == "gap" else 0.95
+
+
+class LongestWait(SLOComposer):
+    """Whoever came last is left behind (`--shed-order longest-wait`)."""
+
+    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:  # noqa: ARG002
+        super().configure(mode, "longest-wait")
+
+
+VARIANTS: dict[str, type[SLOComposer]] = {
+    "slo/no-triage": ByDeadline,
+    "slo/no-half-step": TriagedAtOnce,
+    "slo/no-shortest-first": NeverShortestFirst,
+    "slo/by-tbt-alone": ByTightestTBT,
+    "slo/earns-nothing": EarnsNothing,
+    "slo/earns-a-tenth": EarnsMore,
+    "slo/efficient-chunk": EfficientChunk,
+    "slo/no-preemption": NoPreemption,
+    "slo/no-best-effort-turn": NoTurn,
+    "slo/other-quantile": HigherQuantile,
+    "slo/longest-wait": LongestWait,
 }
 """Name -> composition; they stand among the policies while the study runs, in each process."""
-POLICIES.update(VARIANTS)
+
+
+def _policy(composer: type[SLOComposer]) -> Policy:
+    return make_slo_policy(composer())
+
+
+POLICIES.update({name: partial(_policy, composer) for name, composer in VARIANTS.items()})
 
 CELLS = {
     Cell("mistral", "poisson", "1s-100ms", "stream"): 8.0,
