@@ -14,8 +14,9 @@ from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.planner.paired import mean_interval
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
+from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.triage import Job, select_feasible
+from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import RunningView
 from onbeat.scheduler.replica.slo.work import Room
 from slo_study.cells import SUBJECT, Cell, settings_of
@@ -27,27 +28,37 @@ from slo_study.trial import Question, Runner, longest_request
 class ByDeadline(SLOComposer):
     """No triage: whoever is due first is served first."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> list[Job]:  # noqa: ARG002
-        return jobs
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:  # noqa: ARG002
+        return jobs, 0
 
 
 class TriagedAtOnce(SLOComposer):
     """Prompts are planned to be done at their deadlines, not half a step before."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> list[Job]:
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
         return super().in_turn(jobs, room, now - 0.5 * room.length)
 
 
 class NeverShortestFirst(SLOComposer):
     """By deadline, also while all have time."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> list[Job]:
-        in_turn = super().in_turn(jobs, room, now)
-        return jobs if len(in_turn) == len(jobs) and not self._leaves_behind(jobs, room, now) else in_turn
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+        in_turn, num_left_behind = super().in_turn(jobs, room, now)
+        return in_turn if num_left_behind else jobs, num_left_behind
 
-    def _leaves_behind(self, jobs: list[Job], room: Room, now: float) -> bool:
-        start = now + 0.5 * room.length
-        return bool(select_feasible(jobs, start=start, share=room.share, worth=self.tracker.worth)[1])
+
+class NeverSitsOut(SLOComposer):
+    """All streams decode in each step."""
+
+    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:  # noqa: ARG002
+        return False
+
+
+class SitsOutSoon(SLOComposer):
+    """Streams sit out that have the time of one token in hand."""
+
+    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
+        return due - start > state.slo.tbt
 
 
 class ByTightestTBT(SLOComposer):
@@ -112,6 +123,8 @@ VARIANTS: dict[str, type[SLOComposer]] = {
     "slo/no-triage": ByDeadline,
     "slo/no-half-step": TriagedAtOnce,
     "slo/no-shortest-first": NeverShortestFirst,
+    "slo/never-sits-out": NeverSitsOut,
+    "slo/sits-out-soon": SitsOutSoon,
     "slo/by-tbt-alone": ByTightestTBT,
     "slo/earns-nothing": EarnsNothing,
     "slo/earns-a-tenth": EarnsMore,

@@ -72,7 +72,7 @@ def select_feasible(
     return kept, [jobs[index] for index in sorted(left_behind)]
 
 
-_SPARED = 0.25
+_SPARED = 1 / 32
 """Of what the tightest of the jobs can wait, the share that shorter ones may take from it in a step."""
 
 
