@@ -195,7 +195,8 @@ class TestVersions:
         lines = lines_of(path)
         assert lines[0]["schema_version"] == 3
         lines[0]["schema_version"] = 1
-        for name in ("slo_mode", "max_num_queued_reqs", "max_num_queued_tokens", "speculation"):
+        later = ("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens", "speculation")
+        for name in later:
             del lines[0]["scheduler"][name]
         write_lines(path, lines)
         assert Replay(Recording(path)).run().is_identical

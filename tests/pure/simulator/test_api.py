@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import onbeat
@@ -50,6 +52,19 @@ def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
     assert {record.slo for record in result.records} == {slo}
 
 
+def test_whom_to_leave_behind_is_the_callers_choice() -> None:
+    """Two long prompts wait when more short ones come than fit beside them."""
+    lengths = np.array([60_000, 60_000] + [9_000] * 12)
+    arrivals = np.array([0.0, 0.0] + [0.3] * 12)
+    load = replace(make_load(14), num_prompt_tokens=lengths, arrivals=arrivals)
+    slo = onbeat.SLO(ttft=8.0, tbt=0.5)
+    late = {}
+    for order in ("most", "longest-wait"):
+        result = onbeat.simulate(**WHERE, load=load, slo=slo, shed_order=order)
+        late[order] = [record.first_token - record.arrival > 8.0 for record in result.records]
+    assert late == {}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -59,6 +74,8 @@ def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
         ({"trace": "x.csv"}, "give requests once"),
         ({"device": "h100"}, "did you mean h100-sxm"),
         ({"max_num_batched_tokens": "auto"}, "give --slo-tbt-ms"),
+        ({"shed_order": "longest"}, "unknown shed_order 'longest'; known are most, longest-wait"),
+        ({"shed_order": "longest-wait", "policy": "edf"}, "leave it out, or use policy slo"),
         ({"max_model_len": 100}, "do not fit a context of 100 tokens"),
     ],
 )
