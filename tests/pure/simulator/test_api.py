@@ -53,16 +53,17 @@ def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
 
 
 def test_whom_to_leave_behind_is_the_callers_choice() -> None:
-    """Two long prompts wait when more short ones come than fit beside them."""
-    lengths = np.array([60_000, 60_000] + [9_000] * 12)
-    arrivals = np.array([0.0, 0.0] + [0.3] * 12)
-    load = replace(make_load(14), num_prompt_tokens=lengths, arrivals=arrivals)
-    slo = onbeat.SLO(ttft=8.0, tbt=0.5)
+    """A long prompt has just begun when more short ones come than fit beside it."""
+    lengths, arrivals = np.array([20_000] + [2_000] * 12), np.array([0.0] + [0.1] * 12)
+    load = replace(make_load(13), num_prompt_tokens=lengths, arrivals=arrivals)
+    slo = onbeat.SLO(ttft=1.0, tbt=0.5)
     late = {}
     for order in ("most", "longest-wait"):
         result = onbeat.simulate(**WHERE, load=load, slo=slo, shed_order=order)
-        late[order] = [record.first_token - record.arrival > 8.0 for record in result.records]
-    assert late == {}
+        late[order] = [record.first_token - record.arrival > 1.0 for record in result.records]
+    assert late["most"] == [True] + [False] * 12
+    assert not late["longest-wait"][0]
+    assert sum(late["longest-wait"]) > 1
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,16 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
 whole prompts beside decodes, and chunks that take turns with decodes."""
 
-BASELINES = ("hybrid-only", "chunk-only", "simple", "sarathi-triage", "edf-triage", "edf", "niyama", "fastserve")
+BASELINES = (
+    "hybrid-only",
+    "chunk-only",
+    "simple",
+    "sarathi-triage",
+    "edf-triage",
+    "edf",
+    "niyama",
+    "fastserve",
+)
 """Those of `POLICIES` that are there to compare with, not to serve with."""
 
 DEFAULT_TOKEN_BUDGET = 512
