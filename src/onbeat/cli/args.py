@@ -58,9 +58,9 @@ def add_shed_order_argument(group: argparse._ArgumentGroup) -> None:
         "--shed-order",
         choices=SHED_ORDERS,
         default=DEFAULT_SHED_ORDER,
-        help="which prompts slo leaves behind where not all can be in time: those with the most work, so that "
-        "as many as possible are in time (most, the default), or those that came last, so that long prompts "
-        "keep their turn (longest-wait)",
+        help="which prompts slo leaves behind where not all can be in time: those with the most work, so "
+        "that as many as possible are in time (most), or those that came last, so that long prompts keep "
+        "their turn (longest-wait)",
     )
 
 

@@ -38,8 +38,8 @@ def settings_grid(
 ) -> list[tuple[Labels, ReplicaSettings]]:
     """Return every combination of some settings, in the order of the axes, the last one fastest.
 
-    A token budget is for chunked prompts, an order of shedding for the policy that sheds by it: where policies
-    vary, those without such a choice take their own default instead, once.
+    A token budget is for chunked prompts, an order of shedding for the policy that sheds by it: where
+    policies vary, those without such a choice take their own default instead, once.
 
     Parameters
     ----------
