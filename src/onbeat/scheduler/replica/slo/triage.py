@@ -60,9 +60,10 @@ def select_feasible(
             droppable += taken
             value = worth(state)
             key = -seconds / value if by_work else (start - state.request.arrival) * value
-            heappush(heap, (key, index))
+            # Of those that came at once the last goes, so that it is the same one at the next step.
+            heappush(heap, (key, index if by_work else -index))
         while end > deadline and heap:
-            costliest = heappop(heap)[1]
+            costliest = abs(heappop(heap)[1])
             left_behind.add(costliest)
             end -= jobs[costliest].seconds / share
             droppable -= jobs[costliest].seconds / share
