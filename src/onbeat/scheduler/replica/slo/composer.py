@@ -129,7 +129,7 @@ class SLOComposer:
 
         Parameters
         ----------
-        plan : the queues as they are, at the time of the last step.
+        plan : the queues as they are, at the time when the next step may start.
         """
         view = RunningView(plan.running, plan.now)
         waiting = plan.waiting
