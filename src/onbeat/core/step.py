@@ -239,7 +239,7 @@ class SchedulerState:
     utilisation: float = 0.0
     """Arrival rate x mean service time; at 1 and above the queue grows."""
     decode_slacks: list[float] = field(default_factory=list)
-    """Seconds to the next deadline of each running stream with a TBT objective, as it was planned."""
+    """Seconds from when the next step may start to the next deadline of each running stream that has one."""
 
 
 @dataclass(slots=True)

@@ -46,7 +46,7 @@ class MisjudgedDriver(TimedDriver):
 
     def check_step(self, scheduled: SchedulerOutput) -> None:
         super(TimedDriver, self).check_step(scheduled)
-        check_budget(scheduled, self.believed)
+        check_budget(scheduled, self.believed, self.scheduler.config.slo_mode)
 
     def is_good(self, request_id: str) -> bool:
         """Whether a request got what it was promised, as `metrics.attainment` counts it for streams."""

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.replica.fairness import TenantCounters
+from onbeat.scheduler.replica.slo.fairness import TenantCounters
 from tests.examples import examples
 
 Length = tuple[int, int]  # prompt tokens, output tokens

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason
-from onbeat.scheduler.replica.fastserve import QUANTUM_RATIO, STARVATION, FeedbackQueues
+from onbeat.scheduler.replica.baselines.fastserve import QUANTUM_RATIO, STARVATION, FeedbackQueues
 from onbeat.scheduler.replica.request_state import RequestState
 from tests.examples import examples
+from tests.pure.scheduler import timed
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 
@@ -27,14 +28,14 @@ def rows_of(driver: TimedDriver, index: int = -1) -> dict[str, int]:
 
 
 def make_state(request_id: str, num_prompt: int) -> RequestState:
-    return RequestState(make_request(request_id, num_prompt, 9), sort_key=(0, 0.0, 0), max_model_len=1024)
+    return timed.make_state(make_request(request_id, num_prompt, 9))
 
 
 class TestFeedbackQueues:
     def test_a_request_enters_the_highest_queue_that_holds_its_first_step(self):
-        model, queues = FakeStepTime(), FeedbackQueues()
+        model = FakeStepTime()
         states = [make_state(str(num), num) for num in (1, 30, 300, 900)]
-        queues.refresh(states, 0.0, model)
+        queues = FeedbackQueues().refreshed(states, 0.0, model)
         assert queues.jobs["1"].level == 0
         assert queues.quantum(0) == pytest.approx(model.smallest_step, rel=1e-3)
         for state in states:
@@ -44,14 +45,13 @@ class TestFeedbackQueues:
             assert level == 0 or queues.quantum(level - 1) < first * (1 + 1e-3)
 
     def test_quanta_double(self):
-        queues = FeedbackQueues()
-        queues.refresh([make_state("a", 1)], 0.0, FakeStepTime())
+        queues = FeedbackQueues().refreshed([make_state("a", 1)], 0.0, FakeStepTime())
         assert QUANTUM_RATIO == 2
         assert queues.quantum(5) == 2 * queues.quantum(4)
 
     def test_who_has_used_up_its_quantum_goes_down_by_one_queue(self):
-        queues, state = FeedbackQueues(), make_state("a", 1)
-        queues.refresh([state], 0.0, FakeStepTime())
+        state = make_state("a", 1)
+        queues = FeedbackQueues().refreshed([state], 0.0, FakeStepTime())
         levels = []
         for step in range(8):
             queues.charge([state], step, queues.quantum(0))
@@ -59,21 +59,20 @@ class TestFeedbackQueues:
         assert levels == [0, 1, 1, 1, 2, 2, 2, 2]
 
     def test_who_starves_goes_to_the_top(self):
-        queues, state = FeedbackQueues(), make_state("a", 1)
-        queues.refresh([state], 0.0, FakeStepTime())
+        state = make_state("a", 1)
+        queues = FeedbackQueues().refreshed([state], 0.0, FakeStepTime())
         for _ in range(20):
             queues.charge([state], 0.0, 0.1)
         assert queues.jobs["a"].level > 4
-        queues.refresh([state], STARVATION * 0.99, FakeStepTime())
-        assert queues.jobs["a"].level > 4
-        queues.refresh([state], STARVATION, FakeStepTime())
-        assert queues.jobs["a"].level == 0
+        assert queues.refreshed([state], STARVATION * 0.99, FakeStepTime()).jobs["a"].level > 4
+        assert queues.refreshed([state], STARVATION, FakeStepTime()).jobs["a"].level == 0
+        assert queues.jobs["a"].level > 4, "a plan that is not carried out promotes nobody"
 
     def test_forgets_who_is_gone(self):
-        queues = FeedbackQueues()
-        queues.refresh([make_state("a", 1), make_state("b", 1)], 0.0, FakeStepTime())
-        queues.refresh([make_state("b", 1)], 1.0, FakeStepTime())
-        assert queues.jobs.keys() == {"b"}
+        both = [make_state("a", 1), make_state("b", 1)]
+        queues = FeedbackQueues().refreshed(both, 0.0, FakeStepTime())
+        assert queues.jobs.keys() == {"a", "b"}
+        assert queues.refreshed(both[1:], 1.0, FakeStepTime()).jobs.keys() == {"b"}
 
 
 def test_a_short_prompt_passes_long_ones_that_came_before():

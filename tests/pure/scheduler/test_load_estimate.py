@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
-from onbeat.scheduler.replica.load_estimate import LoadEstimate
+from onbeat.scheduler.replica.slo.load_estimate import LoadEstimate
 
 SERVICE_TIMES = {
     "constant": lambda rng, n: np.full(n, 1.0),

@@ -12,7 +12,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.niyama import (
+from onbeat.scheduler.replica.baselines.niyama import (
     CANDIDATES,
     FIRST_THROUGHPUT,
     LOW_MEMORY_CANDIDATES,

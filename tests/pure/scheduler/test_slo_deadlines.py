@@ -8,36 +8,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.slo import SLO, SLOMode
-from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.scheduler.replica.slo.deadlines import (
     BEST_EFFORT_RANK,
     LATE_TOKENS_IN,
     USUAL_OUTPUT_TOKENS,
     EarliestDeadline,
+    SLOState,
     due_times,
-    give_up,
-    note_delivery,
-    queue_rank,
-    set_deadlines,
 )
+from tests.pure.scheduler import timed
 from tests.pure.scheduler.timed import make_request
 
 ARRIVAL = 10.0
 
 
-def make_state(slo: SLO | None, *, max_tokens: int = 10, max_model_len: int = 100_000) -> RequestState:
+def make_state(
+    slo: SLO | None, mode: SLOMode = "stream", *, max_tokens: int = 10, max_model_len: int = 100_000
+) -> SLOState:
     request = make_request("r", 100, max_tokens, slo=slo, arrival=ARRIVAL)
-    state = RequestState(request, sort_key=(0.0, ARRIVAL, 0), max_model_len=max_model_len)
-    set_deadlines(state)
-    return state
+    return timed.make_state(request, mode=mode, max_model_len=max_model_len).slo
 
 
-def deadlines_after(state: RequestState, mode: SLOMode, *times: float) -> list[float]:
+def deadlines_after(state: SLOState, *times: float) -> list[float]:
     """Deliver tokens at these times; return the deadline after each."""
     result = []
     for time in times:
-        note_delivery(state, time, mode)
+        state.note_delivery(time)
         result.append(state.next_deadline)
     return result
 
@@ -99,24 +96,23 @@ class TestStream:
     def test_a_first_token_that_comes_early_keeps_its_slack(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1))
         assert state.next_deadline == 12.0
-        assert deadlines_after(state, "stream", 10.5, 10.6, 12.1) == pytest.approx([12.1, 12.2, 12.3])
+        assert deadlines_after(state, 10.5, 10.6, 12.1) == pytest.approx([12.1, 12.2, 12.3])
 
     def test_a_first_token_that_comes_late_ends_the_promise(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1))
-        assert note_delivery(state, 12.5, "stream")
+        assert state.note_delivery(12.5)
         assert state.is_best_effort
-        assert deadlines_after(state, "stream", 12.6) == [inf]
+        assert deadlines_after(state, 12.6) == [inf]
 
     def test_without_a_ttft_objective_deadlines_begin_with_the_first_token(self):
         state = make_state(SLO(tbt=0.1))
-        assert deadlines_after(state, "stream", 50.0, 50.02) == pytest.approx([50.1, 50.2])
+        assert deadlines_after(state, 50.0, 50.02) == pytest.approx([50.1, 50.2])
         assert not state.is_best_effort
 
     def test_without_a_tbt_objective_only_the_first_token_is_due(self):
         state = make_state(SLO(ttft=2.0))
-        assert deadlines_after(state, "stream", 11.0, 99.0) == [inf, inf]
+        assert deadlines_after(state, 11.0, 99.0) == [inf, inf]
         assert not state.is_best_effort
-        assert state.num_late_tokens == 0
 
     @given(
         ttft=st.floats(0.1, 5),
@@ -127,50 +123,107 @@ class TestStream:
     def test_token_k_is_due_k_intervals_after_the_first_deadline(self, ttft, tbt, first, count):
         state = make_state(SLO(ttft=ttft, tbt=tbt), max_tokens=100)
         start = state.ttft_deadline
-        deadlines_after(state, "stream", *[ARRIVAL + first * ttft] * count)
+        deadlines_after(state, *[ARRIVAL + first * ttft] * count)
         assert state.next_deadline == pytest.approx(start + count * tbt)
 
 
 class TestGap:
     def test_each_token_is_due_an_interval_after_the_one_before(self):
-        state = make_state(SLO(ttft=2.0, tbt=0.1))
-        assert deadlines_after(state, "gap", 10.5, 10.55, 10.56) == pytest.approx([10.6, 10.65, 10.66])
+        state = make_state(SLO(ttft=2.0, tbt=0.1), "gap")
+        assert deadlines_after(state, 10.5, 10.55, 10.56) == pytest.approx([10.6, 10.65, 10.66])
 
     def test_a_late_token_does_not_make_the_next_ones_late(self):
-        state = make_state(SLO(ttft=2.0, tbt=0.1), max_tokens=1000)
-        assert deadlines_after(state, "gap", 10.5, 11.0) == pytest.approx([10.6, 11.1])
-        assert state.num_late_tokens == 1
-        assert not state.is_best_effort
+        state = make_state(SLO(ttft=2.0, tbt=0.1), "gap", max_tokens=100)
+        assert deadlines_after(state, 10.5, 11.0, 11.1) == pytest.approx([10.6, 11.1, 11.2])
+        assert not state.is_best_effort, "one in a hundred may be late"
+        assert state.note_delivery(11.3), "this is the second"
+
+    def test_several_tokens_at_once_are_one_gap(self):
+        state = make_state(SLO(ttft=2.0, tbt=0.1), "gap", max_tokens=100)
+        state.note_delivery(10.5)
+        assert not state.note_delivery(20.0, 50)
+        assert state.next_deadline == pytest.approx(20.1)
+
+
+class TestDueWithTokensInFlight:
+    """`due`: the deadline of the token that the step to plan will sample."""
+
+    slo = SLO(ttft=2.0, tbt=0.1)
+
+    @pytest.mark.parametrize("mode", SLO_MODES)
+    def test_without_any_it_is_the_next_deadline_whenever_the_step_starts(self, mode):
+        state = make_state(self.slo, mode)
+        assert state.due(0, 10.0) == state.due(0, 99.0) == 12.0
+        state.note_delivery(10.5)
+        assert state.due(0, 10.0) == state.due(0, 99.0) == state.next_deadline
+
+    @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
+    def test_in_stream_mode_each_moves_it_on_by_an_interval(self, num_in_flight):
+        state = make_state(self.slo, "stream")
+        assert deadlines_after(state, 10.5) == pytest.approx([12.1])
+        assert state.due(num_in_flight, 10.52) == pytest.approx(12.1 + 0.1 * num_in_flight)
+
+    @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
+    def test_in_gap_mode_it_is_an_interval_after_those_have_come_however_early_they_are(self, num_in_flight):
+        state = make_state(self.slo, "gap")
+        assert deadlines_after(state, 10.5) == pytest.approx([10.6])
+        assert state.due(num_in_flight, 10.52) == pytest.approx(10.62)
+        assert state.due(num_in_flight, 10.7) == pytest.approx(10.8), "though the one in flight will be late"
+
+    @given(first=st.floats(0.0, 2.0), seconds=st.floats(1e-3, 0.2), tbt=st.floats(1e-3, 0.5))
+    def test_in_gap_mode_it_is_what_it_will_be_once_the_token_in_flight_has_come(self, first, seconds, tbt):
+        state = make_state(SLO(ttft=2.0, tbt=tbt), "gap", max_tokens=1000)
+        state.note_delivery(ARRIVAL + first)
+        end = ARRIVAL + first + seconds
+        expected = state.due(1, end)
+        state.note_delivery(end)
+        assert state.next_deadline == pytest.approx(expected)
+
+    @given(first=st.floats(0.0, 2.0), seconds=st.floats(1e-3, 0.2), tbt=st.floats(1e-3, 0.5))
+    def test_in_stream_mode_too(self, first, seconds, tbt):
+        state = make_state(SLO(ttft=2.0, tbt=tbt), "stream", max_tokens=1000)
+        state.note_delivery(ARRIVAL + first)
+        expected = state.due(1, ARRIVAL + first + seconds)
+        state.note_delivery(ARRIVAL + first + seconds)
+        assert state.next_deadline == pytest.approx(expected)
+
+    @pytest.mark.parametrize("mode", SLO_MODES)
+    def test_nothing_is_due_of_best_effort_or_without_an_objective(self, mode):
+        state = make_state(self.slo, mode)
+        state.give_up()
+        assert state.due(1, 10.0) == make_state(None, mode).due(1, 10.0) == inf
+        no_tbt = make_state(SLO(ttft=2.0), mode)
+        no_tbt.note_delivery(11.0)
+        assert no_tbt.due(1, 12.0) == inf
 
 
 class TestGivingUp:
     @pytest.mark.parametrize("mode", ["stream", "gap"])
     @pytest.mark.parametrize("max_tokens", [50, 100, 250, 1000])
     def test_one_token_in_a_hundred_may_be_late_and_no_more(self, mode, max_tokens):
-        state = make_state(SLO(ttft=2.0, tbt=0.1), max_tokens=max_tokens)
-        note_delivery(state, 11.0, mode)
+        state = make_state(SLO(ttft=2.0, tbt=0.1), mode, max_tokens=max_tokens)
+        state.note_delivery(11.0)
         num_allowed = max_tokens // LATE_TOKENS_IN
         for _ in range(num_allowed):
-            assert not note_delivery(state, state.next_deadline + 1.0, mode)
+            assert not state.note_delivery(state.next_deadline + 1.0)
         assert not state.is_best_effort
-        assert note_delivery(state, state.next_deadline + 1.0, mode), "this one breaks the promise"
+        assert state.note_delivery(state.next_deadline + 1.0), "this one breaks the promise"
         assert state.is_best_effort
         assert state.next_deadline == inf
 
     def test_a_promise_is_broken_once(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1))
-        assert [note_delivery(state, 50.0 + index, "stream") for index in range(4)] == [True] + 3 * [False]
+        assert [state.note_delivery(50.0 + index) for index in range(4)] == [True] + 3 * [False]
 
     def test_the_context_bounds_the_tokens_that_may_be_late(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1), max_tokens=1000, max_model_len=150)
-        note_delivery(state, 11.0, "stream")
-        assert note_delivery(state, 99.0, "stream"), "1 of 50 tokens is 2 %"
+        state.note_delivery(11.0)
+        assert state.note_delivery(99.0), "1 of 50 tokens is 2 %"
 
     def test_a_token_on_its_deadline_is_in_time(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1))
-        assert not note_delivery(state, 12.0, "stream")
-        assert not note_delivery(state, state.next_deadline, "stream")
-        assert state.num_late_tokens == 0
+        assert not state.note_delivery(12.0)
+        assert not state.note_delivery(state.next_deadline), "none of 10 may be late"
 
 
 class TestQueueRank:
@@ -183,6 +236,28 @@ class TestQueueRank:
 
     def test_whoever_is_given_up_loses_its_place(self):
         state = make_state(SLO(ttft=2.0))
-        assert queue_rank(state) == 12.0
-        give_up(state)
-        assert queue_rank(state) == BEST_EFFORT_RANK
+        assert state.rank == 12.0
+        state.give_up()
+        assert state.rank == BEST_EFFORT_RANK
+
+    def test_whoever_waits_again_goes_by_its_next_token(self):
+        state = make_state(SLO(ttft=2.0, tbt=0.1))
+        state.note_delivery(11.0)
+        assert state.rank == pytest.approx(12.1)
+
+
+class TestLeftOver:
+    def test_is_who_has_no_objective_or_has_missed_it(self):
+        assert make_state(None).is_left_over
+        assert make_state(SLO()).is_left_over
+        for slo in (SLO(ttft=1.0), SLO(tbt=0.1), SLO(e2e=1.0)):
+            state = make_state(slo)
+            assert not state.is_left_over
+            state.give_up()
+            assert state.is_left_over
+
+
+def test_a_prediction_is_told_once():
+    state = make_state(None)
+    state.predicted_ttft = 0.5
+    assert [state.take_prediction() for _ in range(3)] == [0.5, None, None]

@@ -1,18 +1,13 @@
-"""How a step is filled: chunks, prefix hits, slots, blocks and memory still to come."""
+"""How a step is filled: chunks, prefix hits, slots and blocks."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerOutput
-from onbeat.scheduler.replica.preemption_cost import RECENT_SECONDS
-from onbeat.scheduler.replica.slo.filler import round_to_tile
+from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 
@@ -33,35 +28,29 @@ class Watch(TimedDriver):
         return self.times[request_id][0] - self.requests[request_id].arrival
 
 
-class TestRounding:
-    @given(st.integers(0, 20_000))
-    def test_little_is_lost(self, num_tokens):
-        rounded = round_to_tile(num_tokens)
-        assert num_tokens - num_tokens / 16 <= rounded <= num_tokens
-        assert round_to_tile(rounded) == rounded
-
-    @pytest.mark.parametrize(
-        ("num_tokens", "rounded"), [(0, 0), (1, 1), (31, 31), (33, 32), (100, 100), (1000, 992), (5000, 4992)]
-    )
-    def test_long_chunks_end_at_a_tile(self, num_tokens, rounded):
-        assert round_to_tile(num_tokens) == rounded
+def efficient_chunk(model: FakeStepTime) -> int:
+    return PrefillWork(model, None).efficient_chunk
 
 
 class TestChunks:
-    @pytest.mark.parametrize("tbt", [5e-3, 1e-2, 5e-2])
-    def test_fit_the_time_and_end_at_a_tile_or_at_the_prompts_end(self, tbt):
-        """`TimedDriver` holds each step against its budget."""
-        driver = Watch()
+    @pytest.mark.parametrize("tbt", [5e-3, 1e-2])
+    def test_fit_the_time_to_the_token(self, tbt):
+        """`TimedDriver` holds each step against its budget; here, that a cut chunk leaves nothing of it."""
+        driver = Watch(slo_mode="gap")
         streams = [make_request(f"s{i}", 20, 200, slo=SLO(ttft=0.1, tbt=tbt)) for i in range(8)]
-        prompts = [make_request(f"r{i}", 777, 2, slo=SLO(ttft=0.8), arrival=0.1) for i in range(4)]
+        prompts = [make_request(f"r{i}", 777, 2, slo=SLO(ttft=9.0), arrival=0.1) for i in range(4)]
         driver.serve([*streams, *prompts])
         num_cut = 0
         for step in driver.log:
-            for row in step.rows:
-                num_left = len(driver.requests[row.request_id].prompt_token_ids) - row.num_computed_tokens
-                if row.num_new_tokens > 1 and row.num_new_tokens < num_left:
-                    num_cut += 1
-                    assert round_to_tile(row.num_new_tokens) == row.num_new_tokens
+            chunk = step.shape.num_new_tokens - step.shape.num_decodes
+            if step.budget is None or not 0 < chunk < efficient_chunk(driver.model):
+                continue
+            ends = [row.num_computed_tokens + row.num_new_tokens for row in step.rows]
+            prompts_of = [len(driver.requests[row.request_id].prompt_token_ids) for row in step.rows]
+            if any(end < num for end, num in zip(ends, prompts_of, strict=True)):
+                num_cut += 1
+                one_more = 2 * driver.model.per_token
+                assert step.budget - one_more < driver.model.step_time(step.shape) <= step.budget + 1e-9
         assert num_cut > 4
 
     def test_a_tighter_objective_makes_chunks_smaller(self):
@@ -133,26 +122,6 @@ class TestSlots:
         driver.serve([*crowd, make_request("u", 100, 5, slo=SLO(ttft=0.1, tbt=0.05), arrival=0.2)])
         assert not driver.preempted_at
 
-    def test_nobody_is_preempted_twice_within_a_moment(self):
-        driver = Watch(max_num_seqs=4)
-        crowd = [make_request(f"b{i}", 50, 900) for i in range(4)]
-        slo = SLO(ttft=0.3, tbt=0.05)
-        urgent = [make_request(f"u{i}", 100, 20, slo=slo, arrival=0.2 + 0.15 * i) for i in range(40)]
-        driver.serve([*crowd, *urgent])
-        assert sum(map(len, driver.preempted_at.values())) >= 4
-        for times in driver.preempted_at.values():
-            pauses = [after - before for before, after in pairwise(times)]
-            assert all(pause > RECENT_SECONDS for pause in pauses)
-
-    def test_some_slots_are_kept_from_best_effort(self):
-        driver = Watch(max_num_seqs=32)
-        driver.serve([make_request(f"b{i}", 20, 100) for i in range(40)], until=0.4)
-        assert max(len(step.rows) for step in driver.log) == 30
-        driver.add(make_request("u", 20, 2, slo=SLO(ttft=1.0, tbt=0.05), arrival=driver.now))
-        driver.step()
-        assert "u" in driver.first_scheduled
-        assert not driver.preempted_at
-
 
 class TestBlocks:
     def test_best_effort_gives_its_blocks_to_a_prompt_with_a_deadline(self):
@@ -199,36 +168,3 @@ class TestBlocks:
         driver.serve([make_request("b", 500, 300), make_request("s", 500, 300, slo=slo, arrival=0.1)])
         assert list(driver.preempted_at) == ["b"]
         assert max(driver.lateness("s")) <= 0
-
-
-class TestMemoryToCome:
-    big = make_request("big", 720, 250, slo=SLO(ttft=1.0, tbt=0.05))
-    """It leaves a few blocks less than are plenty, and will need nearly all."""
-
-    def test_nobody_joins_whom_those_who_run_would_push_out_again(self):
-        driver = Watch(num_blocks=64)
-        driver.serve([self.big, make_request("r", 100, 200, slo=SLO(ttft=30.0, tbt=0.05), arrival=0.2)])
-        assert driver.scheduler.num_preemptions == 0
-        assert driver.times["r"][0] > driver.times["big"][-1] - 0.2
-        assert all(max(driver.lateness(name)) <= 0 for name in ("big", "r"))
-
-    def test_whoever_ends_before_it_gets_tight_joins(self):
-        driver = Watch(num_blocks=64)
-        driver.serve([self.big, make_request("r", 100, 20, slo=SLO(ttft=30.0, tbt=0.05), arrival=0.2)])
-        assert driver.scheduler.num_preemptions == 0
-        assert driver.times["r"][-1] < driver.times["big"][100]
-
-    def test_lengths_of_late_say_how_long_others_will_go_on(self):
-        """All may have 200 tokens, but here they end after a few."""
-        driver = Watch(num_blocks=64)
-        slo = SLO(ttft=30.0, tbt=0.05)
-        before = [
-            make_request(f"w{i}", 10, 8, slo=slo, arrival=0.05 * i, slo_class="short") for i in range(100)
-        ]
-        driver.serve(before)
-        now = driver.now
-        driver.add(make_request("big", 720, 250, slo=slo, arrival=now))
-        driver.serve([], until=now + 0.15)
-        driver.add(make_request("r", 100, 200, slo=slo, arrival=driver.now, slo_class="short"))
-        driver.serve([])
-        assert driver.times["r"][0] < driver.times["big"][100]

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from math import inf
+from math import inf, sqrt
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, ShedMode, SLOMode
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.deadlines import set_deadlines
-from onbeat.scheduler.replica.slo.prefill_work import PrefillWork, chunk_seconds
-from onbeat.scheduler.replica.slo.step_times import StepTimes
-from onbeat.scheduler.replica.slo.view import RunningView
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, RunningView, prefill_jobs
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork, Room
 from tests.examples import examples
-from tests.pure.scheduler.timed import FakeStepTime, make_request
+from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
 
 models = st.builds(
     FakeStepTime,
@@ -30,13 +28,14 @@ models = st.builds(
 
 
 def work_of(model: FakeStepTime, q: float | None = None) -> PrefillWork:
-    work = PrefillWork()
-    work.refresh(model, q)
-    return work
+    return PrefillWork(model, q)
 
 
-def times_of(model: FakeStepTime, q: float | None = None) -> StepTimes:
-    return StepTimes(model, work_of(model, q), q)
+def chunk_seconds(model: FakeStepTime, num_cached: int, num_tokens: int) -> float:
+    """Return the mean time of a step with one chunk alone."""
+    shape = BatchShape()
+    shape.add(num_cached, num_tokens, samples=True)
+    return model.step_time(shape)
 
 
 def decodes(count: int, context: int = 500) -> BatchShape:
@@ -55,32 +54,31 @@ class TestPrefillWork:
     @pytest.mark.parametrize("num_tokens", [32, 500, 4096])
     def test_finds_the_cost_of_a_model_with_linear_and_quadratic_parts(self, num_tokens, num_cached):
         work = work_of(self.model)
-        exact = chunk_seconds(self.model, num_cached, num_tokens, None)
+        exact = chunk_seconds(self.model, num_cached, num_tokens)
         assert work.idle_seconds(num_tokens, num_cached) == pytest.approx(exact, rel=0.02, abs=1e-5)
         assert work.seconds(num_tokens, num_cached) == pytest.approx(exact - self.model.fixed, rel=0.02)
-        assert work.recompute_seconds(num_cached, num_tokens) == work.idle_seconds(num_tokens, num_cached)
 
     def test_finds_what_a_step_and_a_decode_cost(self):
         model = FakeStepTime()
         work = work_of(model)
         assert work.step_seconds == pytest.approx(model.fixed, rel=0.01)
-        assert work.shortest_step == pytest.approx(model.smallest_step)
-        assert work.decode_seconds == pytest.approx(model.per_token + 1025 * model.per_context)
+        assert work.decode_seconds == pytest.approx(model.per_token + 2048 * model.per_context, rel=0.01)
 
     def test_times_are_those_of_the_quantile(self):
         mean, high = work_of(FakeStepTime(spread=0.4)), work_of(FakeStepTime(spread=0.4), 0.5)
         assert high.seconds(300, 50) == pytest.approx(1.2 * mean.seconds(300, 50))
         assert high.step_seconds == pytest.approx(1.2 * mean.step_seconds)
-        assert high.shortest_step == pytest.approx(1.2 * mean.shortest_step)
+        assert high.of(decodes(3)) == pytest.approx(1.2 * mean.of(decodes(3)))
+        assert high.efficient_chunk == mean.efficient_chunk
 
     @pytest.mark.parametrize("ratio", [1, 10, 100])
     def test_a_chunk_is_efficient_where_its_tokens_cost_next_to_the_least(self, ratio):
         model = FakeStepTime(fixed=1e-4 * ratio, per_token=1e-5, per_pair=0.0)
         chunk = work_of(model).efficient_chunk
-        per_token = chunk_seconds(model, 0, chunk, None) / chunk
-        best = chunk_seconds(model, 0, 4096, None) / 4096
+        per_token = chunk_seconds(model, 0, chunk) / chunk
+        best = chunk_seconds(model, 0, 4096) / 4096
         assert per_token <= 1.05 * best
-        assert chunk == 32 or chunk_seconds(model, 0, chunk // 2, None) / (chunk // 2) > 1.05 * best
+        assert chunk == 32 or chunk_seconds(model, 0, chunk // 2) / (chunk // 2) > 1.05 * best
 
     @given(models, st.integers(0, 5000), st.integers(1, 5000), st.integers(1, 5000))
     @examples(50)
@@ -96,84 +94,238 @@ class TestPrefillWork:
         before = work.seconds(1000, 0)
         model.per_token *= 2
         model.per_pair *= 2
+        assert work.seconds(1000, 0) == before
         for _ in range(40):
-            work.refresh(model, None)
+            work.refresh()
         assert work.seconds(1000, 0) == pytest.approx(2 * before, rel=0.01)
 
-
-class TestStepTimes:
-    @given(models, st.integers(0, 300), st.floats(0.0, 10.0) | st.just(inf))
-    @examples(100)
-    def test_the_share_of_prompts_is_a_share(self, model, num_decodes, budget):
-        assert 0.0 <= times_of(model).prefill_share(decodes(num_decodes), budget) <= 1.0
-
-    def test_the_share_is_what_decodes_and_the_step_leave(self):
-        model = FakeStepTime(per_pair=0.0, per_context=0.0)
-        times, shape = times_of(model), decodes(10)
-        assert times.prefill_share(shape, 0.1) == pytest.approx(1 - model.step_time(shape) / 0.1, rel=1e-6)
-        assert times.prefill_share(shape, model.step_time(shape)) == pytest.approx(0.0, abs=1e-6)
-
-    @given(models, st.integers(1, 200), st.floats(1e-3, 1.0), st.floats(1.0, 3.0))
-    @examples(50)
-    def test_a_longer_step_leaves_a_larger_share_and_more_decodes_a_smaller(self, model, num, budget, factor):
-        times = times_of(model)
-        share = times.prefill_share(decodes(num), budget)
-        assert times.prefill_share(decodes(num), factor * budget) >= share - 1e-12
-        assert times.prefill_share(decodes(2 * num), budget) <= share + 1e-12
+    def test_it_is_asked_once_in_so_many_steps_or_when_somebody_wants_to_know(self):
+        model = CountingModel()
+        work = work_of(model)
+        num_questions = model.num_asked
+        work.catch_up()
+        assert model.num_asked == num_questions, "it has learnt nothing since"
+        for _ in range(8):
+            work.refresh()
+        assert model.num_asked == num_questions
+        work.catch_up()
+        assert model.num_asked == 2 * num_questions
+        for _ in range(15):
+            work.refresh()
+        assert model.num_asked == 2 * num_questions
+        work.refresh()
+        assert model.num_asked == 3 * num_questions
 
     @given(st.integers(0, 100), st.integers(0, 3000), st.floats(0.0, 0.5))
     @examples(50)
     def test_a_chunk_joins_within_the_limit_and_one_token_more_does_not(self, num, num_cached, limit):
-        model = FakeStepTime(spread=0.3)
-        times, shape = times_of(model, 0.95), decodes(num)
-        num_tokens = times.max_chunk(shape, num_cached, limit)
+        work, shape = work_of(FakeStepTime(spread=0.3), 0.95), decodes(num)
+        num_tokens = work.max_chunk(shape, num_cached, limit)
 
         def with_chunk(count):
-            trial = replace(shape)
+            trial = shape.copy()
             trial.add(num_cached, count, samples=True)
-            return times.of(trial)
+            return work.of(trial)
 
         assert num_tokens == 0 or with_chunk(num_tokens) <= limit
         assert with_chunk(num_tokens + 1) > limit
 
-    def test_draining_counts_each_step_that_it_takes(self):
+
+class CountingModel(FakeStepTime):
+    """Counts what it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_asked = 0
+
+    def step_time(self, shape: BatchShape, q: float | None = None) -> float:
+        self.num_asked += 1
+        return super().step_time(shape, q)
+
+
+limits = st.floats(1e-3, 10.0) | st.just(inf)
+ttfts = st.floats(1e-2, 100.0) | st.just(inf)
+
+
+class TestRoom:
+    @given(models, st.integers(0, 300), limits, ttfts)
+    @examples(100)
+    def test_is_a_share_of_a_step_within_the_limit_with_at_least_an_efficient_chunk(
+        self, model, num, limit, ttft
+    ):
+        work = work_of(model)
+        room = work.room_beside(decodes(num), limit, ttft)
+        assert LEAST_SHARE <= room.share <= 1.0
+        assert 0 < room.length <= limit
+        assert room.chunk >= work.efficient_chunk
+
+    @pytest.mark.parametrize("ttft", [0.1, inf])
+    def test_an_efficient_chunk_is_enough_where_nothing_asks_for_more(self, ttft):
         model = FakeStepTime(per_pair=0.0, per_context=0.0)
-        times, shape = times_of(model), decodes(10)
-        fixed = times.fixed(shape)
-        assert times.drain_seconds(0.5, shape, fixed + 0.05) == pytest.approx(0.5 + 10 * fixed, rel=1e-6)
-        assert times.drain_seconds(0.5, shape, fixed + 0.25) == pytest.approx(0.5 + 2 * fixed, rel=1e-6)
+        work = work_of(model)
+        room = work.room_beside(decodes(10), inf, ttft)
+        assert room.chunk == work.efficient_chunk
+        step = decodes(10)
+        step.add(0, room.chunk, samples=True)
+        assert room.length == model.step_time(step)
+        assert room.share == pytest.approx(room.chunk * model.per_token / room.length)
+
+    @pytest.mark.parametrize("ttft", [50.0, 200.0])
+    def test_steps_grow_with_the_root_of_what_arrivals_can_wait(self, ttft):
+        """There the time lost to what each step costs, and the wait of arrivals, are least together."""
+        model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
+        work = work_of(model)
+        room = work.room_beside(decodes(0), inf, ttft)
+        assert room.length == pytest.approx(sqrt(1e-2 * ttft), rel=0.01)
+        assert chunk_seconds(model, 0, room.chunk) == pytest.approx(room.length, rel=0.01)
+
+        def lost(length: float) -> float:
+            return work.step_seconds / length + length / ttft
+
+        assert all(lost(room.length) <= lost(factor * room.length) for factor in (0.5, 0.9, 1.1, 2.0))
+
+    @pytest.mark.parametrize("limit", [5e-3, 2e-2])
+    def test_a_limit_makes_them_shorter_and_the_share_less(self, limit):
+        model = FakeStepTime(per_pair=0.0, per_context=0.0)
+        work = work_of(model)
+        free, bound = (work.room_beside(decodes(10), each, inf) for each in (inf, limit))
+        assert bound.length == limit < free.length
+        assert bound.share == pytest.approx(1 - model.step_time(decodes(10)) / limit)
+        assert bound.share < free.share
+
+    def test_some_time_is_counted_on_however_little_is_left(self):
+        model = FakeStepTime(per_context=0.0)
+        shape = decodes(50)
+        assert work_of(model).room_beside(shape, model.step_time(shape), inf).share == LEAST_SHARE
+
+    @given(models, st.integers(1, 200), limits, st.floats(1.0, 3.0))
+    @examples(50)
+    def test_a_longer_step_leaves_a_larger_share_and_more_decodes_a_smaller(self, model, num, limit, factor):
+        work = work_of(model)
+        share = work.room_beside(decodes(num), limit, inf).share
+        assert work.room_beside(decodes(num), factor * limit, inf).share >= share - 1e-12
+        assert work.room_beside(decodes(2 * num), limit, inf).share <= share + 1e-12
+
+    def test_draining_counts_each_step_that_it_takes(self):
+        assert Room(100, 0.1, 0.5).drain_seconds(0.5) == pytest.approx(0.5 + 10 * 0.05)
+        assert Room(100, 0.1, 0.5).drain_seconds(0.51) == pytest.approx(0.51 + 11 * 0.05)
+        assert Room(100, 0.1, 1.0).drain_seconds(0.5) == pytest.approx(0.5)
 
 
 class TestRunningView:
-    def make_stream(self, name: str, slo: SLO | None, *, next_deadline: float | None = None) -> RequestState:
-        state = RequestState(make_request(name, 10, 50, slo=slo), sort_key=(0.0,), max_model_len=1000)
-        set_deadlines(state)
+    def make_stream(
+        self,
+        name: str,
+        slo: SLO | None,
+        *,
+        mode: SLOMode = "stream",
+        delivered: float = 0.0,
+    ) -> RequestState:
+        """A stream whose first token came so many seconds after its arrival at 0."""
+        state = make_state(make_request(name, 10, 50, slo=slo), mode=mode)
         state.num_tokens, state.num_computed_tokens = 11, 10
-        if next_deadline is not None:
-            state.next_deadline = next_deadline
+        state.slo.note_delivery(delivered)
         return state
 
-    def test_the_earliest_deadline_that_can_be_met_bounds_the_step(self):
-        slo = SLO(ttft=1.0, tbt=0.1)
-        late = self.make_stream("late", slo, next_deadline=1.0)
-        next_one = self.make_stream("next", slo, next_deadline=2.0)
-        last = self.make_stream("last", SLO(ttft=1.0, tbt=0.05), next_deadline=3.0)
-        view = RunningView([last, next_one, late], horizon=1.5)
-        assert view.due == 2.0
-        assert view.due_state is next_one
+    def test_the_earliest_deadline_is_due_even_if_it_has_passed(self):
+        late = self.make_stream("late", SLO(ttft=1.0, tbt=0.1))
+        last = self.make_stream("last", SLO(ttft=3.0, tbt=0.05))
+        view = RunningView([last, late], 1.5)
+        assert view.due == pytest.approx(1.1)
+        assert view.due_state is late
         assert view.tightest == 0.05
-        assert view.streams == [last, next_one, late]
+        assert view.streams == [last, late]
+        assert view.dues == pytest.approx([3.05, 1.1])
 
     def test_who_has_no_deadline_is_loose_and_who_wants_more_is_a_prefill(self):
-        loose = self.make_stream("loose", None)
+        loose, missed = self.make_stream("loose", None), self.make_stream("missed", SLO(ttft=1.0, tbt=0.1))
+        missed.slo.give_up()
         prefill = self.make_stream("prefill", SLO(ttft=1.0))
         prefill.num_computed_tokens = 3
-        view = RunningView([loose, prefill], horizon=0.0)
-        assert (view.streams, view.loose, view.prefills) == ([], [loose], [prefill])
+        view = RunningView([loose, prefill, missed], 0.0)
+        assert (view.streams, view.loose, view.prefills) == ([], [loose, missed], [prefill])
         assert view.due == view.tightest == inf
+        assert view.due_state is None
 
-    def test_a_token_in_flight_counts_as_delivered(self):
-        state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), next_deadline=2.0)
+    @pytest.mark.parametrize(("mode", "due"), [("stream", 1.2), ("gap", 0.65)])
+    def test_a_token_in_flight_counts_as_delivered_when_the_step_starts(self, mode, due):
+        state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), mode=mode, delivered=0.5)
         state.num_in_flight_tokens, state.num_computed_tokens = 1, 11
-        view = RunningView([state], horizon=0.0)
-        assert view.due == pytest.approx(2.1)
+        assert RunningView([state], 0.55).due == pytest.approx(due)
+
+    @pytest.mark.parametrize(("mode", "due"), [("stream", 1.2), ("gap", 0.65)])
+    def test_drafts_in_flight_do_not(self, mode, due):
+        """All of three may be rejected."""
+        state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), mode=mode, delivered=0.5)
+        state.num_in_flight_tokens, state.num_in_flight_drafts = 4, 3
+        state.num_computed_tokens = 14
+        assert RunningView([state], 0.55).due == pytest.approx(due)
+
+    def test_whoever_waits_for_its_step_or_has_its_last_token_in_flight_is_left_out(self):
+        held, full = (self.make_stream(name, SLO(tbt=0.1)) for name in ("held", "full"))
+        held.is_in_flight = True
+        full.num_tokens, full.num_computed_tokens, full.num_in_flight_tokens = 59, 59, 1
+        view = RunningView([held, full], 0.0)
+        assert (view.streams, view.loose, view.prefills) == ([], [], [])
+
+
+class TestPrefillJobs:
+    work = PrefillWork(FakeStepTime(per_context=0.0, per_pair=0.0), None)
+
+    def make_queue(self, *slos: SLO | None, num_prompt: int = 100, **changes) -> WaitingQueue:
+        queue = WaitingQueue()
+        for index, slo in enumerate(slos):
+            request = make_request(f"r{index}", num_prompt, 2, slo=slo, **changes)
+            state = make_state(request)
+            state.sort_key = (state.slo.rank, 0.0, index)
+            queue.push(state)
+        return queue
+
+    def names(self, states) -> list[str]:
+        return [state.request_id for state in states]
+
+    def test_go_by_deadline_and_leave_out_best_effort(self):
+        queue = self.make_queue(SLO(ttft=9.0), None, SLO(ttft=1.0), SLO(tbt=0.1))
+        jobs, late = prefill_jobs(0.0, [], queue, self.work)
+        assert self.names(job.state for job in jobs) == ["r2", "r0"]
+        assert [job.deadline for job in jobs] == [1.0, 9.0]
+        assert jobs[0].seconds == pytest.approx(100 * 1e-4, rel=0.01)
+        assert late == []
+
+    @pytest.mark.parametrize(("shed", "is_late"), [(mode, mode is not ShedMode.OFF) for mode in ShedMode])
+    def test_who_cannot_be_in_time_on_an_idle_machine_is_late_unless_nobody_may_judge_it(self, shed, is_late):
+        """100 tokens take 12 ms."""
+        queue = self.make_queue(SLO(ttft=1.0), shed=shed)
+        assert not prefill_jobs(0.985, [], queue, self.work)[1]
+        jobs, late = prefill_jobs(0.99, [], queue, self.work)
+        assert (self.names(late), len(jobs)) == ((["r0"], 0) if is_late else ([], 1))
+
+    def test_who_has_delivered_before_it_was_preempted_is_never_late(self):
+        queue = self.make_queue(SLO(ttft=1.0, tbt=0.1), shed=ShedMode.RELEGATE)
+        (state,) = queue
+        state.output_token_ids.append(7)
+        jobs, late = prefill_jobs(50.0, [], queue, self.work)
+        assert (len(jobs), late) == (1, [])
+
+    def test_prompts_that_have_begun_stand_among_those_that_wait_with_what_is_left_of_them(self):
+        queue = self.make_queue(SLO(ttft=1.0), SLO(ttft=3.0))
+        begun, loose = (
+            make_state(make_request(name, 100, 2, slo=slo))
+            for name, slo in (("begun", SLO(ttft=2.0)), ("loose", None))
+        )
+        begun.num_computed_tokens = 60
+        jobs, _ = prefill_jobs(0.0, [begun, loose], queue, self.work)
+        assert self.names(job.state for job in jobs) == ["r0", "begun", "r1"]
+        assert jobs[1].seconds == pytest.approx(40 * 1e-4, rel=0.01)
+
+    def test_what_the_prefix_cache_holds_is_no_work(self):
+        queue = self.make_queue(SLO(ttft=1.0))
+        (state,) = queue
+        state.num_hit_tokens = 80
+        ((_, seconds, _),), _ = prefill_jobs(0.0, [], queue, self.work)
+        assert seconds == pytest.approx(20 * 1e-4, rel=0.01)
+
+    def test_no_more_are_looked_at_than_may(self):
+        queue = self.make_queue(*[SLO(ttft=9.0)] * (MOST_JOBS + 50))
+        jobs, _ = prefill_jobs(0.0, [], queue, self.work)
+        assert self.names(job.state for job in jobs) == [f"r{i}" for i in range(MOST_JOBS)]

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.speculation.acceptance import WINDOW, AcceptanceBook
 from tests.pure.scheduler.speculating import make_request
 
 
 def make_state(request_id: str = "r0", slo_class: str | None = None) -> RequestState:
-    return RequestState(
-        make_request(request_id, 8, 10_000, slo_class=slo_class), sort_key=(0,), max_model_len=1 << 20
-    )
+    request = make_request(request_id, 8, 10_000, slo_class=slo_class)
+    return RequestState(request, sort_key=(0,), max_model_len=1 << 20, slo=SLOState())
 
 
 def draw_accepted(random: Random, acceptance: float, num_drafts: int) -> int:

@@ -213,7 +213,7 @@ class TestDeadlines:
         driver = make_driver(31, 0.7, model=model, k=4)
         for _ in range(40):
             for state in driver.scheduler.running:
-                state.next_deadline = driver.now + (0.02 if state.request_id == "r17" else 1.0)
+                state.slo.next_deadline = driver.now + (0.02 if state.request_id == "r17" else 1.0)
             driver.step()
         late = driver.counts["r17"][0]
         others = [driver.counts[f"r{index}"][0] for index in range(31) if index != 17]

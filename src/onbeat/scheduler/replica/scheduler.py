@@ -150,7 +150,8 @@ class Scheduler:
         """Return how queues and promises stand; None where the policy keeps no deadlines."""
         if self._slo is None:
             return None
-        return self._slo.report(self._new_plan(self._last_plan), self.num_relegated)
+        now = max(self._last_plan, self._busy_until if self._in_flight else self._last_update)
+        return self._slo.report(self._new_plan(now), self.num_relegated)
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.baselines.runnable import decode, split_running
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -31,7 +32,7 @@ class TriagedBudget:
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (it has but one order)
         plan.is_repeatable = False
-        work = self._of(plan)
+        work = self._work or _new_work(plan)
         decodes, prefills = split_running(plan.running)
         jobs, plan.late = prefill_jobs(plan.now, prefills, plan.waiting, work)
         decode(plan, decodes, victims=plan.running)
@@ -54,17 +55,21 @@ class TriagedBudget:
         late = {id(state) for state in plan.late}
         begun = [state for state in prefills if state.slo.next_deadline == inf or id(state) in late]
         prompts = [job.state for job in (*kept, *left_behind)] + begun
-        prompts += [state for state in plan.late if not state.block_ids]
+        # Those who ask to be refused rather than served late end with this step.
+        prompts += [
+            state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
+        ]
         prompts += plan.waiting.first_from(BEST_EFFORT_RANK, plan.max_num_seqs)
         filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=chunk)
         filler.fill([state for state in prompts if state not in plan.victims])
 
     def commit(self, plan: StepPlan) -> None:
         """Take what the model has learnt."""
-        self._of(plan).refresh()
-
-    def _of(self, plan: StepPlan) -> PrefillWork:
-        assert plan.model is not None
         if self._work is None:
-            self._work = PrefillWork(plan.model, None)
-        return self._work
+            self._work = _new_work(plan)
+        self._work.refresh()
+
+
+def _new_work(plan: StepPlan) -> PrefillWork:
+    assert plan.model is not None
+    return PrefillWork(plan.model, None)

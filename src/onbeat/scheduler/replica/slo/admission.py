@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
+from math import inf, nextafter
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode, ShedOrder
@@ -135,7 +135,9 @@ class Admission:
         insort(everyone, own, key=lambda job: job.deadline)
         place = next(index for index, job in enumerate(everyone) if job is own)
         if place == len(jobs):  # behind all that a plan looks at: those in the queue before it count, too
-            tokens, pairs = plan.waiting.work_below(own.state.slo.rank)
+            tokens, pairs = plan.waiting.work_below(
+                nextafter(own.state.slo.rank, inf)
+            )  # equal ones came first
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = self._work.token * tokens + self._work.pair * pairs + running
         else:

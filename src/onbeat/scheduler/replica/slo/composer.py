@@ -108,6 +108,8 @@ class SLOComposer:
         work, admission, tracker = self.work, self.admission, self.tracker
         assert work is not None
         assert admission is not None
+        if not plan.running:
+            work.catch_up()
         state.num_hit_tokens = len(plan.match(state)) * plan.block_size
         limit = state.max_total_tokens - state.num_prompt_tokens
         num_output = tracker.lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
@@ -166,7 +168,7 @@ class SLOComposer:
 
         Parameters
         ----------
-        plan : the queues as they are, at the time of the last step.
+        plan : the queues as they are, at the time when the next step may start.
         """
         view = RunningView(plan.running, plan.now)
         waiting = plan.waiting

@@ -64,8 +64,19 @@ class PrefillWork:
     def refresh(self) -> None:
         """Take the coefficients from the model, if it is time. Called once a step."""
         self._num_left -= 1
-        if self._num_left > 0:
-            return
+        if self._num_left <= 0:
+            self._take()
+
+    def catch_up(self) -> None:
+        """Take the coefficients now, if the model may have learnt since.
+
+        For an idle machine: requests that are refused by old coefficients run no step that would bring new
+        ones, and steps are predicted by what the model has learnt, which the coefficients must agree with.
+        """
+        if self._num_left < _REFRESH_STEPS:
+            self._take()
+
+    def _take(self) -> None:
         self._num_left = _REFRESH_STEPS
         times: dict[int, float] = {}
         size = _SMALLEST_CHUNK

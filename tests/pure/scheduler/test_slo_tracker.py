@@ -1,4 +1,4 @@
-"""What is remembered of promises: who is lost and what becomes of them, tenants, weights, counters."""
+"""What is remembered of requests: who is late and what becomes of them, tenants, weights, counters."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import pytest
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerState
-from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.book import PromiseBook
-from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
+from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 HOPELESS = SLO(ttft=2e-3, tbt=0.1)
 
@@ -17,15 +16,19 @@ HOPELESS = SLO(ttft=2e-3, tbt=0.1)
 class Watch(TimedDriver):
     """Remembers who was served as best effort."""
 
-    def __init__(self, model: FakeStepTime | None = None, **changes) -> None:
-        super().__init__(
-            make_config(**({"num_blocks": 4096, "max_num_seqs": 64} | changes)), model or FakeStepTime()
-        )
+    def __init__(self, model: FakeStepTime | None = None, *, depth: int = 1, **changes) -> None:
+        config = make_config(**({"num_blocks": 4096, "max_num_seqs": 64} | changes))
+        super().__init__(config, model or FakeStepTime(), depth=depth)
         self.relegated: set[str] = set()
 
     def receive(self, outputs) -> None:
         self.relegated |= {output.request_id for output in outputs if output.is_relegated}
         super().receive(outputs)
+
+    def pass_first_step(self) -> float:
+        """Run a step, since the very first lets best effort go first; return the time."""
+        self.serve([make_request("before", 1, 1)])
+        return self.now
 
     @property
     def state(self) -> SchedulerState:
@@ -48,8 +51,10 @@ def relegatable(request_id: str, num_prompt: int, max_tokens: int, **changes) ->
 class TestLost:
     def test_prompts_that_cannot_be_in_time_come_after_those_that_can(self):
         driver = Watch()
-        lost = [relegatable(f"l{i}", 500, 2, slo=HOPELESS) for i in range(3)]
-        others = [relegatable(f"r{i}", 500, 2, slo=SLO(ttft=1.0, tbt=0.1)) for i in range(3)]
+        now = driver.pass_first_step()
+        lost = [relegatable(f"l{i}", 500, 2, slo=HOPELESS, arrival=now) for i in range(3)]
+        slo = SLO(ttft=1.0, tbt=0.1)
+        others = [relegatable(f"r{i}", 500, 2, slo=slo, arrival=now) for i in range(3)]
         driver.serve([*lost, *others])
         assert max(driver.times[f"r{i}"][0] for i in range(3)) < min(
             driver.times[f"l{i}"][0] for i in range(3)
@@ -59,11 +64,12 @@ class TestLost:
 
     def test_they_are_served_in_the_order_in_which_they_came(self):
         driver = Watch()
+        now = driver.pass_first_step()
         slos = [HOPELESS, SLO(ttft=1e-3), SLO(ttft=0.03), None, HOPELESS]
-        lost = [relegatable(f"l{i}", 500, 2, slo=slo, arrival=1e-3 * i) for i, slo in enumerate(slos)]
-        busy = relegatable("busy", 900, 2, slo=SLO(ttft=1.0))
+        lost = [relegatable(f"l{i}", 500, 2, slo=slo, arrival=now + 1e-3 * i) for i, slo in enumerate(slos)]
+        busy = relegatable("busy", 900, 2, slo=SLO(ttft=1.0), arrival=now)
         driver.serve([busy, *lost])
-        assert driver.first_scheduled == ["busy", *(f"l{i}" for i in range(5))]
+        assert driver.first_scheduled == ["before", "busy", *(f"l{i}" for i in range(5))]
 
     def test_time_that_streams_leave_is_theirs(self):
         driver = Watch()
@@ -123,26 +129,23 @@ class TestTenants:
         assert apart.attainment(small) > 1.3 * together.attainment(nameless)
 
     def test_without_another_tenant_worth_is_weight(self):
-        book = PromiseBook()
-        state = RequestState(make_request("r", 10, 1, weight=3.0), sort_key=(0.0,), max_model_len=100)
-        book.on_arrival(state)
-        assert book.of(state) == 3.0
-        assert not book.has_tenants
+        tracker = SLOTracker()
+        state = make_state(make_request("r", 10, 1, weight=3.0))
+        tracker.on_arrival(state)
+        tracker.on_delivery(state, 4096, 0.0)
+        assert tracker.worth(state) == 3.0
 
     def test_worth_falls_with_service_and_at_most_fourfold(self):
-        book = PromiseBook()
-        states = [
-            RequestState(make_request(name, 8, 1, tenant=name), sort_key=(0.0,), max_model_len=100)
-            for name in ("a", "b")
-        ]
+        tracker = SLOTracker()
+        states = [make_state(make_request(name, 8, 1, tenant=name)) for name in ("a", "b")]
         for state in states:
-            book.on_arrival(state)
-        assert [book.of(state) for state in states] == [1.0, 1.0]
+            tracker.on_arrival(state)
+        assert [tracker.worth(state) for state in states] == [1.0, 1.0]
         worths = []
         for _ in range(5):
-            book.on_delivery(states[0], 4096, 0.0, "stream")
-            worths.append(book.of(states[0]))
-            assert book.of(states[1]) == pytest.approx(1 / worths[-1])
+            tracker.on_delivery(states[0], 4096, 0.0)
+            worths.append(tracker.worth(states[0]))
+            assert tracker.worth(states[1]) == pytest.approx(1 / worths[-1])
         assert worths == sorted(worths, reverse=True)
         assert worths[0] < 1.0
         assert worths[-1] == pytest.approx(0.25)
@@ -176,19 +179,26 @@ class TestState:
         assert state.num_relegated == 1
         assert driver.scheduler.num_relegated == 1
 
-    def test_gauges_are_those_of_the_last_plan(self):
+    def test_gauges_are_those_of_the_next_step(self):
         driver = Watch(max_num_seqs=4)
         slo = SLO(ttft=1.0, tbt=0.05)
         driver.serve([relegatable(f"s{i}", 50, 300, slo=slo) for i in range(3)], until=0.2)
         for index in range(3):
             driver.add(relegatable(f"b{index}", 50, 300, arrival=driver.now))
-        due = [1.0 + 0.05 * len(driver.times[f"s{i}"]) for i in range(3)]
-        now = driver.now
         driver.step()
-        assert driver.state.decode_slacks == pytest.approx([each - now for each in due])
+        due = [1.0 + 0.05 * len(driver.times[f"s{i}"]) for i in range(3)]
+        assert driver.state.decode_slacks == pytest.approx([each - driver.now for each in due])
         assert driver.state.num_best_effort == 3
         driver.serve([])
         assert driver.state.num_best_effort == 0 or driver.state.decode_slacks == []
+
+    def test_with_a_step_in_flight_the_next_one_starts_when_that_ends(self):
+        driver = Watch(depth=2)
+        driver.serve([relegatable("s", 50, 300, slo=SLO(ttft=1.0, tbt=0.05))], until=0.2)
+        (in_flight,) = driver.in_flight
+        end = driver.now + driver.model.step_time(in_flight.shape)
+        due = 1.0 + 0.05 * (len(driver.times["s"]) + 1)
+        assert driver.state.decode_slacks == pytest.approx([due - end])
 
     def test_load_is_what_arrives(self):
         """20 a second, each of which takes about 40 ms."""

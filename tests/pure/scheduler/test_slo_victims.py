@@ -1,0 +1,145 @@
+"""Whom to preempt: best effort, then streams with time, then those that are worth least."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from onbeat.core.request import Request
+from onbeat.core.slo import SLO, SLO_MODES
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.victims import Victims, is_growing
+from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.step_plan import StepPlan
+from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
+
+MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)
+"""All prompts here run in one step."""
+WORK = PrefillWork(MODEL, None)
+
+
+def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPlan, Victims]:
+    """Let requests run their prompts; return a plan for the step after that."""
+    driver = TimedDriver(make_config(num_blocks=num_blocks, **changes), MODEL)
+    for request in requests:
+        driver.add(request)
+    driver.step()
+    assert all(len(times) == 1 for times in driver.times.values())
+    plan = driver.scheduler._new_plan(driver.now)
+    return plan, Victims(plan, WORK, lambda state: state.request.weight)
+
+
+def by_name(plan: StepPlan) -> dict[str, RequestState]:
+    return {state.request_id: state for state in plan.running}
+
+
+def names(states) -> list[str]:
+    return [state.request_id for state in states]
+
+
+PROMPT_SECONDS = 0.115
+"""The step with the six prompts below takes 0.11 s; computing one of them again takes 0.06 s."""
+SIX = [
+    make_request("best effort", 100, 50),
+    make_request("best effort, later", 100, 50, arrival=1e-3),
+    make_request("rich", 100, 50, slo=SLO(ttft=5.0, tbt=0.1)),
+    make_request("poor", 100, 50, slo=SLO(ttft=0.3, tbt=0.1)),
+    make_request("late, light", 100, 50, slo=SLO(ttft=PROMPT_SECONDS, tbt=0.02), weight=0.5),
+    make_request("late, heavy", 100, 50, slo=SLO(ttft=PROMPT_SECONDS, tbt=0.02), weight=2.0),
+]
+ORDER = ["best effort, later", "best effort", "rich", "poor", "late, light", "late, heavy"]
+
+
+class TestMakeRoom:
+    @pytest.mark.parametrize("order", list(permutations(range(6)))[::120])
+    def test_those_go_first_who_lose_least(self, order):
+        plan, victims = started(*(SIX[index] for index in order))
+        newcomer = make_state(make_request("newcomer", 1000, 1))
+        assert victims.make_room(newcomer, plan.running)
+        assert names(plan.victims) == ORDER
+
+    @pytest.mark.parametrize(("num_prompt", "num_gone"), [(300, 0), (400, 1), (500, 2), (600, 3)])
+    def test_no_more_than_need_be(self, num_prompt, num_gone):
+        """Each holds 7 of 64 blocks; 22 are free."""
+        plan, victims = started(*SIX)
+        assert victims.make_room(make_state(make_request("newcomer", num_prompt, 1)), plan.running)
+        assert names(plan.victims) == ORDER[:num_gone]
+
+    def test_nobody_in_vain(self):
+        plan, victims = started(*SIX)
+        pool = plan.running[:3]
+        assert not victims.make_room(make_state(make_request("newcomer", 1000, 1)), pool)
+        assert not victims.make_room(make_state(make_request("newcomer", 10, 1)), [])
+        assert plan.victims == []
+        assert plan.num_blocks_left == 22
+
+    def test_for_a_slot_one_is_enough(self):
+        plan, victims = started(*SIX, max_num_seqs=6)
+        assert plan.num_slots_left == 0
+        assert victims.make_room(make_state(make_request("newcomer", 10, 1)), plan.running)
+        assert names(plan.victims) == ORDER[:1]
+        assert plan.num_slots_left == 1
+
+    def test_whoever_is_in_a_step_in_flight_stays(self):
+        plan, victims = started(*SIX)
+        states = by_name(plan)
+        states["best effort, later"].is_in_flight = True
+        states["best effort"].num_in_flight_tokens = 1
+        assert victims.make_room(make_state(make_request("newcomer", 400, 1)), plan.running)
+        assert names(plan.victims) == ["rich"]
+
+
+class TestSlack:
+    @pytest.mark.parametrize("mode", SLO_MODES)
+    def test_is_measured_against_computing_all_tokens_again(self, mode):
+        """Both deadlines lie ahead; only one of both leaves time to come back."""
+        long = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075))
+        short = make_request("short", 20, 50, slo=SLO(ttft=0.11, tbt=0.075))
+        plan, victims = started(long, short, slo_mode=mode)
+        assert victims.make_room(make_state(make_request("newcomer", 500, 1)), plan.running)
+        assert names(plan.victims) == ["short"], "the long one could not be back in time"
+        with_less = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075), weight=0.1)
+        plan, victims = started(with_less, short, slo_mode=mode)
+        assert victims.make_room(make_state(make_request("newcomer", 500, 1)), plan.running)
+        assert names(plan.victims) == ["short"], "whatever that one is worth"
+
+
+class TestMakeBlocksFree:
+    """Four requests hold 16 blocks each, all 64, and each needs one more for its next token."""
+
+    def four(self) -> tuple[StepPlan, Victims, dict[str, RequestState]]:
+        slo = SLO(ttft=5.0, tbt=0.1)
+        requests = [make_request(f"s{i}", 256, 50, slo=slo, arrival=1e-4 * i) for i in range(3)]
+        plan, victims = started(*requests, make_request("best effort", 256, 50))
+        assert plan.num_blocks_left == 0
+        assert all(map(is_growing, plan.running))
+        return plan, victims, by_name(plan)
+
+    def test_one_goes_and_the_others_grow(self):
+        plan, victims, _ = self.four()
+        rows = victims.make_blocks_free(list(plan.running))
+        assert names(plan.victims) == ["best effort"]
+        assert names(rows) == [name for name in names(plan.running) if name != "best effort"]
+        assert plan.num_blocks_left == 16
+
+    def test_whoever_has_a_row_keeps_it(self):
+        plan, victims, states = self.four()
+        plan.decodes.append(states["best effort"])
+        rows = victims.make_blocks_free([states["s0"], states["s1"], states["s2"]])
+        assert names(plan.victims) == ["s2"], "of those with as much slack the last to come"
+        assert names(rows) == ["s0", "s1"]
+
+    def test_the_last_one_is_never_preempted_but_waits(self):
+        plan, victims, states = self.four()
+        plan.decodes += [states["best effort"], states["s0"], states["s1"]]
+        assert victims.make_blocks_free([states["s2"]]) == []
+        assert plan.victims == []
+
+    def test_whoever_needs_none_goes_on(self):
+        plan, victims, states = self.four()
+        plan.decodes += [states["best effort"], states["s0"]]
+        states["s1"].is_in_flight = True
+        states["s2"].num_allocated_tokens += 16
+        assert names(victims.make_blocks_free([states["s1"], states["s2"]])) == ["s2"]
+        assert plan.victims == []
