@@ -8,6 +8,7 @@ from math import inf
 
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import Request
+from onbeat.scheduler.replica.speculation.draft_state import DraftState
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -35,17 +36,16 @@ class RequestState:
         "admitted_step_id",
         "block_hashes",
         "block_ids",
+        "draft",
         "is_best_effort",
         "is_in_flight",
         "last_delivery",
         "last_preemption",
         "max_total_tokens",
         "next_deadline",
-        "num_accepted_tokens",
         "num_allocated_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_drafted_tokens",
         "num_external_tokens",
         "num_hit_tokens",
         "num_in_flight_drafts",
@@ -62,7 +62,6 @@ class RequestState:
         "request_id",
         "scheduled_time",
         "sort_key",
-        "speculation",
         "status",
         "stop_token_ids",
         "tbt",
@@ -86,12 +85,7 @@ class RequestState:
         """Tokens that planned steps will sample but that are not known yet; with drafts, the most of them."""
         self.num_in_flight_drafts = 0
         """Of these, drafts, which may be rejected. `num_computed_tokens` counts them as accepted."""
-        self.num_drafted_tokens = 0
-        """Drafts verified so far."""
-        self.num_accepted_tokens = 0
-        """Of these, tokens that became output."""
-        self.speculation: object | None = None
-        """What drafting remembers of the request; nobody else looks at it."""
+        self.draft = DraftState()
         self.max_total_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.block_ids: list[int] = []
