@@ -114,6 +114,17 @@ class TestGoodput:
         assert by_rate == sorted(by_rate)
         assert by_rate[-1] > by_rate[0] + 2
 
+    def test_rows_have_one_number_or_as_many_as_are_ready(self):
+        driver = make_driver(8, 0.8, num_tokens=400, available=(0, 1, 8))
+        for _ in range(60):
+            ready = {state.request_id: state.draft.num_ready for state in driver.scheduler.running}
+            driver.step()
+            drafts = {row.request_id: row.num_draft_tokens for row in driver.log[-1].rows}
+            if driver.log[-1].shape.num_decodes == 8 and None not in ready.values():
+                k = max(drafts.values())
+                assert drafts == {request_id: min(num, k) for request_id, num in ready.items()}
+        assert mean_drafts(driver, last=20) > 1
+
     @pytest.mark.parametrize("proposer", [NGRAM, MODEL])
     @pytest.mark.parametrize(("num_requests", "acceptance"), [(1, 0.1), (2, 0.9), (24, 0.2), (24, 0.8)])
     def test_never_slower_than_off_and_as_fast_as_the_best_length(self, proposer, num_requests, acceptance):
@@ -190,6 +201,19 @@ class TestDeadlines:
         for scheduled in driver.log:
             if scheduled.budget is not None and scheduled.shape.num_draft_tokens:
                 assert model.step_time(scheduled.shape, 0.95) <= scheduled.budget + 1e-12
+
+    def test_streams_with_deadlines_leave_the_time_to_prompts(self):
+        driver = make_driver(0, 0.9, policy="slo")
+        for index in range(12):
+            driver.add(make_request(f"r{index}", 40, 800, slo=SLO(ttft=2.0, tbt=0.05)))
+        for _ in range(60):
+            driver.step()
+        assert driver.log[-1].shape.num_draft_tokens > 12
+        driver.add(make_request("late", 900, 20, slo=SLO(ttft=2.0, tbt=0.05)))
+        driver.run()
+        beside = [scheduled for scheduled in driver.log[60:] if scheduled.shape.num_chunks]
+        assert any(scheduled.shape.num_decodes for scheduled in beside)
+        assert not any(scheduled.shape.num_draft_tokens for scheduled in beside)
 
 
 class TestPrompts:

@@ -176,7 +176,8 @@ class GoodputDrafts:
     add, less what their time is worth. Without prompts this is the largest goodput itself (Dinkelbach, 1967).
     SmartSpec divides by the time of the whole step instead; then a long prompt makes drafts look cheap.
 
-    Where the policy plans against deadlines, the step stays within its slack with the policy's own quantile.
+    Where the policy plans against deadlines, the step stays within its slack with the policy's own quantile;
+    and while prompts run or wait, streams with a deadline have none: they need tokens in time, not sooner.
     Nobody is preempted for a draft, and drafts leave a free block for each row's next token.
 
     Without drafts nothing is learnt of their acceptance. So a step has one for each row all the same once its
@@ -201,7 +202,7 @@ class GoodputDrafts:
         self._book = AcceptanceBook(config.initial_acceptance)
         self._reading = DraftReading(config.max_catch_up_tokens)
         self._without = 0.0
-        """Predicted seconds of the steps since the last drafts."""
+        """Predicted seconds of the steps since the last drafts, of those that could have had some."""
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
