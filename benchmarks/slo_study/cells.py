@@ -13,7 +13,7 @@ from onbeat.simulator.setup import ReplicaSettings
 from onbeat.workload.slo_classes import SLOClass
 
 
-#POLICIES.update(VARIANTS)  # wherever a policy is looked up, worker processes included
+# POLICIES.update(VARIANTS)  # wherever a policy is looked up, worker processes included
 
 MAX_NUM_SEQS = 256
 LOOSE_FACTOR = 10.0
