@@ -39,7 +39,7 @@ class SheddingScheduler(Scheduler):
             if request.shed is ShedMode.REJECT and now > request.arrival + request.slo.ttft:
                 output = last_output(state, FinishReason.EXPIRED)
                 output.error = "its TTFT objective passed in the queue"
-                self._lost.expired.append(output)
+                self._relegation._expired.append(output)
                 self._roster.drop(state)
         return super().schedule(now, repeats=repeats)
 

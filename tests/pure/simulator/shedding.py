@@ -34,7 +34,7 @@ class SheddingScheduler(Scheduler):
         for state in late:
             output = last_output(state, FinishReason.EXPIRED)
             output.predicted_ttft = 0.25
-            self._lost.expired.append(output)
+            self._relegation._expired.append(output)
             self._roster.drop(state)
         return super().schedule(now)
 
