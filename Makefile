@@ -17,7 +17,7 @@ FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cp
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
 .NOTPARALLEL:
-.PHONY: help serve test test-all check lint types imports format size model clean
+.PHONY: help serve test test-all ablate check lint types imports format size model clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -30,6 +30,9 @@ test: .venv/.dev .venv/.native model ## Run the fast tests
 
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
 	$(BIN)/python -m pytest $(THOROUGH) $(PYTEST_ARGS)
+
+ablate: .venv/.dev ## Show what each part of the slo policy is worth (simulated; traces under ONBEAT_SHARED)
+	$(BIN)/python benchmarks/slo_study.py ablate $(ARGS)
 
 check: lint types imports ## Run all static checks
 

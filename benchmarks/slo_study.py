@@ -1,17 +1,19 @@
-"""How much load policies carry within latency objectives: capacities in simulation, cell by cell.
+"""How much load that lasts policies carry within latency objectives: capacities in simulation, cell by cell.
 
-    python benchmarks/slo_study.py run [--set-up mistral] [--workload azure-code] [--slo 1s-50ms]
-        [--mode gap] [--policy slo sarathi-512] [--seeds 5] [--jobs 2] [--minutes 30] [--tag NAME]
-    python benchmarks/slo_study.py probe --rate 6 7 8 --policy slo,sarathi-512 [selection]
-    python benchmarks/slo_study.py report [--write]
-    python benchmarks/slo_study.py curve --set-up .. --workload .. --slo .. --mode .. --rate 4 5 6 7
+    python benchmarks/slo_study.py run [--minutes 60] [--jobs 2] [--seeds 5] [--policy slo,simple,static]
+        [--cells 32] [--set-up mistral] [--workload azure-code] [--slo 1s-50ms] [--mode gap] [--tag NAME]
+    python benchmarks/slo_study.py report [--write] [selection]
+    python benchmarks/slo_study.py disturb [--minutes 20] [--jobs 2] [--seeds 5] [--capacity 8.5] [--write]
+    python benchmarks/slo_study.py ablate [--minutes 10] [--jobs 2] [--seeds 2]
 
-A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. In each,
-the capacity of a policy is the highest rate at which 90 %, or 99 %, of the requests are good, found by
-bisection to 1 % for each seed. Requests that an idle machine with an empty prefix cache could not serve in
-time are counted apart. `run` appends to a file of JSON lines and skips what is there. Step times are the
-uncalibrated roofline, as in `onbeat simulate`; every request declares exactly its output length. The folder
-of the traces is named by ONBEAT_SHARED.
+A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. A load
+lasts: at least 4,000 requests and ten minutes of arrivals are measured, after a warm-up that is thrown away.
+A capacity is the rate at which a criterion is no longer kept: 90 or 99 % of the requests good, 90 % in the
+worst decile of prompt length, 90 % with a P99 of TTFT below five times its objective; and in any case the
+queue must not grow. Requests that an idle machine with an empty prefix cache could not serve in time count
+neither way. `run` appends a line a run, skips what is there, and can be stopped at any time. Step times are
+the uncalibrated roofline, as in `onbeat simulate`; every request declares exactly its output length. The
+folder of the traces is named by ONBEAT_SHARED.
 """
 
 from __future__ import annotations
@@ -19,54 +21,44 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from slo_study.ablation import CELLS as ABLATION_CELLS
+from slo_study.ablation import ablation_runs, ablation_table
 from slo_study.cells import (
-    BOUND,
-    MORE_WORKLOADS,
+    CELLS,
     OBJECTIVES,
     SET_UPS,
-    STATIC_POLICIES,
-    WORKLOADS,
+    SIMPLE,
+    STUDIED,
+    SUBJECT,
     Cell,
-    all_cells,
+    members,
+    select_cells,
 )
-from slo_study.charts import attainment_chart, ratio_chart, write_image
-from slo_study.probe import Probe, measure_curves, run_probe
+from slo_study.charts import ratio_chart, write_image
+from slo_study.disturbed import DISTURBANCES, TRIAGE, DisturbedPlan, disturbed_table
+from slo_study.loads import WORKLOADS
+from slo_study.replica import Stage
 from slo_study.report import Study, markdown
-from slo_study.store import Line, Store
-from slo_study.tasks import Plan, make_tasks, run_task
+from slo_study.results import Results, deadline_in, run_missing
+from slo_study.store import Scored, scored_runs
+from slo_study.tasks import Plan, make_tasks, mixed, run_task
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES
 from onbeat.planner.parallel import run_tasks
 
-NUM_REQUESTS = {"poisson": 600, "azure-code": 600, "azure-conv": 600, "mooncake": 300, "mooncake-ticks": 300}
-FASTER = {"poisson": 1000, "azure-conv": 1000}
-"""Of `llama`, which serves conversations so fast that fewer requests would last but seconds."""
 RESULTS = Path(__file__).parent / "results" / "slo-study.jsonl"
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
-PLANNING_POLICIES = ("slo", "niyama", "edf")
-FOREVER = 1e18
-NOTE = """
-Made by `python benchmarks/slo_study.py run`, then `report --write`. Mistral-7B-v0.3 on one A100-80G SXM
-and Llama-3.1-8B on one H100 SXM, uncalibrated roofline step times as in `onbeat simulate`; `max-num-
-seqs` 256 for every policy, whole-prompt policies with the token budget that they need. Every request
-declares exactly its output length, which is what `orca` reserves memory for. `poisson` draws lengths
-from the Azure conversation trace; on the traces a seed is a window that starts elsewhere, and the rate
-is set by squeezing its times. Mooncake's clock ticks every 3 s; requests of one tick are spread over it
-at random (as recorded, some ten come at once at every rate, and no policy keeps even 90 %). A capacity
-is the highest rate at which the share of the requests is good, to 1 %, with Student's t interval over
-the seeds; ratios are of pairs (equal requests), with the interval of their logarithms. Requests that an
-idle machine with an empty prefix cache could not serve in time (*hopeless*) count neither way; those
-that do not fit the context (*over-long*) are left out. Both columns are means over the seeds. A cell
-*binds* where the best hand-tuned policy's capacity is 5 to 95 % of its own with both objectives ten
-times looser (the percentage shown; from windows twice as long). The bound of these very requests is what
-no policy can pass; that for ever longer loads leaves out the work that a finite run may do after its
-last arrival, so a run may pass it (`onbeat.planner.fluid_bound`).
+DISTURBED_NOTE = """
+Mistral-7B on one A100-80G, Poisson arrivals, lengths of the Azure conversation trace, 1 s and 100 ms, stream;
+five minutes of arrivals, of which the first is thrown away. A policy that plans with step times begins with
+the undisturbed model and learns from the steps that it sees. Loads are multiples of the capacity (90 % good)
+of `slo` undisturbed. Of static budgets with triage the best with the first seed stands for all.
 """
 
 
@@ -79,65 +71,47 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    store = Store(args.results)
-    plan = Plan(
-        cells=_cells(args),
-        policies=args.policy or [BOUND, *STATIC_POLICIES, *PLANNING_POLICIES],
-        num_seeds=args.seeds,
-        num_requests=_num_requests(args),
-        long_factor=args.long_factor,
-        tag=args.tag,
-        results=args.results,
-        deadline=time.time() + args.minutes * 60 if args.minutes else FOREVER,
-    )
-    tasks = make_tasks(plan, store.read())
-    total = sum(len(task.seeds) * len(task.cells) for task in tasks)
-    print(f"{total} of {len(plan.cells) * len(plan.policies) * plan.num_seeds} searches are left")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("searches", total=total)
-
-        def on_event(index: int, lines: list[Line]) -> None:
-            store.append(lines)
-            for line in lines:
-                if not progress.console.is_terminal or args.verbose:
-                    _show(line)
-            progress.update(bar, advance=len(lines), description=str(tasks[index]))
-
-        run_tasks(run_task, tasks, jobs=args.jobs, on_event=on_event)
-
-
-def _show(line: Line) -> None:
-    rates = " ".join(f"{share}: {rate:.3f}" for share, rate in line.capacity.items())
-    loose = " ".join(f"{share}: {rate:.3f}" for share, rate in line.loose.items())
-    print(
-        f"{line.cell} {line.policy} seed {line.seed}: {rates}{f' (loose {loose})' if loose else ''} "
-        f"[{line.num_hopeless} of {line.num_requests} hopeless, {line.num_skipped} over-long; "
-        f"{line.num_runs} runs, {line.seconds:.1f} s]",
-        flush=True,
-    )
-
-
-def probe(args: argparse.Namespace) -> None:
-    for cell in _cells(args):
-        num_requests = _num_requests(args)(cell)
-        run_probe(
-            Probe(
-                cell=cell,
-                policies=args.policy or [*STATIC_POLICIES],
-                rates=args.rate,
-                seeds=range(args.seeds),
-                num_requests=num_requests,
-            )
+    policies = args.policy or list(STUDIED)
+    for policy in policies:
+        members(policy)  # an unknown one is refused before anything runs
+    results = Results(args.results, args.tag)
+    tasks = make_tasks(
+        Plan(
+            cells=mixed(_cells(args))[: args.cells],
+            policies=policies,
+            num_seeds=args.seeds,
+            tag=args.tag,
+            results=args.results,
+            deadline=deadline_in(args.minutes),
         )
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("searches", total=len(tasks))
+
+        def on_event(index: int, runs: list[Scored]) -> None:
+            for each in runs:
+                each.write(results, args.tag)
+            progress.update(bar, description=str(tasks[index]))
+            if args.verbose:
+                print(*runs, sep="\n", flush=True)
+
+        run_tasks(
+            run_task,
+            tasks,
+            jobs=args.jobs,
+            on_event=on_event,
+            on_result=lambda _index, _count: progress.advance(bar),
+        )
+    print(f"packed: {results.pack()}")
 
 
 def report(args: argparse.Namespace) -> None:
-    lines = Store(args.results).read()
+
     cells = set(_cells(args))
-    study = Study([line for line in lines if line.cell in cells], tag=args.tag or None)
-    note = f"{time.strftime('%Y-%m-%d')}. {NOTE.strip()}"
-    text = markdown(study, f"{note}\n\n{args.remark}" if args.remark else note)
+    runs = scored_runs(Results(args.results, args.tag))
+    study = Study([each for each in runs if each.run.cell in cells])
+    text = markdown(study, date=time.strftime("%Y-%m-%d"), remark=args.remark)
     print(text)
     if args.write:
         path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-study.md"
@@ -145,32 +119,41 @@ def report(args: argparse.Namespace) -> None:
         print(f"written: {path}, {write_image(ratio_chart(study), IMAGES / 'slo-ratios.png')}")
 
 
-def curve(args: argparse.Namespace) -> None:
-    (cell,) = _cells(args)
-    points, bounds = measure_curves(
-        Probe(
-            cell=cell,
-            policies=args.policy or [*STATIC_POLICIES, *PLANNING_POLICIES],
-            rates=args.rate,
-            seeds=range(args.seeds),
-            num_requests=_num_requests(args)(cell),
-        )
+def disturb(args: argparse.Namespace) -> None:
+    capacity = args.capacity or round(Stage().capacity(SUBJECT), 2)
+    plan = DisturbedPlan(
+        disturbances=args.only,
+        policies=[name for each in args.policy or (SUBJECT, SIMPLE, TRIAGE) for name in members(each)],
+        capacity=capacity,
+        seeds=args.seeds,
     )
-    title = f"Attainment: {cell} ({args.seeds} seeds)"
-    print(f"written: {write_image(attainment_chart(title, points, bounds), IMAGES / 'slo-attainment.png')}")
+    results, deadline = Results(args.results, args.tag), deadline_in(args.minutes)
+    run_missing(plan.first_seed(), results, jobs=args.jobs, deadline=deadline)
+    run_missing(plan.more_seeds(results), results, jobs=args.jobs, deadline=deadline)
+    text = (
+        f"# Disturbed\n\n{time.strftime('%Y-%m-%d')}. `python benchmarks/slo_study.py disturb`. "
+        f"{DISTURBED_NOTE.strip()} Capacity: {capacity:g} requests/s.\n\n{disturbed_table(plan, results)}\n"
+    )
+    print(text)
+    if args.write:
+        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-disturbed.md"
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}")
+
+
+def ablate(args: argparse.Namespace) -> None:
+    results = Results(args.results, args.tag)
+    run_missing(
+        ablation_runs(ABLATION_CELLS, args.seeds),
+        results,
+        jobs=args.jobs,
+        deadline=deadline_in(args.minutes),
+    )
+    print(ablation_table(ABLATION_CELLS, args.seeds, results))
 
 
 def _cells(args: argparse.Namespace) -> list[Cell]:
-    return all_cells(args.set_up, args.workload, args.slo, args.mode)
-
-
-def _num_requests(args: argparse.Namespace) -> Callable[[Cell], int]:
-    def count(cell: Cell) -> int:
-        if args.requests:
-            return int(args.requests)
-        return (FASTER if cell.set_up == "llama" else {}).get(cell.workload, NUM_REQUESTS[cell.workload])
-
-    return count
+    return select_cells(args.set_up, args.workload, args.slo, args.mode)
 
 
 def _names(text: str) -> list[str]:
@@ -184,31 +167,39 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--set-up", nargs="+", choices=tuple(SET_UPS), default=())
-    shared.add_argument("--workload", nargs="+", choices=(*WORKLOADS, *MORE_WORKLOADS), default=())
+    shared.add_argument("--workload", nargs="+", choices=WORKLOADS, default=())
     shared.add_argument("--slo", nargs="+", choices=tuple(OBJECTIVES), default=())
     shared.add_argument("--mode", nargs="+", choices=SLO_MODES, default=())
-    shared.add_argument("--policy", type=_names, action="extend", help="names, separated by commas")
-    shared.add_argument("--seeds", type=int, default=5, help="how many, from 0")
-    shared.add_argument("--requests", type=int, help="of each seed, in place of the workload's own number")
     shared.add_argument("--results", type=Path, default=RESULTS)
-    each = commands.add_parser("run", parents=[shared], help="find capacities")
+    shared.add_argument("--tag", default="", help="version of the policies that plan with objectives")
+    each = commands.add_parser("run", parents=[shared], help=f"find capacities in {len(CELLS)} cells")
+    each.add_argument("--policy", type=_names, action="extend", help="names or families, with commas")
+    each.add_argument("--seeds", type=int, default=5, help="how many, from 0")
     each.add_argument("--jobs", type=int, default=2)
     each.add_argument("--minutes", type=float, help="stop after this long with what there is")
-    each.add_argument("--long-factor", type=int, default=2, help="windows of runs that say if a cell binds")
-    each.add_argument("--tag", default="", help="version of the policies that plan with objectives")
-    each.add_argument("--verbose", action="store_true", help="print each result")
+    each.add_argument("--cells", type=int, help="only so many of the selected, old and new ones in turns")
+    each.add_argument("--verbose", action="store_true", help="print each run")
     each.set_defaults(command=run)
-    each = commands.add_parser("probe", parents=[shared], help="print attainment at given rates")
-    each.add_argument("--rate", type=float, nargs="+", required=True)
-    each.set_defaults(command=probe)
     each = commands.add_parser("report", parents=[shared], help="tables and charts of what was found")
-    each.add_argument("--tag", default="", help="as given to run")
     each.add_argument("--remark", default="", help="to stand below the note, on how these lines were made")
     each.add_argument("--write", action="store_true", help="into benchmarks/results and docs/images")
     each.set_defaults(command=report)
-    each = commands.add_parser("curve", parents=[shared], help="chart of attainment against rate in a cell")
-    each.add_argument("--rate", type=float, nargs="+", required=True)
-    each.set_defaults(command=curve)
+    slices = argparse.ArgumentParser(add_help=False)
+    slices.add_argument("--jobs", type=int, default=2)
+    slices.add_argument("--minutes", type=float, help="stop after this long with what there is")
+    slices.add_argument("--tag", default="", help="version of the policies")
+    each = commands.add_parser("disturb", parents=[slices], help="disturbed devices and loads")
+    each.add_argument("--only", nargs="+", choices=DISTURBANCES, default=DISTURBANCES)
+    each.add_argument("--policy", type=_names, action="extend", help="names or families, with commas")
+    each.add_argument("--seeds", type=int, default=5, help="how many, from 0")
+    each.add_argument("--capacity", type=float, help="requests/s, instead of a search for it")
+    each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-disturbed.jsonl"))
+    each.add_argument("--write", action="store_true", help="into benchmarks/results")
+    each.set_defaults(command=disturb)
+    each = commands.add_parser("ablate", parents=[slices], help="what each part of the policy is worth")
+    each.add_argument("--seeds", type=int, default=2, help="how many, from 0")
+    each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-ablation.jsonl"))
+    each.set_defaults(command=ablate)
     return parser
 
 

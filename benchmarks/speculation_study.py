@@ -20,24 +20,18 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from slo_study.charts import write_image
-from slo_study.trials import OutOfTime
+from slo_study.results import Results, deadline_in, run_missing
 from speculation_study.charts import chart
 from speculation_study.plan import PARTS, Plan, stages
 from speculation_study.report import markdown
-from speculation_study.slo import CapacityRun
-from speculation_study.store import Results
 
 from onbeat.core.errors import ConfigError
-from onbeat.planner.parallel import TaskContext, run_tasks
 
 RESULTS = Path(__file__).parent / "results"
 IMAGE = Path(__file__).parents[1] / "docs" / "images" / "speculation-study.png"
-FOREVER = 1e18
 NOTE = """
 Made by `python benchmarks/speculation_study.py run`, then `report --write`; {seconds:.0f} s of one core. The
 live scheduler's objects under a virtual clock. *turbospec*: the authors' regressions for Llama-8B with EAGLE
@@ -52,22 +46,6 @@ Acceptance is the rate at which a draft is accepted if those before it are.
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A run, and when the slice ends (seconds since 1970)."""
-
-    what: Any
-    deadline: float
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What came of a run; nothing where the slice ended first."""
-
-    found: dict[str, float] | None
-    seconds: float = 0.0
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     try:
@@ -78,36 +56,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def run(args: argparse.Namespace) -> None:
     plan, results = _plan(args), Results(args.results, args.tag)
-    deadline = time.time() + args.minutes * 60 if args.minutes else FOREVER
+    deadline = deadline_in(args.minutes)
     for stage in stages(plan):
-        _run_all(results.missing(stage(results)), results, args.jobs, deadline)
-
-
-def _run_all(runs: list[Any], results: Results, jobs: int, deadline: float) -> None:
-    if not runs or time.time() > deadline:
-        return
-    print(f"{len(runs)} runs", flush=True)
-
-    def keep(index: int, done: Done) -> None:
-        if done.found is not None:
-            results.append(runs[index], done.found, done.seconds)
-            print(f"{runs[index]}: {done.found} [{done.seconds:.1f} s]", flush=True)
-
-    run_tasks(do, [Task(each, deadline) for each in runs], jobs=jobs, on_result=keep)
-
-
-def do(task: Task, context: TaskContext) -> Done:
-    """Do a run. A worker of `run_tasks`."""
-    if context.is_stopped() or time.time() > task.deadline:
-        return Done(None)
-    what, started = task.what, time.process_time()
-    if isinstance(what, CapacityRun):
-        what = replace(what, deadline=task.deadline)
-    try:
-        found = what.run()
-    except OutOfTime:
-        return Done(None)
-    return Done(found, time.process_time() - started)
+        run_missing(stage(results), results, jobs=args.jobs, deadline=deadline)
 
 
 def report(args: argparse.Namespace) -> None:
@@ -132,7 +83,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
-    shared.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    shared.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        help="of the numbers of requests (capacities are of loads that last)",
+    )
     shared.add_argument("--seeds", type=int, default=2, help="of the capacities")
     shared.add_argument("--results", type=Path, default=RESULTS / "speculation-study.jsonl")
     shared.add_argument("--tag", default="", help="version of what is studied")

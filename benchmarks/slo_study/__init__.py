@@ -1,1 +1,1 @@
-"""The parts of the study of policies that plan with deadlines (`slo_study.py`)."""
+"""The study of policies with latency objectives: cells, loads that last, runs, capacities, reports."""

@@ -1,45 +1,226 @@
-"""What each idea of the policy is worth: capacities of variants that leave it out."""
+"""What each part of the policy is worth: attainment of variants that leave it out, at one rate a cell."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import inf
+from typing import Any
 
-from onbeat.planner.parallel import run_tasks
-from slo_study.analysis import collect
-from slo_study.cells import Cell
-from slo_study.report import ALL_SHARES, SUBJECT, show_ratio, table
-from slo_study.scenarios import Finding
-from slo_study.store import Store
-from slo_study.tasks import Plan, make_tasks, run_task
-from slo_study.variants import VARIANTS
+import numpy as np
 
-CELLS = (
-    Cell("mistral", "azure-conv", "1s-50ms", "gap"),
-    Cell("llama", "azure-code", "1s-100ms", "stream"),
-    Cell("mistral", "poisson", "mix", "stream"),
-)
+from onbeat.core.slo import ShedOrder, SLOMode
+from onbeat.core.step import BatchShape
+from onbeat.planner.paired import mean_interval
+from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.view import RunningView
+from onbeat.scheduler.replica.slo.work import Room
+from slo_study.cells import SUBJECT, Cell, settings_of
+from slo_study.report import table
+from slo_study.results import Results
+from slo_study.trial import Question, Runner, longest_request
 
 
-def ablation(plan: Plan, *, jobs: int) -> Finding:
-    """Search what is missing and show all variants beside the policy itself."""
-    store = Store(plan.results)
-    tasks = make_tasks(plan, store.read())
+class ByDeadline(SLOComposer):
+    """No triage: whoever is due first is served first."""
 
-    def on_event(_index: int, lines: Sequence[object]) -> None:
-        store.append(lines)  # type: ignore[arg-type]
-        for line in lines:
-            print(line.cell, line.policy, line.seed, line.capacity, flush=True)  # type: ignore[attr-defined]
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:  # noqa: ARG002
+        return jobs, 0
 
-    run_tasks(run_task, tasks, jobs=jobs, on_event=on_event)
-    wanted = [SUBJECT, *VARIANTS]
-    lines = [line for line in store.read() if line.policy in wanted and line.cell in plan.cells]
-    rows = [[name] for name in wanted]
-    header = ["policy"]
-    for share in ALL_SHARES:
-        for cell in collect(lines, share, tag=plan.tag or None):
-            header += [f"{cell.cell}, {float(share) * 100:g} %", f"over `{SUBJECT}`"]
-            for row, name in zip(rows, wanted, strict=True):
-                interval = cell.interval(name)
-                row.append("-" if interval is None else f"{interval.mean:.2f}")
-                row.append(show_ratio(cell.ratio(name, SUBJECT)))
-    return Finding(title="Ablation", text=table(header, rows), claims=())
+
+class TriagedAtOnce(SLOComposer):
+    """Prompts are planned to be done at their deadlines, not half a step before."""
+
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+        return super().in_turn(jobs, room, now - 0.5 * room.length)
+
+
+class NeverShortestFirst(SLOComposer):
+    """By deadline, also while all have time."""
+
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+        in_turn, num_left_behind = super().in_turn(jobs, room, now)
+        return in_turn if num_left_behind else jobs, num_left_behind
+
+
+class NeverSitsOut(SLOComposer):
+    """All streams decode in each step."""
+
+    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:  # noqa: ARG002
+        return False
+
+
+class SitsOutSoon(SLOComposer):
+    """Streams sit out that have the time of one token in hand."""
+
+    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
+        return due - start > state.slo.tbt
+
+
+class ByTightestTBT(SLOComposer):
+    """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
+        return view.tightest * (1 - self._earned_share)
+
+
+class EarnsNothing(SLOComposer):
+    """Steps leave nothing of the TBT objective to streams."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
+        return min(view.tightest, max(view.due - start, decode_seconds))
+
+
+class EarnsMore(SLOComposer):
+    """Steps leave a tenth of the TBT objective to streams."""
+
+    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
+        return min(0.9 * view.tightest, max(view.due - start, decode_seconds))
+
+
+class EfficientChunk(SLOComposer):
+    """No step holds more than an efficient chunk."""
+
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:  # noqa: ARG002
+        assert self.work is not None
+        return self.work.room_beside(decodes, limit, inf)
+
+
+class NoPreemption(SLOComposer):
+    """A prompt that lacks a slot or memory waits."""
+
+    def must_begin(self, job: Job, room: Room, now: float) -> bool:  # noqa: ARG002
+        return False
+
+
+class NoTurn(SLOComposer):
+    """Best effort gets what is left over, and nothing where nothing is."""
+
+    def is_for_best_effort(self, step_id: int) -> bool:  # noqa: ARG002
+        return False
+
+
+class HigherQuantile(SLOComposer):
+    """Steps are planned with their 95 % quantile (in `gap` mode with the mean)."""
+
+    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:
+        super().configure(mode, shed_order)
+        self.quantile = None if mode == "gap" else 0.95
+
+
+class LongestWait(SLOComposer):
+    """Whoever came last is left behind (`--shed-order longest-wait`)."""
+
+    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:  # noqa: ARG002
+        super().configure(mode, "longest-wait")
+
+
+VARIANTS: dict[str, type[SLOComposer]] = {
+    "slo/no-triage": ByDeadline,
+    "slo/no-half-step": TriagedAtOnce,
+    "slo/no-shortest-first": NeverShortestFirst,
+    "slo/never-sits-out": NeverSitsOut,
+    "slo/sits-out-soon": SitsOutSoon,
+    "slo/by-tbt-alone": ByTightestTBT,
+    "slo/earns-nothing": EarnsNothing,
+    "slo/earns-a-tenth": EarnsMore,
+    "slo/efficient-chunk": EfficientChunk,
+    "slo/no-preemption": NoPreemption,
+    "slo/no-best-effort-turn": NoTurn,
+    "slo/other-quantile": HigherQuantile,
+    "slo/longest-wait": LongestWait,
+}
+"""Name -> composition; they stand among the policies while the study runs, in each process."""
+
+
+def _policy(composer: type[SLOComposer]) -> Policy:
+    return make_slo_policy(composer())
+
+
+POLICIES.update({name: partial(_policy, composer) for name, composer in VARIANTS.items()})
+
+CELLS = {
+    Cell("mistral", "poisson", "1s-100ms", "stream"): 8.0,
+    Cell("mistral", "azure-conv", "1s-50ms", "gap"): 7.0,
+    Cell("llama", "azure-code", "1s-100ms", "stream"): 7.0,
+    Cell("mistral", "poisson", "mix", "stream"): 7.5,
+    Cell("7b-l4", "chat", "2s-250ms", "gap"): 8.5,
+    Cell("32-slots", "sharegpt", "2s-250ms", "stream"): 2.1,
+}
+"""And the rates at which variants are compared, requests/s: near the policy's own capacity at 90 %."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AblationRun:
+    """One variant in one cell."""
+
+    cell: Cell
+    policy: str
+    rate: float
+    """Requests per second."""
+    seed: int
+
+    def run(self) -> dict[str, float]:
+        """Return what each criterion looks at."""
+        cell = self.cell
+        runner = Runner(settings_of(cell.set_up, self.policy), cell.workload, longest_request(cell.set_up))
+        question = Question(cell.slo, cell.mode)
+        score = runner.run(self.rate, self.seed, [question], ends_early=False)[question]
+        return {
+            "good": score.good,
+            "worst": min(score.deciles),
+            "tail": score.tail,
+            "growth": score.growth,
+        }
+
+
+def ablation_runs(cells: Mapping[Cell, float], num_seeds: int) -> Iterator[AblationRun]:
+    """Yield all runs, seed by seed."""
+    for seed in range(num_seeds):
+        for cell, rate in cells.items():
+            for policy in (SUBJECT, *VARIANTS):
+                yield AblationRun(cell=cell, policy=policy, rate=rate, seed=seed)
+
+
+def ablation_table(cells: Mapping[Cell, float], num_seeds: int, results: Results) -> str:
+    """Return a table a cell, variants below the policy itself."""
+    parts = []
+    for cell, rate in cells.items():
+        found = {
+            policy: [
+                dict(each)
+                for seed in range(num_seeds)
+                if (each := results.get(AblationRun(cell=cell, policy=policy, rate=rate, seed=seed)))
+            ]
+            for policy in (SUBJECT, *VARIANTS)
+        }
+        if not any(found.values()):
+            continue
+        rows = [_row(policy, runs, found[SUBJECT]) for policy, runs in found.items() if runs]
+        header = ["policy", "good, %", "points", "worst decile, %", "P99 TTFT / objective", "left over, %"]
+        parts.append(f"## {cell}, {rate:g} requests/s\n\n{table(header, rows)}")
+    return "\n\n".join(parts)
+
+
+def _row(policy: str, runs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[str]:
+    points = [(each["good"] - base["good"]) * 100 for each, base in zip(runs, own, strict=False)]
+    means = {name: float(np.mean([each[name] for each in runs])) for name in runs[0]}
+    return [
+        policy,
+        f"{means['good'] * 100:.1f}",
+        "" if policy == SUBJECT or not points else _signed(points),
+        f"{means['worst'] * 100:.1f}",
+        f"{means['tail']:.1f}",
+        f"{means['growth'] * 100:.1f}",
+    ]
+
+
+def _signed(points: Sequence[float]) -> str:
+    interval = mean_interval(points)
+    if len(points) == 1:
+        return f"{interval.mean:+.1f}"
+    return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"

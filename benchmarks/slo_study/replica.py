@@ -19,12 +19,12 @@ from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 from slo_study.cells import OBJECTIVES, settings_of
-from slo_study.grid_search import search_grid
 from slo_study.loads import LoadKey, make_load
-from slo_study.tasks import GRID, START_INDEX
-from slo_study.trials import Question, Trials, max_model_len
+from slo_study.search import find_capacity
+from slo_study.trial import Question, Runner, config_of, longest_request
 
-FOREVER = 1e18
+FIRST_GUESS = 8.0
+"""Requests per second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +56,14 @@ class Stage:
             workload="poisson",
             seed=seed,
             num_requests=num_requests,
-            max_model_len=max_model_len(self.set_up),
+            max_model_len=longest_request(self.set_up),
         )
         return make_load(key).with_classes(OBJECTIVES[self.slo], seed=seed)
 
     def configure(self, policy: str, shed: ShedMode) -> tuple[SimulationConfig, StepTimeModel]:
         """Return what a run of a policy needs."""
         simulation = build_simulation(settings_of(self.set_up, policy))
-        scheduler = replace(simulation.config.scheduler, slo_mode=self.mode)
-        return replace(simulation.config, scheduler=scheduler, shed=shed), simulation.step_time
+        return replace(config_of(simulation, self.mode), shed=shed), simulation.step_time
 
     def run(
         self,
@@ -78,20 +77,10 @@ class Stage:
         config, step_time = self.configure(policy, shed)
         return simulate(load, config, step_time, observer=observer)
 
-    def capacity(self, policy: str, *, share: float = 0.9, num_requests: int = 1500) -> float:
-        """Return the highest rate at which a share is good, requests per second, with the first seed."""
-        key = LoadKey(
-            workload="poisson",
-            seed=0,
-            num_requests=num_requests,
-            max_model_len=max_model_len(self.set_up),
-        )
-        question = Question(slo=self.slo, mode=self.mode)
-        trials = Trials(self.set_up, policy, key, [question], FOREVER)
-        found = search_grid(
-            lambda index: trials.keeps(index, question, share), start=START_INDEX + 70, grid=GRID
-        )
-        return found.rate
+    def capacity(self, policy: str) -> float:
+        """Return the highest rate at which 90 % of a load that lasts are good, requests per second."""
+        runner = Runner(settings_of(self.set_up, policy), "poisson", longest_request(self.set_up))
+        return find_capacity(runner, Question(self.slo, self.mode), "90 %", start=FIRST_GUESS)
 
     def good(self, records: Sequence[RequestRecord]) -> float:
         """Return the share of good requests; NaN of none."""

@@ -1,188 +1,293 @@
-"""The tables of the study, in Markdown."""
+"""The page of the study: bars, means over cells, and the capacities of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import isfinite
 
-from onbeat.core.slo import SLO_MODES
-from onbeat.planner.paired import Interval, geometric_mean
-from slo_study.analysis import CellResults, Ratio, best_everywhere, collect, mean_ratio
-from slo_study.cells import BOUND, STATIC_POLICIES, WORKLOADS
-from slo_study.store import Line
-from slo_study.tasks import SHARES
+import numpy as np
 
-SUBJECT = "slo"
-OTHERS = ("niyama", "fastserve")
-EDF_BUDGETS = ("edf-256", "edf-512", "edf-1024", "edf-2048")
-"""With one objective for all, the order by deadlines is that of the arrivals, and edf is sarathi."""
-GROUPS = {"one objective for all": lambda slo: slo != "mix", "class mix": lambda slo: slo == "mix"}
-ALL_SHARES = tuple(f"{share:g}" for share in SHARES)
+from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
+from slo_study.cells import CELLS, FAMILIES, MIXES, OLD_CELLS, SIMPLE, STATIC, STUDIED, SUBJECT, Cell
+from slo_study.criteria import CRITERIA, Curve, rate_at
+from slo_study.store import Scored, curves
+from slo_study.tasks import ONLY_SHARES, SHARES
+
+LEAST = 0.97
+"""A cell whose interval lies wholly below this is one in which the subject is worse."""
+NOTE = """
+Made by `python benchmarks/slo_study.py run`, then `report --write`. Simulated replicas (uncalibrated
+roofline step times, as in `onbeat simulate`; every request declares exactly its output length). A load
+lasts: at least 4,000 requests and ten minutes of arrivals are measured after a warm-up that is thrown away
+(two minutes, or 15 % of what is measured where that is more), and of what arrives at most 2 % is left over,
+in requests and in prompt tokens (late and unfinished in the last quarter less the second, over the arrivals
+in between). A capacity lies between two rates at most 10 % apart (worst decile and tail: 22 %), one of
+which keeps the criterion, read off a straight line over the logarithm of the rate (of the share's odds).
+Intervals are Student's t of the logarithms of ratios of pairs: equal requests, seed by seed. Families
+(`static`, `static+triage`, `edf+triage`: budgets of 256 to 8,192) count by the best of them in each cell,
+criterion and seed; after the first seed only the two best go on. On traces a seed is where the window
+starts, with its own times squeezed to the rate; a window that comes to the trace's end goes on at its
+start, without shared prefixes, so that windows of the code trace overlap. Requests that an idle machine
+with an empty prefix cache could not serve in time count neither way; those that do not fit the context are
+not offered. A capacity of less than a tenth of where others lie is taken as that tenth.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What the policy is held to: a geometric mean over cells of ratios to a rival."""
+
+    rival: str
+    criterion: str
+    least: float
+    cells: str = "all"
+
+
+BARS = (
+    Bar(STATIC, "90 %", 1.4),
+    Bar(STATIC, "99 %", 1.2),
+    Bar(STATIC, "90 %", 1.7, "class mix"),
+    Bar(STATIC, "worst decile", 1.12),
+    Bar(SIMPLE, "90 %", 1.0),
+    Bar(SIMPLE, "99 %", 1.0),
+)
+GROUPS: dict[str, Callable[[Cell], bool]] = {
+    "all": lambda _cell: True,
+    "old grid": lambda cell: cell in OLD_CELLS,
+    "new cells": lambda cell: cell not in OLD_CELLS,
+    "class mix": lambda cell: cell.slo in MIXES,
+    "gap mode": lambda cell: cell.mode == "gap",
+}
 
 
 class Study:
-    """All cells at all shares, and the one hand-tuned policy that is best over those that bind."""
+    """Capacities and their ratios, from runs.
 
-    def __init__(self, lines: Sequence[Line], *, tag: str | None = None) -> None:
-        self.cells = {share: collect(lines, share, tag=tag) for share in ALL_SHARES}
-        binding = [cell for cells in self.cells.values() for cell in cells if cell.binds]
-        self.one_static = best_everywhere(binding)
+    Parameters
+    ----------
+    subject : the policy that is compared with all others.
+    """
 
-    def rivals(self, cell: CellResults) -> dict[str, str | None]:
-        """Return column -> policy that the subject is compared with."""
-        named: dict[str, str | None] = {
-            "best static of the cell": cell.best_static(),
-            "one static": self.one_static,
-        }
-        edf = cell.best_of(EDF_BUDGETS) if cell.cell.slo == "mix" else None
-        if edf is not None:
-            named["best edf of the cell"] = edf
-        return named | {name: name for name in OTHERS if name in cell.policies}
+    def __init__(self, runs: Sequence[Scored], subject: str = SUBJECT) -> None:
+        self.subject = subject
+        self.runs = runs
+        self.curves = curves(runs)
+        self.cells = sorted({each.run.cell for each in runs})
+        self.seeds = sorted({each.run.seed for each in runs})
+        present = {each.run.policy for each in runs}
+        named = [name for name in STUDIED if present & set(members_of(name))]
+        family = {member for names in FAMILIES.values() for member in names}
+        self.policies = named + sorted(present - set(named) - family)
+
+    def capacity(self, cell: Cell, policy: str, criterion: str, seed: int) -> float | None:
+        """Return the capacity, of a family that of the best; None where it is not known."""
+        if policy in ONLY_SHARES and criterion not in SHARES:
+            return None  # some rates were run, but not those that would show it
+        rule = CRITERIA[criterion]
+        curves_ = [self.curves.get((cell, name, seed)) for name in members_of(policy)]
+        known = [curve for curve in curves_ if curve]
+        rates = [curve.capacity(rule) for curve in known]
+        found = [rate for rate in rates if rate is not None]
+        if found:
+            return max(found)
+        # Nothing was kept down to where the search gave up; a search that goes on has kept something.
+        if known and all(not curve.bracket(rule).kept for curve in known) and _gave_up(known):
+            return min(rate_at(min(curve)) for curve in known)
+        return None
+
+    def best_member(self, cell: Cell, policy: str, criterion: str) -> str | None:
+        """Return which of a family is the best in most seeds."""
+        votes: list[str] = []
+        for seed in self.seeds:
+            rates = {name: self.capacity(cell, name, criterion, seed) for name in members_of(policy)}
+            known = {name: rate for name, rate in rates.items() if rate is not None}
+            votes += [max(known, key=lambda name: known[name])] if known else []
+        return max(votes, key=votes.count) if votes else None
+
+    def ratio(self, cell: Cell, rival: str, criterion: str) -> tuple[Interval, int] | None:
+        """Return the subject's capacity over a rival's and in how many seeds; None where there is no pair."""
+        pairs = []
+        for seed in self.seeds:
+            own = self.capacity(cell, self.subject, criterion, seed)
+            other = self.capacity(cell, rival, criterion, seed)
+            if own is not None and other is not None:
+                pairs.append((own, other))
+        if not pairs:
+            return None
+        return ratio_interval([own for own, _ in pairs], [other for _, other in pairs]), len(pairs)
+
+    def ratios(self, rival: str, criterion: str, group: str) -> list[tuple[Cell, Interval, int]]:
+        """Return the ratios of the cells of a group."""
+        found = ((cell, self.ratio(cell, rival, criterion)) for cell in self.cells if GROUPS[group](cell))
+        return [(cell, *ratio) for cell, ratio in found if ratio is not None]
+
+    def mean(self, rival: str, criterion: str, group: str) -> tuple[Interval, int] | None:
+        """Return the geometric mean over cells, with its interval over the seeds, and the number of cells."""
+        by_cell = self.ratios(rival, criterion, group)
+        if not by_cell:
+            return None
+        cells = [cell for cell, _, _ in by_cell]
+        middle = geometric_mean([interval.mean for _, interval, _ in by_cell])
+        of_seeds = []
+        for seed in self.seeds:
+            pairs = [
+                (self.capacity(c, self.subject, criterion, seed), self.capacity(c, rival, criterion, seed))
+                for c in cells
+            ]
+            if all(own and other for own, other in pairs):
+                of_seeds.append(geometric_mean([(own or 1) / (other or 1) for own, other in pairs]))
+        spread = ratio_interval(of_seeds, [1.0] * len(of_seeds)) if of_seeds else None
+        if spread is None:
+            return Interval(middle, -np.inf, np.inf), len(cells)
+        return Interval(middle, spread.low, spread.high), len(cells)
 
 
-def markdown(study: Study, note: str) -> str:
-    """Return the whole report."""
-    parts = ["# Capacity within latency objectives: the study", note, *_summary(study)]
-    for share in ALL_SHARES:
-        cells = study.cells[share]
-        percent = f"{float(share) * 100:g} %"
-        parts += [f"## Ratios at {percent}", *_ratios(study, cells)]
-        parts += [f"## Capacities at {percent}, requests/s", *_capacities(cells)]
+def _gave_up(known: Iterable[Curve]) -> bool:
+    return any(max(curve) - min(curve) >= 10 for curve in known)
+
+
+def members_of(policy: str) -> tuple[str, ...]:
+    """Return the policies of a family without asking whether they exist: lines may be older than a policy."""
+    return FAMILIES.get(policy, (policy,))
+
+
+def markdown(study: Study, *, date: str, remark: str = "") -> str:
+    """Return the whole page."""
+    static = FAMILIES[STATIC]
+    runs = {
+        (each.cell.group if each.policy in static else each.cell, each.policy, each.seed, each.index)
+        for each, _, _ in study.runs
+    }
+    seconds = sum(each.seconds for each in study.runs)
+    counts = [f"`{name}` {_seeds_of(study, name)}" for name in study.policies]
+    parts = [
+        "# Capacity within latency objectives, of loads that last",
+        f"{date}. {NOTE.strip()}",
+        f"{len(study.cells)} of {len(CELLS)} cells; {len(runs)} runs, {seconds / 3600:.1f} hours of a core; "
+        f"seeds (cells with at least so many): {'; '.join(counts)}.",
+        *([remark] if remark else []),
+        "## Bars",
+        table(["bar", "measured", "cells", "verdict"], [*_bars(study)]),
+        *_worse(study),
+        "## Geometric means over cells",
+        *_means(study),
+        "## Who pays",
+        *_who_pays(study),
+    ]
+    for criterion in CRITERIA:
+        parts += [f"## Cells: {criterion}", _cells(study, criterion)]
     return "\n\n".join(parts) + "\n"
 
 
-def _summary(study: Study) -> Iterator[str]:
-    yield (
-        f"## `{SUBJECT}` against the others\n\nGeometric means over the cells that bind (number of cells in "
-        f"brackets). The one static setting that is best over all of them is `{study.one_static}`."
-    )
-    columns = [f"{group}, {float(share) * 100:g} %" for group in GROUPS for share in ALL_SHARES]
-    names = dict.fromkeys(
-        name for cells in study.cells.values() for cell in cells for name in study.rivals(cell)
-    )
-    rows = [[name, *(_mean_over(study, name, group, share) for group in GROUPS for share in ALL_SHARES)]
-            for name in names]  # fmt: skip
-    for sustained in (False, True):
-        label = "bound for ever longer loads" if sustained else "bound of these very requests"
-        rows.append(
-            [label, *(_closeness(study, group, share, sustained=sustained)
-                      for group in GROUPS for share in ALL_SHARES)]
-        )  # fmt: skip
-    yield table([f"`{SUBJECT}` against", *columns], rows)
-    yield "Of the bound of these very requests, by workload and mode, one objective for all:"
-    yield table(["workload, mode", *(f"{float(share) * 100:g} %" for share in ALL_SHARES)],
-                [*_closeness_by_mode(study)])  # fmt: skip
-    worse = [
-        f"{cell.cell} at {share} against {name} ({show_ratio(ratio)})"
-        for share, cells in study.cells.items()
-        for cell in cells
-        for name, other in study.rivals(cell).items()
-        if other and (ratio := cell.ratio(SUBJECT, other)).is_regression
+def _seeds_of(study: Study, policy: str) -> str:
+    numbers = [
+        sum(study.capacity(cell, policy, "90 %", seed) is not None for seed in study.seeds)
+        for cell in study.cells
     ]
-    yield "Cells whose interval lies wholly below 0.98: " + ("; ".join(worse) if worse else "none") + "."
-    above = [
-        f"{line.cell} {line.policy} seed {line.seed} at {share}"
-        for share, cells in study.cells.items()
-        for cell in cells
-        for line in cell.above_bound()
+    steps = [
+        f"{sum(n >= least for n in numbers)} with {least}" for least in range(1, max(numbers, default=0) + 1)
     ]
-    yield "Runs above the bound: " + ("; ".join(above) if above else "none") + "."
+    return ", ".join(steps) or "none"
 
 
-def _chosen(study: Study, group: str, share: str) -> list[CellResults]:
-    return [cell for cell in study.cells[share] if cell.binds and GROUPS[group](cell.cell.slo)]
+def _bars(study: Study) -> Iterator[list[str]]:
+    for bar in BARS:
+        found = study.mean(bar.rival, bar.criterion, bar.cells)
+        name = f"{bar.criterion}, {bar.cells}: at least {bar.least:g} times `{bar.rival}`"
+        if found is None:
+            yield [name, "-", "0", "not measured"]
+            continue
+        interval, count = found
+        yield [name, show(interval), str(count), "held" if interval.mean >= bar.least else "**not held**"]
 
 
-def _mean_over(study: Study, name: str, group: str, share: str) -> str:
-    ratios = []
-    for cell in _chosen(study, group, share):
-        other = study.rivals(cell).get(name)
-        if other is not None:
-            ratios.append(cell.ratio(SUBJECT, other))
-    mean, count = mean_ratio(ratios)
-    return f"{mean:.2f}x ({count})" if count else "-"
-
-
-def _closeness(study: Study, group: str, share: str, *, sustained: bool) -> str:
-    shares = [cell.closeness(SUBJECT, sustained=sustained) for cell in _chosen(study, group, share)]
-    found = [each for each in shares if each is not None]
-    return f"{geometric_mean(found):.2f}x ({len(found)})" if found else "-"
-
-
-def _closeness_by_mode(study: Study) -> Iterator[list[str]]:
-    group = next(iter(GROUPS))
-    for workload in WORKLOADS:
-        for mode in SLO_MODES:
-            row = []
-            for share in ALL_SHARES:
-                cells = [
-                    cell
-                    for cell in _chosen(study, group, share)
-                    if (cell.cell.workload, cell.cell.mode) == (workload, mode)
-                ]
-                found = [each for cell in cells if (each := cell.closeness(SUBJECT, sustained=False))]
-                row.append(f"{geometric_mean(found):.2f}x ({len(found)})" if found else "-")
-            yield [f"{workload} {mode}", *row]
-
-
-def _ratios(study: Study, cells: Sequence[CellResults]) -> Iterator[str]:
-    names = dict.fromkeys(name for cell in cells for name in study.rivals(cell))
-    rows = []
-    for cell in cells:
-        rivals = study.rivals(cell)
-        shown = [
-            f"{show_ratio(cell.ratio(SUBJECT, other))}{f' ({other})' if name.startswith('best') else ''}"
-            if (other := rivals.get(name))
-            else "-"
-            for name in names
+def _worse(study: Study) -> Iterator[str]:
+    for rival in [name for name in study.policies if name != study.subject]:
+        worse = [
+            f"{cell}, {criterion} ({show(interval)})"
+            for criterion in CRITERIA
+            for cell, interval, count in study.ratios(rival, criterion, "all")
+            if count > 1 and interval.high < LEAST
         ]
-        closeness = [cell.closeness(SUBJECT, sustained=sustained) for sustained in (False, True)]
-        bounds = ["-" if each is None else f"{each:.2f}" for each in closeness]
-        rows.append([str(cell.cell), _binding(cell), *shown, *bounds])
-    yield table(["cell", "binds", *names, "of the bound", "of the sustained bound"], rows)
+        single = sum(
+            interval.mean < LEAST
+            for criterion in CRITERIA
+            for _, interval, count in study.ratios(rival, criterion, "all")
+            if count == 1
+        )
+        more = f"; of those with one seed {single} are below" if single else ""
+        shown = "; ".join(worse) or "none"
+        yield f"Cells whose interval against `{rival}` lies wholly below {LEAST}: {shown}{more}."
 
 
-def _capacities(cells: Sequence[CellResults]) -> Iterator[str]:
-    known = [BOUND, *STATIC_POLICIES, SUBJECT, *OTHERS]
-    present = {name for cell in cells for name in cell.policies}
-    policies = [name for name in known if name in present] + sorted(present - set(known))
+def _means(study: Study) -> Iterator[str]:
+    for group in GROUPS:
+        rows = []
+        for rival in study.policies:
+            if rival == study.subject:
+                continue
+            means = [study.mean(rival, criterion, group) for criterion in CRITERIA]
+            if any(means):
+                rows.append([f"`{rival}`", *("-" if m is None else f"{show(m[0])} ({m[1]})" for m in means)])
+        if rows:
+            yield f"{group}:\n\n" + table([f"`{study.subject}` over", *CRITERIA], rows)
+
+
+def _who_pays(study: Study) -> Iterator[str]:
+    """Yield who is good and who waits longest at the subject's own capacity at 90 %."""
+    yield (
+        f"Means over cells and seeds at the rates next below `{study.subject}`'s capacity at 90 % (of a "
+        "family the best budget, where it ran to its end at that rate): share of good requests by decile of "
+        "prompt length, shortest first, and the longest TTFT of each decile, s (mean of the runs' longest)."
+    )
+    goods: dict[str, list[list[float]]] = {}
+    waits: dict[str, list[list[float]]] = {}
+    for (cell, name, seed), curve in study.curves.items():
+        if name != study.subject or (kept := curve.bracket(CRITERIA["90 %"]).kept) is None:
+            continue
+        for policy in study.policies:
+            scores = [
+                found[kept]
+                for member in members_of(policy)
+                if (found := study.curves.get((cell, member, seed))) and kept in found
+            ]
+            scores = [score for score in scores if not score.is_lost and len(score.deciles) == 10]
+            if scores:
+                best = max(scores, key=lambda score: score.good)
+                goods.setdefault(policy, []).append(best.deciles)
+                waits.setdefault(policy, []).append(best.longest)
+    rows = [
+        [
+            f"`{policy}`",
+            what,
+            str(len(found[policy])),
+            *(f"{x:.{digits}f}" for x in np.mean(found[policy], 0)),
+        ]
+        for policy in goods
+        for what, found, digits in (("good", goods, 3), ("longest, s", waits, 1))
+    ]
+    yield table(["policy", "", "runs", *(str(decile) for decile in range(1, 11))], rows)
+
+
+def _cells(study: Study, criterion: str) -> str:
+    rivals = [name for name in study.policies if name != study.subject]
+    header = ["cell", "seeds", f"`{study.subject}`, requests/s", *(f"over `{name}`" for name in rivals)]
     rows = []
-    for cell in cells:
-        line = cell.any_line()
-        seeds = max(len(cell.lines(name)) for name in policies)
-        lines = max((cell.lines(name) for name in policies), key=len)
-        hopeless = sum(each.num_hopeless for each in lines) / len(lines)
-        skipped = sum(each.num_skipped for each in lines) / len(lines)
-        own = len(cell.lines(SUBJECT))
-        rows.append(
-            [str(cell.cell), str(seeds) if own == seeds else f"{seeds} ({SUBJECT} {own})",
-             f"{line.num_requests + line.num_skipped}", f"{hopeless:.0f}", f"{skipped:.0f}",
-             *(show_interval(cell.interval(name)) for name in policies)]
-        )  # fmt: skip
-    header = ["cell", "seeds", "requests", "hopeless", "over-long", *policies]
-    yield table(header, rows)
+    for cell in study.cells:
+        rates = [study.capacity(cell, study.subject, criterion, seed) for seed in study.seeds]
+        own = [rate for rate in rates if rate is not None]
+        ratios = []
+        for rival in rivals:
+            ratio = study.ratio(cell, rival, criterion)
+            best = study.best_member(cell, rival, criterion) if rival in FAMILIES else None
+            budget = f" ({best.rpartition('-')[2]})" if best else ""
+            ratios.append("-" if ratio is None else f"{show(ratio[0])}{budget}")
+        rows.append([str(cell), str(len(own)), f"{geometric_mean(own):.2f}" if own else "-", *ratios])
+    return table(header, rows)
 
 
-def _binding(cell: CellResults) -> str:
-    tightness = cell.tightness()
-    if tightness is None:
-        return "?"
-    return f"{'yes' if cell.binds else 'no'} ({tightness * 100:.0f} %)"
-
-
-def show_ratio(ratio: Ratio) -> str:
-    """Return a ratio with its interval, and pairs in which one side had no capacity."""
-    if not ratio.num_pairs:
-        return "-"
-    text = "-" if ratio.interval is None else show_interval(ratio.interval)
-    if ratio.num_won:
-        text += f" +{ratio.num_won} only ours"
-    if ratio.num_lost:
-        text += f" +{ratio.num_lost} only theirs"
-    return text
-
-
-def show_interval(interval: Interval | None) -> str:
+def show(interval: Interval | None) -> str:
     """Return a mean with its interval, which one value alone does not have."""
     if interval is None:
         return "-"

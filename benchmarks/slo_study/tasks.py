@@ -1,58 +1,73 @@
-"""The pieces of work of the study: one policy on some cells that share their runs, seed after seed."""
+"""The pieces of work of the study, in the order in which they are worth having."""
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import lru_cache
+from itertools import groupby, zip_longest
 from pathlib import Path
-from statistics import mean
-from typing import Any
 
-from onbeat.planner.fluid_bound import BoundQuestion, fluid_bound, sustained_bound
 from onbeat.planner.parallel import TaskContext
-from slo_study.cells import BOUND, MAX_NUM_SEQS, Cell, is_blind
-from slo_study.grid_search import Found, Grid, index_near, search_grid
-from slo_study.loads import LoadKey
-from slo_study.store import Line, Store, fingerprint, tag_of
-from slo_study.trials import OutOfTime, Question, Trials, max_model_len
+from onbeat.planner.service_rate import service_rate
+from slo_study.cells import (
+    CELLS,
+    FAMILIES,
+    MIXES,
+    OLD_CELLS,
+    SIMPLE,
+    STATIC,
+    SUBJECT,
+    Cell,
+    is_blind,
+    members,
+    settings_of,
+)
+from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
+from slo_study.loads import lasting
+from slo_study.results import Results
+from slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search
+from slo_study.store import RateRun, Scored, Subject, curves, scored_runs
+from slo_study.trial import Question, Runner, longest_request, timed
 
-SHARES = (0.9, 0.99)
-GRID = Grid(low=index_near(0.02), high=index_near(200.0))
-ROUGH_GRID = Grid(low=GRID.low, high=GRID.high, precision=3)
-START_INDEX = index_near(4.0)
-BINDING_SEEDS = 1
-"""With so many seeds the hand-tuned policies run longer windows, once with the objectives and once with
-loosened ones: whether a cell binds is read off these, since a short window saturates nothing within loose
-objectives."""
+FIRST_GUESS = 0.8
+"""Of the rate at which full batches serve a load, where nothing is known."""
+SHARES = ("90 %", "99 %")
+"""What rivals are compared at; worst deciles and tails only with static budgets and the simple rule."""
+EDF = "edf+triage"
+ONLY_SHARES = ("static+triage", EDF, "niyama", "fastserve")
+_LIKELY = (1024, 2048, 512, 4096, 256, 8192)
+"""Budgets in the order in which they are most often the best: the others need but one run to be ruled out."""
+NUM_FINALISTS = 2
+"""Of a family, for the seeds after the first."""
 
-Anchors = Mapping[tuple[int, float], float]
-"""(seed, share) -> capacity of another policy there, from which a search starts."""
+
+class OutOfTimeError(Exception):
+    """The slice of the study is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One policy on cells of one set-up and workload."""
+    """One policy, or family, on cells of one group and one seed."""
 
     cells: tuple[Cell, ...]
     """More than one only for policies that look at no objective."""
     policy: str
-    seeds: tuple[int, ...]
-    num_requests: int
-    long_factor: int
-    """Windows in a long run (`BINDING_SEEDS`)."""
-    fingerprint: str
+    seed: int
     tag: str
     results: Path
-    """Where earlier answers are, from which searches start."""
     deadline: float
     """Seconds since 1970."""
 
     def __str__(self) -> str:
         cell = self.cells[0]
-        which = f"{cell.slo} {cell.mode}" if len(self.cells) == 1 else f"{len(self.cells)} cells"
-        return f"{cell.set_up} {cell.workload} {which}: {self.policy}"
+        return f"seed {self.seed}, {self.policy}: {cell if len(self.cells) == 1 else ' '.join(cell.group)}"
+
+    @property
+    def criteria(self) -> tuple[str, ...]:
+        return SHARES if self.policy in ONLY_SHARES else tuple(CRITERIA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,235 +77,189 @@ class Plan:
     cells: Sequence[Cell]
     policies: Sequence[str]
     num_seeds: int
-    num_requests: Callable[[Cell], int]
-    """Requests of a seed of a cell; the same for cells of one set-up and workload."""
-    long_factor: int
     tag: str
     results: Path
     deadline: float
 
 
-def make_tasks(plan: Plan, done: Iterable[Line]) -> list[Task]:
-    """Return the work that is left, the quick policies first: their answers start the others' searches."""
-    lines = list(done)
-    have = {(line.key, line.fingerprint) for line in lines}
-    policies = sorted(plan.policies, key=lambda name: not is_blind(name))
-    tasks: list[Task] = []
-    for policy in policies:
-        for (set_up, _), group in groupby(sorted(plan.cells), key=lambda c: (c.set_up, c.workload)):
-            cells = tuple(group)
-            num_requests = plan.num_requests(cells[0])
-            mark = fingerprint(set_up, policy, num_requests, plan.long_factor, plan.tag)
-            for together in [cells] if is_blind(policy) else [(cell,) for cell in cells]:
-                seeds = tuple(
-                    seed
-                    for seed in range(plan.num_seeds)
-                    if any(((cell, policy, seed), mark) not in have for cell in together)
-                )
-                if seeds:
-                    tasks.append(
-                        Task(
-                            cells=together,
-                            policy=policy,
-                            seeds=seeds,
-                            num_requests=num_requests,
-                            long_factor=plan.long_factor,
-                            fingerprint=mark,
-                            tag=tag_of(policy, plan.tag),
-                            results=plan.results,
-                            deadline=plan.deadline,
-                        )
-                    )
-    return tasks
+def make_tasks(plan: Plan) -> list[Task]:
+    """Return the work in order: the first seed of all, then more of those that matter most, then the rest."""
+    first = [policy for policy in plan.policies if policy in (STATIC, SUBJECT, SIMPLE)]
+    rest = [policy for policy in plan.policies if policy not in first]
+    phases = [(0, policy) for policy in (*first, *rest)]
+    phases += [(seed, policy) for seed in range(1, plan.num_seeds) for policy in first]
+    phases += [(seed, policy) for seed in range(1, plan.num_seeds) for policy in rest]
+    # Mixed, so that what there is when time is up speaks for all kinds of cells.
+    cells = mixed(plan.cells)
+    groups = [
+        tuple(group)
+        for _, group in groupby(sorted(cells, key=lambda each: each.group), key=lambda each: each.group)
+    ]
+    random.Random(2).shuffle(groups)
+    return [
+        Task(
+            cells=together,
+            policy=policy,
+            seed=seed,
+            tag=plan.tag,
+            results=plan.results,
+            deadline=plan.deadline,
+        )
+        for seed, policy in phases
+        for together in (groups if is_blind(members(policy)[0]) else [(cell,) for cell in cells])
+        # With one objective for all, the order by deadlines is that of the arrivals.
+        if policy != EDF or together[0].slo in MIXES
+    ]
 
 
-class _Anchors:
-    """Capacities that are known, for searches to start from."""
+def mixed(cells: Sequence[Cell]) -> list[Cell]:
+    """Return cells of the old grid and new ones in turns, each in a random order that is always the same."""
+    found = sorted(cells)
+    random.Random(1).shuffle(found)
+    kinds = [[cell for cell in found if (cell in OLD_CELLS) == is_old] for is_old in (True, False)]
+    return [cell for pair in zip_longest(*kinds) for cell in pair if cell is not None]
 
-    def __init__(self, lines: Sequence[Line]) -> None:
-        self._own: dict[tuple[Cell, str], dict[tuple[int, float], float]] = {}
-        self._best: dict[Cell, dict[tuple[int, float], float]] = {}
-        """Of the hand-tuned policies."""
-        for line in lines:
-            for share, rate in line.capacity.items():
-                key = line.seed, float(share)
-                self._own.setdefault((line.cell, line.policy), {})[key] = rate
-                if is_blind(line.policy):
-                    best = self._best.setdefault(line.cell, {})
-                    best[key] = max(best.get(key, 0.0), rate)
 
-    def of(self, cell: Cell, policy: str, seeds: Sequence[int]) -> Anchors:
-        """Return the policy's own earlier capacities where all seeds have them, else the best of others."""
-        own = self._own.get((cell, policy), {})
-        has_all = all(own.get((seed, share), 0.0) > 0 for seed in seeds for share in SHARES)
-        return own if has_all else self._best.get(cell, {})
+@lru_cache
+def _results(path: Path, tag: str) -> Results:
+    """Return the same results for all tasks of a process, which reads what is new alone."""
+    return Results(path, tag)
 
 
 def run_task(task: Task, context: TaskContext) -> int:
-    """Search each seed of a task and report its lines; return how many. A worker of `run_tasks`."""
-    known = _Anchors(Store(task.results).read())
-    guess = Guess({cell: known.of(cell, task.policy, task.seeds) for cell in task.cells})
-    count = 0
-    for seed in task.seeds:
-        if context.is_stopped() or time.time() > task.deadline:
-            break
-        try:
-            lines = [_bound(task, seed)] if task.policy == BOUND else _run_seed(task, seed, guess)
-        except OutOfTime:
-            break
-        count += len(lines)
-        context.report(lines)
-    return count
+    """Search all that a task asks for, report the lines, and return how many. A worker of `run_tasks`."""
+    if time.time() > task.deadline or context.is_stopped():
+        return 0
+    work = _Work(task, context)
+    try:
+        for policy in work.in_order():
+            work.search(policy)
+    except OutOfTimeError:
+        pass
+    return work.num_runs
 
 
-class Guess:
-    """Where a search should start: by an anchor and what earlier seeds found beside theirs."""
+class _Work:
+    def __init__(self, task: Task, context: TaskContext) -> None:
+        self._task = task
+        self._context = context
+        results = _results(task.results, task.tag)
+        results.refresh()
+        self._curves = curves(scored_runs(results))
+        self.num_runs = 0
 
-    def __init__(self, anchors: Mapping[Cell, Anchors]) -> None:
-        self._anchors = anchors
-        self._found: dict[object, list[float]] = {}
+    def in_order(self) -> list[str]:
+        """Return the policies of a family, the likeliest to be the best first."""
+        names = members(self._task.policy)
+        if len(names) == 1:
+            return list(names)
+        budgets = {name: int(name.rpartition("-")[2]) for name in names}
+        ranks = {budget: rank for rank, budget in enumerate(_LIKELY)}
+        if self._task.policy != STATIC:
+            # With triage the best budget is near the best without.
+            known = self._ranked(FAMILIES[STATIC])
+            ranks |= {int(name.rpartition("-")[2]): rank - len(ranks) for rank, name in enumerate(known)}
+        ordered = sorted(names, key=lambda name: ranks[budgets[name]])
+        if self._task.seed:
+            best = self._ranked(names)
+            return [name for name in ordered if name in best] or ordered
+        return ordered
 
-    def start(self, cell: Cell, topic: str, seed: int, share: float) -> int:
-        """Return a rate's index.
+    def _ranked(self, names: Sequence[str]) -> list[str]:
+        """Return the best of a family with the first seed, for any cell of the task and any criterion."""
+        found: dict[str, int] = {}
+        for cell in self._task.cells:
+            for criterion in self._task.criteria:
+                rates = {name: self._capacity((cell, name, 0), criterion) for name in names}
+                best = sorted((name for name in names if rates[name]), key=lambda name: -(rates[name] or 0))
+                for rank, name in enumerate(best[:NUM_FINALISTS]):
+                    found[name] = min(rank, found.get(name, rank))
+        return sorted(found, key=lambda name: found[name])
 
-        Parameters
-        ----------
-        topic : what is searched in the cell; answers of earlier seeds on it count.
+    def search(self, policy: str) -> None:
+        """Run a policy's searches.
+
+        Raises
+        ------
+        OutOfTimeError : the slice is over; all runs so far are reported.
         """
-        earlier = self._found.get((cell, topic, share))
-        return round(self._anchor(cell, seed, share) + (mean(earlier) if earlier else 0.0))
+        for criterion in self._task.criteria:
+            for cell in self._task.cells:
+                subject = cell, policy, self._task.seed
+                best = self._best(cell, criterion, but=policy)
+                start = self._start(subject, criterion) if best is None else index_near(best)
+                is_known = any(self._capacity((cell, policy, seed), criterion) for seed in range(subject[2]))
+                search(
+                    self._curve(subject),
+                    CRITERIA[criterion],
+                    lambda index: self._run(policy, index),
+                    start=start,
+                    stride=CLOSE_STRIDE if is_known else FIRST_STRIDE,
+                    least=None if best is None else start,
+                )
 
-    def learn(self, cell: Cell, topic: str, seed: int, share: float, found: Found) -> None:
-        """Take in an answer."""
-        if found.index is not None and found.is_bounded:
-            offset = found.index - self._anchor(cell, seed, share)
-            self._found.setdefault((cell, topic, share), []).append(offset)
+    def _best(self, cell: Cell, criterion: str, *, but: str) -> float | None:
+        """Return the best capacity of the others of the family: a rate that is worth looking at."""
+        rates = [
+            self._capacity((cell, name, self._task.seed), criterion)
+            for name in members(self._task.policy)
+            if name != but
+        ]
+        return max((rate for rate in rates if rate), default=None)
 
-    def _anchor(self, cell: Cell, seed: int, share: float) -> float:
-        rate = self._anchors.get(cell, {}).get((seed, share), 0.0)
-        return index_near(rate) if rate > 0 else START_INDEX
+    def _start(self, subject: Subject, criterion: str) -> int:
+        """Return where to look first: where others of the like were."""
+        cell, policy, _ = subject
+        alike: list[tuple[int, float]] = []
+        for (other, name, seed), curve in self._curves.items():
+            if other.group != cell.group:
+                continue
+            rate = curve.capacity(CRITERIA[criterion])
+            if rate is None:
+                continue
+            # How much like this it is: the seed weighs least, then the policy, the mode, the objectives.
+            distance = (seed != self._task.seed) + 8 * (other.slo != cell.slo) + 4 * (other.mode != cell.mode)
+            distance += 2 * (name != policy) + 16 * (is_blind(name) and name != policy)
+            alike.append((distance, rate))
+        if not alike and (curve := self._curve(subject)):
+            return min(curve)
+        if not alike:
+            runner = _runner(*cell.group, policy)
+            load = lasting(cell.workload, rate=1.0, seed=0, max_model_len=longest_request(cell.set_up))
+            return index_near(FIRST_GUESS * service_rate(runner.simulation, load))
+        least = min(distance for distance, _ in alike)
+        return index_near(max(rate for distance, rate in alike if distance == least))
 
+    def _capacity(self, subject: Subject, criterion: str) -> float | None:
+        return self._curve(subject).capacity(CRITERIA[criterion])
 
-def _run_seed(task: Task, seed: int, guess: Guess) -> list[Line]:
-    started = time.perf_counter()
-    own = _Answers(task, seed, guess)
-    long = loose = None
-    if is_blind(task.policy) and seed < BINDING_SEEDS:
-        long = _Answers(task, seed, guess, is_long=True)
-        loose = _Answers(task, seed, guess, is_long=True, is_loose=True)
-    seconds = (time.perf_counter() - started) / len(task.cells)
-    return [_line(task, cell, seed, (own, long, loose), seconds) for cell in task.cells]
+    def _curve(self, subject: Subject) -> Curve:
+        return self._curves.setdefault(subject, Curve())
 
-
-def _names(task: Task, cell: Cell, seed: int) -> dict[str, Any]:
-    """Return the fields of a line that say what was searched."""
-    return {
-        "set_up": cell.set_up,
-        "workload": cell.workload,
-        "slo": cell.slo,
-        "mode": cell.mode,
-        "policy": task.policy,
-        "seed": seed,
-        "fingerprint": task.fingerprint,
-        "tag": task.tag,
-    }
-
-
-def _bound(task: Task, seed: int) -> Line:
-    """Return the line of the bound that no policy passes, on the very requests of a seed."""
-    started = time.perf_counter()
-    cell = task.cells[0]
-    question = Question(slo=cell.slo, mode=cell.mode)
-    trials = Trials(cell.set_up, task.policy, _load_key(task, seed), [question], task.deadline)
-    load, hopeless = trials.load(question), trials.hopeless(question)
-
-    def rates(bound: Callable[..., float]) -> dict[str, float]:
-        wanted = {
-            f"{share:g}": BoundQuestion(
-                share=share, mode=cell.mode, max_num_seqs=MAX_NUM_SEQS, hopeless=hopeless
+    def _run(self, policy: str, index: int) -> None:
+        task = self._task
+        if time.time() > task.deadline or self._context.is_stopped():
+            raise OutOfTimeError
+        cell = task.cells[0]
+        runner = _runner(cell.set_up, cell.workload, policy)
+        # A run that looks at no objective is scored for cells that nobody asked for, too.
+        alike = [each for each in CELLS if each.group == cell.group] if is_blind(policy) else task.cells
+        questions = {each: Question(each.slo, each.mode) for each in alike}
+        scores, seconds = timed(lambda: runner.run(rate_at(index), task.seed, list(questions.values())))
+        runs = [
+            Scored(
+                RateRun(cell=each, policy=policy, seed=task.seed, index=index),
+                scores[question],
+                seconds / len(questions),
             )
-            for share in SHARES
-        }
-        return {share: bound(load, trials.step_time, each) for share, each in wanted.items()}
-
-    return Line(
-        **_names(task, cell, seed),
-        num_requests=len(load),
-        num_hopeless=int(hopeless.sum()),
-        num_skipped=trials.num_skipped,
-        capacity=rates(fluid_bound),
-        long=rates(sustained_bound),
-        seconds=round(time.perf_counter() - started, 2),
-    )
+            for each, question in questions.items()
+        ]
+        for each in runs:
+            self._curve(each.run.subject)[index] = each.score
+        self._context.report(runs)
+        self.num_runs += len(runs)
 
 
-def _load_key(task: Task, seed: int, num_windows: int = 1) -> LoadKey:
-    cell = task.cells[0]
-    return LoadKey(
-        workload=cell.workload,
-        seed=seed,
-        num_requests=task.num_requests * num_windows,
-        max_model_len=max_model_len(cell.set_up),
-    )
-
-
-class _Answers:
-    """Capacities of one policy and seed in the cells of a task."""
-
-    def __init__(
-        self, task: Task, seed: int, guess: Guess, *, is_long: bool = False, is_loose: bool = False
-    ) -> None:
-        self.questions = {
-            cell: Question(slo=cell.slo, mode=cell.mode, is_loose=is_loose) for cell in task.cells
-        }
-        key = _load_key(task, seed, task.long_factor if is_long else 1)
-        self._topic = f"long {is_long}, loose {is_loose}"
-        self._grid = ROUGH_GRID if is_long else GRID
-        self.trials = Trials(task.cells[0].set_up, task.policy, key, self.questions.values(), task.deadline)
-        self._found = {
-            (cell, share): self._search(cell, share, seed, guess)
-            for cell in self.questions
-            for share in SHARES
-        }
-
-    def capacity(self, cell: Cell) -> dict[str, float]:
-        """Return share -> requests per second."""
-        return {f"{share:g}": self._found[cell, share].rate for share in SHARES}
-
-    def unbounded(self, cell: Cell) -> list[str]:
-        """Return the shares that all rates keep."""
-        return [f"{share:g}" for share in SHARES if not self._found[cell, share].is_bounded]
-
-    def _search(self, cell: Cell, share: float, seed: int, guess: Guess) -> Found:
-        question = self.questions[cell]
-        found = search_grid(
-            lambda index: self.trials.keeps(index, question, share),
-            start=guess.start(cell, self._topic, seed, share),
-            grid=self._grid,
-            known=self.trials.known(question, share),
-        )
-        guess.learn(cell, self._topic, seed, share, found)
-        return found
-
-
-def _line(
-    task: Task,
-    cell: Cell,
-    seed: int,
-    answers: tuple[_Answers, _Answers | None, _Answers | None],
-    seconds: float,
-) -> Line:
-    own, long, loose = answers
-    question = own.questions[cell]
-    return Line(
-        **_names(task, cell, seed),
-        num_requests=len(own.trials.load(question)),
-        num_hopeless=int(own.trials.hopeless(question).sum()),
-        num_skipped=own.trials.num_skipped,
-        capacity=own.capacity(cell),
-        long=long.capacity(cell) if long else {},
-        loose=loose.capacity(cell) if loose else {},
-        unbounded=own.unbounded(cell),
-        num_runs=own.trials.num_runs,
-        seconds=round(seconds, 2),
-    )
+@lru_cache(maxsize=4)
+def _runner(set_up: str, workload: str, policy: str) -> Runner:
+    return Runner(settings_of(set_up, policy), workload, longest_request(set_up))

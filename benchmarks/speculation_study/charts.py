@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
+from slo_study.results import Results
 
 from onbeat.report.charts import COLOURS
 from speculation_study import mlc, turbospec
 from speculation_study.plan import Plan
 from speculation_study.report import latencies, tpots
-from speculation_study.store import Results
 
 SHOWN_SERVER = "Llama-70B TP 4, n-gram"
 

@@ -9,15 +9,15 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from slo_study.results import Results
+
 from onbeat.core.errors import ConfigError
 from speculation_study import mlc, slo, turbospec
-from speculation_study.store import Results
 
 Stage = Callable[[Results], list[Any]]
 """From the results so far to runs."""
 
 PARTS = ("turbospec", "mlc", "slo")
-SLO_REQUESTS = {"poisson": 300, "azure-code": 200}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Plan:
 
     parts: Sequence[str] = PARTS
     scale: float = 1.0
-    """Of the numbers of requests."""
+    """Of the numbers of requests, but not of the loads that last."""
     seeds: int = 2
     """Of the capacities."""
 
@@ -53,9 +53,7 @@ def mlc_run(variant: str, concurrency: int, mode: str, plan: Plan) -> mlc.LoopRu
     )
 
 
-def slo_run(
-    cell: tuple[str, str, str], drafter: str, acceptance: float, seed: int, plan: Plan
-) -> slo.CapacityRun:
+def slo_run(cell: tuple[str, str, str], drafter: str, acceptance: float, seed: int) -> slo.CapacityRun:
     set_up, workload, objectives = cell
     return slo.CapacityRun(
         set_up=set_up,
@@ -64,7 +62,6 @@ def slo_run(
         drafter=drafter,
         acceptance=acceptance,
         seed=seed,
-        num_requests=round(plan.scale * SLO_REQUESTS[workload]),
     )
 
 
@@ -82,23 +79,19 @@ def stages(plan: Plan) -> Iterator[Stage]:
         return
     for seed, workload in product(range(plan.seeds), slo.WORKLOADS):
         cells = slo_cells([workload])
-        yield lambda _results, cells=cells, seed=seed: [
-            slo_run(cell, slo.OFF, 0.0, seed, plan) for cell in cells
-        ]
-        yield lambda results, cells=cells, seed=seed: _searches_with_drafts(cells, seed, plan, results)
+        yield lambda _results, cells=cells, seed=seed: [slo_run(cell, slo.OFF, 0.0, seed) for cell in cells]
+        yield lambda results, cells=cells, seed=seed: _searches_with_drafts(cells, seed, results)
 
 
-def _searches_with_drafts(
-    cells: Sequence[tuple[str, str, str]], seed: int, plan: Plan, results: Results
-) -> list[Any]:
+def _searches_with_drafts(cells: Sequence[tuple[str, str, str]], seed: int, results: Results) -> list[Any]:
     """Return the searches with drafts, each of which starts at the capacity without them."""
     runs = []
     for cell in cells:
-        off = results.get(slo_run(cell, slo.OFF, 0.0, seed, plan))
+        off = results.get(slo_run(cell, slo.OFF, 0.0, seed))
         if off is None:
             continue
         for drafter, acceptance in product(slo.DRAFTERS, slo.ACCEPTANCES):
-            run = slo_run(cell, drafter, acceptance, seed, plan)
+            run = slo_run(cell, drafter, acceptance, seed)
             runs.append(replace(run, start=off["capacity"] or slo.FIRST_GUESS))
     return runs
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from slo_study.report import show_interval
+from slo_study.report import show
+from slo_study.results import Results
 
 from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
 from speculation_study import mlc, slo, turbospec
 from speculation_study.plan import Plan, mlc_run, slo_cells, slo_run, turbospec_run
-from speculation_study.store import Results
 
 NEAR_BEST = 1.05
 """Adaptive latency over that of the best fixed length, at most."""
@@ -171,8 +171,8 @@ def capacity_pairs(
     """Return (capacity with drafts, without) of each seed that has both."""
     pairs = []
     for seed in range(plan.seeds):
-        on = results.get(slo_run(cell, drafter, acceptance, seed, plan))
-        off = results.get(slo_run(cell, slo.OFF, 0.0, seed, plan))
+        on = results.get(slo_run(cell, drafter, acceptance, seed))
+        off = results.get(slo_run(cell, slo.OFF, 0.0, seed))
         if on is not None and off is not None:
             pairs.append((on["capacity"], off["capacity"]))
     return pairs
@@ -209,7 +209,7 @@ def _slo(results: Results, plan: Plan) -> Iterator[str]:
             if interval is not None:
                 name = f"{', '.join(cell)}, acceptance {acceptance:g}"
                 found[drafter].append(CapacityCell(name, cell[2], interval, [on / off for on, off in pairs]))
-            row.append(show_interval(interval))
+            row.append(show(interval))
         rows.append(row)
     if not any(found.values()):
         return
@@ -233,7 +233,7 @@ def _slo_claims(drafter: str, cells: Sequence[CapacityCell]) -> Iterator[str]:
     )
     yield claim(
         f"{drafter}: in none of {len(cells)} cells does the interval over the seeds lie wholly below "
-        f"{NEVER_BELOW:g} (lowest mean {show_interval(lowest.interval)}: {lowest.name})",
+        f"{NEVER_BELOW:g} (lowest mean {show(lowest.interval)}: {lowest.name})",
         holds=all(cell.interval.high >= NEVER_BELOW for cell in cells),
     )
     means = {

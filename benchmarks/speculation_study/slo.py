@@ -1,18 +1,16 @@
 """Capacity within latency objectives, with adaptive drafts and without, on the very same requests.
 
-Cells, loads, searches and scores are those of `slo_study`; each seed's capacity without drafts is where the
-search with drafts starts.
+Set-ups, loads that last, searches and scores are those of `slo_study`; each seed's capacity without drafts is
+where the search with drafts starts.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from slo_study.cells import SET_UPS
-from slo_study.grid_search import index_near, search_grid
-from slo_study.loads import LoadKey
-from slo_study.tasks import GRID
-from slo_study.trials import Question, Trials, max_model_len
+from slo_study.cells import SET_UPS, settings_of
+from slo_study.search import find_capacity
+from slo_study.trial import Question, Runner, longest_request
 
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.speculation import SpeculationSettings
@@ -60,28 +58,13 @@ class CapacityRun:
     acceptance: float
     """0 without drafts."""
     seed: int
-    num_requests: int
     start: float = FIRST_GUESS
     """Where the search begins, requests per second; it does not name the run."""
-    deadline: float = 1e18
 
     def run(self) -> dict[str, float]:
-        """Return the capacity, requests per second.
-
-        Raises
-        ------
-        OutOfTime : the deadline (seconds since 1970) came first.
-        """
-        key = LoadKey(
-            workload=self.workload,
-            seed=self.seed,
-            num_requests=self.num_requests,
-            max_model_len=max_model_len(self.set_up),
-        )
-        question = Question(slo=self.slo, mode="stream")
+        """Return the capacity, requests per second."""
         set_up = drafting(self.set_up, self.drafter, self.acceptance)
-        trials = Trials(set_up, POLICY, key, [question], self.deadline)
-        found = search_grid(
-            lambda index: trials.keeps(index, question, SHARE), start=index_near(self.start), grid=GRID
-        )
-        return {"capacity": found.rate, "num_runs": trials.num_runs}
+        runner = Runner(settings_of(set_up, POLICY), self.workload, longest_request(self.set_up))
+        question = Question(self.slo, "stream")
+        rate = find_capacity(runner, question, f"{SHARE * 100:g} %", start=self.start, seed=self.seed)
+        return {"capacity": rate}

@@ -29,8 +29,10 @@ def capacity(*flags: str) -> int:
 
 
 def test_reads_lists_of_values() -> None:
-    assert parse_vary(["tp=1,2", "--max-num-batched-tokens=256,auto", "slo_tbt_ms=50,100"]) == {
+    flags = ["tp=1,2", "--max-num-batched-tokens=256,auto", "slo_tbt_ms=50,100", "shed-order=longest-wait"]
+    assert parse_vary(flags) == {
         "tensor_parallel": [1, 2],
+        "shed_order": ["longest-wait"],
         "max_num_batched_tokens": [256, "auto"],
         TBT: [50.0, 100.0],
     }
@@ -223,6 +225,7 @@ def test_says_why_nothing_fits(
             "--hopeless exclude is for --objective attainment",
         ),
         (("--objective", "vidur", "--vary", "shed=off,rejct"), "did you mean reject?"),
+        (("--objective", "vidur", "--vary", "shed-order=longest"), "did you mean longest-wait?"),
         (("--objective", "vidur", "--max-concurrency", "2"), "no rate to search"),
     ],
 )

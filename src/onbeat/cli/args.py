@@ -13,6 +13,7 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import DEFAULT_SHED_ORDER, SHED_ORDERS
 
 T = TypeVar("T")
 
@@ -48,6 +49,18 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Let a command take its flags from a YAML file too."""
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="file whose keys are long flags; the command line wins over it"
+    )
+
+
+def add_shed_order_argument(group: argparse._ArgumentGroup) -> None:
+    """Let the user choose who is late where not all can be in time."""
+    group.add_argument(
+        "--shed-order",
+        choices=SHED_ORDERS,
+        default=DEFAULT_SHED_ORDER,
+        help="which prompts slo leaves behind where not all can be in time: those with the most work, so "
+        "that as many as possible are in time (most), or those that came last, so that long prompts keep "
+        "their turn (longest-wait)",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from onbeat.cli.args import checked, count, unknown_value_message
 from onbeat.cli.simulate_options import DTYPES, budget
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import ShedMode
+from onbeat.core.slo import SHED_ORDERS, ShedMode
 from onbeat.perfmodel.device_spec import CPU, find_device
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
@@ -67,6 +67,7 @@ VARIABLES: Mapping[str, Variable] = {
     "max-num-seqs": Variable("max_num_seqs", _degree),
     "max-num-batched-tokens": Variable("max_num_batched_tokens", budget),
     "shed": Variable("shed", lambda text: ShedMode(_one_of(ShedMode)(text))),
+    "shed-order": Variable("shed_order", _one_of(SHED_ORDERS)),
     "slo-tbt-ms": Variable(TBT, _number),
 }
 """By the name of the flag that sets one value."""

@@ -20,7 +20,7 @@ from onbeat.engine.speculation.config import METHODS, parse_speculative_config
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
-from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.replica.policies import BASELINES, POLICIES
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,7 +121,8 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy",
         choices=tuple(POLICIES),
         default="slo",
-        help="how steps are composed (default: slo, by deadlines and predicted step times)",
+        help="how steps are composed (default: slo, by deadlines and predicted step times); "
+        f"baselines, to compare with: {', '.join(BASELINES)}",
     )
     group.add_argument(
         "--scheduling-policy",
@@ -162,7 +163,7 @@ def add_batch_arguments(group: argparse._ArgumentGroup) -> None:
         "--max-num-batched-tokens",
         type=count,
         metavar="N",
-        help="token budget of a step; only a cap under slo, whose budget is time (default: 8192 under slo, "
+        help="token budget of a step; only a cap under slo, whose budget is time (default: 8192 where it is, "
         "512 under others with chunked prefill, else the longest request)",
     )
 
@@ -232,6 +233,7 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         async_scheduling=args.async_scheduling,
         speculative=args.speculative_config,
         slo_mode=args.slo_mode,
+        shed_order=args.shed_order,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
     )

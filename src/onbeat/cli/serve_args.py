@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from onbeat.cli.args import checked, count
+from onbeat.cli.args import add_shed_order_argument, checked, count
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
 from onbeat.server.config import ServerConfig
@@ -104,6 +104,7 @@ def add_objective_arguments(parser: argparse.ArgumentParser) -> None:
         help="a request that slo predicts to miss its TTFT objective takes its turn all the same (off), is "
         "served from what others leave (relegate, the default), or is refused with 429 (reject)",
     )
+    add_shed_order_argument(group)
 
 
 def slo_defaults(args: argparse.Namespace) -> SLODefaults:

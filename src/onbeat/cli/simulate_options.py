@@ -6,7 +6,7 @@ import argparse
 from math import isfinite
 from pathlib import Path
 
-from onbeat.cli.args import add_config_flag, checked, count
+from onbeat.cli.args import add_config_flag, add_shed_order_argument, checked, count
 from onbeat.cli.simulate_speculation import add_speculation_arguments, speculation_settings
 from onbeat.cli.workload_options import add_workload_arguments
 from onbeat.core.errors import ConfigError
@@ -14,7 +14,7 @@ from onbeat.core.slo import ShedMode
 from onbeat.perfmodel.models import STEP_TIME_MODELS
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
-from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.scheduler.replica.policies import BASELINES, POLICIES
 from onbeat.simulator.setup import (
     AUTO,
     DEFAULT_POLICY,
@@ -119,7 +119,8 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policy",
         choices=tuple(POLICIES),
-        help=f"how steps are composed (default: {DEFAULT_POLICY}; with --prefill-replicas: {POOL_POLICY})",
+        help=f"how steps are composed (default: {DEFAULT_POLICY}; with --prefill-replicas: {POOL_POLICY}); "
+        f"baselines, to compare with: {', '.join(BASELINES)}",
     )
     group.add_argument(
         "--scheduling-policy", choices=tuple(QUEUE_ORDERS), default="fcfs", help="order of requests"
@@ -130,7 +131,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         type=budget,
         metavar="N",
         help="token budget of a step; only a cap under slo, whose budget is time; auto: the largest multiple "
-        "of 128 whose step keeps --slo-tbt-ms (default: 8192 under slo, 512 under others with chunked "
+        "of 128 whose step keeps --slo-tbt-ms (default: 8192 where it is, 512 under others with chunked "
         "prefill, else the longest request)",
     )
     group.add_argument(
@@ -153,6 +154,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
         help="what every request asks for where its TTFT objective is predicted to be missed: nothing (off), "
         "best effort (relegate, the default), or to be refused (reject); slo alone predicts it",
     )
+    add_shed_order_argument(group)
     group.add_argument(
         "--max-num-queued-reqs", type=count, metavar="N", help="most requests that wait at a replica"
     )
@@ -231,6 +233,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         declared_max_tokens=args.declared_max_tokens,
         slo_mode=args.slo_mode,
         shed=ShedMode(args.shed),
+        shed_order=args.shed_order,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
         step_noise=args.step_noise,

@@ -54,6 +54,7 @@ def as_run(
         "step_time": settings.step_time,
         "step_noise": settings.step_noise,
         "shed": settings.shed.value,
+        "shed_order": limits.shed_order,
         "max_num_queued_reqs": limits.max_num_queued_reqs,
         "max_num_queued_tokens": limits.max_num_queued_tokens,
         "num_prompts": result.num_requests,

@@ -73,6 +73,7 @@ SHED_ORDERS: tuple[ShedOrder, ...] = get_args(ShedOrder)
 """Whom to leave behind where not all prompts can be in time: `most`, those with the most work, so that as
 many as possible are in time; `longest-wait`, those that came last, so that who has waited keeps its turn
 however long its prompt is."""
+DEFAULT_SHED_ORDER: ShedOrder = "most"
 
 SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)

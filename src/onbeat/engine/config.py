@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO, SLOMode
+from onbeat.core.slo import DEFAULT_SHED_ORDER, SLO, ShedOrder, SLOMode
 from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.hub.files import ModelFiles
 
@@ -61,6 +61,8 @@ class EngineConfig:
     """Draft tokens and what proposes them; None decodes without."""
     slo_mode: SLOMode = "stream"
     """What keeping a TBT objective means (`core.slo.SLO_MODES`)."""
+    shed_order: ShedOrder = DEFAULT_SHED_ORDER
+    """Which prompts the policy `slo` leaves behind where not all can be in time (`core.slo.SHED_ORDERS`)."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait; more are refused. None sets no limit."""
     max_num_queued_tokens: int | None = None

@@ -197,6 +197,7 @@ def resolve_limits(
         scheduling_policy=config.scheduling_policy,
         enable_prefix_caching=config.enable_prefix_caching,
         slo_mode=config.slo_mode,
+        shed_order=config.shed_order,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
         speculation=None if config.speculative is None else config.speculative.for_scheduler(),

@@ -15,6 +15,7 @@ _SHORT_NAMES = {
     "pipeline_parallel": "pp",
     "max_num_batched_tokens": "budget",
     "max_num_seqs": "seqs",
+    "shed_order": "shed order",
     "slo_tbt_ms": "TBT objective (ms)",
 }
 

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
@@ -37,8 +38,8 @@ def settings_grid(
 ) -> list[tuple[Labels, ReplicaSettings]]:
     """Return every combination of some settings, in the order of the axes, the last one fastest.
 
-    A token budget is for chunked prompts: where policies vary, those that run whole prompts take their own
-    default instead, once.
+    A token budget is for chunked prompts, an order of shedding for the policy that sheds by it: where
+    policies vary, those without such a choice take their own default instead, once.
 
     Parameters
     ----------
@@ -58,14 +59,22 @@ def settings_grid(
     cases: dict[Labels, ReplicaSettings] = {}
     for values in product(*axes.values()):
         chosen = dict(zip(axes, values, strict=True))
-        if len(axes.get("policy", ())) > 1 and _runs_whole_prompts(chosen["policy"]):
-            chosen["max_num_batched_tokens"] = None
-        labels = tuple((name, str(chosen[name])) for name in axes if chosen[name] is not None)
-        cases[labels] = replace(base, **chosen)
+        unused = _choices_without(chosen["policy"]) if len(axes.get("policy", ())) > 1 else {}
+        labels = tuple(
+            (name, str(value)) for name, value in chosen.items() if name not in unused and value is not None
+        )
+        cases[labels] = replace(base, **(chosen | unused))
     return list(cases.items())
 
 
-def _runs_whole_prompts(policy: str) -> bool:
-    if policy not in POLICIES:
-        raise ConfigError(f"unknown policy {policy!r}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[policy]().whole_prompts
+def _choices_without(name: str) -> dict[str, Any]:
+    """Return the settings that a policy has no use for, with their defaults."""
+    if name not in POLICIES:
+        raise ConfigError(f"unknown policy {name!r}; choose one of {', '.join(POLICIES)}")
+    policy = POLICIES[name]()
+    unused: dict[str, Any] = {}
+    if policy.whole_prompts:
+        unused["max_num_batched_tokens"] = None
+    if policy.slo is None:
+        unused["shed_order"] = DEFAULT_SHED_ORDER
+    return unused

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SHED_ORDERS, SLO_MODES, ShedOrder, SLOMode
+from onbeat.core.slo import DEFAULT_SHED_ORDER, SHED_ORDERS, SLO_MODES, ShedOrder, SLOMode
 
 DraftLength = Literal["adaptive", "fixed"]
 DRAFT_LENGTHS: tuple[str, ...] = get_args(DraftLength)
@@ -65,7 +65,7 @@ class SchedulerConfig:
     holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
     slo_mode: SLOMode = "stream"
     """What keeping a TBT objective means to policies that plan with deadlines (`core.slo.SLO_MODES`)."""
-    shed_order: ShedOrder = "most"
+    shed_order: ShedOrder = DEFAULT_SHED_ORDER
     """Which prompts the policy `slo` leaves behind where not all can be in time (`core.slo.SHED_ORDERS`)."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait; one more is refused whatever its objectives. None sets no limit."""

@@ -90,10 +90,10 @@ class Clients:
         request_id = str(index)
         load = self._load
         request_class = load.request_class(index)
-        name, slo, tenant, weight = None, None, None, 1.0
+        name, slo, weight = None, None, 1.0
         if request_class is not None:
-            name, slo = request_class.name, request_class.slo
-            tenant, weight = request_class.tenant, request_class.weight
+            name, slo, weight = request_class.name, request_class.slo, request_class.weight
+        tenant = load.tenant(index)
         request = Request(
             request_id=request_id,
             prompt_token_ids=range(num_prompt_tokens),

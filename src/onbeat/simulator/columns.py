@@ -76,7 +76,7 @@ class RecordColumns:
                     num_prompt_tokens=int(load.num_prompt_tokens[row]),
                     request_class=None if request_class is None else request_class.name,
                     slo=None if request_class is None else request_class.slo,
-                    tenant=None if request_class is None else request_class.tenant,
+                    tenant=load.tenant(row),
                     offered_output_tokens=int(load.num_output_tokens[row]),
                     replica=self.replica,
                     scheduled=_or_none(self.scheduled[place]),

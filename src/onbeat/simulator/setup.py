@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import ShedMode, SLOMode
+from onbeat.core.slo import DEFAULT_SHED_ORDER, ShedMode, ShedOrder, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.memory import KVCapacity, kv_capacity
@@ -84,6 +84,8 @@ class ReplicaSettings:
     """What keeping a TBT objective means to a policy that plans with deadlines."""
     shed: ShedMode = ShedMode.RELEGATE
     """What every request asks for where its TTFT objective is predicted to be missed."""
+    shed_order: ShedOrder = DEFAULT_SHED_ORDER
+    """Which prompts the policy `slo` leaves behind where not all can be in time (`core.slo.SHED_ORDERS`)."""
     max_num_queued_reqs: int | None = None
     """Most requests that wait at a replica; None sets no limit."""
     max_num_queued_tokens: int | None = None
@@ -173,6 +175,7 @@ def build_simulation(
         enable_prefix_caching=settings.enable_prefix_caching,
         num_micro_batches=settings.pipeline_parallel,
         slo_mode=settings.slo_mode,
+        shed_order=settings.shed_order,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
         speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),

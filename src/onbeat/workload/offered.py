@@ -44,6 +44,8 @@ class OfferedLoad:
     class_ids: ClassIds | None = None
     """Row of `classes` for each request; None where there are no objectives."""
     classes: tuple[SLOClass, ...] = ()
+    tenants: tuple[str | None, ...] | None = None
+    """Who each request is from; None where its class says."""
     lines: NDArray[np.int64] | None = None
     """Where in a file each request was read, counted from 1; None where there is no file."""
     num_skipped: int = 0
@@ -78,6 +80,13 @@ class OfferedLoad:
         found = self.request_class(index)
         return None if found is None else found.slo
 
+    def tenant(self, index: int) -> str | None:
+        """Return who request `index` is from: by itself, or by its class."""
+        if self.tenants is not None:
+            return self.tenants[index]
+        found = self.request_class(index)
+        return None if found is None else found.tenant
+
     def take(self, rows: NDArray[np.int64] | Sequence[int]) -> OfferedLoad:
         """Return the given rows, in the given order (arrivals must stay ascending)."""
         chosen = np.asarray(rows, dtype=np.int64)
@@ -89,6 +98,7 @@ class OfferedLoad:
             arrivals=None if self.arrivals is None else self.arrivals[chosen],
             block_ids=None if blocks is None else tuple(blocks[row] for row in chosen.tolist()),
             class_ids=None if self.class_ids is None else self.class_ids[chosen],
+            tenants=None if self.tenants is None else tuple(self.tenants[row] for row in chosen.tolist()),
             lines=None if self.lines is None else self.lines[chosen],
         )
 
@@ -154,6 +164,7 @@ class OfferedLoad:
             "arrivals": self.arrivals,
             "block_ids": self.block_ids,
             "class_ids": self.class_ids,
+            "tenants": self.tenants,
             "lines": self.lines,
         }
         for column, values in columns.items():

@@ -65,6 +65,16 @@ def test_a_format_without_predictions_names_the_policy_that_does_without_them(ti
         assert len(llm.generate([[1, 2, 3]], GREEDY)[0].token_ids) == 8
 
 
+def test_whom_to_leave_behind_is_an_option_of_slo_alone(tiny_directory: Path) -> None:
+    options = {**TINY, "kv_cache_memory_bytes": 2**22, "step_time_profile": "roofline"}
+    with LLM(str(tiny_directory), shed_order="longest-wait", **options) as llm:
+        assert llm._core.scheduler.config.shed_order == "longest-wait"
+    with pytest.raises(ConfigError, match="policy 'sarathi' has no choice of whom to leave behind"):
+        LLM(str(tiny_directory), policy="sarathi", shed_order="longest-wait", **options)
+    with pytest.raises(ConfigError, match="unknown shed_order 'longest'; known are most, longest-wait"):
+        LLM(str(tiny_directory), shed_order="longest", **options)
+
+
 def test_text_and_ids_alone_and_in_a_batch(smollm2: LLM) -> None:
     batch = smollm2.generate(PROMPTS, GREEDY)
     ids = [smollm2.tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from onbeat.scheduler.replica.policies import POLICIES
 from tests.cpu.e2e.conftest import SMOLLM2_FLAGS
 from tests.cpu.e2e.program import ServerProgram, serving
 
@@ -53,9 +54,8 @@ def test_the_embedded_model(
 def test_a_tiny_model(tiny_directory: Path) -> None:
     common = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024")
     answers = []
-    policies = ("static", "orca", "prefill-first", "sarathi", "slo", "edf", "niyama", "fastserve")
-    for policy in policies:
+    for policy in POLICIES:
         with serving(tiny_directory, *common, "--policy", policy) as server:
             answers.append(texts(server))
     assert all(len(text) > 0 for text in answers[0])
-    assert answers[1:] == answers[:1] * (len(policies) - 1)
+    assert answers[1:] == answers[:1] * (len(POLICIES) - 1)

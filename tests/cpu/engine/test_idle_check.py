@@ -28,6 +28,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
         max_num_queued_reqs=7,
         max_num_queued_tokens=700,
         slo_mode="gap",
+        shed_order="longest-wait",
     )
 
 
@@ -51,7 +52,7 @@ def test_classes_out_of_reach_are_named(config: EngineConfig, monkeypatch: pytes
 
 def test_without_a_step_time_model_nothing_is_said(config: EngineConfig, tmp_path: Path) -> None:
     classes = {"fast": SLO(ttft=0.001, tbt=0.001)}
-    config = replace(config, policy="sarathi", step_time_profile="none")
+    config = replace(config, policy="sarathi", shed_order="most", step_time_profile="none")
     assert said(replace(config, slo_classes=classes)) == []
 
 
@@ -59,4 +60,5 @@ def test_the_scheduler_gets_its_limits_and_mode(config: EngineConfig) -> None:
     core, _ = build_engine(config, lambda _: None)
     core.shutdown()
     limits = core.scheduler.config
-    assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens, limits.slo_mode) == (7, 700, "gap")
+    assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens) == (7, 700)
+    assert (limits.slo_mode, limits.shed_order) == ("gap", "longest-wait")

@@ -19,6 +19,7 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.text.tokenizer import load_tokenizer
 from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
 from tests.cpu.golden.engine_run import Outcome, Setting, run_engine
+from tests.cpu.golden.test_policies_tiny import MIXING
 
 pytestmark = pytest.mark.golden
 
@@ -132,6 +133,9 @@ def test_some_prompts(reference: Reference, make_forward: MakeForward, setting: 
         Setting(policy="sarathi", budget=512, arrivals=1, num_blocks=800, depth=2),
         Setting(policy="slo", arrivals=1, num_blocks=800),
         Setting(policy="slo", arrivals=1, num_blocks=800, max_num_seqs=20, depth=2),
+        Setting(policy="simple", arrivals=1, num_blocks=800),
+        Setting(policy="sarathi-triage", budget=64, arrivals=2, num_blocks=800),
+        Setting(policy="edf-triage", budget=64, arrivals=2, num_blocks=800),
         Setting(policy="edf", budget=64, arrivals=2, num_blocks=800),
         Setting(policy="niyama", budget=512, arrivals=1, num_blocks=800),
         Setting(policy="fastserve", arrivals=1, num_blocks=800),
@@ -140,7 +144,7 @@ def test_some_prompts(reference: Reference, make_forward: MakeForward, setting: 
 )
 def test_all_prompts(reference: Reference, make_forward: MakeForward, setting: Setting):
     outcome = check(reference, make_forward, ALL_LENGTHS, setting)
-    if setting.policy in ("orca", "sarathi", "slo", "edf", "niyama"):
+    if setting.policy in MIXING:
         assert outcome.num_mixed_steps > 0
 
 

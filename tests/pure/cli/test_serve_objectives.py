@@ -81,6 +81,7 @@ def test_settings_that_cannot_be(arguments: list[str], expected: str) -> None:
         (["--slo-ttft-ms", "inf"], "got 'inf'"),
         (["--shed", "rejct"], "did you mean reject?"),
         (["--slo-mode", "gaps"], "did you mean gap?"),
+        (["--shed-order", "longest"], "invalid choice: 'longest'; did you mean longest-wait?"),
         (["--slo-clases", "x"], "unknown flag --slo-clases; did you mean --slo-classes?"),
         (["--max-num-queued-reqs", "many"], "expected a whole number"),
     ],
@@ -103,8 +104,17 @@ def test_limits_of_the_queue_and_the_mode_reach_the_engine(tmp_path: Path) -> No
     arguments = ["--max-num-queued-reqs", "8", "--max-num-queued-tokens", "32k", "--slo-mode", "gap"]
     config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
     assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (8, 32_000)
-    assert config.slo_mode == "gap"
+    assert (config.slo_mode, config.shed_order) == ("gap", "most")
     for flag in ("--max-num-queued-reqs", "--max-num-queued-tokens", "--max-num-seqs"):
         name = flag.removeprefix("--").replace("-", "_")
         with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
             engine_config(parse(build_parser(), ["serve", flag, "0"]), files)
+
+
+def test_whom_to_leave_behind_reaches_the_engine(tmp_path: Path) -> None:
+    files = ModelFiles(kind="hf", path=tmp_path, name="tiny")
+    flags_file = tmp_path / "serve.yaml"
+    flags_file.write_text("shed-order: longest-wait\n")
+    for arguments in (["--shed-order", "longest-wait"], ["--config", str(flags_file)]):
+        config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
+        assert config.shed_order == "longest-wait"

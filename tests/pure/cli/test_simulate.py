@@ -209,12 +209,13 @@ def test_what_is_scored_is_what_is_planned_for() -> None:
     parser = argparse.ArgumentParser()
     add_simulation_arguments(parser)
     flags = ["--slo-mode", "gap", "--shed", "reject", "--max-num-queued-tokens", "9k"]
+    flags += ["--shed-order", "longest-wait"]
     args = parser.parse_args([*MODEL, *flags])
     settings = replica_settings(args)
     assert (settings.slo_mode, settings.shed) == ("gap", ShedMode.REJECT)
     config = build_simulation(settings).config
     assert (config.scheduler.slo_mode, config.scheduler.max_num_queued_tokens) == ("gap", 9000)
-    assert config.shed is ShedMode.REJECT
+    assert (config.shed, config.scheduler.shed_order) == (ShedMode.REJECT, "longest-wait")
     assert summary_options(args).slo_mode == "gap"
 
 
@@ -256,6 +257,8 @@ BAD_FLAGS = [
     (["--step-noise=-0.1"], "--step-noise is -0.1"),
     (["--shed", "rejct"], "invalid choice: 'rejct'; did you mean reject?"),
     (["--slo-mode", "gaps"], "invalid choice: 'gaps'; did you mean gap?"),
+    (["--shed-order", "longest"], "invalid choice: 'longest'; did you mean longest-wait?"),
+    (["--shed-order", "longest-wait", "--policy", "sarathi"], "policy 'sarathi' has no choice of whom to"),
     (["--max-num-queued-reqs", "0"], "max_num_queued_reqs is 0; it must be at least 1"),
     (["--max-num-queued-tokens", "-3"], "max_num_queued_tokens is -3; it must be at least 1"),
     (["--slo-tbt-ms", "nan"], "the tbt objective is nan ms"),

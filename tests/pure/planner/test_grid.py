@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 
@@ -40,6 +41,19 @@ def test_policies_that_run_whole_prompts_take_no_chunk_budget() -> None:
         "policy prefill-first",
     ]
     assert grid[-1][1].max_num_batched_tokens is None
+
+
+def test_policies_that_leave_nobody_behind_take_no_order_of_shedding() -> None:
+    grid = settings_grid(BASE, {"policy": ["slo", "edf"], "shed_order": ["most", "longest-wait"]})
+    assert [case_name(labels) for labels, _ in grid] == [
+        "policy slo, shed order most",
+        "policy slo, shed order longest-wait",
+        "policy edf",
+    ]
+    assert [settings.shed_order for _, settings in grid] == ["most", "longest-wait", "most"]
+    given = replace(BASE, shed_order="longest-wait")
+    orders = [settings.shed_order for _, settings in settings_grid(given, {"policy": ["slo", "simple"]})]
+    assert orders == ["longest-wait", "most"]
 
 
 def test_a_policy_alone_keeps_the_budget_it_was_given() -> None:

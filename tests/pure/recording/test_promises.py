@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from onbeat.recording.reader import Recording
 from onbeat.simulator import replay as replay_module
 from onbeat.simulator.replay import Replay
 from onbeat.simulator.replay_history import read_history
+from tests.fake_step_time import LinearStepTime
 from tests.pure.recording import recorded as recorded_module
 from tests.pure.recording.recorded import RecordedRun, start_run
 from tests.pure.scheduler.driver import make_config
@@ -195,7 +197,8 @@ class TestVersions:
         lines = lines_of(path)
         assert lines[0]["schema_version"] == 3
         lines[0]["schema_version"] = 1
-        for name in ("slo_mode", "max_num_queued_reqs", "max_num_queued_tokens", "speculation"):
+        later = ("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens", "speculation")
+        for name in later:
             del lines[0]["scheduler"][name]
         write_lines(path, lines)
         assert Replay(Recording(path)).run().is_identical
@@ -220,3 +223,19 @@ def test_with_a_step_time_model_every_idle_plan_is_recorded(path: Path) -> None:
         run.step()
     run.finish()
     assert Recording(path).num_calls == 7
+
+
+def test_a_replay_leaves_behind_whom_the_record_did(path: Path) -> None:
+    """A long prompt waits, and short ones come that are in time only without it."""
+    model = LinearStepTime(fixed=0.02, per_token=5e-3)
+    config = make_config("slo", shed_order="longest-wait", max_num_batched_tokens=256)
+    run = start_run(path, config, model=model)
+    for name, num_tokens in (("long", 200), *((f"short {index}", 40) for index in range(4))):
+        request = make_request(name, run.now, slo=SLO(ttft=1.5))
+        run.add(replace(request, prompt_token_ids=range(num_tokens)))
+    run.finish()
+    assert Replay(Recording(path), model).run().is_identical
+    lines = lines_of(path)
+    assert lines[0]["scheduler"].pop("shed_order") == "longest-wait"
+    write_lines(path, lines)  # as of a version without a choice
+    assert not Replay(Recording(path), model).run().is_identical

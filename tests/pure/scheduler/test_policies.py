@@ -7,7 +7,7 @@ import pytest
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from onbeat.core.request import FinishReason, SamplingParams
 from onbeat.core.step import ModelRunnerOutput
-from onbeat.scheduler.replica.policies import POLICIES, default_token_budget
+from onbeat.scheduler.replica.policies import BASELINES, POLICIES, default_token_budget, make_policy
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 
@@ -375,3 +375,22 @@ class TestBadInput:
     def test_default_budget_fits_the_policy(self):
         assert default_token_budget("orca", max_model_len=8192, max_num_seqs=64) == 8192
         assert default_token_budget("sarathi", max_model_len=8192, max_num_seqs=64) == 512
+
+    @pytest.mark.parametrize(
+        ("policy", "budget"),
+        [("slo", 8192), ("simple", 8192), ("niyama", 8192), ("sarathi-triage", 512), ("edf-triage", 512)],
+    )
+    def test_where_time_is_the_budget_tokens_are_only_a_cap(self, policy, budget):
+        assert default_token_budget(policy, max_model_len=4096, max_num_seqs=64) == budget
+
+    @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "slo"])
+    def test_the_order_of_shedding_is_a_choice_of_slo_alone(self, policy):
+        with pytest.raises(
+            ConfigError, match=f"policy '{policy}' has no choice of whom to leave behind.*slo"
+        ):
+            make_policy(make_config(policy, shed_order="longest-wait", max_num_batched_tokens=512))
+        config = make_config("slo", shed_order="longest-wait")
+        assert make_policy(config).slo.shed_order == "longest-wait"
+
+    def test_those_to_compare_with_are_policies(self):
+        assert POLICIES.keys() - BASELINES == {"static", "orca", "prefill-first", "sarathi", "slo"}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import onbeat
@@ -50,6 +52,22 @@ def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
     assert {record.slo for record in result.records} == {slo}
 
 
+def test_whom_to_leave_behind_is_the_callers_choice() -> None:
+    """A long prompt has just begun when more short ones come than fit beside it."""
+    lengths, arrivals = np.array([20_000] + [2_000] * 12), np.array([0.0] + [0.1] * 12)
+    load = replace(make_load(13), num_prompt_tokens=lengths, arrivals=arrivals)
+    slo = onbeat.SLO(ttft=1.0, tbt=0.5)
+    late = {}
+    for order in ("most", "longest-wait"):
+        result = onbeat.simulate(**WHERE, load=load, slo=slo, shed_order=order)
+        waits = [record.first_token - record.arrival for record in result.records if record.first_token]
+        late[order] = [wait > 1.0 for wait in waits]
+    assert late["most"] == [True] + [False] * 12
+    assert not late["longest-wait"][0]
+    # The long prompt takes the time of some five; who is late is the same at every step.
+    assert late["longest-wait"] == [False] * 8 + [True] * 5
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -59,6 +77,8 @@ def test_objectives_reach_the_records_and_the_automatic_budget() -> None:
         ({"trace": "x.csv"}, "give requests once"),
         ({"device": "h100"}, "did you mean h100-sxm"),
         ({"max_num_batched_tokens": "auto"}, "give --slo-tbt-ms"),
+        ({"shed_order": "longest"}, "unknown shed_order 'longest'; known are most, longest-wait"),
+        ({"shed_order": "longest-wait", "policy": "edf"}, "leave it out, or use policy slo"),
         ({"max_model_len": 100}, "do not fit a context of 100 tokens"),
     ],
 )

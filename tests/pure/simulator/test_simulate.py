@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.client import Clients
 from onbeat.simulator.collector import ProgressMeter
 from onbeat.simulator.simulate import simulate
 from tests.examples import examples
@@ -217,3 +218,8 @@ def test_wrong_settings_are_named(changes, message):
 def test_no_jobs_are_refused():
     with pytest.raises(ConfigError, match="jobs is 0"):
         simulate(make_load([8], [2], [0.0]), make_config(), linear_time(), jobs=0)
+
+
+def test_each_request_names_its_tenant():
+    clients = Clients(make_load([4, 4], [1, 1], [0.0, 1.0], tenants=("a", None)), make_config())
+    assert [clients.send(now).request.tenant for now in (0.0, 1.0)] == ["a", None]

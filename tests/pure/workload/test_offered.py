@@ -34,11 +34,14 @@ def arrivals_of(offered: OfferedLoad) -> list[float]:
 
 
 def test_take_keeps_columns_together() -> None:
-    taken = load(block_ids=((1,), (2,), (3,), (4,)), lines=np.array([2, 3, 4, 5])).take([1, 3])
+    taken = load(
+        block_ids=((1,), (2,), (3,), (4,)), lines=np.array([2, 3, 4, 5]), tenants=("a", None, "b", "c")
+    ).take([1, 3])
 
     assert taken.num_prompt_tokens.tolist() == [20, 40]
     assert arrivals_of(taken) == [1.0, 4.0]
     assert taken.block_ids == ((2,), (4,))
+    assert taken.tenants == (None, "c")
     assert taken.lines is not None
     assert taken.lines.tolist() == [3, 5]
 
@@ -64,6 +67,7 @@ def test_rates() -> None:
         (lambda: load(arrivals=np.array([-1.0, 1.0, 1.5, 2.0])), "negative"),
         (lambda: load(arrivals=np.array([0.0, np.nan, 1.5, 2.0])), "request 1 arrives at nan"),
         (lambda: load(arrivals=np.array([0.0])), "4 prompt lengths, but 1 arrivals"),
+        (lambda: load(tenants=("a", "b")), "4 prompt lengths, but 2 tenants"),
         (lambda: load(num_output_tokens=np.array([1, 0, 1, 1])), "output of request 1 has 0 tokens"),
         (lambda: load(num_prompt_tokens=np.array([], dtype=np.int64)), "no requests"),
         (lambda: load(block_size=0), "block"),

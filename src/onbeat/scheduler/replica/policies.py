@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.baselines.fastserve import FastServeComposer
 from onbeat.scheduler.replica.baselines.niyama import HybridPriority, NiyamaComposer
@@ -39,6 +40,8 @@ class Policy:
     """Its own order of requests; None is the configured one."""
     needs_step_time: bool = False
     """Whether it plans with predicted step times."""
+    is_bound_by_time: bool = False
+    """Whether predicted time is a step's budget, and the tokens are only a cap."""
     keeps_deadlines: bool = False
     """Whether it follows the deadlines of each request's tokens."""
     slo: SLOComposer | None = None
@@ -84,6 +87,7 @@ def make_slo_policy(composer: SLOComposer | None = None) -> Policy:
         whole_prompts=False,
         order=EarliestDeadline(),
         needs_step_time=True,
+        is_bound_by_time=True,
         keeps_deadlines=True,
         slo=composer,
     )
@@ -96,6 +100,7 @@ def _triaged(*, by_time: bool, by_deadline: bool) -> Policy:
         whole_prompts=False,
         order=EarliestDeadline(),
         needs_step_time=True,
+        is_bound_by_time=by_time,
         keeps_deadlines=True,
     )
 
@@ -119,6 +124,7 @@ def _niyama() -> Policy:
         whole_prompts=False,
         order=HybridPriority(),
         needs_step_time=True,
+        is_bound_by_time=True,
         keeps_deadlines=True,
     )
 
@@ -132,9 +138,9 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "orca": _orca,
     "prefill-first": _prefill_first,
     "sarathi": _sarathi,
+    "slo": make_slo_policy,
     "hybrid-only": _hybrid_only,
     "chunk-only": _chunk_only,
-    "slo": make_slo_policy,
     "simple": _simple,
     "sarathi-triage": _sarathi_triage,
     "edf-triage": _edf_triage,
@@ -144,6 +150,18 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
 whole prompts beside decodes, and chunks that take turns with decodes."""
+
+BASELINES = (
+    "hybrid-only",
+    "chunk-only",
+    "simple",
+    "sarathi-triage",
+    "edf-triage",
+    "edf",
+    "niyama",
+    "fastserve",
+)
+"""Those of `POLICIES` that are there to compare with, not to serve with."""
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
@@ -172,6 +190,11 @@ def make_policy(config: SchedulerConfig) -> Policy:
             f"{config.scheduling_policy!r} cannot be had with it; leave it out (a request's weight says what "
             "it is worth), or use policy sarathi"
         )
+    if policy.slo is None and config.shed_order != DEFAULT_SHED_ORDER:
+        raise ConfigError(
+            f"policy {config.policy!r} has no choice of whom to leave behind, so shed order "
+            f"{config.shed_order!r} cannot be had with it; leave it out, or use policy slo"
+        )
     if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
             f"policy {config.policy!r} runs whole prompts, so max_num_batched_tokens "
@@ -186,8 +209,8 @@ def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: 
     policy = _lookup(policy_name)()
     if policy.whole_prompts:
         return max(2048, max_model_len, max_num_seqs)
-    if policy.needs_step_time:
-        return max(LARGEST_BUDGET, max_num_seqs)  # time is the budget; this is only a cap
+    if policy.is_bound_by_time:
+        return max(LARGEST_BUDGET, max_num_seqs)
     return max(DEFAULT_TOKEN_BUDGET, max_num_seqs)
 
 

@@ -25,6 +25,8 @@ GAP_QUANTILE = 0.99
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
+SPARE_TOKENS = 20
+"""A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
 BEST_EFFORT_STEPS = 100
 """In one step of so many best effort goes before prompts with deadlines: it never starves."""
 MOST_BEST_EFFORT = 32
@@ -36,7 +38,8 @@ class SLOComposer:
 
     1. The step ends before the tightest TBT objective of its streams has passed, and before the earliest of
        their deadlines; a stream that is behind has decodes run alone until it has caught up.
-    2. All streams decode. Where even that does not fit, those with the most slack sit out.
+    2. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
+       would be left behind although there are slots for them, those that have plenty.
     3. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort. While all have time, short ones go first.
     4. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing.
@@ -124,6 +127,42 @@ class SLOComposer:
         left = max(view.due - start, decode_seconds)
         return min(view.tightest * (1 - self._earned_share), left)
 
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
+        """Return what prompts get of a step beside some decodes, within a limit."""
+        assert self.work is not None
+        ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
+        return self.work.room_beside(decodes, limit, min(ttfts, default=inf))
+
+    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+        """Return prompts in the order in which they are served, and how many are left behind at its end."""
+        # A prompt that is done within a step waits for its end: half a step on average.
+        start = now + 0.5 * room.length
+        kept, left_behind = select_feasible(
+            jobs, start=start, share=room.share, worth=self.tracker.worth, order=self.shed_order
+        )
+        if left_behind:
+            # Time that the others leave is theirs before it is best effort's.
+            return kept + left_behind, len(left_behind)
+        return shortest_first(kept, start=start, share=room.share) if len(kept) > 1 else kept, 0
+
+    def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
+        """Whether a stream has the time to let prompts go first.
+
+        Parameters
+        ----------
+        due : the deadline of its next token, seconds.
+        start : when the next step may start, seconds.
+        """
+        return due - start > SPARE_TOKENS * state.slo.tbt
+
+    def must_begin(self, job: Job, room: Room, now: float) -> bool:
+        """Whether a prompt is late if it waits for another step."""
+        return now + room.length + job.seconds / room.share >= job.deadline
+
+    def is_for_best_effort(self, step_id: int) -> bool:
+        """Whether best effort goes first in a step."""
+        return step_id % BEST_EFFORT_STEPS == 0
+
     def report(self, plan: StepPlan, num_relegated: int) -> SchedulerState:
         """Return how queues and objectives stand.
 
@@ -161,35 +200,30 @@ class _Step:
         shape = decode_shape(rows)
         decode_seconds = work.of(shape)
         limit = policy.limit(self._view, decode_seconds, plan.now)
-        if decode_seconds > limit or len(rows) > plan.max_rows:
+        is_for_best_effort = policy.is_for_best_effort(plan.step_id)
+        if (decode_seconds > limit and not is_for_best_effort) or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
         if self._view.due_state is not None:
             plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
             plan.slack = max(limit, self._view.due - plan.now)
-        shape = self._decode(rows, shape)
-        room = work.room_beside(shape, limit, _shortest_ttft(jobs))
+        room = policy.room(shape, limit, jobs)
+        in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
+        sitting_out: list[RequestState] = []
+        if num_left_behind and self._has_slots_for(jobs):
+            rows, sitting_out = self._split(rows, room)
+        if sitting_out:
+            shape = decode_shape(rows)
+            room = policy.room(shape, limit, jobs)
+            in_turn, _ = policy.in_turn(jobs, room, plan.now)
         plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
-        prompts = [job.state for job in self._in_turn(jobs, room)]
-        if plan.step_id % BEST_EFFORT_STEPS == 0:
-            prompts = best_effort + prompts
-        else:
-            prompts += best_effort
+        shape = self._decode(rows, shape)
+        prompts = [job.state for job in in_turn]
+        prompts = best_effort + prompts if is_for_best_effort else prompts + best_effort
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=room.chunk)
         filler.fill(self._not_victims(prompts))
-
-    def _in_turn(self, jobs: list[Job], room: Room) -> list[Job]:
-        """Return prompts in the order in which they are served."""
-        policy = self._policy
-        # On average a prompt is done half a step before the step's end, which is when its token comes.
-        start = self._plan.now + 0.5 * room.length
-        kept, left_behind = select_feasible(
-            jobs, start=start, share=room.share, worth=policy.tracker.worth, order=policy.shed_order
-        )
-        if left_behind:
-            # Time that the others leave is theirs before it is best effort's.
-            return kept + left_behind
-        return shortest_first(kept, start=start, share=room.share) if len(kept) > 1 else kept
+        if sitting_out and not (plan.chunks or plan.admissions):  # in vain
+            self._decode(self._not_victims(sitting_out), shape)
 
     def _best_effort(self) -> list[RequestState]:
         """Return the prompts without a deadline that can be met: running ones, then those that wait."""
@@ -204,13 +238,38 @@ class _Step:
         return running + waiting + plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
 
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
-        """Preempt best effort for the first prompt that lacks a slot or blocks, if that makes it fit."""
+        """Preempt best effort for the first prompt that lacks a slot or blocks, if that makes it fit.
+
+        Only once it cannot wait for another step: until then somebody may end, and what is preempted is
+        computed again in time that others lack.
+        """
         plan = self._plan
-        first = next((job.state for job in jobs if not job.state.block_ids), None)
-        if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first) <= 0):
+        first = next((job for job in jobs if not job.state.block_ids), None)
+        if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first.state) <= 0):
+            return
+        decodes = decode_shape([*self._view.streams, *self._view.loose])
+        limit = self._policy.limit(self._view, self._work.of(decodes), plan.now)
+        if not self._policy.must_begin(first, self._policy.room(decodes, limit, jobs), plan.now):
             return
         pool = [state for state in self._view.loose if state.slo.is_left_over]
-        self._victims.make_room(first, pool + [state for state in best_effort if state.block_ids])
+        pool += [state for state in best_effort if state.block_ids]
+        self._victims.make_room(first.state, pool)
+
+    def _has_slots_for(self, jobs: list[Job]) -> bool:
+        """Whether all prompts can be admitted: who sits out keeps its slot, and others wait for it."""
+        return sum([not job.state.block_ids for job in jobs]) <= self._plan.num_slots_left
+
+    def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
+        """Return the rows that decode and those that may sit out; best effort does."""
+        view, may_sit_out = self._view, self._policy.may_sit_out
+        end = self._plan.now + room.length
+        staying = {
+            id(state)
+            for state, due in zip(view.streams, view.dues, strict=True)
+            if not may_sit_out(state, due, end)
+        }
+        decodes = [state for state in rows if id(state) in staying]
+        return decodes, [state for state in rows if id(state) not in staying]
 
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
@@ -245,10 +304,6 @@ class _Step:
             return states
         victims = {id(state) for state in self._plan.victims}
         return [state for state in states if id(state) not in victims]
-
-
-def _shortest_ttft(jobs: Sequence[Job]) -> float:
-    return min([job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs], default=inf)
 
 
 def _due(pair: tuple[float, RequestState]) -> float:

@@ -60,9 +60,10 @@ def select_feasible(
             droppable += taken
             value = worth(state)
             key = -seconds / value if by_work else (start - state.request.arrival) * value
-            heappush(heap, (key, index))
+            # Of those that came at once the last goes, so that it is the same one at the next step.
+            heappush(heap, (key, index if by_work else -index))
         while end > deadline and heap:
-            costliest = heappop(heap)[1]
+            costliest = abs(heappop(heap)[1])
             left_behind.add(costliest)
             end -= jobs[costliest].seconds / share
             droppable -= jobs[costliest].seconds / share
@@ -72,7 +73,7 @@ def select_feasible(
     return kept, [jobs[index] for index in sorted(left_behind)]
 
 
-_SPARED = 0.25
+_SPARED = 1 / 32
 """Of what the tightest of the jobs can wait, the share that shorter ones may take from it in a step."""
 
 
