@@ -201,7 +201,9 @@ class _Step:
         decode_seconds = work.of(shape)
         limit = policy.limit(self._view, decode_seconds, plan.now)
         is_for_best_effort = policy.is_for_best_effort(plan.step_id)
-        if (decode_seconds > limit and not is_for_best_effort) or len(rows) > plan.max_rows:
+        if is_for_best_effort:
+            limit = max(limit, decode_seconds)  # nobody sits out
+        if decode_seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
         if self._view.due_state is not None:
             plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
