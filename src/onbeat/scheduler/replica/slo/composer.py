@@ -262,13 +262,17 @@ class _Step:
         return sum([not job.state.block_ids for job in jobs]) <= self._plan.num_slots_left
 
     def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
-        """Return the rows that decode and those that may sit out; best effort does."""
+        """Return the rows that decode and those that may sit out, best effort among them.
+
+        Streams with looser objectives decode: the step is short for the sake of others anyway, and a stream
+        that went at its own slow pace would hold its slot and memory for that much longer.
+        """
         view, may_sit_out = self._view, self._policy.may_sit_out
         end = self._plan.now + room.length
         staying = {
             id(state)
             for state, due in zip(view.streams, view.dues, strict=True)
-            if not may_sit_out(state, due, end)
+            if state.slo.tbt > view.tightest or not may_sit_out(state, due, end)
         }
         decodes = [state for state in rows if id(state) in staying]
         return decodes, [state for state in rows if id(state) not in staying]
