@@ -211,7 +211,7 @@ class _Step:
         room = policy.room(shape, limit, jobs)
         in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
         sitting_out: list[RequestState] = []
-        if num_left_behind and self._has_slots_for(jobs):
+        if num_left_behind and not is_for_best_effort and self._has_slots_for(jobs):
             rows, sitting_out = self._split(rows, room)
         if sitting_out:
             shape = decode_shape(rows)
