@@ -4,7 +4,8 @@
 
 `full`: every slot is taken, and every row decodes. The queue behind a token budget grows by a factor of
 1,000: the cost of a step may grow with the batch, not with the queue. `urgent`: slots are free, and the
-waiting prompts cannot all be in time, so each step sorts them out.
+waiting prompts cannot all be in time, so each step sorts them out. `patient`: slots are free, and 100,000
+wait that all have an hour.
 
 All requests have objectives. Whoever is admitted or given up is replaced, so that batch and queue keep their
 size. Steps last as long as the model says.
@@ -40,6 +41,7 @@ PROMPT_TOKENS = 256
 OUTPUT_TOKENS = 1500
 OBJECTIVES = SLO(ttft=2.0, tbt=0.1)
 """About half of a queue of 256 can be in time."""
+PATIENT = SLO(ttft=3600.0, tbt=0.1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +52,7 @@ class Case:
     num_running: int = 256
     num_waiting: int = 0
     state: str = "full"
-    """`full` or `urgent`: see above."""
+    """`full`, `urgent` or `patient`: see above."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ CASES = [
     *(Case(policy="sarathi", num_running=num) for num in (32, 64, 128, 512)),
     Case(policy="slo", num_waiting=256),
     Case(policy="slo", num_waiting=256, state="urgent"),
+    Case(policy="slo", num_waiting=100_000, state="patient"),
 ]
 
 
@@ -84,7 +87,7 @@ class Bench:
     def __init__(self, case: Case, step_time: StepTimeModel) -> None:
         self._case = case
         self._model = step_time
-        num_seqs = 2 * case.num_running if case.state == "urgent" else case.num_running
+        num_seqs = case.num_running if case.state == "full" else 2 * case.num_running
         config = SchedulerConfig(
             num_blocks=128 * num_seqs,
             max_num_seqs=num_seqs,
@@ -98,9 +101,12 @@ class Bench:
         self.update_times: list[float] = []
         self.add_times: list[float] = []
         self._ids = count()
+        self._slo = OBJECTIVES
         self._fill_batch()
 
     def run(self) -> Cost:
+        if self._case.state == "patient":
+            self._slo = PATIENT
         self._fill_queue()
         for _ in range(NUM_WARM_UP_STEPS):
             self._step()
@@ -150,7 +156,7 @@ class Bench:
             prompt_token_ids=tuple(range(index, index + PROMPT_TOKENS)),
             sampling=SamplingParams(max_tokens=OUTPUT_TOKENS),
             arrival=self.now,
-            slo=OBJECTIVES,
+            slo=self._slo,
             shed=ShedMode.RELEGATE,
         )
 

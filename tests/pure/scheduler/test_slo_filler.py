@@ -126,11 +126,19 @@ class TestSlots:
 class TestBlocks:
     def test_best_effort_gives_its_blocks_to_a_prompt_with_a_deadline(self):
         driver = Watch(num_blocks=64)  # 1,024 tokens
-        crowd = [make_request(f"b{i}", 400, 60) for i in range(2)]
-        driver.serve([*crowd, make_request("u", 600, 5, slo=SLO(ttft=0.3, tbt=0.05), arrival=0.15)])
-        assert driver.ttft("u") <= 0.3
+        crowd = [make_request(f"b{i}", 400, 100) for i in range(2)]
+        driver.serve([*crowd, make_request("u", 600, 5, slo=SLO(ttft=0.25, tbt=0.05), arrival=0.15)])
+        assert driver.ttft("u") <= 0.25
         assert driver.preempted_at
-        assert {len(driver.outputs[f"b{i}"]) for i in range(2)} == {60}
+        assert {len(driver.outputs[f"b{i}"]) for i in range(2)} == {100}
+
+    def test_not_while_the_prompt_can_wait(self):
+        """They end in time, and nothing is computed twice."""
+        driver = Watch(num_blocks=64)
+        crowd = [make_request(f"b{i}", 400, 100) for i in range(2)]
+        driver.serve([*crowd, make_request("u", 600, 5, slo=SLO(ttft=1.0, tbt=0.05), arrival=0.15)])
+        assert driver.ttft("u") <= 1.0
+        assert not driver.preempted_at
 
     def test_nobody_is_preempted_in_vain(self):
         """All that best effort holds would not be enough beside the stream."""
@@ -165,6 +173,6 @@ class TestBlocks:
     def test_of_two_that_grow_into_the_last_block_best_effort_goes(self):
         driver = Watch(num_blocks=64)
         slo = SLO(ttft=1.0, tbt=0.05)
-        driver.serve([make_request("b", 500, 300), make_request("s", 500, 300, slo=slo, arrival=0.1)])
+        driver.serve([make_request("b", 500, 300), make_request("s", 400, 300, slo=slo, arrival=0.1)])
         assert list(driver.preempted_at) == ["b"]
         assert max(driver.lateness("s")) <= 0

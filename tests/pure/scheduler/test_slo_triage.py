@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.triage import Job, select_feasible, shortest_first
+from onbeat.scheduler.replica.slo.triage import _SPARED, Job, select_feasible, shortest_first
 from tests.pure.scheduler.timed import make_request, make_state
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)
@@ -208,7 +208,8 @@ class TestShortestFirst:
         long, short = make_jobs([(11, 10), (60, 1)])
         assert shortest_first([long, short], start=0.0, share=1.0) == [long, short]
 
-    def test_a_quarter_of_what_the_tightest_can_spare_is_given_away(self):
-        jobs = make_jobs([(20, 10), (60, 2), (60, 2)])  # the tightest can spare 10 s
+    def test_so_much_is_given_away_of_what_the_tightest_can_spare(self):
+        jobs = make_jobs([(74, 10), (100, 2), (100, 2)])  # the tightest can spare 64 s
+        assert 64 * _SPARED == 2.0
         turns = shortest_first(jobs, start=0.0, share=1.0)
         assert [job.seconds for job in turns] == [2.0, 10.0, 2.0]

@@ -135,9 +135,8 @@ class Admission:
         insort(everyone, own, key=lambda job: job.deadline)
         place = next(index for index, job in enumerate(everyone) if job is own)
         if place == len(jobs):  # behind all that a plan looks at: those in the queue before it count, too
-            tokens, pairs = plan.waiting.work_below(
-                nextafter(own.state.slo.rank, inf)
-            )  # equal ones came first
+            beyond = nextafter(own.state.slo.rank, inf)  # those that are due with it came first
+            tokens, pairs = plan.waiting.work_below(beyond)
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = self._work.token * tokens + self._work.pair * pairs + running
         else:

@@ -201,7 +201,9 @@ class _Step:
         decode_seconds = work.of(shape)
         limit = policy.limit(self._view, decode_seconds, plan.now)
         is_for_best_effort = policy.is_for_best_effort(plan.step_id)
-        if (decode_seconds > limit and not is_for_best_effort) or len(rows) > plan.max_rows:
+        if is_for_best_effort:
+            limit = max(limit, decode_seconds)  # nobody sits out
+        if decode_seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
         if self._view.due_state is not None:
             plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
@@ -209,7 +211,7 @@ class _Step:
         room = policy.room(shape, limit, jobs)
         in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
         sitting_out: list[RequestState] = []
-        if num_left_behind and self._has_slots_for(jobs):
+        if num_left_behind and not is_for_best_effort and self._has_slots_for(jobs):
             rows, sitting_out = self._split(rows, room)
         if sitting_out:
             shape = decode_shape(rows)
