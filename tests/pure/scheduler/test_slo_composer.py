@@ -208,7 +208,10 @@ class TestBestEffort:
 
     @pytest.mark.parametrize("tbt", [None, 4e-3])
     def test_its_streams_go_on_too(self, tbt):
-        """Prompts are left behind in every step, or streams with objectives alone are more than fit."""
+        """Prompts are left behind in every step, or streams with objectives alone are more than fit.
+
+        Beside prompts all of best effort that runs decodes; where streams are too many it waits for its step.
+        """
         driver = Watch(max_num_seqs=512)
         tagged = make_request("tagged", 10, 500)
         if tbt is None:
@@ -225,7 +228,8 @@ class TestBestEffort:
         turns = range((first // BEST_EFFORT_STEPS + 1) * BEST_EFFORT_STEPS, last, BEST_EFFORT_STEPS)
         assert len(turns) >= 2
         assert all("tagged" in rows[index] for index in turns)
-        assert sum("tagged" in names for names in rows) < 0.9 * len(rows), "it had to wait"
+        num_waited = sum("tagged" not in names for names in rows[first:last])
+        assert num_waited == 0 if tbt is None else num_waited > 0.1 * len(rows)
 
 
 class TestTriage:
