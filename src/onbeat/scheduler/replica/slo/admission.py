@@ -10,13 +10,14 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf, nextafter
+from typing import NamedTuple
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible, shortest_first
-from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -44,6 +45,18 @@ class Outlook:
     ttft: float
     delays_others: bool
     slows_streams: bool
+
+
+class _Queue(NamedTuple):
+    """What an arrival finds."""
+
+    plan: StepPlan
+    view: RunningView
+    jobs: list[Job]
+    """Prompts with deadlines that a plan looks at."""
+    start: float
+    """When their work begins, seconds."""
+    room: Room
 
 
 class Admission:
@@ -114,48 +127,51 @@ class Admission:
     def _look(self, state: RequestState, plan: StepPlan, start: float) -> Outlook:
         work = self._work
         view = RunningView(plan.running, start)
-        decodes = decode_shape([*view.streams, *view.loose])
+        jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, work)
+        # By the time that it is served, those ahead of it decode, too.
+        ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
+        decodes = decode_shape([*view.streams, *view.loose, *ahead])
         limit = self._limit(view, work.of(decodes), start)
         room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
-        own = Job(state.slo.ttft_deadline, seconds, state)
-        ahead, delays_others = self._ahead(own, plan, view, start, room)
-        ttft = start - state.request.arrival + room.drain_seconds(ahead + seconds)
+        if plan.running or jobs:
+            # As the policy plans: a prompt that is done within a step waits for its end.
+            all_seconds = seconds + sum(job.seconds for job in jobs)
+            start += 0.5 * min(room.length, room.drain_seconds(all_seconds))
+        queue = _Queue(plan, view, jobs, start, room)
+        before, delays_others = self._before(Job(state.slo.ttft_deadline, seconds, state), queue)
+        ttft = queue.start - state.request.arrival + room.drain_seconds(before + seconds)
         return Outlook(ttft, delays_others, self._slows_streams(state, view))
 
-    def _ahead(
-        self, own: Job, plan: StepPlan, view: RunningView, start: float, room: Room
-    ) -> tuple[float, bool]:
-        """Return the seconds of work ahead of an arrival, and whether it delays others."""
-        jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, self._work)
+    def _before(self, own: Job, queue: _Queue) -> tuple[float, bool]:
+        """Return the seconds of work before that of an arrival, and whether it delays others."""
+        jobs, room = queue.jobs, queue.room
         if own.deadline == inf:
-            return self._all_work(plan, view), False
+            return self._all_work(queue), False
         everyone = list(jobs)
         insort(everyone, own, key=lambda job: job.deadline)
         place = next(index for index, job in enumerate(everyone) if job is own)
-        if place == len(jobs):  # behind all that a plan looks at: those in the queue before it count, too
-            beyond = nextafter(own.state.slo.rank, inf)  # those that are due with it came first
-            tokens, pairs = plan.waiting.work_below(beyond)
+        before = sum(job.seconds for job in everyone[:place])
+        is_behind_all = place == len(jobs) >= MOST_JOBS
+        if is_behind_all:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)
-            before = self._work.token * tokens + self._work.pair * pairs + running
-        else:
-            before = sum(job.seconds for job in everyone[:place])
+            before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
         if own.state.request.shed is ShedMode.REJECT:
             # Whoever was accepted stays: the arrival must find its place among them.
-            return before, self._delays_others(own, everyone[place + 1 :], start + before / room.share, room)
+            end = queue.start + before / room.share
+            return before, self._delays_others(own, everyone[place + 1 :], end, room)
         kept, left_behind = select_feasible(
-            everyone, start=start, share=room.share, worth=self._tracker.worth, order=self._shed_order
+            everyone, start=queue.start, share=room.share, worth=self._tracker.worth, order=self._shed_order
         )
         if own in left_behind:
-            return self._all_work(plan, view), False
+            return self._all_work(queue), False
         if left_behind:
             before -= sum(job.seconds for job in left_behind if job.deadline < own.deadline)
-            return max(0.0, before), False
-        turns = shortest_first(kept, start=start, share=room.share)
-        if len(jobs) < len(everyone) and place < len(jobs):
+        elif not is_behind_all:
+            turns = shortest_first(kept, start=queue.start, share=room.share)
             before = sum(job.seconds for job in turns[: turns.index(own)])
-        return before, False
+        return max(0.0, before), False
 
     def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
         """Whether prompts behind an arrival are late because of it.
@@ -172,14 +188,18 @@ class Admission:
                 return True
         return False
 
-    def _all_work(self, plan: StepPlan, view: RunningView) -> float:
+    def _all_work(self, queue: _Queue) -> float:
         """Return the seconds of work of all prompts that run or wait."""
         work = self._work
-        tokens, pairs = plan.waiting.work_below(inf)
         running = sum(
-            work.seconds(state.num_wanted_tokens, state.num_computed_tokens) for state in view.prefills
+            work.seconds(state.num_wanted_tokens, state.num_computed_tokens) for state in queue.view.prefills
         )
-        return work.token * tokens + work.pair * pairs + running
+        return running + self._queued_work(queue, inf)
+
+    def _queued_work(self, queue: _Queue, rank: float) -> float:
+        """Return the seconds of work of the prompts of a lower rank that wait."""
+        num_tokens, num_pairs = queue.plan.waiting.work_below(rank)
+        return self._work.token * num_tokens + self._work.pair * num_pairs
 
     def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""
