@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
-from onbeat.core.step import BatchShape
+from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.scheduler.replica.slo import composer
 from onbeat.scheduler.replica.slo.composer import BEST_EFFORT_STEPS, EARNED_SHARE, GAP_QUANTILE
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
@@ -266,6 +269,56 @@ class TestExpectedLength:
         driver.serve(before)
         driver.add(make_request("next", 10, 400, slo=SLO(e2e=2.0), arrival=driver.now))
         assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(1.0 / 8)
+
+
+class TestSittingOut:
+    slo = SLO(ttft=2.0, tbt=0.05)
+
+    def serve(self, ttft: float) -> tuple[Watch, list[SchedulerOutput]]:
+        """40 streams that are far ahead, one that has just begun, and four prompts at once.
+
+        Returns the steps with prompts in which not all streams decode, too.
+        """
+        driver = Watch()
+        streams = [make_request(f"s{i}", 10, 200, slo=self.slo) for i in range(40)]
+        fresh = make_request("fresh", 10, 200, slo=SLO(ttft=0.05, tbt=0.05), arrival=0.47)
+        prompts = [
+            make_request(f"r{i}", 600, 2, slo=SLO(ttft=ttft), arrival=0.5, shed=ShedMode.RELEGATE)
+            for i in range(4)
+        ]
+        driver.serve([*streams, fresh, *prompts])
+        assert all(driver.is_good(stream.request_id) for stream in (*streams, fresh))
+        steps = [step for step in driver.log[8:] if step.shape.num_chunks and step.shape.num_decodes < 40]
+        return driver, steps
+
+    def num_good(self, driver: Watch) -> int:
+        return sum(driver.is_good(f"r{i}") for i in range(4))
+
+    def test_streams_with_plenty_in_hand_sit_out_where_that_saves_prompts(self, monkeypatch):
+        driver, steps = self.serve(0.38)
+        assert len(steps) > 2
+        assert self.num_good(driver) == 4
+        monkeypatch.setattr(composer, "SPARE_TOKENS", inf)
+        driver, steps = self.serve(0.38)
+        assert steps == []
+        assert self.num_good(driver) < 4
+
+    def test_whoever_has_little_in_hand_decodes(self):
+        driver, steps = self.serve(0.38)
+        num_close = 0
+        for step in steps:
+            planned = driver.planned_at[step.step_id]
+            num_out = sum(time <= planned for time in driver.times["fresh"])
+            in_hand = 0.52 + num_out * 0.05 - planned
+            if in_hand <= composer.SPARE_TOKENS * 0.05:
+                num_close += 1
+                assert "fresh" in {row.request_id for row in step.rows}
+        assert num_close > 2
+
+    def test_nobody_sits_out_where_prompts_have_time(self):
+        driver, steps = self.serve(5.0)
+        assert steps == []
+        assert self.num_good(driver) == 4
 
 
 class TestClasses:
