@@ -71,7 +71,11 @@ def measure(args: argparse.Namespace, document: dict[str, Any], stem: Path) -> N
 
         def on_round(runs: Runs, limits: list[dict[str, float]]) -> None:
             made = {"machine": machine(), "servers": {entry.name: entry.as_json() for entry in entries}}
-            document.update(stamp() | made | {"limits": limits, "starts": stage.starts, "runs": runs})
+            document.update(
+                stamp()
+                | made
+                | {"is_busy": args.busy, "limits": limits, "starts": stage.starts, "runs": runs}
+            )
             report.write(document, stem, args.images_dir)
 
         run_rounds(stage, client, plan, on_round)
@@ -122,6 +126,11 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="interleaved rounds at most (default: 10)")
     parser.add_argument("--minutes", type=float, default=30.0, help="no round is begun that would end later")
+    parser.add_argument(
+        "--busy",
+        action="store_true",
+        help="count rounds in which others took the processors; the page says so",
+    )
     parser.add_argument("--quick", action="store_true", help="one short round, to try it out")
     parser.add_argument("--check-equal", action="store_true", help="compare tokens instead of times")
     parser.add_argument("--tasks", type=int, default=12, help="of each set that --check-equal compares")

@@ -30,7 +30,7 @@ def write(document: Document, stem: Path, images: Path) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     json_path, page_path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md")
     json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    runs = verdict.undisturbed(document["runs"])
+    runs = counted(document)
     image = plots.save(draw(runs), images / "speculation-live.png") if runs else ""
     page_path.write_text(render(document, image), encoding="utf-8")
     print(f"wrote {page_path.name} and {json_path.name}", flush=True)
@@ -38,7 +38,7 @@ def write(document: Document, stem: Path, images: Path) -> None:
 
 def render(document: Document, image: str) -> str:
     """Return the page."""
-    runs = verdict.undisturbed(document["runs"])
+    runs = counted(document)
     parts = ["# Speculation by prompt lookup on this CPU: off, adaptive, fixed lengths"]
     if runs:
         num_rounds = 1 + max(run["round"] for run in document["runs"])
@@ -48,10 +48,7 @@ def render(document: Document, image: str) -> str:
             f"    {document['command']}",
             document["remark"],
             f"{num_rounds} interleaved rounds. {INTRO}",
-            f"Rounds of a load in which others (the machine's host counts) took more than "
-            f"{percent(verdict.DISTURBED_SHARE)} of the processors during one of the runs are left out: "
-            f"{percent(share_left_out)} of all runs. A load is measured no further once it has "
-            f"{verdict.FEWEST_ROUNDS} rounds and both intervals are at most {verdict.SETTLED_WIDTH} wide.",
+            disturbance_part(document, share_left_out),
             single_part(runs),
             *(load_part(runs, task_set) for task_set in dict.fromkeys(run["task_set"] for run in runs)),
             image,
@@ -60,6 +57,28 @@ def render(document: Document, image: str) -> str:
             commands_part(document["servers"]),
         ]
     return "\n\n".join(part for part in [*parts, equality_part(document["equality"])] if part) + "\n"
+
+
+def counted(document: Document) -> list[verdict.Run]:
+    """Return the runs that the page is about."""
+    runs: list[verdict.Run] = document["runs"]
+    return list(runs) if document.get("is_busy") else verdict.undisturbed(runs)
+
+
+def disturbance_part(document: Document, share_left_out: float) -> str:
+    """Return what was done about others on the machine."""
+    if document.get("is_busy"):
+        others = statistics.median(run["cpu"]["others"] for run in document["runs"])
+        return (
+            f"**The machine was busy with other work**, which took {percent(others)} of the processors in "
+            "the median run (`--busy` counts such rounds). Only ratios within rounds mean anything."
+        )
+    return (
+        f"Rounds of a load in which others (the machine's host counts) took more than "
+        f"{percent(verdict.DISTURBED_SHARE)} of the processors during one of the runs are left out: "
+        f"{percent(share_left_out)} of all runs. A load is measured no further once it has "
+        f"{verdict.FEWEST_ROUNDS} rounds and both intervals are at most {verdict.SETTLED_WIDTH} wide."
+    )
 
 
 def single_part(runs: Sequence[verdict.Run]) -> str:

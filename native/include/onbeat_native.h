@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 3
+#define OB_ABI_VERSION 4
 
 /* All else of the library is hidden. */
 #pragma GCC visibility push(default)
@@ -127,7 +127,6 @@ typedef struct {
     float* logits;                /* [num_samples, V], written; or NULL where only the best are wanted */
     int64_t* best_ids;            /* [num_samples]: most likely token, the lowest id of equals */
     float* best_logits;           /* its logit; NaN where any logit is NaN */
-    int64_t num_layers;           /* layers to run; 0: all */
     double seconds;               /* written: how long the step took */
 } ob_step;
 

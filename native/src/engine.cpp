@@ -136,7 +136,7 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
     for (int64_t sample = 0; sample < step.num_samples; ++sample) {
         if (step.sample_tokens[sample] < 0 || step.sample_tokens[sample] >= num_tokens) return false;
     }
-    return step.num_layers >= 0 && step.num_layers <= model.num_layers;
+    return true;
 }
 
 }  // namespace
@@ -244,7 +244,6 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.step = &step;
     context.pool = pool;
     context.num_threads = model.num_threads;
-    context.num_layers = step.num_layers ? step.num_layers : model.num_layers;
     context.by_columns = step.num_tokens <= ob::kMostColumnRows;
     plan_attention(step);
     context.items = items.data();

@@ -42,7 +42,7 @@ private:
     void run_by_columns() {
         begin();
         meet();
-        for (int64_t layer = 0; layer < context_.num_layers; ++layer) {
+        for (int64_t layer = 0; layer < model_.num_layers; ++layer) {
             project(layer);
             meet();
             run_items(layer);
@@ -53,7 +53,7 @@ private:
 
     void run_by_rows() {
         for (int64_t layer = 0;; ++layer) {
-            const bool is_last = layer == context_.num_layers;
+            const bool is_last = layer == model_.num_layers;
             for (Range chunk; take_chunk(layer, chunk);) {
                 own_ = rows_ = chunk;
                 if (layer == 0) begin();
@@ -245,7 +245,7 @@ private:
             });
         }
         meet_if_divided_by_columns();
-        const bool is_last = index + 1 == context_.num_layers;
+        const bool is_last = index + 1 == model_.num_layers;
         const ob_matrix& after = is_last ? *model_.lm_head : *model_.layers[index + 1].qkv[0];
         add(*layer.down, {gated, stride}, nullptr, layer.after_mlp_norm, after);
     }

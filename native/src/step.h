@@ -45,7 +45,6 @@ struct StepContext {
     const ob_step* step;
     ThreadPool* pool;
     int num_threads;
-    int64_t num_layers;
     bool by_columns;
 
     const AttentionItem* items;

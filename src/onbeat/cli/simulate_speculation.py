@@ -9,7 +9,6 @@ from pathlib import Path
 from onbeat.cli.args import JSON, checked
 from onbeat.core.errors import ConfigError
 from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
-from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.simulator.acceptance import DEFAULT_RATE, Acceptance
 from onbeat.simulator.recorded_acceptance import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings
@@ -63,14 +62,10 @@ def speculation_settings(args: argparse.Namespace) -> SpeculationSettings | None
             if getattr(args, name) not in (None, []):
                 raise ConfigError(f"--{name.replace('_', '-')} needs --speculative-config")
         return None
-    num_layers = config.num_layers
-    if config.method == "early-exit" and num_layers is None:
-        num_layers = -(-find_model_spec(args.model).num_layers // 2)  # as in the engine
     return SpeculationSettings(
         num_speculative_tokens=config.num_speculative_tokens,
         is_adaptive=config.draft_length == "adaptive",
         draft_model=config.model,
-        num_layers=num_layers,
         acceptance=_acceptance(args, config),
     )
 

@@ -136,9 +136,6 @@ class SchedulerOutput:
     """The request whose deadline set the budget."""
     expected_tokens: float = 0.0
     """Output tokens that the decode rows should deliver; kept where drafts are planned."""
-    asks_available: bool = False
-    """Whether the model runner is to say how many drafts there are for the next step: looking them up takes
-    time, which is saved while none pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +150,7 @@ class ModelRunnerOutput:
     num_drafted : drafts that were verified for each row with `samples`: those that were asked for, or fewer.
         A row has as many tokens as drafts were accepted, and one more. None where none were asked for.
     num_available : drafts that the proposer has ready for the next step of each row with `samples`; None
-        where it makes as many as one asks for, where nothing is proposed, or where nobody asked.
+        where it makes as many as one asks for, or where nothing is proposed.
     """
 
     sampled_token_ids: list[list[int]]

@@ -82,20 +82,6 @@ class ForwardPass(Protocol):
         ...
 
 
-class LayeredForward(ForwardPass, Protocol):
-    """A forward pass that can end after its first layers."""
-
-    def run(self, inputs: StepInputs, *, wants_logits: bool, num_layers: int | None = None) -> StepLogits:
-        """Run a step; see `ForwardPass.run`.
-
-        Parameters
-        ----------
-        num_layers : run so many layers, at least 1, then the final norm and the output head; the KV of the
-            others stays as it is. None runs all.
-        """
-        ...
-
-
 class TorchForward:
     """A model of torch operators and its attention backend: the reference, for any device and type.
 
@@ -135,15 +121,13 @@ class TorchForward:
         inputs: StepInputs,
         *,
         wants_logits: bool,  # noqa: ARG002 -- always computed
-        num_layers: int | None = None,
     ) -> StepLogits:
-        """Run one step; see `LayeredForward.run`."""
+        """Run one step; see `ForwardPass.run`."""
         context = ForwardContext(self.attention, self.attention.plan(inputs.attention))
         hidden_TD = self.model.forward(
             torch.from_numpy(inputs.token_ids_T).to(self.device),
             torch.from_numpy(inputs.positions_T).to(self.device),
             context,
-            num_layers=num_layers,
         )
         if not len(inputs.sampling_tokens):  # not the rows, which a tensor-parallel rank is not told of
             return StepLogits(None)

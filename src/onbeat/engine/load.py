@@ -113,7 +113,7 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     torch.set_num_threads(device.num_threads)
     checkpoint = open_weights(config)
     backend = choose_backend(config, checkpoint, device)
-    target = Target(checkpoint.config, device, backend.weights_format)
+    target = Target(checkpoint.config, device)
     proposer = plan_proposer(config, target, open_weights)
     limits = resolve_limits(
         config, checkpoint.config, device, Footprint.of(backend, proposer, config.block_size)

@@ -162,7 +162,7 @@ class ModelRunner:
         num_drafted = num_available = failed = None
         if drafts:
             num_drafted = [len(ids) for ids, row in zip(drafts, scheduled.rows, strict=True) if row.samples]
-        if self.proposer is not None and scheduled.asks_available:
+        if self.proposer is not None:
             slots = inputs.sampling_slots
             num_tokens = self.batch.num_tokens_S[slots].tolist()
             num_available = self.proposer.num_available(self.batch, slots.tolist(), num_tokens)

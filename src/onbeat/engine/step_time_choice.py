@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.profiling.store import profiles_dir
-from onbeat.engine.speculation.build import DraftModelPlan, EarlyExitPlan, ProposerPlan
+from onbeat.engine.speculation.build import DraftModelPlan
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
@@ -121,7 +121,8 @@ class _Chooser:
             precision=self._precision,
             fitted=fitted,
         )
-        draft = None if self._loaded.proposer is None else self._draft(self._loaded.proposer, target)
+        proposer = self._loaded.proposer
+        draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelPlan) else None
         description: AnyDescription = target
         work: BatchWork = StepWork(self._spec, self._precision)
         if draft is not None:
@@ -135,16 +136,6 @@ class _Chooser:
             drift=lambda: model.drift,
         )
         return StepTime(model, watch, description)
-
-    def _draft(self, proposer: ProposerPlan, target: StepTimeDescription) -> StepTimeDescription | None:
-        """Describe the model that makes drafts; None where none does."""
-        match proposer:
-            case EarlyExitPlan():
-                return target.early_exit(proposer.num_layers)
-            case DraftModelPlan():
-                return self._draft_model(proposer, target)
-            case _:
-                return None
 
     def _draft_model(self, proposer: DraftModelPlan, target: StepTimeDescription) -> StepTimeDescription:
         """Describe a second model: by its own profile where there is one that fits, else by the roofline."""

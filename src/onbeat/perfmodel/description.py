@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.early_exit import early_exit_fit, early_exit_spec
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.model_sizes import ModelSpec
@@ -53,20 +52,6 @@ class StepTimeDescription:
                 precision=self.precision,
             )
         return plain.with_learning()
-
-    def early_exit(self, num_layers: int) -> StepTimeDescription:
-        """Return the description of the model's first layers with its LM head.
-
-        Raises
-        ------
-        ConfigError : no layers, or not fewer than the model has.
-        """
-        fitted = self.fitted
-        return replace(
-            self,
-            model=early_exit_spec(self.model, num_layers),
-            fitted=None if fitted is None else early_exit_fit(fitted, self.model, num_layers, self.precision),
-        )
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, numbers in full."""

@@ -20,7 +20,6 @@ from onbeat.perfmodel.profile import check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
-from onbeat.perfmodel.speculative import SpeculativeStepTime
 
 ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
@@ -83,32 +82,6 @@ def make_step_time_model(
             profile=profile,
         )
     )
-
-
-def speculative_roofline(
-    target: ModelSpec,
-    draft: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism | None = None,
-    precision: Precision | None = None,
-) -> SpeculativeStepTime:
-    """Return the roofline of a target and a draft model on the same devices, both cut and stored alike.
-
-    For an early exit the draft is `early_exit_spec(target, num_layers)`. Models of other kinds go together as
-    well: `SpeculativeStepTime` takes any two predictors.
-
-    Raises
-    ------
-    ConfigError : see `make_roofline`.
-    """
-    target_time, draft_time = (
-        make_step_time_model(
-            "roofline", model=model, device=device, parallelism=parallelism, precision=precision
-        )
-        for model in (target, draft)
-    )
-    return SpeculativeStepTime(target_time, draft_time)
 
 
 def fitted_predictor(

@@ -68,19 +68,6 @@ def _checked(parameters: Mapping[str, float]) -> Mapping[str, float]:
     return parameters
 
 
-def scale_layers(parameters: Mapping[str, float], *, layers: float, fixed: float) -> dict[str, float]:
-    """Return the parameters of a model with fewer layers.
-
-    Parameters
-    ----------
-    layers : its layers, as a share.
-    fixed : its share of the time that every step takes.
-    """
-    shares = dict.fromkeys(_checked(parameters), layers)
-    shares |= {_FIXED: fixed, _LOWEST: fixed, "num_lm_head_rows": 1.0}
-    return {name: value * shares[name] for name, value in _checked(parameters).items()}
-
-
 def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
     """Return the coefficients, seconds a unit, that minimise the squared relative error.
 

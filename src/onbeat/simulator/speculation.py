@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.early_exit import early_exit_spec
 from onbeat.perfmodel.memory import KVCapacity
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
@@ -18,12 +17,7 @@ MAX_CATCH_UP_TOKENS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationSettings:
-    """Drafts of one replica. Without a draft model and layers they are looked up, which takes no time.
-
-    Raises
-    ------
-    ConfigError : both a draft model and layers.
-    """
+    """Drafts of one replica. Without a draft model they are looked up, which takes no time."""
 
     num_speculative_tokens: int
     """Most drafts of a request in one step."""
@@ -31,23 +25,14 @@ class SpeculationSettings:
     """Whether the scheduler weighs how many are worth their time; else it always plans the most."""
     draft_model: str | None = None
     """A packaged name, a config.json or its directory; on the target's devices, cut and stored alike."""
-    num_layers: int | None = None
-    """First layers of the target that make the drafts (early exit)."""
     acceptance: Acceptance = field(default_factory=Acceptance)
-
-    def __post_init__(self) -> None:
-        if self.draft_model is not None and self.num_layers is not None:
-            raise ConfigError(
-                f"drafts come either from a draft model ({self.draft_model}) or from the first layers of the "
-                f"model itself ({self.num_layers}); give one of the two"
-            )
 
     def for_scheduler(self) -> SpeculationConfig:
         """Return what the scheduler must know of this."""
         return SpeculationConfig(
             num_speculative_tokens=self.num_speculative_tokens,
             draft_length="adaptive" if self.is_adaptive else "fixed",
-            runs_model=self.draft_model is not None or self.num_layers is not None,
+            runs_model=self.draft_model is not None,
             max_catch_up_tokens=0 if self.draft_model is None else MAX_CATCH_UP_TOKENS,
         )
 
@@ -56,10 +41,8 @@ class SpeculationSettings:
 
         Raises
         ------
-        ConfigError : an unknown model, one that is not smaller than the target, or more layers than it has.
+        ConfigError : an unknown model, or one that is not smaller than the target.
         """
-        if self.num_layers is not None:
-            return early_exit_spec(target, self.num_layers)
         if self.draft_model is None:
             return None
         draft = find_model_spec(self.draft_model)

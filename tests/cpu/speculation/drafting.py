@@ -186,9 +186,9 @@ class CountingForward(TorchForward):
         super().__init__(model, num_blocks=num_blocks, block_size=block_size)
         self.passes: list[list[int]] = []
 
-    def run(self, inputs: StepInputs, *, wants_logits: bool, num_layers: int | None = None) -> StepLogits:
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
         self.passes.append(sorted(inputs.attention.query_lens_R.tolist(), reverse=True))
-        return super().run(inputs, wants_logits=wants_logits, num_layers=num_layers)
+        return super().run(inputs, wants_logits=wants_logits)
 
     def take(self) -> list[list[int]]:
         """Return the passes since the last call."""

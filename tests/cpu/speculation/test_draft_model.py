@@ -290,8 +290,8 @@ class BreakingForward(CountingForward):
 
     scrubbed: tuple[int, ...] = ()
 
-    def run(self, inputs: StepInputs, *, wants_logits: bool, num_layers: int | None = None) -> StepLogits:
-        logits = super().run(inputs, wants_logits=wants_logits, num_layers=num_layers)
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        logits = super().run(inputs, wants_logits=wants_logits)
         if len(self.passes) != 2:
             return logits
         assert logits.values_RV is not None

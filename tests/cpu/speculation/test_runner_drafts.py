@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -39,7 +38,7 @@ def make_runner(proposer: Any, sampler: Any = None, **options: int) -> ModelRunn
 def step(
     rows: list[ScheduledRequest], admitted: tuple[AdmittedRequest, ...] = (), released: tuple[str, ...] = ()
 ) -> SchedulerOutput:
-    return SchedulerOutput(0, tuple(rows), admitted, released, BatchShape(), asks_available=True)
+    return SchedulerOutput(0, tuple(rows), admitted, released, BatchShape())
 
 
 def prefill(name: str = "a", block_ids: tuple[int, ...] = (4, 2, 9)) -> SchedulerOutput:
@@ -92,9 +91,7 @@ def test_what_can_be_drafted_next_is_reported_for_rows_that_sample() -> None:
         ScheduledRequest("plain", 0, 12, (), samples=False),
         ScheduledRequest("looping", 0, 7, (), samples=True),
     ]
-    asked = step(rows, admitted)
-    assert make_runner(ngram(6)).execute(replace(asked, asks_available=False)).num_available is None
-    output = runner.execute(asked)
+    output = runner.execute(step(rows, admitted))
     assert output.num_available is not None
     assert len(output.num_available) == 1
     assert output.num_available[0] <= 6

@@ -16,7 +16,6 @@ from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.speculation.build import default_exit
 from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.engine.speculation.draft_model import DraftModelProposer
 from onbeat.engine.speculation.same_tokenizer import first_difference
@@ -48,7 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tiny_directory(folder / "draft", num_hidden_layers=1)
     write_tiny_directory(folder / "padded", num_hidden_layers=1, vocab_size=320)
     write_tiny_directory(folder / "short", num_hidden_layers=1, max_position_embeddings=40)
-    write_tiny_directory(folder / "single", num_hidden_layers=1)
     write_tiny_directory(folder / "larger", num_hidden_layers=NUM_LAYERS, intermediate_size=128)
     path = write_tiny_directory(folder / "other-tokenizer", num_hidden_layers=1) / "tokenizer.json"
     content = json.loads(path.read_text())
@@ -83,7 +81,6 @@ def draft_model(folder: Path, name: str, **options: Any) -> dict[str, Any]:
 
 METHODS: dict[str, Any] = {
     "ngram": lambda folder: {"method": "ngram", "num_speculative_tokens": 5, "draft_length": "fixed"},
-    "early-exit": lambda folder: {"method": "early_exit", "draft_length": "fixed"},
     "draft-model": lambda folder: draft_model(folder, "draft", draft_length="fixed"),
 }
 PROMPTS = ["abcabcabc", "one two one two", "x"]
@@ -101,18 +98,7 @@ SAMPLINGS = (
         ("damaged", {}, r"the draft model cannot be loaded: .*config\.json is not valid JSON"),
         ("missing", {}, r"the draft model cannot be loaded: .*missing does not exist"),
         (
-            {"method": "early-exit", "num_layers": 4},
-            {},
-            "num_layers 4, but the model has 4 layers; choose 1 to 3",
-        ),
-        ({"method": "early-exit"}, {"model": "single"}, "has 1 layers; choose another method"),
-        (
-            {"method": "early-exit"},
-            {"tensor_parallel_size": 2},
-            "'early-exit' needs a model in one process, but tensor_parallel_size is 2; choose method 'ngram'",
-        ),
-        (
-            {"method": "early-exit", "num_speculative_tokens": 17},
+            {"method": "ngram", "num_speculative_tokens": 17},
             {},
             r"num_speculative_tokens is 17; it must not be above block_size \(16\)",
         ),
@@ -127,20 +113,13 @@ def test_what_cannot_be_is_refused_before_weights_are_read(
         prepare_model(config_of(folder, speculative, **options))
 
 
-@pytest.mark.parametrize(
-    ("method", "proposer", "most"),
-    [
-        ("ngram", "what followed the same 2 to 5 tokens before", 5),
-        ("early-exit", "the first 2 of the model's 4 layers", 4),
-    ],
-)
-def test_the_start_says_what_drafts(folder: Path, method: str, proposer: str, most: int) -> None:
+def test_the_start_says_what_drafts(folder: Path) -> None:
     said: list[str] = []
-    adaptive = METHODS[method](folder) | {"draft_length": "adaptive"}
+    adaptive = METHODS["ngram"](folder) | {"draft_length": "adaptive"}
     prepare_model(config_of(folder, adaptive)).load(said.append)
     assert (
-        f"speculative decoding by {proposer}: drafts of a request in a step: as many as the load makes "
-        f"worthwhile, at most {most}; no weights or KV cache of its own"
+        "speculative decoding by what followed the same 2 to 5 tokens before: drafts of a request in a step: "
+        "as many as the load makes worthwhile, at most 5; no weights or KV cache of its own"
     ) in said
 
 
@@ -233,7 +212,7 @@ def test_the_step_time_model_knows_the_drafts(folder: Path, method: str, tmp_pat
     assert isinstance(model, SpeculativeStepTime) == (method != "ngram")
     core.shutdown()
     header = Recording(record).header
-    assert header.engine["drafts"].startswith({"n": "what", "e": "the first 2", "d": "the draft"}[method[0]])
+    assert header.engine["drafts"].startswith({"n": "what", "d": "the draft"}[method[0]])
     assert header.step_time is not None
     assert ("draft" in header.step_time) == (method != "ngram")
     if method == "draft-model":
@@ -262,10 +241,6 @@ def test_adaptive_lengths_need_predicted_step_times(
     fixed = config_of(folder, METHODS["ngram"](folder), **options)
     core, _ = build_engine(fixed, lambda _: None)
     core.shutdown()
-
-
-def test_half_of_the_layers_draft_where_nobody_says() -> None:
-    assert [default_exit(num) for num in (2, 3, 30)] == [1, 2, 15]
 
 
 def test_tokenizers_are_compared_by_what_their_tokens_stand_for(folder: Path) -> None:

@@ -18,10 +18,9 @@ from onbeat.perfmodel.description import (
     description_from_json,
 )
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.early_exit import early_exit_spec
 from onbeat.perfmodel.fitted import FIT_METHODS, fit
 from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.models import speculative_roofline
+from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
@@ -47,6 +46,14 @@ FP8, TP4 = Precision("fp8", "fp8", "fp8"), Parallelism(tensor=4)
 
 def draft_seconds(shape: BatchShape) -> float:
     return 1e-3 + 1e-5 * shape.num_sequences + 1e-9 * shape.decode_context_tokens
+
+
+def roofline_of_70b_with_8b() -> SpeculativeStepTime:
+    target, draft = (
+        make_step_time_model("roofline", model=model, device=H100, parallelism=TP4, precision=FP8)
+        for model in (LLAMA_70B, LLAMA_8B)
+    )
+    return SpeculativeStepTime(target, draft)
 
 
 def both(sigma: float = 0.1) -> SpeculativeStepTime:
@@ -140,7 +147,7 @@ def test_a_model_that_does_not_learn_stays_as_it_is() -> None:
 
 def test_a_70b_with_an_8b_draft_gains_at_low_load_alone() -> None:
     """Published for fp8 on four H100 with three drafts: more than 25 % less at low load, none at high."""
-    model = speculative_roofline(LLAMA_70B, LLAMA_8B, H100, parallelism=TP4, precision=FP8)
+    model = roofline_of_70b_with_8b()
     tokens = sum(0.7**position for position in range(4))
 
     def gain(count: int) -> float:
@@ -183,7 +190,7 @@ def describe(method: str | None) -> StepTimeDescription:
 @pytest.mark.parametrize("method", [None, *FIT_METHODS])
 def test_a_description_builds_the_same_again(method: str | None) -> None:
     target = describe(method)
-    description = SpeculativeDescription(target=target, draft=target.early_exit(8))
+    description = SpeculativeDescription(target=target, draft=target)
     again = description_from_json(json.loads(json.dumps(description.as_json())))
     assert isinstance(again, SpeculativeDescription)
     first, second = description.predictor(), again.predictor()
@@ -202,34 +209,9 @@ def test_a_description_of_one_model_is_read_as_before() -> None:
         description_from_json({"target": single.as_json()})
 
 
-@pytest.mark.parametrize("method", [None, *FIT_METHODS])
-def test_an_early_exit_costs_its_layers_and_the_head(method: str | None) -> None:
-    whole = describe(method)
-    shape = decodes(8, 500)
-    full = whole.predictor().step_time(shape)
-    quarter, half = (whole.early_exit(layers).predictor().step_time(shape) for layers in (8, 16))
-    assert 0.25 * full < quarter < 0.45 * full
-    assert quarter < half < 0.65 * full
-
-
-@pytest.mark.parametrize("num_layers", [0, 32, 33, -1])
-def test_an_exit_must_leave_layers_out(num_layers: int) -> None:
-    with pytest.raises(ConfigError, match=rf"after {num_layers} layers: .* choose from 1 to 31"):
-        early_exit_spec(LLAMA_8B, num_layers)
-
-
-def test_an_exit_of_experts_and_windows_keeps_their_share() -> None:
-    gemma = find_model_spec("gemma-3-27b-pt")
-    cut = early_exit_spec(gemma, gemma.num_layers // 2)
-    assert cut.num_sliding_layers == round(gemma.num_sliding_layers / 2)
-    mixtral = early_exit_spec(find_model_spec("Mixtral-8x7B"), 8)
-    assert mixtral.num_moe_layers == 8
-    assert mixtral.is_moe
-
-
 @examples(30)
 @given(count=st.integers(1, 64), context=st.integers(1, 8000))
 def test_more_passes_never_make_a_step_shorter(count: int, context: int) -> None:
-    model = speculative_roofline(LLAMA_70B, LLAMA_8B, H100, parallelism=TP4, precision=FP8)
+    model = roofline_of_70b_with_8b()
     times = [model.step_time(verifies(count, context, num, by_model=True)) for num in range(9)]
     assert times == sorted(times)

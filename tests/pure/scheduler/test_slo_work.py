@@ -180,7 +180,7 @@ class TestRoom:
         assert chunk_seconds(model, 0, room.chunk) == pytest.approx(room.length, rel=0.01)
 
         def lost(length: float) -> float:
-            return work.step_seconds / length + length / ttft
+            return float(work.step_seconds / length + length / ttft)
 
         assert all(lost(room.length) <= lost(factor * room.length) for factor in (0.5, 0.9, 1.1, 2.0))
 

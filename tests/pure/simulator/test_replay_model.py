@@ -142,7 +142,7 @@ def test_what_has_no_model_is_named(engine, message: str) -> None:
 
 def test_a_run_with_a_draft_model_is_predicted_by_its_own_model_only() -> None:
     """Nothing else knows the time of the draft model's passes."""
-    target, draft = describe("bare"), describe("bare").early_exit(10)
+    target = draft = describe("bare")
     speculation = SpeculationConfig(num_speculative_tokens=4, runs_model=True)
     description = SpeculativeDescription(target=target, draft=draft).as_json()
     config = make_config(speculation=speculation)

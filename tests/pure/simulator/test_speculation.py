@@ -268,14 +268,6 @@ def test_a_draft_model_takes_time_and_memory() -> None:
     assert all(record.is_completed for record in result.records)
 
 
-def test_an_early_exit_takes_time_and_no_memory() -> None:
-    drafts = SpeculationSettings(num_speculative_tokens=4, num_layers=8)
-    simulation = build_simulation(settings_of(speculation=drafts))
-    assert simulation.memory == build_simulation(settings_of()).memory
-    assert simulation.draft is not None
-    assert simulation.draft.num_layers == 8
-
-
 def test_a_pool_for_prompts_drafts_nothing() -> None:
     pools = DisaggregationSettings(prefill_replicas=1, decode_replicas=1, bandwidth=1e9)
     drafts = SpeculationSettings(num_speculative_tokens=4)
@@ -291,8 +283,6 @@ def test_a_pool_for_prompts_drafts_nothing() -> None:
     [
         ({"draft_model": "meta-llama/Llama-3.1-70B"}, "choose a smaller one"),
         ({"draft_model": "meta-llama/Llama-3.1-8B"}, "choose a smaller one"),
-        ({"draft_model": "meta-llama/Llama-3.2-1B", "num_layers": 4}, "one of the two"),
-        ({"num_layers": 32}, "choose from 1 to 31"),
         ({"num_speculative_tokens": 17}, "must not be above block_size"),
         ({"num_speculative_tokens": 0}, "at least 1"),
     ],

@@ -54,8 +54,6 @@ def test_what_became_of_drafts_is_told(tmp_path: Path) -> None:
     [
         '{"method": "draft-model", "model": "meta-llama/Llama-3.2-1B"}',
         '{"model": "meta-llama/Llama-3.2-1B", "num_speculative_tokens": 2}',
-        '{"method": "early_exit", "num_layers": 4}',
-        '{"method": "early-exit"}',
         '{"method": "ngram", "prompt_lookup_max": 4}',
     ],
 )

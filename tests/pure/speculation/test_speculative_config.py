@@ -14,6 +14,7 @@ from onbeat.cli.engine_args import engine_config
 from onbeat.cli.main import build_parser, main
 from onbeat.core.errors import ConfigError
 from onbeat.engine.speculation.config import (
+    MAX_CATCH_UP_TOKENS,
     SpeculativeConfig,
     parse_speculative_config,
     read_speculative_config,
@@ -35,10 +36,9 @@ from onbeat.scheduler.config import SpeculationConfig
         ({"method": "ngram", "model": None}, {"method": "ngram", "model": None}),
         ({"method": "draft_model", "model": "a/b"}, {"method": "draft-model", "model": "a/b"}),
         ({"model": "a/b"}, {"method": "draft-model", "num_speculative_tokens": 4}),
-        ({"method": "early_exit"}, {"method": "early-exit", "num_layers": None, "num_speculative_tokens": 4}),
         (
-            {"method": "early-exit", "num_layers": 3, "draft_length": "fixed"},
-            {"num_layers": 3, "draft_length": "fixed"},
+            {"model": "a/b", "num_speculative_tokens": 3, "draft_length": "fixed"},
+            {"num_speculative_tokens": 3, "draft_length": "fixed"},
         ),
     ],
 )
@@ -53,10 +53,10 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
     [
         ("ngram", "not JSON"),
         ("[1]", "must be a JSON object"),
-        ("{}", "lacks the key 'method'; choose one of ngram, draft-model, early-exit"),
+        ("{}", "lacks the key 'method'; choose one of ngram, draft-model"),
         ('{"method": "lookup"}', "unknown speculative method 'lookup'; choose one of ngram"),
         ('{"method": "eagle3"}', "'eagle3' needs weights that were trained with the model"),
-        ('{"method": "medusa"}', "not support; choose one of ngram, draft-model, early-exit"),
+        ('{"method": "medusa"}', "not support; choose one of ngram, draft-model"),
         ('{"method": "deepseek_mtp"}', "not support"),
         ('{"method": 3}', "method is 3; it must be a text"),
         ('{"method": "ngram", "num_speculativ_tokens": 3}', "did you mean 'num_speculative_tokens'"),
@@ -84,11 +84,14 @@ def test_keys_are_those_of_vllm_and_have_defaults(content: dict[str, Any], expec
         ('{"method": "draft-model"}', "needs the key 'model'"),
         ('{"method": "draft-model", "model": ""}', "needs the key 'model'"),
         (
-            '{"method": "draft-model", "model": "a", "num_layers": 2}',
-            "'num_layers' belongs to method 'early-",
+            '{"method": "early-exit"}',
+            "unknown speculative method 'early-exit'; choose one of ngram, draft-model",
         ),
-        ('{"method": "early-exit", "num_layers": 0}', "num_layers is 0; it must be at least 1"),
-        ('{"method": "early-exit", "prompt_lookup_max": 2}', "'prompt_lookup_max' belongs to method 'ngram'"),
+        ('{"method": "ngram", "num_layers": 2}', "unknown key 'num_layers' in the speculative config"),
+        (
+            '{"method": "draft-model", "model": "a", "prompt_lookup_max": 2}',
+            "'prompt_lookup_max' belongs to method 'ngram'",
+        ),
     ],
 )
 def test_what_is_wrong_is_named_with_its_cure(text: str, message: str) -> None:
@@ -100,17 +103,23 @@ def test_what_is_wrong_is_named_with_its_cure(text: str, message: str) -> None:
 def test_fields_are_checked_in_python_too() -> None:
     with pytest.raises(ConfigError, match="unknown speculative method 'suffix'"):
         SpeculativeConfig(method="suffix", num_speculative_tokens=2)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="'num_layers' belongs to method 'early-exit'"):
-        SpeculativeConfig(method="ngram", num_speculative_tokens=2, num_layers=3)
+    with pytest.raises(ConfigError, match="'model' belongs to method 'draft-model'"):
+        SpeculativeConfig(method="ngram", num_speculative_tokens=2, model="a/b")
 
 
 @pytest.mark.parametrize(
-    ("content", "runs_model"), [({"method": "ngram"}, False), ({"method": "early-exit"}, True)]
+    ("content", "runs_model", "most_read"),
+    [({"method": "ngram"}, False, 0), ({"model": "a/b"}, True, MAX_CATCH_UP_TOKENS)],
 )
-def test_the_scheduler_gets_what_it_must_know(content: dict[str, Any], runs_model: bool) -> None:
+def test_the_scheduler_gets_what_it_must_know(
+    content: dict[str, Any], runs_model: bool, most_read: int
+) -> None:
     config = read_speculative_config(content | {"num_speculative_tokens": 3, "draft_length": "fixed"})
     assert config.for_scheduler() == SpeculationConfig(
-        num_speculative_tokens=3, draft_length="fixed", runs_model=runs_model
+        num_speculative_tokens=3,
+        draft_length="fixed",
+        runs_model=runs_model,
+        max_catch_up_tokens=most_read,
     )
 
 

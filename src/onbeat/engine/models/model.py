@@ -53,18 +53,11 @@ class Model:
         token_ids_T: Tensor,
         positions_T: Tensor,
         context: ForwardContext,
-        *,
-        num_layers: int | None = None,
     ) -> Tensor:
-        """Run new tokens through the layers and return hidden states before the final norm, [T, D].
-
-        Parameters
-        ----------
-        num_layers : first layers to run; None runs all.
-        """
+        """Run new tokens through the layers and return hidden states before the final norm, [T, D]."""
         hidden_TD = self.embedding(token_ids_T)
         rotations = {rope: rotary.at(positions_T) for rope, rotary in self.rotaries.items()}
-        for layer, rope in zip(self.layers[:num_layers], self.layer_ropes[:num_layers], strict=True):
+        for layer, rope in zip(self.layers, self.layer_ropes, strict=True):
             hidden_TD = layer(hidden_TD, rotations[rope], context)
         return hidden_TD
 

@@ -97,8 +97,8 @@ class NativeForward:
             "weights": self.weights.stores,
         }
 
-    def run(self, inputs: StepInputs, *, wants_logits: bool, num_layers: int | None = None) -> StepLogits:
-        """Run one step; see `LayeredForward.run`. Logits are valid until the next step."""
+    def run(self, inputs: StepInputs, *, wants_logits: bool) -> StepLogits:
+        """Run one step; see `ForwardPass.run`. Logits are valid until the next step."""
         batch = inputs.attention
         num_samples = len(inputs.sampling_tokens)
         logits_RV = self._logits(num_samples) if wants_logits and num_samples else None
@@ -119,7 +119,6 @@ class NativeForward:
             logits=None if logits_RV is None else logits_RV.data_ptr(),
             best_ids=address(best.ids_R, np.int64),
             best_logits=address(best.logits_R, np.float32),
-            num_layers=num_layers or 0,
         )
         if self._functions.ob_engine_step(self._engine, ctypes.byref(step)) != 0:
             raise EngineError(

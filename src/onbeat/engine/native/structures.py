@@ -5,7 +5,7 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 
 class Store(IntEnum):
@@ -105,6 +105,5 @@ class StepStructure(Structure):
         ("logits", c_void_p),
         ("best_ids", c_void_p),
         ("best_logits", c_void_p),
-        ("num_layers", c_int64),
         ("seconds", c_double),
     )

@@ -11,14 +11,12 @@ from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.backend import Backend, choose_backend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
-from onbeat.engine.forward import ForwardPass, TorchForward
+from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.native.forward import NativeForward
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.engine.speculation.draft_model import DraftModelProposer
-from onbeat.engine.speculation.early_exit import EarlyExitProposer
 from onbeat.engine.speculation.ngram import NgramProposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.speculation.same_tokenizer import check_same_tokenizer
@@ -35,8 +33,6 @@ class Target:
 
     config: ModelConfig
     device: DeviceConfig
-    weights_format: str | None
-    """Number format of most weights; None where they are of the device's type."""
 
 
 class ProposerPlan(Protocol):
@@ -45,16 +41,6 @@ class ProposerPlan(Protocol):
     @property
     def description(self) -> str:
         """What proposes, for people."""
-        ...
-
-    @property
-    def draft_config(self) -> ModelConfig | None:
-        """The model that makes drafts; None where none does."""
-        ...
-
-    @property
-    def weights_format(self) -> str | None:
-        """Number format of most of its weights; None where they are of the device's type."""
         ...
 
     @property
@@ -90,8 +76,6 @@ class NgramPlan:
 
     config: SpeculativeConfig
     torch_threads: int = 1
-    draft_config: ModelConfig | None = None
-    weights_format: str | None = None
 
     @property
     def description(self) -> str:
@@ -127,10 +111,12 @@ class DraftModelPlan:
 
     @property
     def draft_config(self) -> ModelConfig:
+        """The model that makes the drafts."""
         return self.checkpoint.config
 
     @property
     def weights_format(self) -> str | None:
+        """Number format of most of its weights; None where they are of the device's type."""
         return self.backend.weights_format
 
     def weight_bytes(self) -> int:
@@ -151,35 +137,6 @@ class DraftModelPlan:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class EarlyExitPlan:
-    """Drafts by the target's first layers."""
-
-    target: ModelConfig
-    num_layers: int
-    weights_format: str | None
-    torch_threads: int = 1
-
-    @property
-    def description(self) -> str:
-        return f"the first {self.num_layers} of the model's {self.target.num_layers} layers"
-
-    @property
-    def draft_config(self) -> ModelConfig:
-        sliding = self.target.sliding_layers[: self.num_layers]
-        return replace(self.target, num_layers=self.num_layers, sliding_layers=sliding)
-
-    def weight_bytes(self) -> int:
-        return 0
-
-    def block_bytes(self, block_size: int) -> int:  # noqa: ARG002
-        return 0
-
-    def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:  # noqa: ARG002
-        assert isinstance(forward, TorchForward | NativeForward), "a split model was refused before"
-        return EarlyExitProposer(forward, self.num_layers)
-
-
 def plan_proposer(config: EngineConfig, target: Target, open_weights: OpenWeights) -> ProposerPlan | None:
     """Look at what is to propose drafts; None where nothing is.
 
@@ -197,8 +154,6 @@ def plan_proposer(config: EngineConfig, target: Target, open_weights: OpenWeight
         return None
     if speculative.method == "ngram":
         return NgramPlan(speculative)
-    if speculative.method == "early-exit":
-        return _plan_early_exit(speculative, config, target)
     return _plan_draft_model(speculative, config, target, open_weights)
 
 
@@ -214,31 +169,9 @@ def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
     ).warm_up()
 
 
-def default_exit(num_layers: int) -> int:
-    """Return how many layers make drafts where nobody says: half of them, rounded up."""
-    return -(-num_layers // 2)
-
-
 def num_parameters(config: ModelConfig) -> int:
     """Return how many numbers a model's weights are."""
     return sum(map(math.prod, parameter_shapes(config).values()))
-
-
-def _plan_early_exit(speculative: SpeculativeConfig, config: EngineConfig, target: Target) -> EarlyExitPlan:
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            f"method 'early-exit' needs a model in one process, but tensor_parallel_size is "
-            f"{config.tensor_parallel_size}; choose method 'ngram' or 'draft-model', or leave "
-            "--tensor-parallel-size out"
-        )
-    num_layers = target.config.num_layers
-    chosen = default_exit(num_layers) if speculative.num_layers is None else speculative.num_layers
-    if not 1 <= chosen < num_layers:
-        raise ConfigError(
-            f"method 'early-exit' with num_layers {chosen}, but the model has {num_layers} layers; "
-            + (f"choose 1 to {num_layers - 1}" if num_layers > 1 else "choose another method")
-        )
-    return EarlyExitPlan(target.config, chosen, target.weights_format)
 
 
 def _plan_draft_model(

@@ -11,14 +11,14 @@ from typing import Any, Literal, cast, get_args
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
 
-Method = Literal["ngram", "draft-model", "early-exit"]
+Method = Literal["ngram", "draft-model"]
 METHODS: tuple[str, ...] = get_args(Method)
 
 MAX_CATCH_UP_TOKENS = 256
 """Most tokens that a step lets a draft model catch up with, over all rows that are far behind. A row that
 is not through proposes nothing in this step and goes on in the next, so that a long prompt, or many at once,
 costs several steps a little and none of them much."""
-DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4, "early-exit": 4}
+DEFAULT_DRAFTS: Mapping[Method, int] = {"ngram": 12, "draft-model": 4}
 """Most drafts of a request where the user names none: looked up, they cost only their verification."""
 DEFAULT_LOOKUP_MAX = 5
 DEFAULT_LOOKUP_MIN = 2
@@ -27,7 +27,6 @@ _COMMON_KEYS = ("method", "num_speculative_tokens", "draft_length")
 _OWN_KEYS: Mapping[str, tuple[str, ...]] = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "draft-model": ("model",),
-    "early-exit": ("num_layers",),
 }
 _ALL_KEYS = (*_COMMON_KEYS, *(key for keys in _OWN_KEYS.values() for key in keys))
 _TEXT_KEYS = frozenset({"method", "draft_length", "model"})
@@ -41,7 +40,7 @@ class SpeculativeConfig:
 
     method: Method
     """`ngram`: what followed the same tokens earlier in the request (prompt lookup). `draft-model`: a smaller
-    model with the same tokenizer. `early-exit`: the first layers of the model itself, with its own head."""
+    model with the same tokenizer."""
     num_speculative_tokens: int
     """Most drafts of a request in one step."""
     draft_length: DraftLength = "adaptive"
@@ -53,15 +52,13 @@ class SpeculativeConfig:
     """Of `ngram`: most tokens that must have occurred before, tried first."""
     prompt_lookup_min: int = DEFAULT_LOOKUP_MIN
     """Of `ngram`: fewest, tried last."""
-    num_layers: int | None = None
-    """Of `early-exit`: layers that make the drafts. None lets the engine choose."""
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(_unknown_method(self.method))
-        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "num_layers"):
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
         if self.draft_length not in DRAFT_LENGTHS:
             raise ConfigError(
@@ -77,11 +74,10 @@ class SpeculativeConfig:
                 "method 'draft-model' needs the key 'model': a path, known model or hub id of a smaller "
                 "model with the same tokenizer"
             )
-        for name, method in (("model", "draft-model"), ("num_layers", "early-exit")):
-            if getattr(self, name) is not None and self.method != method:
-                raise ConfigError(
-                    f"key {name!r} belongs to method {method!r}, not to {self.method!r}; leave it out"
-                )
+        if self.model is not None and self.method != "draft-model":
+            raise ConfigError(
+                f"key 'model' belongs to method 'draft-model', not to {self.method!r}; leave it out"
+            )
 
     @property
     def runs_model(self) -> bool:

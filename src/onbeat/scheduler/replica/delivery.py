@@ -37,8 +37,8 @@ def deliver(
         state.num_preemptions,
         state.scheduled_time,
         logprobs if logprobs is None else logprobs[: len(sampled_ids)],
-        num_drafted_tokens=state.num_drafted_tokens,
-        num_accepted_tokens=state.num_accepted_tokens,
+        num_drafted_tokens=state.draft.num_drafted,
+        num_accepted_tokens=state.draft.num_accepted,
     )
 
 
@@ -52,8 +52,8 @@ def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutp
         state.num_cached_tokens,
         state.num_preemptions,
         state.scheduled_time,
-        num_drafted_tokens=state.num_drafted_tokens,
-        num_accepted_tokens=state.num_accepted_tokens,
+        num_drafted_tokens=state.draft.num_drafted,
+        num_accepted_tokens=state.draft.num_accepted,
     )
 
 

@@ -8,6 +8,7 @@ from enum import Enum, auto
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.slo.deadlines import SLOState
+from onbeat.scheduler.replica.speculation.draft_state import DraftState
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -35,13 +36,12 @@ class RequestState:
         "admitted_step_id",
         "block_hashes",
         "block_ids",
+        "draft",
         "is_in_flight",
         "max_total_tokens",
-        "num_accepted_tokens",
         "num_allocated_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_drafted_tokens",
         "num_external_tokens",
         "num_hit_tokens",
         "num_in_flight_drafts",
@@ -58,7 +58,6 @@ class RequestState:
         "scheduled_time",
         "slo",
         "sort_key",
-        "speculation",
         "status",
         "stop_token_ids",
     )
@@ -82,12 +81,7 @@ class RequestState:
         """Tokens that planned steps will sample but that are not known yet; with drafts, the most of them."""
         self.num_in_flight_drafts = 0
         """Of these, drafts, which may be rejected. `num_computed_tokens` counts them as accepted."""
-        self.num_drafted_tokens = 0
-        """Drafts verified so far."""
-        self.num_accepted_tokens = 0
-        """Of these, tokens that became output."""
-        self.speculation: object | None = None
-        """What drafting remembers of the request; nobody else looks at it."""
+        self.draft = DraftState()
         self.max_total_tokens = min(self.num_prompt_tokens + request.sampling.max_tokens, max_model_len)
         self.stop_token_ids = frozenset(request.sampling.stop_token_ids)
         self.block_ids: list[int] = []

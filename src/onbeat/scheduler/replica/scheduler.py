@@ -26,7 +26,7 @@ from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.roster import Roster
 from onbeat.scheduler.replica.slo.deadlines import SLOState
-from onbeat.scheduler.replica.speculation.choice import make_drafting
+from onbeat.scheduler.replica.speculation.drafting import make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.step_rows import commit_rows
 from onbeat.scheduler.replica.verification import (
@@ -206,7 +206,6 @@ class Scheduler:
         outputs: list[RequestOutput] = []
         failed = result.failed or {}
         sampled = sampled_rows(result)
-        learns = scheduled.asks_available
         for state, row in zip(states, scheduled.rows, strict=True):
             _, num_computed, num_new, _, samples, _ = row
             if samples:
@@ -221,7 +220,7 @@ class Scheduler:
             holds_blocks = status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
             finished = False
             if samples:
-                output = self._deliver(state, row, got, holds_blocks=holds_blocks, learns=learns)
+                output = self._deliver(state, row, got, holds_blocks=holds_blocks)
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
@@ -317,7 +316,6 @@ class Scheduler:
             plan.budget,
             plan.budget_request_id,
             plan.expected_tokens,
-            self._drafting is not None and plan.asks_available,
         )
 
     def _pull(self, plan: StepPlan, now: float) -> None:
@@ -352,23 +350,21 @@ class Scheduler:
             self._slo.on_step()
 
     def _deliver(
-        self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool, learns: bool
+        self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool
     ) -> RequestOutput:
-        """Give a request the tokens of its row; whether drafting learns from it was decided with the plan."""
+        """Give a request the tokens of its row."""
         token_ids, logprobs, num_drafted, num_available = got
         output = deliver(state, token_ids, logprobs, row.num_draft_tokens)
         if self._drafting is not None:
             num_accepted = len(token_ids) - 1 if num_drafted else 0
-            state.num_drafted_tokens += num_drafted
-            state.num_accepted_tokens += min(num_accepted, len(output.new_token_ids))  # not beyond its end
-            output.num_drafted_tokens = state.num_drafted_tokens
-            output.num_accepted_tokens = state.num_accepted_tokens
+            draft = state.draft
+            draft.count(num_drafted, min(num_accepted, len(output.new_token_ids)))  # not beyond its end
+            output.num_drafted_tokens, output.num_accepted_tokens = draft.num_drafted, draft.num_accepted
             if holds_blocks and row.num_draft_tokens:
                 take_back_rejected(state, row.num_draft_tokens, len(token_ids))
-            if learns:
-                self._drafting.observe(
-                    state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
-                )
+            self._drafting.observe(
+                state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+            )
         return output
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:

@@ -77,8 +77,6 @@ class StepPlan:
         """What that model reads before: tokens of a request that it has read, and those that it reads now."""
         self.expected_tokens = 0.0
         """Output tokens that `decodes` should deliver; kept where drafts are planned."""
-        self.asks_available = True
-        """Whether the model runner is to say how many drafts there will be for the step after this one."""
         self.chunks: list[tuple[RequestState, int]] = []
         """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []

@@ -262,20 +262,20 @@ class _Step:
         return sum([not job.state.block_ids for job in jobs]) <= self._plan.num_slots_left
 
     def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
-        """Return the rows that decode and those that may sit out, best effort among them.
+        """Return the rows that decode and those that may sit out.
 
-        Streams with looser objectives decode: the step is short for the sake of others anyway, and a stream
-        that went at its own slow pace would hold its slot and memory for that much longer.
+        Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
+        would hold its slot and memory for that much longer.
         """
         view, may_sit_out = self._view, self._policy.may_sit_out
         end = self._plan.now + room.length
-        staying = {
+        away = {
             id(state)
             for state, due in zip(view.streams, view.dues, strict=True)
-            if state.slo.tbt > view.tightest or not may_sit_out(state, due, end)
+            if state.slo.tbt <= view.tightest and may_sit_out(state, due, end)
         }
-        decodes = [state for state in rows if id(state) in staying]
-        return decodes, [state for state in rows if id(state) not in staying]
+        staying = [state for state in rows if id(state) not in away]
+        return staying, [state for state in rows if id(state) in away]
 
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from onbeat.core.errors import ConfigError
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.speculation.fixed import FixedDrafts
+from onbeat.scheduler.replica.speculation.goodput import GoodputDrafts
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 
@@ -35,3 +40,29 @@ class Drafting(Protocol):
     def finish(self, state: RequestState) -> None:
         """Learn how long an answer was: of a request that has all its tokens."""
         ...
+
+
+def make_drafting(
+    config: SpeculationConfig | None, model: StepTimeModel | None, *, quantile: float | None = None
+) -> Drafting | None:
+    """Return what plans drafts; None where nothing is speculated.
+
+    Parameters
+    ----------
+    model : predicts step times; None where nobody does.
+    quantile : of a step's time that the policy plans with; None is the mean.
+
+    Raises
+    ------
+    ConfigError : adaptive lengths without a step-time model.
+    """
+    if config is None:
+        return None
+    if config.draft_length == "fixed":
+        return FixedDrafts(config)
+    if model is None:
+        raise ConfigError(
+            "draft_length 'adaptive' weighs drafts against predicted step times, but nothing predicts them; "
+            "give a step-time model, or set draft_length to 'fixed'"
+        )
+    return GoodputDrafts(config, model, quantile=quantile)

@@ -11,15 +11,7 @@ from collections.abc import Iterable
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.lengths import OutputLengths
-from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
 from onbeat.scheduler.replica.step_plan import StepPlan
-
-_FEW_TOKENS = 64
-"""What the draft model may have missed of a request and still draft for it in the step that reads them: its
-passes pay where many requests share them, and while it reads some, others must not have to be read again."""
-_CLEAR_GAIN = 1.5
-"""Time that drafts for a request are expected to save until it ends, over the time to read it, from which on
-it is read. Answers may end early, and whoever arrives meanwhile waits."""
 
 
 class DraftReading:
@@ -30,13 +22,12 @@ class DraftReading:
 
     Parameters
     ----------
-    most : tokens that it reads in a step, over all requests that are far behind; 0 where it reads nothing.
-    book : holds the count of each request.
+    most : tokens that it reads in a step, over all requests that are more than a block behind; 0 where it
+        reads nothing.
     """
 
-    def __init__(self, most: int, book: AcceptanceBook) -> None:
+    def __init__(self, most: int) -> None:
         self.most = most
-        self._book = book
         self._lengths = OutputLengths()
 
     def finish(self, state: RequestState) -> None:
@@ -45,61 +36,85 @@ class DraftReading:
 
     def num_behind(self, state: RequestState) -> int:
         """Return how many tokens the draft model has not seen, the request's last one included."""
-        rate = self._book.of(state)
-        if rate.read_life != state.num_preemptions:
-            rate.num_read, rate.read_life = 0, state.num_preemptions
-        return state.num_tokens + state.num_in_flight_tokens - rate.num_read
+        return state.num_tokens + state.num_in_flight_tokens - _num_read(state)
 
-    def is_unread(self, state: RequestState) -> bool:
+    def is_far(self, state: RequestState, block_size: int) -> bool:
         """Whether a request has to be read before it can have drafts."""
-        return self.most > 0 and self.num_behind(state) > _FEW_TOKENS
+        return self.most > 0 and self.num_behind(state) > block_size
 
-    def sums(self, states: Iterable[RequestState], num_near: int) -> tuple[int, int]:
-        """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`.
+    def fitting(self, states: list[RequestState]) -> list[RequestState]:
+        """Return those of which the draft model can read all that it missed in one step, nearest first."""
+        num_left, found = self.most, []
+        for state in sorted(states, key=self.num_behind):
+            num_left -= self.num_behind(state)
+            if num_left < 0:
+                break
+            found.append(state)
+        return found
 
-        Parameters
-        ----------
-        num_near : tokens that a request may be behind without being counted: a block.
-        """
-        num_left, sums = self.most, BatchShape()
-        if not num_left:
-            return 0, 0
-        far = [state for state in states if self.num_behind(state) > num_near]
-        for state in sorted(far, key=self.num_behind):
-            num = min(self.num_behind(state), num_left)
-            num_left -= num
-            sums.add_catch_up(self._book.of(state).num_read, num)
-        return sums.num_catch_up_tokens, sums.catch_up_pairs
+    def worthwhile(self, states: list[RequestState], *, saved: float, per_token: float) -> list[RequestState]:
+        """Return the requests for which drafts save more time than reading them takes, nearest first.
 
-    def is_worthwhile(self, state: RequestState, *, saved: float, per_token: float) -> bool:
-        """Whether drafts for a request save clearly more time than reading it takes.
+        They save it until the answer ends, of which the median is taken; no more are returned than the draft
+        model can begin with in one step.
 
         Parameters
         ----------
-        saved : seconds that drafts for it are expected to save with each of its tokens.
+        saved : seconds that drafts save with each token of a request.
         per_token : seconds to read one.
         """
-        limit = state.max_total_tokens - state.num_tokens
-        num_behind = self.num_behind(state)
-        num_left = self._lengths.remaining(
-            state.request.slo_class, state.num_output_tokens, q=0.5, limit=max(1, limit)
-        )
-        return saved * num_left >= _CLEAR_GAIN * per_token * num_behind
+        num_left, found = self.most, []
+        for state in sorted(states, key=self.num_behind):
+            if num_left <= 0:
+                break
+            limit = max(1, state.max_total_tokens - state.num_tokens)
+            num_more = self._lengths.remaining(
+                state.request.slo_class, state.num_output_tokens, q=0.5, limit=limit
+            )
+            if saved * num_more >= per_token * self.num_behind(state):
+                found.append(state)
+                num_left -= self.num_behind(state)
+        return found
+
+    def sums(self, states: Iterable[RequestState], block_size: int) -> tuple[int, int]:
+        """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`."""
+        sums = BatchShape()
+        for _, num_read, num_tokens in self._chunks(states, block_size):
+            sums.add_catch_up(num_read, num_tokens)
+        return sums.num_catch_up_tokens, sums.catch_up_pairs
 
     def count(self, plan: StepPlan, states: Iterable[RequestState]) -> None:
         """Count what the draft model reads of the requests that a step plans drafts for.
 
-        Those that are nearest to their ends come first. `plan.catch_ups` gets what is read of those that are
-        far behind.
+        `plan.catch_ups` gets what is read of those that are more than a block behind.
         """
         if not self.most:
             return
-        num_left = self.most
-        for state in sorted(states, key=self.num_behind):
-            rate, num_behind = self._book.of(state), self.num_behind(state)
-            if num_behind > plan.block_size:
-                num_behind = min(num_behind, num_left)
-                num_left -= num_behind
-                if num_behind:
-                    plan.catch_ups.append((rate.num_read, num_behind))
-            rate.num_read += num_behind
+        states = list(states)
+        far = self._chunks(states, plan.block_size)
+        plan.catch_ups += [(num_read, num_tokens) for _, num_read, num_tokens in far]
+        for state in states:
+            if not self.is_far(state, plan.block_size):
+                _set_num_read(state, _num_read(state) + self.num_behind(state))
+        for state, num_read, num_tokens in far:
+            _set_num_read(state, num_read + num_tokens)
+
+    def _chunks(self, states: Iterable[RequestState], block_size: int) -> list[tuple[RequestState, int, int]]:
+        """Return (request, tokens read before, tokens read now) of those far behind, nearest first."""
+        num_left, chunks = self.most, []
+        far = [state for state in states if self.is_far(state, block_size)]
+        for state in sorted(far, key=self.num_behind):
+            num = min(self.num_behind(state), num_left)
+            num_left -= num
+            if num:
+                chunks.append((state, _num_read(state), num))
+        return chunks
+
+
+def _num_read(state: RequestState) -> int:
+    draft = state.draft
+    return draft.num_read if draft.read_life == state.num_preemptions else 0
+
+
+def _set_num_read(state: RequestState, num_tokens: int) -> None:
+    state.draft.num_read, state.draft.read_life = num_tokens, state.num_preemptions
