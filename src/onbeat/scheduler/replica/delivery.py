@@ -15,8 +15,6 @@ def deliver(
     ----------
     num_drafts : that the step was planned with.
     """
-    state.num_in_flight_tokens -= 1 + num_drafts
-    state.num_in_flight_drafts -= num_drafts
     num_tokens = state.num_tokens + len(sampled_ids)
     finish_reason, stop_token_id = None, None
     if state.stop_token_ids or num_tokens > state.max_total_tokens:
@@ -26,8 +24,7 @@ def deliver(
         finish_reason = FinishReason.STOP
     elif num_tokens >= state.max_total_tokens:
         finish_reason = FinishReason.LENGTH
-    state.num_tokens = num_tokens
-    state.output_token_ids += sampled_ids
+    state.receive(sampled_ids, num_drafts)
     return RequestOutput(
         state.request_id,
         sampled_ids,

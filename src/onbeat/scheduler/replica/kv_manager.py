@@ -48,10 +48,11 @@ class KVCacheManager:
         """Give a waiting request its cached prefix (already held by the caller's `pool.hold`)."""
         assert not state.block_ids, "a waiting request holds no blocks"
         state.block_ids = list(cached_block_ids)
-        state.num_computed_tokens = len(cached_block_ids) * self.block_size
-        state.num_allocated_tokens = state.num_computed_tokens
+        num_cached = len(cached_block_ids) * self.block_size
+        state.restart(num_cached)
+        state.num_allocated_tokens = num_cached
         state.num_registered_blocks = len(cached_block_ids)
-        state.num_tokens_to_register = state.num_computed_tokens + self.block_size
+        state.num_tokens_to_register = num_cached + self.block_size
 
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block table to hold `num_tokens`; return the new ids."""
@@ -78,12 +79,16 @@ class KVCacheManager:
 
     def free(self, state: RequestState) -> None:
         """Give up all blocks of a request."""
-        self.pool.release(state.block_ids)
-        state.block_ids = []
+        self.pool.release(self.detach(state))
+
+    def detach(self, state: RequestState) -> list[int]:
+        """Take all blocks from a request and return their ids; they stay in use."""
+        block_ids, state.block_ids = state.block_ids, []
         state.num_allocated_tokens = 0
-        state.num_computed_tokens = 0
+        state.restart(0)
         state.num_registered_blocks = 0
         state.num_tokens_to_register = self.block_size
+        return block_ids
 
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> int:
         """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""

@@ -50,6 +50,6 @@ def advance_repeats(states: Iterable[RequestState], num_more: int, kv: KVCacheMa
     """Advance the rows of a step that was run `num_more` times beyond the first."""
     for state in states:
         if state.status is RequestStatus.RUNNING:
-            num_computed = state.num_computed_tokens = state.num_computed_tokens + num_more
-            if num_computed > state.num_allocated_tokens:
-                kv.grow(state, num_computed)
+            state.advance(num_more, 0)
+            if state.num_computed_tokens > state.num_allocated_tokens:
+                kv.grow(state, state.num_computed_tokens)

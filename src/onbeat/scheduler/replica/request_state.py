@@ -30,6 +30,10 @@ class RequestState:
 
     There is no prefill or decode phase: a request has `num_tokens` and `num_computed_tokens`, and each step
     lets the second catch up with the first.
+
+    Each field has one writer. Tokens and what is computed of them: the verbs below. Blocks and their hashes:
+    `KVCacheManager`. The status and the place in queue and batch: `Roster`. Deadlines: `SLOState` (`slo`).
+    Drafts: `DraftState` (`draft`).
     """
 
     __slots__ = (
@@ -124,6 +128,48 @@ class RequestState:
     def will_be_full(self) -> bool:
         """Whether the tokens in flight are the last ones that the request may have."""
         return self.num_tokens + self.num_in_flight_tokens >= self.max_total_tokens
+
+    # --- progress -------------------------------------------------------------------------------------
+
+    def advance(self, num_new: int, num_sampled: int, num_drafts: int = 0) -> None:
+        """Count a planned row: tokens that it computes, that it samples, and how many of those are drafts."""
+        self.num_computed_tokens += num_new
+        self.num_in_flight_tokens += num_sampled
+        self.num_in_flight_drafts += num_drafts
+
+    def retract(self, num_tokens: int) -> None:
+        """Count tokens as not computed: drafts that were rejected."""
+        self.num_computed_tokens -= num_tokens
+
+    def receive(self, token_ids: list[int], num_drafts: int) -> None:
+        """Append what a row sampled.
+
+        Parameters
+        ----------
+        num_drafts : that the row was planned with.
+        """
+        self.num_in_flight_tokens -= 1 + num_drafts
+        self.num_in_flight_drafts -= num_drafts
+        self.num_tokens += len(token_ids)
+        self.output_token_ids += token_ids
+
+    def restart(self, num_computed: int) -> None:
+        """Count the tokens as computed whose KV it was given, and no others."""
+        self.num_computed_tokens = num_computed
+
+    def receive_kv(self) -> int:
+        """Take its external tokens as come, or as lost; return how many there were."""
+        num_external_tokens, self.num_external_tokens = self.num_external_tokens, 0
+        return num_external_tokens
+
+    def pad(self) -> None:
+        """Repeat the last known token from now on, whatever a step in flight has planned beyond it."""
+        self.num_in_flight_tokens = self.num_in_flight_drafts = 0
+        self.num_computed_tokens = self.num_tokens - 1
+
+    def note_hits(self, num_tokens: int) -> None:
+        """Take down how much of it the prefix cache was found to hold."""
+        self.num_hit_tokens = num_tokens
 
     def note_queued(self) -> None:
         """Take down the work that it brings to the queue."""

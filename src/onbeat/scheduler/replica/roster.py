@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from onbeat.core.step import AdmittedRequest
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
@@ -46,6 +48,7 @@ class Roster:
 
     def add(self, state: RequestState) -> None:
         """Let a new request wait."""
+        self._rank(state)
         self.states[state.request_id] = state
         self.waiting.push(state)
 
@@ -72,16 +75,14 @@ class Roster:
     def pull(self, admission: PlannedAdmission, now: float, step_id: int) -> None:
         """Admit a request whose KV has yet to come: it holds blocks, but no step runs it."""
         admitted = self.admit(admission, now, step_id)
-        admission.state.is_in_flight = True
+        self.mark_in_flight([admission.state], is_in_flight=True)
         self._pulls.append(admitted)
         self._unannounced[admission.state.request_id] = admitted
 
     def pad(self, state: RequestState) -> None:
         """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped."""
         state.status = RequestStatus.PADDING
-        # A step in flight may have planned beyond the end: the padding row repeats the last known token.
-        state.num_in_flight_tokens = state.num_in_flight_drafts = 0
-        state.num_computed_tokens = state.num_tokens - 1
+        state.pad()
         del self.states[state.request_id]
 
     def drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
@@ -93,8 +94,9 @@ class Roster:
         else:
             self.running.remove(state)
             if keeps_kv:
-                self._kept_block_ids[state.request_id], state.block_ids = state.block_ids, []
-            self.kv.free(state)
+                self._kept_block_ids[state.request_id] = self.kv.detach(state)
+            else:
+                self.kv.free(state)
             self._leave_runner(state)
         state.status = RequestStatus.FINISHED
 
@@ -121,10 +123,10 @@ class Roster:
         state = self.states.get(request_id)
         if state is None:
             return
-        state.is_in_flight = False
-        if state.num_external_tokens and state.status is RequestStatus.RUNNING:
-            state.num_computed_tokens = state.num_external_tokens
-        state.num_external_tokens = 0
+        self.mark_in_flight([state], is_in_flight=False)
+        num_external_tokens = state.receive_kv()
+        if num_external_tokens and state.status is RequestStatus.RUNNING:
+            state.restart(num_external_tokens)
 
     def release_kv(self, request_id: str) -> None:
         """Free the blocks of an ended request that kept them; an id without any is ignored."""
@@ -147,7 +149,7 @@ class Roster:
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place in the queue that its deadline, or the loss of it, asks for."""
         self.waiting.remove(state)
-        state.sort_key = (state.slo.rank, *state.sort_key[1:])
+        self._rank(state)
         self.waiting.push(state)
 
     def _preempt(self, state: RequestState) -> None:
@@ -159,9 +161,18 @@ class Roster:
         state.num_preemptions += 1
         self.num_preemptions += 1
         self._leave_runner(state)
+        self._rank(state)
+        self.waiting.push(state)
+
+    def mark_in_flight(self, states: Iterable[RequestState], *, is_in_flight: bool) -> None:
+        """Say whether a micro-batch or a transfer holds requests, so that no step may run them."""
+        for state in states:
+            state.is_in_flight = is_in_flight
+
+    def _rank(self, state: RequestState) -> None:
+        """Let a request stand where its deadline, or the loss of it, puts it; not for one in a list."""
         if self._tracker is not None or state.slo.is_best_effort:
             state.sort_key = (state.slo.rank, *state.sort_key[1:])
-        self.waiting.push(state)
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
         state.status = RequestStatus.RUNNING

@@ -136,7 +136,6 @@ class Scheduler:
         if self._slo is not None:
             plan = self._new_plan(request.arrival if now is None else now)
             self._slo.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
-            state.sort_key = (state.slo.rank, *sort_key[1:])
         self._roster.add(state)
 
     def take_expired(self) -> list[RequestOutput]:
@@ -285,7 +284,7 @@ class Scheduler:
         """Carry out a plan: the only place where planning changes anything."""
         self._policy.composer.commit(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
-            self._states[request_id].num_hit_tokens = num_hit_tokens
+            self._states[request_id].note_hits(num_hit_tokens)
         self._relegation.commit(plan.late)
         self._roster.make_room(plan)
         if plan.is_empty:
@@ -299,8 +298,7 @@ class Scheduler:
         released_ids = self._roster.take_released_ids()
         self._in_flight.append((step_id, states, now))
         if self.config.num_micro_batches > 1:
-            for state in states:
-                state.is_in_flight = True
+            self._roster.mark_in_flight(states, is_in_flight=True)
         if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
             self._busy_until = plan.now + self.step_time_model.step_time(shape)
         max_repeats = 1
@@ -327,8 +325,7 @@ class Scheduler:
     ) -> None:
         """Bring rows up to date with how often their step was run."""
         if self.config.num_micro_batches > 1:
-            for state in states:
-                state.is_in_flight = False
+            self._roster.mark_in_flight(states, is_in_flight=False)
         if scheduled.max_repeats == 1:
             return
         num_more = len(result.sampled_token_ids[0]) - 1

@@ -75,8 +75,7 @@ def advance_decodes(
         samples = False
         if state.status is RequestStatus.RUNNING:  # a padding row runs its last token again and again
             samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
-            state.num_computed_tokens = num_computed + 1
-            state.num_in_flight_tokens += samples
+            state.advance(1, samples)
             num_sampling += samples
         rows.append(new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
     num_decodes = len(states)
@@ -92,7 +91,6 @@ def advance_chunk(state: RequestState, num_new: int, shape: BatchShape) -> Sched
     """Plan a chunk or a new request's row; the blocks were reserved at admission, so it takes none."""
     num_computed = state.num_computed_tokens
     samples = num_computed + num_new == state.num_tokens + state.num_in_flight_tokens
-    state.num_computed_tokens = num_computed + num_new
-    state.num_in_flight_tokens += samples
+    state.advance(num_new, samples)
     shape.add(num_computed, num_new, samples=samples)
     return ScheduledRequest(state.request_id, num_computed, num_new, (), samples)

@@ -50,9 +50,7 @@ def advance_with_drafts(
             block_ids = kv.grow(state, num_computed + num_new)
         samples = state.status is RequestStatus.RUNNING
         if samples:
-            state.num_computed_tokens = num_computed + num_new
-            state.num_in_flight_tokens += num_new
-            state.num_in_flight_drafts += num
+            state.advance(num_new, num_new, num)
             num_sampling += num_new
         context += num_computed
         num_verifying += num > 0
@@ -79,7 +77,7 @@ def take_back_rejected(state: RequestState, num_planned: int, num_sampled: int) 
     num_planned : drafts of the row.
     num_sampled : tokens that it gave: one more than drafts were accepted.
     """
-    state.num_computed_tokens -= 1 + num_planned - num_sampled
+    state.retract(1 + num_planned - num_sampled)
 
 
 def correct_shape(scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:

@@ -110,7 +110,7 @@ class SLOComposer:
         assert admission is not None
         if not plan.running:
             work.catch_up()
-        state.num_hit_tokens = len(plan.match(state)) * plan.block_size
+        state.note_hits(len(plan.match(state)) * plan.block_size)
         limit = state.max_total_tokens - state.num_prompt_tokens
         num_output = tracker.lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
         if state.request.slo is not None and state.request.slo.e2e is not None:
