@@ -320,6 +320,21 @@ class TestSittingOut:
         assert steps == []
         assert self.num_good(driver) == 4
 
+    def test_nobody_sits_out_in_vain(self):
+        """Prompts cannot all be in time, but memory is what they lack."""
+        driver = Watch(num_blocks=64)
+        driver.add(make_request("s", 600, 100, slo=self.slo))
+        driver.serve([], until=0.15)
+        num_before = len(driver.log)
+        for index in range(2):
+            slo = SLO(ttft=0.2)
+            request = make_request(f"r{index}", 900, 1, slo=slo, arrival=driver.now, shed=ShedMode.RELEGATE)
+            driver.add(request)
+        driver.serve([], until=0.3, watch="s")
+        rows = [{row.request_id for row in step.rows} for step in driver.log[num_before:]]
+        assert len(rows) > 20
+        assert all(names == {"s"} for names in rows)
+
 
 class TestClasses:
     @pytest.mark.parametrize("mode", ["gap", "stream"])
