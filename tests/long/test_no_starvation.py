@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.slo import SLO, SLO_CLASSES
+from onbeat.scheduler.replica.slo.composer import BEST_EFFORT_STEPS
 from tests.pure.scheduler.test_slo_properties import IMPOSSIBLE
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
-AGING = 30.0
-"""Seconds after which best effort is owed a share of the time, whatever else there is."""
-SHARE = 0.02
+LONGEST_STEP = 0.3
+"""Seconds, and more than a step takes here."""
 
 
 @pytest.mark.parametrize("slo", [None, IMPOSSIBLE], ids=["none", "lost"])
@@ -21,8 +21,10 @@ def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) 
     config = make_config(max_num_seqs=8)
     arrival, num_prompt, num_output = 0.5, 500, 30
     tagged = make_request("tagged", num_prompt, num_output, slo=slo, arrival=arrival)
-    before = 2 * arrival  # seconds of work that may lie ahead of it, among best effort
-    bound = arrival + AGING + 1.5 * (before + model.idle_seconds(num_prompt, num_output)) / SHARE
+    # In each step that is its turn it gets a chunk of its prompt or a token, and some turns pass by for those
+    # of best effort that came before.
+    num_turns = num_output + 10
+    bound = arrival + num_turns * BEST_EFFORT_STEPS * LONGEST_STEP
     # Decodes share the fixed cost of their steps.
     work = model.idle_seconds(300, 20) - 20 * model.fixed * (1 - 1 / config.max_num_seqs)
     crowd = [
@@ -34,3 +36,5 @@ def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) 
     assert "tagged" in driver.finished, (
         f"not done after {bound:.1f} s: {len(driver.outputs['tagged'])} tokens"
     )
+    assert len(driver.log) <= num_turns * BEST_EFFORT_STEPS
+    assert max(map(driver.model.step_time, (step.shape for step in driver.log))) < LONGEST_STEP

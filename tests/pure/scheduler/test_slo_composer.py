@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
-from onbeat.core.step import BatchShape
+from onbeat.core.step import BatchShape, SchedulerOutput
+from onbeat.scheduler.replica.slo import composer
 from onbeat.scheduler.replica.slo.composer import BEST_EFFORT_STEPS, EARNED_SHARE, GAP_QUANTILE
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
@@ -206,30 +209,26 @@ class TestBestEffort:
         assert with_it[0] % BEST_EFFORT_STEPS == 0
         assert len(driver.scheduler.waiting) > 100, "it was an overload"
 
-    @pytest.mark.parametrize("tbt", [None, 4e-3])
-    def test_its_streams_go_on_too(self, tbt):
-        """Prompts are left behind in every step, or streams with objectives alone are more than fit.
-
-        Beside prompts all of best effort that runs decodes; where streams are too many it waits for its step.
-        """
-        driver = Watch(max_num_seqs=512)
-        tagged = make_request("tagged", 10, 500)
-        if tbt is None:
-            others = [
-                make_request(f"u{i}", 900, 1, slo=SLO(ttft=2.0), arrival=0.03 * i, shed=ShedMode.RELEGATE)
-                for i in range(1000)
-            ]
-        else:
-            others = [make_request(f"s{i}", 10, 600, slo=SLO(ttft=60.0, tbt=tbt)) for i in range(40)]
-        driver.serve([tagged, *others], until=29.0, watch="s0")
+    def test_its_streams_wait_where_not_all_fit_but_never_starve(self):
+        """Streams with objectives alone are more than fit."""
+        driver = Watch()
+        streams = [make_request(f"s{i}", 10, 600, slo=SLO(ttft=60.0, tbt=4e-3)) for i in range(40)]
+        driver.serve([make_request("tagged", 10, 500), *streams], watch="s0")
         rows = [{row.request_id for row in step.rows} for step in driver.log]
-        first = next(index for index, names in enumerate(rows) if "tagged" in names)
-        last = len(rows) if "tagged" not in driver.finished else first
-        turns = range((first // BEST_EFFORT_STEPS + 1) * BEST_EFFORT_STEPS, last, BEST_EFFORT_STEPS)
-        assert len(turns) >= 2
+        turns = range(BEST_EFFORT_STEPS, len(rows), BEST_EFFORT_STEPS)
+        assert len(turns) > 5
         assert all("tagged" in rows[index] for index in turns)
-        num_waited = sum("tagged" not in names for names in rows[first:last])
-        assert num_waited == 0 if tbt is None else num_waited > 0.1 * len(rows)
+        assert sum("tagged" in names for names in rows) < 0.2 * len(rows), "it had to wait"
+
+    def test_its_streams_go_on_beside_prompts_that_cannot_all_be_in_time(self):
+        driver = Watch(max_num_seqs=512)
+        prompts = [
+            make_request(f"u{i}", 900, 1, slo=SLO(ttft=2.0), arrival=0.03 * i, shed=ShedMode.RELEGATE)
+            for i in range(300)
+        ]
+        driver.serve([make_request("tagged", 10, 30), *prompts], watch="tagged")
+        assert len(driver.scheduler.waiting) > 50, "it was an overload"
+        assert all("tagged" in {row.request_id for row in step.rows} for step in driver.log)
 
 
 class TestTriage:
@@ -270,6 +269,71 @@ class TestExpectedLength:
         driver.serve(before)
         driver.add(make_request("next", 10, 400, slo=SLO(e2e=2.0), arrival=driver.now))
         assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(1.0 / 8)
+
+
+class TestSittingOut:
+    slo = SLO(ttft=2.0, tbt=0.05)
+
+    def serve(self, ttft: float) -> tuple[Watch, list[SchedulerOutput]]:
+        """40 streams that are far ahead, one that has just begun, and four prompts at once.
+
+        Returns the steps with prompts in which not all streams decode, too.
+        """
+        driver = Watch()
+        streams = [make_request(f"s{i}", 10, 200, slo=self.slo) for i in range(40)]
+        fresh = make_request("fresh", 10, 200, slo=SLO(ttft=0.05, tbt=0.05), arrival=0.47)
+        prompts = [
+            make_request(f"r{i}", 600, 2, slo=SLO(ttft=ttft), arrival=0.5, shed=ShedMode.RELEGATE)
+            for i in range(4)
+        ]
+        driver.serve([*streams, fresh, *prompts])
+        assert all(driver.is_good(stream.request_id) for stream in (*streams, fresh))
+        steps = [step for step in driver.log[8:] if step.shape.num_chunks and step.shape.num_decodes < 40]
+        return driver, steps
+
+    def num_good(self, driver: Watch) -> int:
+        return sum(driver.is_good(f"r{i}") for i in range(4))
+
+    def test_streams_with_plenty_in_hand_sit_out_where_that_saves_prompts(self, monkeypatch):
+        driver, steps = self.serve(0.38)
+        assert len(steps) > 2
+        assert self.num_good(driver) == 4
+        monkeypatch.setattr(composer, "SPARE_TOKENS", inf)
+        driver, steps = self.serve(0.38)
+        assert steps == []
+        assert self.num_good(driver) < 4
+
+    def test_whoever_has_little_in_hand_decodes(self):
+        driver, steps = self.serve(0.38)
+        num_close = 0
+        for step in steps:
+            planned = driver.planned_at[step.step_id]
+            num_out = sum(time <= planned for time in driver.times["fresh"])
+            in_hand = 0.52 + num_out * 0.05 - planned
+            if in_hand <= composer.SPARE_TOKENS * 0.05:
+                num_close += 1
+                assert "fresh" in {row.request_id for row in step.rows}
+        assert num_close > 2
+
+    def test_nobody_sits_out_where_prompts_have_time(self):
+        driver, steps = self.serve(5.0)
+        assert steps == []
+        assert self.num_good(driver) == 4
+
+    def test_nobody_sits_out_in_vain(self):
+        """Prompts cannot all be in time, but memory is what they lack."""
+        driver = Watch(num_blocks=64)
+        driver.add(make_request("s", 600, 100, slo=self.slo))
+        driver.serve([], until=0.15)
+        num_before = len(driver.log)
+        for index in range(2):
+            slo = SLO(ttft=0.2)
+            request = make_request(f"r{index}", 900, 1, slo=slo, arrival=driver.now, shed=ShedMode.RELEGATE)
+            driver.add(request)
+        driver.serve([], until=0.3, watch="s")
+        rows = [{row.request_id for row in step.rows} for step in driver.log[num_before:]]
+        assert len(rows) > 20
+        assert all(names == {"s"} for names in rows)
 
 
 class TestClasses:
