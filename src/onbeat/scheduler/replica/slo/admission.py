@@ -135,13 +135,12 @@ class Admission:
         room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
-        if plan.running or jobs:
-            # As the policy plans: a prompt that is done within a step waits for its end.
-            all_seconds = seconds + sum(job.seconds for job in jobs)
-            start += 0.5 * min(room.length, room.drain_seconds(all_seconds))
-        queue = _Queue(plan, view, jobs, start, room)
+        queue = _Queue(plan, view, jobs, start + 0.5 * room.length, room)  # as the policy plans
         before, delays_others = self._before(Job(state.slo.ttft_deadline, seconds, state), queue)
-        ttft = queue.start - state.request.arrival + room.drain_seconds(before + seconds)
+        wait = room.finish_seconds(before + seconds, seconds + sum(job.seconds for job in jobs))
+        if plan.running or jobs:  # whoever comes meanwhile may fill its last step
+            wait = max(wait, 0.5 * room.length + room.drain_seconds(before + seconds))
+        ttft = start - state.request.arrival + wait
         return Outlook(ttft, delays_others, self._slows_streams(state, view))
 
     def _before(self, own: Job, queue: _Queue) -> tuple[float, bool]:

@@ -34,7 +34,17 @@ class Room(NamedTuple):
 
     def drain_seconds(self, seconds: float) -> float:
         """Return how long so much prefill work takes in steps like this."""
-        return seconds + ceil(seconds / (self.length * self.share)) * self.length * (1 - self.share)
+        return seconds + self._num_steps(seconds) * self.length * (1 - self.share)
+
+    def finish_seconds(self, seconds: float, all_seconds: float) -> float:
+        """Return when the first so much of all work is done: at the end of its last step.
+
+        That step holds what comes behind, too, as far as there is anything.
+        """
+        return min(self._num_steps(seconds) * self.length, self.drain_seconds(max(seconds, all_seconds)))
+
+    def _num_steps(self, seconds: float) -> int:
+        return ceil(seconds / (self.length * self.share))
 
 
 class PrefillWork:
