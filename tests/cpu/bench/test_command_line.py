@@ -172,7 +172,7 @@ def test_refusals_and_groups_are_shown_saved_and_reported(
         for wanted in ("12 of 16", "objectives met, of admitted", "refused after P50 / P99 / max", "long"):
             assert wanted in text
         assert re.search(
-            r"Worst decile \(prompts of (8|30) tokens\): [\d.]+ % good, longest wait [\d.]+ m?s", text
+            r"Worst decile \(prompts of (8|30) tokens\): [\d.]+ % good, longest wait [\d.]+ [mµ]?s", text
         )
 
 
