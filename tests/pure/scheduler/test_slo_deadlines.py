@@ -53,16 +53,16 @@ class TestDueTimes:
     def test_ttft_and_tbt_as_stated(self, slo, expected):
         assert due_times(make_request("r", 100, 10, slo=slo, arrival=ARRIVAL)) == expected
 
-    def test_an_e2e_objective_alone_gives_half_to_the_prompt_and_half_to_the_tokens(self):
-        request = make_request("r", 100, 40, slo=SLO(e2e=8.0), arrival=ARRIVAL)
-        assert due_times(request) == (pytest.approx(ARRIVAL + 4.0), pytest.approx(0.1))
+    def test_an_e2e_objective_alone_gives_a_third_to_the_prompt_and_two_thirds_to_the_tokens(self):
+        request = make_request("r", 100, 40, slo=SLO(e2e=6.0), arrival=ARRIVAL)
+        assert due_times(request) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.1))
 
     def test_expected_lengths_are_better_than_the_most_that_is_allowed(self):
-        request = make_request("r", 100, 40, slo=SLO(e2e=8.0), arrival=ARRIVAL)
-        assert due_times(request, 8) == (pytest.approx(ARRIVAL + 4.0), pytest.approx(0.5))
+        request = make_request("r", 100, 40, slo=SLO(e2e=6.0), arrival=ARRIVAL)
+        assert due_times(request, 8) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.5))
 
     def test_a_request_that_may_go_on_for_ever_is_taken_to_be_usual(self):
-        request = make_request("r", 100, 1_000_000, slo=SLO(e2e=8.0), arrival=ARRIVAL)
+        request = make_request("r", 100, 1_000_000, slo=SLO(e2e=6.0), arrival=ARRIVAL)
         assert due_times(request)[1] == pytest.approx(4.0 / USUAL_OUTPUT_TOKENS)
 
     def test_a_tighter_tbt_leaves_more_of_the_e2e_to_the_prompt(self):
@@ -70,11 +70,11 @@ class TestDueTimes:
         assert due_times(request) == (pytest.approx(ARRIVAL + 8.0 - 40 * 0.05), 0.05)
 
     def test_of_two_deadlines_the_earlier_counts(self):
-        ttft_first = SLO(ttft=1.0, tbt=5.0, e2e=8.0)
-        e2e_first = SLO(ttft=7.0, tbt=0.19, e2e=8.0)
+        ttft_first = SLO(ttft=1.0, tbt=5.0, e2e=6.0)
+        e2e_first = SLO(ttft=7.0, tbt=0.14, e2e=6.0)
         assert due_times(make_request("r", 100, 40, slo=ttft_first)) == (1.0, pytest.approx(0.1))
         assert due_times(make_request("r", 100, 40, slo=e2e_first)) == (
-            pytest.approx(4.0),
+            pytest.approx(2.0),
             pytest.approx(0.1),
         )
 

@@ -49,8 +49,8 @@ class StepPlan:
         self.budget: float | None = None
         """Time that the step may take, seconds; None where nothing binds it."""
         self.slack: float | None = None
-        """Time until the earliest deadline of a running stream that can be met, seconds; None where nobody
-        looked. The budget may be less, to keep steps short for whoever arrives."""
+        """Time until the earliest deadline of a running stream, at least the budget, seconds; None where
+        nobody looked. Drafts may take it; prompts leave what is above the budget to the streams."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
         self._config = config

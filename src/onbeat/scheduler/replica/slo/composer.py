@@ -150,10 +150,12 @@ class SLOComposer:
 
         Parameters
         ----------
-        due : the deadline of its next token, seconds.
+        due : the deadline of its next token, seconds. An e2e objective makes it for an answer of usual length,
+            and what a stream is ahead of it a longer answer needs: then it never sits out.
         start : when the next step may start, seconds.
         """
-        return due - start > SPARE_TOKENS * state.slo.tbt
+        slo = state.request.slo
+        return due - start > SPARE_TOKENS * state.slo.tbt and slo is not None and slo.e2e is None
 
     def must_begin(self, job: Job, room: Room, now: float) -> bool:
         """Whether a prompt is late if it waits for another step."""

@@ -13,6 +13,8 @@ LATE_TOKENS_IN = 100
 """One token, or gap, in so many may be late."""
 USUAL_OUTPUT_TOKENS = 256
 """Output tokens to spread an e2e objective over where a request allows more and no answer was seen yet."""
+_ANSWER_SHARE = 2 / 3
+"""Of an e2e objective, what the tokens of an answer of usual length may take; the rest is the prompt's."""
 BEST_EFFORT_RANK = 1e15
 """Queue rank of requests without a TTFT deadline: behind all that have one, by arrival."""
 
@@ -150,8 +152,8 @@ class SLOState:
 def due_times(request: Request, expected_output_tokens: int | None = None) -> tuple[float, float]:
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
 
-    An e2e objective becomes deadlines too: the expected tokens would end in time if the prompt took half of
-    it, or more where the TBT objective leaves that.
+    An e2e objective becomes deadlines too: the expected tokens would end in time if they took two thirds of
+    it, or less where the TBT objective asks for that, and the prompt the rest.
 
     Parameters
     ----------
@@ -165,7 +167,7 @@ def due_times(request: Request, expected_output_tokens: int | None = None) -> tu
     first = inf if slo.ttft is None else arrival + slo.ttft
     if slo.e2e is not None:
         num_tokens = expected_output_tokens or min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
-        tbt = min(tbt, slo.e2e / 2 / num_tokens)
+        tbt = min(tbt, _ANSWER_SHARE * slo.e2e / num_tokens)
         first = min(first, arrival + slo.e2e - tbt * num_tokens)
     return first, tbt
 
