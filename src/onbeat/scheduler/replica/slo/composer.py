@@ -150,8 +150,8 @@ class SLOComposer:
 
         Parameters
         ----------
-        due : the deadline of its next token, seconds. An e2e objective makes it for an answer of usual length,
-            and what a stream is ahead of it a longer answer needs: then it never sits out.
+        due : the deadline of its next token, seconds. An e2e objective makes it for an answer of usual
+            length, and what a stream is ahead of it a longer answer needs: then it never sits out.
         start : when the next step may start, seconds.
         """
         slo = state.request.slo
