@@ -43,7 +43,7 @@ class SLOComposer:
     3. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort. While all have time, short ones go first.
     4. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing.
-    5. For a prompt that lacks a slot or memory, best effort is preempted.
+    5. For a prompt that lacks a slot or memory, requests without objectives are preempted.
 
     The rule is stateless: what it learns is learnt between plans (`SLOTracker`, `PrefillWork`).
 
@@ -242,10 +242,11 @@ class _Step:
         return running + waiting + plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
 
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
-        """Preempt best effort for the first prompt that lacks a slot or blocks, if that makes it fit.
+        """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
 
         Only once it cannot wait for another step: until then somebody may end, and what is preempted is
-        computed again in time that others lack.
+        computed again in time that others lack. For the same reason nobody is preempted who has missed an
+        objective already: under overload that would be work done twice for each prompt that is saved.
         """
         plan = self._plan
         first = next((job for job in jobs if not job.state.block_ids), None)
@@ -255,9 +256,8 @@ class _Step:
         limit = self._policy.limit(self._view, self._work.of(decodes), plan.now)
         if not self._policy.must_begin(first, self._policy.room(decodes, limit, jobs), plan.now):
             return
-        pool = [state for state in self._view.loose if state.slo.is_left_over]
-        pool += [state for state in best_effort if state.block_ids]
-        self._victims.make_room(first.state, pool)
+        running = [*self._view.loose, *(state for state in best_effort if state.block_ids)]
+        self._victims.make_room(first.state, [state for state in running if not state.slo.has_objective])
 
     def _has_slots_for(self, jobs: list[Job]) -> bool:
         """Whether all prompts can be admitted: who sits out keeps its slot, and others wait for it."""

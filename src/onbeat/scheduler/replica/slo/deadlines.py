@@ -79,9 +79,14 @@ class SLOState:
         self.next_deadline = self.ttft_deadline
 
     @property
+    def has_objective(self) -> bool:
+        """Whether anything was promised, kept or not."""
+        return not self.ttft_deadline == self.tbt == inf
+
+    @property
     def is_left_over(self) -> bool:
         """Whether it is served from what is left over: it is best effort, or has no objective."""
-        return self.is_best_effort or self.ttft_deadline == self.tbt == inf
+        return self.is_best_effort or not self.has_objective
 
     @property
     def rank(self) -> float:
