@@ -262,13 +262,27 @@ class TestTriage:
 class TestExpectedLength:
     def test_an_e2e_objective_is_spread_over_as_many_tokens_as_others_had(self):
         driver = Watch()
-        driver.add(make_request("first", 10, 400, slo=SLO(e2e=2.0)))
-        assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(4 / 3 / 213, rel=0.01), "a prior"
+        driver.add(make_request("first", 10, 900, slo=SLO(e2e=2.0)))
+        assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(4 / 3 / 900), (
+            "a prior, longer than allowed"
+        )
         driver.serve([])
         before = [make_request(f"w{i}", 10, 8, arrival=driver.now) for i in range(40)]
         driver.serve(before)
         driver.add(make_request("next", 10, 400, slo=SLO(e2e=2.0), arrival=driver.now))
         assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(4 / 3 / 8)
+
+    def test_a_pace_leaves_most_of_a_step_to_prompts(self):
+        """Two streams whose answers can hardly end in time do not stop the prompts of others."""
+        driver = Watch()
+        driver.serve([make_request(f"s{i}", 10, 900, slo=SLO(e2e=3.0)) for i in range(2)], until=0.1)
+        assert min(state.slo.tbt for state in driver.scheduler.running) < 2 * driver.model.smallest_step
+        driver.add(make_request("r", 900, 2, slo=SLO(ttft=1.0), arrival=driver.now))
+        driver.serve([], watch="r")
+        steps = [step for step in driver.log if any(row.request_id == "r" for row in step.rows)]
+        decodes = 3 * driver.model.smallest_step
+        assert all(driver.model.step_time(step.shape) <= 1.2 * decodes for step in steps[:-1])
+        assert steps[0].shape.num_chunk_tokens > 20
 
 
 class TestSittingOut:

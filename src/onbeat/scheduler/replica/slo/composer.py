@@ -25,6 +25,10 @@ GAP_QUANTILE = 0.99
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
+E2E_QUANTILE = 0.9
+"""Of output lengths, to spread an e2e objective over: with the median half of the answers would be late."""
+PACED_SHARE = 2 / 3
+"""Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
 """A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
 BEST_EFFORT_STEPS = 100
@@ -115,7 +119,12 @@ class SLOComposer:
         num_output = tracker.lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
         if state.request.slo is not None and state.request.slo.e2e is not None:
             state.slo.begin(
-                state.request, self.mode, max_output_tokens=limit, expected_output_tokens=num_output
+                state.request,
+                self.mode,
+                max_output_tokens=limit,
+                expected_output_tokens=tracker.lengths.remaining(
+                    state.request.slo_class, 0, q=E2E_QUANTILE, limit=limit
+                ),
             )
         seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         tracker.load.on_arrival(plan.now, seconds + num_output * work.decode_seconds)
@@ -125,7 +134,8 @@ class SLOComposer:
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
         """Return the time that a step may take, seconds; infinite where no stream has an objective."""
         left = max(view.due - start, decode_seconds)
-        return min(view.tightest * (1 - self._earned_share), left)
+        pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
+        return min(view.tightest * (1 - self._earned_share), left, pace)
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
         """Return what prompts get of a step beside some decodes, within a limit."""

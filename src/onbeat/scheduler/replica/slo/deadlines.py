@@ -28,6 +28,7 @@ class SLOState:
     tbt : seconds from the deadline of a token to that of the next; infinite without an objective.
     next_deadline : when its next token is due; infinite where none is, or where it is best effort.
     is_best_effort : whether its objective was missed, or could not be kept: it is served from what is left.
+    is_paced : whether it has an e2e objective and none of TBT: its `tbt` is a pace, not an objective.
     predicted_ttft : predicted at its arrival, seconds; None where nobody predicted, or once it was told.
     first_delivery, last_delivery : seconds; minus infinity before the first.
     """
@@ -38,6 +39,7 @@ class SLOState:
         "_num_late_tokens",
         "first_delivery",
         "is_best_effort",
+        "is_paced",
         "last_delivery",
         "next_deadline",
         "predicted_ttft",
@@ -50,6 +52,7 @@ class SLOState:
         self.tbt = inf
         self.next_deadline = inf
         self.is_best_effort = False
+        self.is_paced = False
         self.predicted_ttft: float | None = None
         self.first_delivery = -inf
         self.last_delivery = -inf
@@ -77,6 +80,8 @@ class SLOState:
         self._num_late_allowed = max_output_tokens // LATE_TOKENS_IN
         self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens)
         self.next_deadline = self.ttft_deadline
+        slo = request.slo
+        self.is_paced = slo is not None and slo.e2e is not None and slo.tbt is None
 
     @property
     def has_objective(self) -> bool:

@@ -35,6 +35,7 @@ class RunningView:
     due : the earliest deadline of `streams`, even if it has passed; infinite without any.
     due_state : whose it is.
     tightest : the shortest TBT objective of `streams`; infinite without any.
+    pace : the shortest time between tokens that e2e objectives alone ask for; infinite without any.
     """
 
     def __init__(self, running: Iterable[RequestState], start: float) -> None:
@@ -42,13 +43,13 @@ class RunningView:
         self.dues: list[float] = []
         self.loose: list[RequestState] = []
         self.prefills: list[RequestState] = []
-        self.due = self.tightest = inf
+        self.due = self.tightest = self.pace = inf
         self.due_state: RequestState | None = None
         self._look(running, start)
 
     def _look(self, running: Iterable[RequestState], start: float) -> None:
         streams, loose, due, tightest = self.streams, self.loose, self.due, self.tightest
-        dues = self.dues
+        dues, pace = self.dues, inf
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             if state.is_in_flight or (num_in_flight and state.will_be_full):
@@ -70,8 +71,11 @@ class RunningView:
             if deadline < due:
                 due, self.due_state = deadline, state
             if slo.tbt < tightest:
-                tightest = slo.tbt
-        self.due, self.tightest = due, tightest
+                if slo.is_paced:
+                    pace = min(pace, slo.tbt)
+                else:
+                    tightest = slo.tbt
+        self.due, self.tightest, self.pace = due, tightest, pace
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:
