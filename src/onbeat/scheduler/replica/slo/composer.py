@@ -256,7 +256,8 @@ class _Step:
 
         Only once it cannot wait for another step: until then somebody may end, and what is preempted is
         computed again in time that others lack. For the same reason nobody is preempted who has missed an
-        objective already: under overload that would be work done twice for each prompt that is saved.
+        objective already: under overload that would be work done twice for each prompt that is saved. And
+        nobody is preempted twice for this, so that everybody ends.
         """
         plan = self._plan
         first = next((job for job in jobs if not job.state.block_ids), None)
@@ -267,7 +268,8 @@ class _Step:
         if not self._policy.must_begin(first, self._policy.room(decodes, limit, jobs), plan.now):
             return
         running = [*self._view.loose, *(state for state in best_effort if state.block_ids)]
-        self._victims.make_room(first.state, [state for state in running if not state.slo.has_objective])
+        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
+        self._victims.make_room(first.state, pool)
 
     def _has_slots_for(self, jobs: list[Job]) -> bool:
         """Whether all prompts can be admitted: who sits out keeps its slot, and others wait for it."""
