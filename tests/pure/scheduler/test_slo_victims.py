@@ -9,9 +9,9 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.victims import Victims, is_growing
+from onbeat.scheduler.replica.slo.victims import Victims
 from onbeat.scheduler.replica.slo.work import PrefillWork
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 MODEL = FakeStepTime(fixed=0.05, per_token=1e-4, per_context=0.0, per_pair=0.0)
@@ -113,7 +113,7 @@ class TestMakeBlocksFree:
         requests = [make_request(f"s{i}", 256, 50, slo=slo, arrival=1e-4 * i) for i in range(3)]
         plan, victims = started(*requests, make_request("best effort", 256, 50))
         assert plan.num_blocks_left == 0
-        assert all(map(is_growing, plan.running))
+        assert all(map(needs_block, plan.running))
         return plan, victims, by_name(plan)
 
     def test_one_goes_and_the_others_grow(self):

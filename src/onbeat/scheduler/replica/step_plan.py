@@ -226,7 +226,7 @@ class StepPlan:
 
     def num_growing(self, states: Iterable[RequestState]) -> int:
         """Return how many of these need another block for their next token."""
-        return sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
+        return sum(map(needs_block, states))
 
     def take_block(self) -> bool:
         """Set a block aside for a request that grows; False where none is left."""
@@ -310,3 +310,8 @@ class StepPlan:
         if self.num_kept == 0 and not self._num_admitted:
             return 0
         return reservation.num_spare_blocks(self._config.num_blocks)
+
+
+def needs_block(state: RequestState) -> bool:
+    """Whether the next token of a request has no slot in the blocks that it holds."""
+    return state.num_computed_tokens >= state.num_allocated_tokens

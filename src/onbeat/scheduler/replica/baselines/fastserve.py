@@ -21,10 +21,10 @@ from dataclasses import dataclass, replace
 
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.replica.baselines.runnable import needs_block, planned_shape, split_running
+from onbeat.scheduler.replica.baselines.runnable import planned_shape, split_running
 from onbeat.scheduler.replica.parts import QueueOrder, ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
 QUANTUM_RATIO = 2.0
 """Of each queue's quantum to that of the queue above it."""

@@ -87,7 +87,7 @@ class NiyamaComposer:
             shape.add(state.num_computed_tokens, 1, samples=True)
         candidates = LOW_MEMORY_CANDIDATES if _is_memory_low(plan) else CANDIDATES
         total = step_tokens(plan.model, shape, head.num_computed_tokens, slack, candidates)
-        filler = _Filler(plan, shape, total - len(plan.decodes), self._reservation)
+        filler = _Filler(plan, total - len(plan.decodes), self._reservation)
         self._fill(filler, in_time if is_relegated(head) else chain([head], in_time), late)
 
     def commit(self, plan: StepPlan) -> None:
@@ -133,11 +133,8 @@ class NiyamaComposer:
 class _Filler:
     """Adds prompts to a plan until its tokens are used up."""
 
-    def __init__(
-        self, plan: StepPlan, shape: BatchShape, num_tokens: int, reservation: ReservePrompt
-    ) -> None:
+    def __init__(self, plan: StepPlan, num_tokens: int, reservation: ReservePrompt) -> None:
         self.plan = plan
-        self.shape = shape
         self._num_left = max(0, min(num_tokens, plan.num_tokens_left))
         self._reservation = reservation
         self._admits = not plan.ran_out_of_blocks
@@ -153,7 +150,7 @@ class _Filler:
         num_new = min(state.num_wanted_tokens, self._num_left)
         self.plan.chunks.append((state, num_new))
         self.plan.num_tokens_left -= num_new
-        self._count(state.num_computed_tokens, num_new)
+        self._num_left -= num_new
         return True
 
     def _admit(self, state: RequestState) -> bool:
@@ -168,13 +165,8 @@ class _Filler:
         num_new = 0 if state.num_external_tokens else min(state.num_tokens - num_cached, self._num_left)
         if not plan.admit(state, cached_block_ids, num_new, self._reservation):
             return False
-        self._count(num_cached, num_new)
-        return True
-
-    def _count(self, num_cached: int, num_new: int) -> None:
-        if num_new:
-            self.shape.add(num_cached, num_new, samples=True)
         self._num_left -= num_new
+        return True
 
 
 def step_tokens(

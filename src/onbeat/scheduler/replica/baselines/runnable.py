@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
 
 def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], list[RequestState]]:
@@ -24,11 +24,6 @@ def split_running(running: Iterable[RequestState]) -> tuple[list[RequestState], 
     return decodes, prefills
 
 
-def needs_block(state: RequestState) -> bool:
-    """Whether the next token of a request has no slot in the blocks that it holds."""
-    return state.num_computed_tokens >= state.num_allocated_tokens
-
-
 def decode(plan: StepPlan, states: list[RequestState], victims: list[RequestState]) -> None:
     """Give each request one token as far as rows, tokens and blocks reach.
 
@@ -39,7 +34,7 @@ def decode(plan: StepPlan, states: list[RequestState], victims: list[RequestStat
     """
     kept = states[: max(0, min(plan.num_rows_left, plan.num_tokens_left))]
     candidates = [state for state in victims if not state.is_in_flight]
-    while len(candidates) > 1 and sum(map(needs_block, kept)) > plan.num_blocks_left:
+    while len(candidates) > 1 and plan.num_growing(kept) > plan.num_blocks_left:
         plan.ran_out_of_blocks = True
         victim = candidates.pop()
         plan.preempt(victim)

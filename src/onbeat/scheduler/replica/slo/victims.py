@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.triage import Worth
 from onbeat.scheduler.replica.slo.work import PrefillWork
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
 
 
 class Victims:
@@ -36,17 +36,17 @@ class Victims:
         planned = {id(state) for state in (*plan.victims, *plan.decodes)}
         pool = [state for state in plan.running if id(state) not in planned and not state.is_in_flight]
         pool.sort(key=self._loss)
-        num_growing = sum(map(is_growing, rows))
+        num_growing = sum(map(needs_block, rows))
         gone: set[int] = set()
         while len(pool) > 1 and num_growing > plan.num_blocks_left:
             victim = pool.pop()
             plan.preempt(victim)
             gone.add(id(victim))
-            num_growing = sum(is_growing(state) for state in rows if id(state) not in gone)
+            num_growing = sum(needs_block(state) for state in rows if id(state) not in gone)
         rows = [state for state in rows if id(state) not in gone]
         num_over = num_growing - plan.num_blocks_left
         if num_over > 0:  # nobody else can go: some wait for a block
-            waits = {id(state) for state in sorted(filter(is_growing, rows), key=self._loss)[-num_over:]}
+            waits = {id(state) for state in sorted(filter(needs_block, rows), key=self._loss)[-num_over:]}
             rows = [state for state in rows if id(state) not in waits]
         return rows
 
@@ -74,8 +74,3 @@ class Victims:
         due = slo.due(state.num_certain_tokens, self._plan.now)
         slack = due - self._plan.now - self._work.idle_seconds(state.num_tokens, 0)
         return (1.0, slack, arrival) if slack >= 0 else (0.0, -self._worth(state), arrival)
-
-
-def is_growing(state: RequestState) -> bool:
-    """Whether the next token of a request has no slot in the blocks that it holds."""
-    return state.num_computed_tokens >= state.num_allocated_tokens
