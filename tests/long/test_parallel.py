@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
@@ -84,3 +85,34 @@ def test_ctrl_c_ends_running_tasks_and_starts_no_others(tmp_path: Path) -> None:
     results = run_tasks(workers.wait_for_the_end, tasks, jobs=2)
     assert results[:2] == ["stopped", "stopped"]
     assert results[-1] is None
+
+
+def test_workers_end_when_their_parent_was_killed(tmp_path: Path) -> None:
+    tasks = [tmp_path / str(index) for index in range(2)]
+    parent = multiprocessing.get_context("spawn").Process(
+        target=run_tasks, args=(workers.write_own_id, tasks), kwargs={"jobs": 2}
+    )
+    parent.start()
+    pids = [int(_wait_for(task)) for task in tasks]
+    parent.kill()
+    parent.join()
+    deadline = time.monotonic() + 30
+    while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(_is_alive(pid) for pid in pids)
+
+
+def _wait_for(path: Path) -> str:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        if path.exists() and (text := path.read_text()):
+            return text
+        time.sleep(0.01)
+    raise TimeoutError(path)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -40,3 +40,10 @@ def stop_at_two(task: int, context: TaskContext) -> int:
     if task == 2:
         context.stop()
     return task
+
+
+def write_own_id(task: Path, context: TaskContext) -> None:
+    """Write down which process this is, and go on for ever."""
+    task.write_text(str(os.getpid()))
+    while not context.is_stopped():
+        time.sleep(0.01)

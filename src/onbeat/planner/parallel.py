@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -201,6 +203,15 @@ def _join(events: SimpleQueue[tuple[int, Any]], stopped: ProcessEvent) -> None:
     """Start a worker process. Ctrl-C reaches it too; the parent decides what follows from it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _Channel.events, _Channel.stopped = events, stopped
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone: nobody would hear of what it does."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _invoke(worker: Worker[T, R], task: T, index: int) -> R:
