@@ -5,6 +5,7 @@
     python benchmarks/slo_study.py report [--write] [selection]
     python benchmarks/slo_study.py disturb [--minutes 20] [--jobs 2] [--seeds 5] [--capacity 8.5] [--write]
     python benchmarks/slo_study.py ablate [--minutes 10] [--jobs 2] [--seeds 2]
+    python benchmarks/slo_study.py bound [--minutes 30] [--jobs 2] [--seeds 2] [--write]
 
 A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. A load
 lasts: at least 4,000 requests and ten minutes of arrivals are measured, after a warm-up that is thrown away.
@@ -41,6 +42,8 @@ from slo_study.cells import (
 )
 from slo_study.charts import ratio_chart, write_image
 from slo_study.disturbed import DISTURBANCES, TRIAGE, DisturbedPlan, disturbed_table
+from slo_study.knowledge import CELLS as KNOWLEDGE_CELLS
+from slo_study.knowledge import knowledge_runs, knowledge_table
 from slo_study.loads import WORKLOADS
 from slo_study.replica import Stage
 from slo_study.report import Study, markdown
@@ -59,6 +62,15 @@ Mistral-7B on one A100-80G, Poisson arrivals, lengths of the Azure conversation 
 five minutes of arrivals, of which the first is thrown away. A policy that plans with step times begins with
 the undisturbed model and learns from the steps that it sees. Loads are multiples of the capacity (90 % good)
 of `slo` undisturbed. Of static budgets with triage the best with the first seed stands for all.
+"""
+
+BOUND_NOTE = """
+Capacities of `slo` in loads that last, as in the study, and what they are multiplied by if it knows more. It
+knows nothing: requests declare 4,096 output tokens and steps vary by 30 % around what is predicted.
+`lengths`: requests declare exactly their output. `step times`: steps take what is predicted. `arrivals`: the
+prompts that will come are counted when those that cannot all be in time are sorted out. `bound`: a rate that
+no policy can carry for ever, as in a load that lasts what is left over may not grow
+(`slo_study/bound.py`); bursts, which all policies suffer from, do not count in it.
 """
 
 
@@ -152,6 +164,26 @@ def ablate(args: argparse.Namespace) -> None:
     print(ablation_table(ABLATION_CELLS, args.seeds, results))
 
 
+def bound(args: argparse.Namespace) -> None:
+    results = Results(args.results, args.tag)
+    run_missing(
+        knowledge_runs(KNOWLEDGE_CELLS, args.seeds),
+        results,
+        jobs=args.jobs,
+        deadline=deadline_in(args.minutes),
+    )
+    text = (
+        f"# Against a clairvoyant bound\n\n{time.strftime('%Y-%m-%d')}. "
+        f"`python benchmarks/slo_study.py bound`. {BOUND_NOTE.strip()}\n\n"
+        f"{knowledge_table(KNOWLEDGE_CELLS, args.seeds, results)}\n"
+    )
+    print(text)
+    if args.write:
+        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-bound.md"
+        path.write_text(text, encoding="utf-8")
+        print(f"written: {path}")
+
+
 def _cells(args: argparse.Namespace) -> list[Cell]:
     return select_cells(args.set_up, args.workload, args.slo, args.mode)
 
@@ -200,6 +232,11 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--seeds", type=int, default=2, help="how many, from 0")
     each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-ablation.jsonl"))
     each.set_defaults(command=ablate)
+    each = commands.add_parser("bound", parents=[slices], help="how far from a bound, and for want of what")
+    each.add_argument("--seeds", type=int, default=2, help="how many, from 0")
+    each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-bound.jsonl"))
+    each.add_argument("--write", action="store_true", help="into benchmarks/results")
+    each.set_defaults(command=bound)
     return parser
 
 
