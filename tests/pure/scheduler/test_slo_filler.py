@@ -122,6 +122,17 @@ class TestSlots:
         driver.serve([*crowd, make_request("u", 100, 5, slo=SLO(ttft=0.1, tbt=0.05), arrival=0.2)])
         assert not driver.preempted_at
 
+    def test_nobody_loses_its_slot_for_a_prompt_that_is_left_behind(self):
+        """Both cannot be in time: the one that is due first costs more, and only the other gets a slot."""
+        driver = Watch(max_num_seqs=4)
+        driver.serve([make_request(f"b{i}", 50, 400) for i in range(4)], until=0.2)
+        for name, num_prompt, ttft in (("costly", 900, 0.16), ("cheap", 400, 0.17)):
+            slo = SLO(ttft=ttft, tbt=0.05)
+            driver.add(make_request(name, num_prompt, 5, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now))
+        driver.serve([])
+        assert len(driver.preempted_at) == 1
+        assert driver.ttft("cheap") <= 0.17
+
 
 class TestBlocks:
     def test_best_effort_gives_its_blocks_to_a_prompt_with_a_deadline(self):

@@ -256,16 +256,20 @@ class _Step:
 
         Only once it cannot wait for another step: until then somebody may end, and what is preempted is
         computed again in time that others lack. For the same reason nobody is preempted who has missed an
-        objective already: under overload that would be work done twice for each prompt that is saved. And
-        nobody is preempted twice for this, so that everybody ends.
+        objective already: under overload that would be work done twice for each prompt that is saved. Nobody
+        is preempted twice for this, so that everybody ends, and nobody for a prompt that is left behind.
         """
-        plan = self._plan
+        plan, policy = self._plan, self._policy
         first = next((job for job in jobs if not job.state.block_ids), None)
         if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first.state) <= 0):
             return
         decodes = decode_shape([*self._view.streams, *self._view.loose])
-        limit = self._policy.limit(self._view, self._work.of(decodes), plan.now)
-        if not self._policy.must_begin(first, self._policy.room(decodes, limit, jobs), plan.now):
+        limit = policy.limit(self._view, self._work.of(decodes), plan.now)
+        room = policy.room(decodes, limit, jobs)
+        in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
+        kept = in_turn[: len(in_turn) - num_left_behind]
+        first = next((job for job in kept if not job.state.block_ids), None)
+        if first is None or not policy.must_begin(first, room, plan.now):
             return
         running = [*self._view.loose, *(state for state in best_effort if state.block_ids)]
         pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
