@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TypeVar
-
 from onbeat.core.errors import ConfigError
-
-_Tenant = TypeVar("_Tenant", str, str | None)
 
 
 class TenantCounters:
@@ -110,10 +105,6 @@ class TenantCounters:
     def counter(self, tenant: str | None) -> float:
         """Return the weighted tokens that stand against the tenant."""
         return self._counters.get(tenant, self._level)
-
-    def least(self, tenants: Iterable[_Tenant]) -> _Tenant:
-        """Return the tenant with the least counter; of equal ones the first. At least one must be given."""
-        return min(tenants, key=self.counter)
 
     def share(self, tenant: str | None) -> float:
         """Return how far the tenant is ahead of the mean of the backlogged ones, in [-1, 1].
