@@ -9,7 +9,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 def deliver(
     state: RequestState, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None, num_drafts: int = 0
 ) -> RequestOutput:
-    """Append sampled tokens to a request and see whether they end it.
+    """Append sampled tokens to a request and see whether they end it; drafts are not counted here.
 
     Parameters
     ----------
@@ -34,8 +34,6 @@ def deliver(
         state.num_preemptions,
         state.scheduled_time,
         logprobs if logprobs is None else logprobs[: len(sampled_ids)],
-        num_drafted_tokens=state.draft.num_drafted,
-        num_accepted_tokens=state.draft.num_accepted,
     )
 
 

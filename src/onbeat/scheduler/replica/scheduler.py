@@ -369,9 +369,11 @@ class Scheduler:
         if self._slo is None:
             state.slo.note_delivery(now)
             return
+        slo = state.slo
         self._slo.tracker.on_delivery(state, len(output.new_token_ids), now)
-        output.is_relegated = state.slo.is_best_effort
-        output.predicted_ttft = state.slo.take_prediction()
+        output.is_relegated = slo.is_best_effort
+        if slo.predicted_ttft is not None:
+            output.predicted_ttft = slo.take_prediction()
 
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
