@@ -78,7 +78,7 @@ def test_constraints_are_pins_without_addresses() -> None:
 def test_the_source_archive_holds_what_the_readme_points_to() -> None:
     included = PYPROJECT["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
     links = re.findall(r"\]\(([\w./-]+)\)", (ROOT / "README.md").read_text())
-    assert "examples/offline.py" in links
+    assert "examples/chat_client.py" in links
     assert {link.partition("/")[0] for link in links} <= {*included}
 
 
