@@ -35,8 +35,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from onbeat.metrics.record import RequestRecord
-from onbeat.perfmodel.linear import linear_closure
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.published.linear import linear_closure
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig

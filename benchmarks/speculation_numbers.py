@@ -23,8 +23,8 @@ from slo_live.book import markdown_table
 from speculation_study import turbospec
 from speculation_study.plan import shared_folder
 
-from onbeat.perfmodel.linear import turbospec_speculation
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.published.linear import turbospec_speculation
 from onbeat.planner.paired import geometric_mean
 from onbeat.scheduler.replica.speculation import acceptance, goodput
 from onbeat.simulator.acceptance import Acceptance, RequestDrafts

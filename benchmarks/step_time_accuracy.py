@@ -33,13 +33,13 @@ from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import make_form
-from onbeat.perfmodel.interpolate import PiecewiseLinear, Surface
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.operator_csv import Row, read_rows, select
-from onbeat.perfmodel.operator_curves import chunk_surface, decode_surface
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.perfmodel.published.interpolate import PiecewiseLinear, Surface
+from onbeat.perfmodel.published.operator_csv import Row, read_rows, select
+from onbeat.perfmodel.published.operator_curves import chunk_surface, decode_surface
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shape_range import ShapeRange

@@ -10,14 +10,14 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel, make_form
-from onbeat.perfmodel.linear import linear_closure
 from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.operator_table import operator_table_closure
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
+from onbeat.perfmodel.published.linear import linear_closure
+from onbeat.perfmodel.published.operator_table import operator_table_closure
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
 

@@ -16,18 +16,18 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.fitted import FIT_METHODS, fit, make_form
-from onbeat.perfmodel.linear import (
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.nnls import nnls_closure, nnls_seconds
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.published.linear import (
     distserve_closure,
     linear_closure,
     turbospec_closure,
     turbospec_speculation,
 )
-from onbeat.perfmodel.linear_coefficients import DistServeCoefficients, TurboSpecCoefficients
-from onbeat.perfmodel.model_spec import find_model_spec
-from onbeat.perfmodel.nnls import nnls_closure, nnls_seconds
-from onbeat.perfmodel.operator_table import operator_table_closure
-from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.published.linear_coefficients import DistServeCoefficients, TurboSpecCoefficients
+from onbeat.perfmodel.published.operator_table import operator_table_closure
 from onbeat.perfmodel.roofline import make_roofline, roofline_seconds
 from onbeat.perfmodel.shapes import draft_pairs, draft_pairs_of, shape_matrix
 from onbeat.perfmodel.utilisation import StepWork

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.linear import (
+from onbeat.perfmodel.published.linear import (
     NO_OVERHEAD,
     STAGE_HOP,
     EngineOverhead,
@@ -20,7 +20,7 @@ from onbeat.perfmodel.linear import (
     linear_closure,
     turbospec_closure,
 )
-from onbeat.perfmodel.linear_coefficients import (
+from onbeat.perfmodel.published.linear_coefficients import (
     DistServeCoefficients,
     TurboSpecCoefficients,
     read_distserve_coefficients,

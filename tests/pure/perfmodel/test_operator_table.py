@@ -12,9 +12,13 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.interpolate import PiecewiseLinear, Surface
-from onbeat.perfmodel.operator_table import VIDUR_OPTIONS, OperatorTableOptions, operator_table_closure
 from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.published.interpolate import PiecewiseLinear, Surface
+from onbeat.perfmodel.published.operator_table import (
+    VIDUR_OPTIONS,
+    OperatorTableOptions,
+    operator_table_closure,
+)
 from tests.pure.perfmodel.operator_profiles import (
     MODEL,
     all_reduce_ms,

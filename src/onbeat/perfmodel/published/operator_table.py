@@ -17,9 +17,10 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.interpolate import PiecewiseLinear
 from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.operator_curves import (
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.published.interpolate import PiecewiseLinear
+from onbeat.perfmodel.published.operator_curves import (
     EMBEDDING,
     LAYER_OPERATORS,
     UP_PROJECTION,
@@ -27,8 +28,7 @@ from onbeat.perfmodel.operator_curves import (
     read_network_curve,
     read_token_curves,
 )
-from onbeat.perfmodel.operator_files import OperatorFiles, find_operator_files
-from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.published.operator_files import OperatorFiles, find_operator_files
 from onbeat.perfmodel.shapes import draft_pairs
 
 _ALL_REDUCES = 2  # a layer: after attention and after the MLP

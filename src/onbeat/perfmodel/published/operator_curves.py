@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.interpolate import PiecewiseLinear, Surface
 from onbeat.perfmodel.model_sizes import ModelSpec
-from onbeat.perfmodel.operator_csv import Row, read_rows, select, time_column
+from onbeat.perfmodel.published.interpolate import PiecewiseLinear, Surface
+from onbeat.perfmodel.published.operator_csv import Row, read_rows, select, time_column
 
 EMBEDDING = "emb"
 UP_PROJECTION = "mlp_up_proj"

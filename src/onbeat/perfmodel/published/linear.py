@@ -14,7 +14,7 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.perfmodel.linear_coefficients import (
+from onbeat.perfmodel.published.linear_coefficients import (
     DistServeCoefficients,
     TurboSpecCoefficients,
     TurboSpecDrafts,

@@ -1,0 +1,1 @@
+"""Step-time models in formats that papers published: read, never fitted here."""
