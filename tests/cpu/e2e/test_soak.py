@@ -1,0 +1,19 @@
+"""A short form of the soak: mixed requests, clients that leave, little memory; nothing is lost or leaked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOAK = Path(__file__).parents[3] / "benchmarks" / "soak.py"
+
+
+@pytest.mark.parametrize("names", ["slo,slo-gap-async", "sarathi-drafts-async,static"])
+def test_a_short_soak_finds_no_fault(names: str) -> None:
+    command = [sys.executable, str(SOAK), "--requests", "1200", "--only", names]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "1200 requests, 0 faults" in found.stdout
