@@ -24,7 +24,7 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()
     """Names under which the model answers, the first in responses; empty means the engine's own name."""
     api_keys: tuple[str, ...] = ()
-    """Any of them opens /v1/*, /tokenize and /detokenize; empty leaves them open to everybody."""
+    """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
     allowed_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server (CORS); `*` is every origin."""
     max_body_bytes: int = 10 * 2**20
