@@ -13,6 +13,18 @@ from onbeat.server.slo_defaults import SLODefaults, key_digest
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request."""
 
+MAX_MESSAGES = 2**13
+"""Most messages of one chat, and parts of their contents: the event loop checks them, one by one."""
+
+MAX_LISTED_TOKENS = 2**17
+"""Most token ids that a request may list for its sampling, over all choices: each is sent its own lists."""
+
+MAX_JSON_VALUES = 2**19
+"""Most values of one body, such as the token ids of its prompts."""
+
+MAX_JSON_PARTS = 2**17
+"""Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
