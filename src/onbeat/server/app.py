@@ -76,7 +76,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with telemetry.watched_loop():
+            yield
         services.encoder.close()
 
     app = FastAPI(
