@@ -14,11 +14,13 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from onbeat import __version__
+from onbeat.metrics.buckets import LAG_SECONDS
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
 from onbeat.metrics.exporter_vllm import vllm_metrics
 from onbeat.metrics.families import counter, counters, gauge, histogram, keyed
+from onbeat.metrics.histogram import Histogram
 
 
 class MetricsExporter(Collector):
@@ -56,6 +58,7 @@ class MetricsExporter(Collector):
         self._start = clock()
         self._http: Counter[tuple[str, ...]] = Counter()
         self._stream_errors: Counter[str] = Counter()
+        self._loop_lag = Histogram(LAG_SECONDS)
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -67,6 +70,10 @@ class MetricsExporter(Collector):
     def count_stream_error(self, code: str) -> None:
         """Count one stream that began with status 200 and ended with an error event."""
         self._stream_errors[code] += 1
+
+    def observe_loop_lag(self, seconds: float) -> None:
+        """Count by how much later than it was due the server's event loop did something."""
+        self._loop_lag.observe(seconds)
 
     def render(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
@@ -167,5 +174,6 @@ class MetricsExporter(Collector):
             ("step_rows", "Requests in a step", counts.step_rows),
             ("planner_seconds", "Planning one step", counts.schedule),
             ("update_seconds", "Taking in the results of one step", counts.update),
+            ("event_loop_lag_seconds", "How late the server's event loop is", self._loop_lag),
         ):
             yield histogram(f"onbeat_{name}", text, values)

@@ -18,7 +18,7 @@ from onbeat.server.errors import handle_error
 from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
 from onbeat.server.lifecycle import Lifecycle
-from onbeat.server.middleware import ApiKeys, BodyLimit, RequestLog
+from onbeat.server.middleware import OPEN_PATHS, ApiKeys, BodyLimit, PathCheck, RequestLog
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.routes_models import model_routes
@@ -28,13 +28,10 @@ from onbeat.server.slo_headers import PREDICTED_TTFT_HEADER
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 
-ENDPOINTS = frozenset(
-    (
-        *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
-        *("/tokenize", "/detokenize", "/health", "/ping", "/ready", "/load", "/version", "/metrics"),
-        *("/docs", "/openapi.json"),
-    )
-)
+ENDPOINTS = OPEN_PATHS | {
+    *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
+    *("/tokenize", "/detokenize"),
+}
 """The paths that the log and the metrics tell apart."""
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
@@ -79,10 +76,18 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with telemetry.watched_loop():
+            yield
         services.encoder.close()
 
-    app = FastAPI(title="onbeat", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="onbeat",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     app.state.lifecycle = lifecycle
     app.state.engine = engine
     for router in (
@@ -103,6 +108,7 @@ def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) ->
     """Wrap the application, from the inside out."""
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     app.add_middleware(ApiKeys, keys=config.api_keys)
+    app.add_middleware(PathCheck)
     if config.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

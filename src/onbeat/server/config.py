@@ -13,6 +13,18 @@ from onbeat.server.slo_defaults import SLODefaults, key_digest
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request."""
 
+MAX_MESSAGES = 2**13
+"""Most messages of one chat, and parts of their contents: the event loop checks them, one by one."""
+
+MAX_LISTED_TOKENS = 2**17
+"""Most token ids that a request may list for its sampling, over all choices: each is sent its own lists."""
+
+MAX_JSON_VALUES = 2**19
+"""Most values of one body, such as the token ids of its prompts."""
+
+MAX_JSON_PARTS = 2**17
+"""Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
@@ -24,7 +36,7 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = ()
     """Names under which the model answers, the first in responses; empty means the engine's own name."""
     api_keys: tuple[str, ...] = ()
-    """Any of them opens /v1/*, /tokenize and /detokenize; empty leaves them open to everybody."""
+    """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
     allowed_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server (CORS); `*` is every origin."""
     max_body_bytes: int = 10 * 2**20

@@ -8,7 +8,9 @@ is the caller's mistake, and says so: dropped silently, a misspelt `temperature`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+import reprlib
+from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from onbeat.core.errors import InvalidRequest
@@ -22,6 +24,9 @@ HARMLESS = frozenset(
     )
 )
 """Accepted with any value: they change nothing about the text."""
+
+_LONGEST_NAME = 100
+"""Characters of a name that are looked at and repeated; no field of any API has one as long."""
 
 _OFF: tuple[Any, ...] = (None, False)
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
@@ -112,7 +117,32 @@ def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
 
 
 def _unknown(name: str, honoured: set[str]) -> InvalidRequest:
-    known = honoured | HARMLESS | NO_OP_VALUES.keys()
-    near = difflib.get_close_matches(name, sorted(known), n=1)
-    cure = f"did you mean {near[0]!r}?" if near else "leave it out"
-    return InvalidRequest(f"unknown field {name[:100]!r}; {cure}", param=name[:100], code="unknown_parameter")
+    near = near_match(name, sorted(honoured | HARMLESS | NO_OP_VALUES.keys()))
+    cure = f"did you mean {near!r}?" if near else "leave it out"
+    name = name[:_LONGEST_NAME]
+    return InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
+
+
+def near_match(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that was probably meant. Of a long name only the start is compared."""
+    return next(iter(difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1)), None)
+
+
+def with_one_unknown(value: Any, known: Collection[str]) -> Any:
+    """Return an object with but one of its unknown fields, if it has more fields than are known.
+
+    For models that forbid unknown fields: pydantic makes an error of each, and a body may have 100,000.
+    """
+    if not isinstance(value, dict) or len(value) <= len(known):
+        return value
+    unknown = next(name for name in value if name not in known)
+    return {name: value[name] for name in (*known, unknown) if name in value}
+
+
+class _Quote(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # which sorts them
+
+
+quoted = _Quote().repr
+"""Returns a value, shortened, as errors repeat it, in a time that does not grow with it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.config import MAX_MESSAGES
 from onbeat.server.errors import unsupported
+from onbeat.server.fields import with_one_unknown
 
 
 class ChatMessage(BaseModel):
@@ -17,7 +19,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[str | dict[str, Any]] | None = None
+    content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
     """Text, or content parts of type `text`."""
     name: str | None = None
     reasoning_content: str | None = None
@@ -27,6 +29,31 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     function_call: dict[str, Any] | None = None
     audio: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown_fields(cls, value: Any) -> Any:
+        return with_one_unknown(value, cls.model_fields)
+
+
+def _within_count(value: Any) -> Any:
+    """Count before anything is made of a message."""
+    num_messages = len(value) if isinstance(value, list) else 0
+    if 0 < num_messages <= MAX_MESSAGES:
+        contents = [message.get("content") for message in value if isinstance(message, dict)]
+        num_messages += sum(len(content) for content in contents if isinstance(content, list))
+    if num_messages > MAX_MESSAGES:
+        raise ValueError(
+            f"messages holds {num_messages} messages and parts of their contents; at most {MAX_MESSAGES} are "
+            "taken. Join some"
+        )
+    return value
+
+
+ChatMessages = Annotated[
+    list[ChatMessage], Field(max_length=MAX_MESSAGES, fail_fast=True), BeforeValidator(_within_count)
+]
+"""The messages of a chat, not too many."""
 
 
 def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """What happens to every HTTP request, as plain ASGI: no task and no copy per message.
 
 From the outside in: `RequestLog` (id, access log, counters, last resort for bugs), Starlette's CORS,
-`ApiKeys`, `BodyLimit`.
+`PathCheck`, `ApiKeys`, `BodyLimit`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from onbeat.core.errors import InvalidRequest
 from onbeat.server.context import HttpContext, put_context
 from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
 from onbeat.server.slo_headers import bearer_key
@@ -23,7 +24,14 @@ logger = logging.getLogger("onbeat.server")
 
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics"))
-_GUARDED = re.compile(r"/v1(/.*)?|/tokenize|/detokenize")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_MOST_QUOTED = 100
+"""Characters of a path that its error repeats."""
+
+OPEN_PATHS = frozenset(
+    ("/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json")
+)
+"""The paths that need no API key. All others do, those that do not exist included."""
 
 
 class RequestLog:
@@ -114,18 +122,33 @@ def _access_line(method: str, context: HttpContext) -> str:
     return " ".join(parts)
 
 
+class PathCheck:
+    """Refuses paths with control characters: a guard and a router may disagree on where such a path ends."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not _CONTROL.search(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        error = InvalidRequest(
+            f"the path {scope['path'][:_MOST_QUOTED]!r} holds a control character; send it without",
+            code="invalid_path",
+        )
+        await error_response(error)(scope, receive, send)
+
+
 class ApiKeys:
-    """Lets in only those who carry a key, where keys are set. Health and metrics stay open."""
+    """Lets in only those who carry a key, where keys are set, but for `OPEN_PATHS`."""
 
     def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
         self._app = app
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_guarded = (
-            scope["type"] == "http" and scope["method"] != "OPTIONS" and _GUARDED.fullmatch(scope["path"])
-        )
-        if not self._keys or not is_guarded or self._is_known(bearer_key(Headers(scope=scope))):
+        is_open = not self._keys or scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if is_open or self._is_known(bearer_key(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return
         error = ApiError(

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
+from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.slo_headers import LONGEST_TENANT, TBT_HEADERS, TENANT_HEADER, TTFT_HEADERS
 
 _COMPONENT = "#/components/schemas/{model}"
@@ -81,7 +82,7 @@ def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if needs_key and (path.startswith("/v1/") or path in ("/tokenize", "/detokenize")):
+            if needs_key and path not in OPEN_PATHS:
                 operation["security"] = [{"ApiKey": []}]
     if needs_key:
         schema["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,8 +15,11 @@ from onbeat.server.protocol_completion import PromptInput
 from onbeat.server.sampling_fields import check_token_ids
 from onbeat.text.chat_template import ChatTemplate
 
-_INLINE_CHARACTERS = 8192
-"""Longer texts are encoded in a thread; below, the hand-over costs more than the work."""
+_INLINE_CHARACTERS = 2048
+"""Longer texts are encoded in a thread; below, in some 2 ms, the hand-over is not worth it."""
+
+_MESSAGE_CHARACTERS = 64
+"""Characters that take about as long to encode as an empty message takes to render."""
 
 _SUSPECT_CHARACTERS = 2**18
 """Texts from here on are first held against the longest text that the context could ever hold."""
@@ -60,15 +63,24 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
-        """Return the token ids of a prompt.
+        """Return the token ids of a prompt; raise as `encode_all` does."""
+        (token_ids,) = await self.encode_all([prompt], options)
+        return token_ids
+
+    async def encode_all(self, prompts: Sequence[PromptInput], options: EncodeOptions) -> list[list[int]]:
+        """Return the token ids of the prompts of one request.
 
         Raises
         ------
-        InvalidRequest : the prompt is empty or holds token ids outside of the vocabulary.
-        PromptTooLong : the text is longer than any text that fits the context.
+        InvalidRequest : a prompt is empty or holds token ids outside of the vocabulary.
+        PromptTooLong : a text is longer than any text that fits the context.
         """
+        size = sum(map(len, prompts))
+        return await self.off_loop(size, lambda: [self._token_ids(prompt, options) for prompt in prompts])
+
+    def _token_ids(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
         if isinstance(prompt, str):
-            token_ids = await self.encode_text(prompt, options)
+            token_ids = self._encode(prompt, options)
         else:
             check_token_ids(prompt, self._vocab_size, options.param)
             token_ids = prompt
@@ -88,32 +100,41 @@ class PromptEncoder:
         ------
         PromptTooLong : the text is longer than any text that fits the context.
         """
-        return await self._off_loop(len(text), lambda: self._encode(text, options))
+        return await self.off_loop(len(text), lambda: self._encode(text, options))
 
     async def render(
         self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
     ) -> str:
         """Return a chat as the template writes it; `variables` are the keyword arguments of `render`."""
-        size = sum(len(message["content"]) for message in messages)
+        size = sum(_MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in messages)
+        if not all(isinstance(value, bool) for value in variables.values()):
+            size = max(size, _INLINE_CHARACTERS + 1)  # a template may go through them as through messages
         try:
-            return await self._off_loop(size, lambda: template.render(messages, **variables))
+            return await self.off_loop(size, lambda: template.render(messages, **variables))
         except RecursionError as error:
             raise InvalidRequest(
                 "chat_template_kwargs is nested too deep for the chat template", param="chat_template_kwargs"
             ) from error
 
-    async def _off_loop(self, size: int, work: Callable[[], _T]) -> _T:
+    async def off_loop(self, size: int, work: Callable[[], _T]) -> _T:
+        """Do work in a thread if it takes longer than the hand-over.
+
+        Parameters
+        ----------
+        size : characters that take as long to encode, or tokens to decode.
+        work : what to do; its errors are raised here.
+        """
         if size <= _INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _encode(self, text: str, options: EncodeOptions) -> list[int]:
-        if options.truncate_to is None and len(text) > _SUSPECT_CHARACTERS:
+        if len(text) > _SUSPECT_CHARACTERS:
             self._check_length(text, options.param)
         return self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
 
     def _check_length(self, text: str, param: str) -> None:
-        """Refuse a text that cannot fit before minutes are spent on tokenizing it."""
+        """Refuse a text that cannot fit before minutes are spent on tokenizing it, be it to truncate it."""
         if self._longest_token is None:
             ids = range(self._tokenizer.vocab_size)
             self._longest_token = max(len(self._tokenizer.token_bytes(token_id)) for token_id in ids)

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import ServerConfig
-from onbeat.server.messages import ChatMessage
+from onbeat.server.messages import ChatMessages
 from onbeat.server.sampling_fields import SamplingFields
 
 _RESERVED_VARIABLES = frozenset(
@@ -22,7 +22,7 @@ _RESERVED_VARIABLES = frozenset(
 class ChatCompletionRequest(SamplingFields):
     """OpenAI's chat completion, with vLLM's extra fields."""
 
-    messages: list[ChatMessage]
+    messages: ChatMessages
     max_completion_tokens: int | None = Field(None, ge=1)
     """Goes before the deprecated `max_tokens`."""
     logprobs: bool | None = None

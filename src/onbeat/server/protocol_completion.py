@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
@@ -26,23 +27,23 @@ _PROMPT_SCHEMA = {
 def _checked_prompts(value: Any) -> list[PromptInput]:
     """Return the prompts of a request, one or many, as text or token ids.
 
-    Written out because a union of list types would check a prompt of 100,000 tokens four times.
+    Written out because a union of list types would check a prompt of 100,000 tokens four times; sets of types
+    because there may be 500,000.
     """
-    if isinstance(value, str) or _is_token_ids(value):
+    if isinstance(value, str):
         return [value]
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return value
-    if isinstance(value, list) and value and all(_is_token_ids(item) for item in value):
-        return value
+    kinds = set(map(type, value)) if isinstance(value, list) else set()
+    if kinds == {int}:
+        return [value]
+    if kinds == {str}:
+        return list(value)
+    if kinds == {list} and all(value) and set(map(type, chain.from_iterable(value))) == {int}:
+        return list(value)
     if value == []:
         raise ValueError("prompt is empty; send text or token ids")
     raise ValueError(
         "prompt must be a string, an array of strings, token ids, or an array of token id arrays"
     )
-
-
-def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int for item in value)
 
 
 class CompletionRequest(SamplingFields):

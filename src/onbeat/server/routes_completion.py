@@ -35,11 +35,11 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     # best_of = n ranks nothing
     body = parse_body(CompletionRequest, raw, extra_no_ops={"best_of": raw.get("n")})
     model = services.check_model(body.model)
-    check_common(body, services.config, services.info)
+    check_common(body, services.config, services.info, num_prompts=len(body.prompt))
     check_completion(body, services.config)
     terms = read_terms(body, request.headers, services.config)
     encode_options = _encode_options(body, services)
-    prompts = [await services.encoder.encode(prompt, encode_options) for prompt in body.prompt]
+    prompts = await services.encoder.encode_all(body.prompt, encode_options)
     samplings = [_sampling(body, services, len(token_ids)) for token_ids in prompts]
     head = services.new_head("cmpl", model)
     options = AnswerOptions(
@@ -49,8 +49,10 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     )
     echoes = [""] * len(prompts)
     if body.echo:
-        used = zip(body.prompt, prompts, strict=True)
-        echoes = [_echo(prompt, token_ids, encode_options, services) for prompt, token_ids in used]
+        used = list(zip(body.prompt, prompts, strict=True))
+        echoes = await services.encoder.off_loop(
+            sum(map(len, prompts)), lambda: [_echo(*pair, encode_options, services) for pair in used]
+        )
     job = Job(
         completion_id=head.completion_id,
         arrival=arrival,
@@ -87,7 +89,6 @@ def _sampling(body: CompletionRequest, services: Services, num_prompt_tokens: in
     return sampling_params(
         body,
         services.tokenizer,
-        vocab_size=services.info.vocab_size,
         max_tokens=max_tokens,
         num_logprobs=body.logprobs,
     )

@@ -31,7 +31,7 @@ def model_routes(services: Services) -> APIRouter:
         """List the names under which the model answers."""
         return _json({"object": "list", "data": [card(name) for name in services.model_names]})
 
-    @router.get("/{model:path}", response_model=ModelCard, responses=error_answers(401, 404))
+    @router.get("/{model:path}", response_model=ModelCard, responses=error_answers(400, 401, 404))
     async def retrieve_model(model: str) -> Response:
         """Describe one of them."""
         return _json(card(services.check_model(model)))

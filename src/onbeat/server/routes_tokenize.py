@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import parse_body, read_json_object
-from onbeat.server.messages import ChatMessage, template_messages
+from onbeat.server.messages import ChatMessages, template_messages
 from onbeat.server.prompts import EncodeOptions, chat_prompt
 from onbeat.server.sampling_fields import check_token_ids
 from onbeat.server.services import Services
@@ -24,7 +24,7 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: ChatMessages | None = None
     add_special_tokens: bool | None = None
     """True by default for a prompt, false for messages, whose template writes them."""
     add_generation_prompt: bool | None = None
@@ -37,7 +37,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=2**20)]
+    tokens: Annotated[list[int], Field(fail_fast=True)]
 
 
 async def answer_tokenize(request: Request, services: Services) -> Response:
@@ -51,7 +51,9 @@ async def answer_tokenize(request: Request, services: Services) -> Response:
         "tokens": token_ids,
     }
     if body.return_token_strs:
-        answer["token_strs"] = [services.tokenizer.token_text(token_id) for token_id in token_ids]
+        answer["token_strs"] = await services.encoder.off_loop(
+            len(token_ids), lambda: list(map(services.tokenizer.token_text, token_ids))
+        )
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
@@ -76,5 +78,7 @@ async def answer_detokenize(request: Request, services: Services) -> Response:
     body = parse_body(DetokenizeRequest, await read_json_object(request))
     services.check_model(body.model)
     check_token_ids(body.tokens, services.info.vocab_size, "tokens")
-    text = services.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    text = await services.encoder.off_loop(
+        len(body.tokens), lambda: services.tokenizer.decode(body.tokens, skip_special_tokens=False)
+    )
     return Response(orjson.dumps({"prompt": text}), media_type="application/json")

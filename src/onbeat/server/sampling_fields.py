@@ -6,18 +6,49 @@ import secrets
 from collections.abc import Collection
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import SamplingParams
-from onbeat.server.config import MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.fields import quoted, with_one_unknown
 from onbeat.server.slo_fields import PromiseFields
 
 _SEED_MASK = 2**63 - 1
 _INT64 = 2**63
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenIds = Annotated[list[int], Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)]
+
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_BIAS_SCHEMA = WithJsonSchema(
+    {"anyOf": [{"type": "object", "additionalProperties": _BIAS}, {"type": "null"}], "default": None}
+)
+
+
+def _checked_bias(value: Any) -> dict[int, float] | None:
+    """Return biases by token id. Written out because pydantic would report every mistake of 100,000."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"logit_bias is {quoted(value)}; it should be an object")  # noqa: TRY004 - what pydantic takes
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise ValueError(f"logit_bias has the key {quoted(key)}; keys are token ids")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias[{key}] is {quoted(bias)}; it should be a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
 
 
 class StreamOptions(BaseModel):
@@ -31,6 +62,11 @@ class StreamOptions(BaseModel):
     """Usage so far in every event (vLLM's)."""
     include_obfuscation: bool | None = None
     """OpenAI's padding against traffic analysis; accepted, never added."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown_fields(cls, value: Any) -> Any:
+        return with_one_unknown(value, cls.model_fields)
 
 
 class SamplingFields(PromiseFields):
@@ -53,13 +89,15 @@ class SamplingFields(PromiseFields):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
     seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: (
+        StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = Field(None, ge=0)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
-    """Token id (as a string) to the value added to its logit."""
-    allowed_token_ids: list[int] | None = None
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_checked_bias), _BIAS_SCHEMA] = None
+    """Token id (in JSON a string) to the value added to its logit."""
+    allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = Field(None, ge=-1)
@@ -98,7 +136,9 @@ class SamplingFields(PromiseFields):
         )
 
 
-def check_common(fields: SamplingFields, config: ServerConfig, info: EngineInfo) -> None:
+def check_common(
+    fields: SamplingFields, config: ServerConfig, info: EngineInfo, *, num_prompts: int = 1
+) -> None:
     """Check what no single field's type can say.
 
     Raises
@@ -123,12 +163,27 @@ def check_common(fields: SamplingFields, config: ServerConfig, info: EngineInfo)
             "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
             param="truncate_prompt_tokens",
         )
+    _check_lists(fields, num_prompts * fields.num_choices)
     check_token_ids(fields.stop_token_ids or (), info.vocab_size, "stop_token_ids")
+    check_token_ids(fields.logit_bias or (), info.vocab_size, "logit_bias")
     check_token_ids(fields.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
     if fields.allowed_token_ids == []:
         raise InvalidRequest(
             "allowed_token_ids is empty, which allows no token; leave it out to allow all",
             param="allowed_token_ids",
+        )
+
+
+def _check_lists(fields: SamplingFields, num_choices: int) -> None:
+    """Check how many tokens are listed for the sampling: every choice sends its lists to the engine."""
+    lists = {name: getattr(fields, name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+    num_listed = sum(len(listed or ()) for listed in lists.values())
+    if num_listed * num_choices > MAX_LISTED_TOKENS:
+        longest = max(lists, key=lambda name: len(lists[name] or ()))
+        raise InvalidRequest(
+            f"{longest} and the like list {num_listed} tokens for each of {num_choices} choices; together at "
+            f"most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer choices",
+            param=longest,
         )
 
 
@@ -147,7 +202,6 @@ def sampling_params(
     fields: SamplingFields,
     tokenizer: Tokenizer,
     *,
-    vocab_size: int,
     max_tokens: int,
     num_logprobs: int | None,
 ) -> SamplingParams:
@@ -169,7 +223,7 @@ def sampling_params(
         presence_penalty=_default(fields.presence_penalty, 0.0),
         frequency_penalty=_default(fields.frequency_penalty, 0.0),
         repetition_penalty=_default(fields.repetition_penalty, 1.0),
-        logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
+        logit_bias=tuple((fields.logit_bias or {}).items()),
         allowed_token_ids=tuple(dict.fromkeys(fields.allowed_token_ids or ())),
         seed=seed,
         max_tokens=max_tokens,
@@ -186,15 +240,3 @@ def seed_of_choice(seed: int, choice: int) -> int:
 
 def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _logit_bias(bias: dict[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
-    pairs: dict[int, float] = {}
-    for key, value in bias.items():
-        if not (key.isascii() and key.isdecimal() and len(key) < 20):
-            raise InvalidRequest(
-                f"logit_bias has the key {key[:100]!r}; keys are token ids", param="logit_bias"
-            )
-        pairs[int(key)] = float(value)
-    check_token_ids(pairs, vocab_size, "logit_bias")
-    return tuple(pairs.items())

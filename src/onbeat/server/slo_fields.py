@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
+from onbeat.server.fields import near_match
 from onbeat.server.slo_defaults import LARGEST_WEIGHT
 
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
@@ -46,8 +46,8 @@ class SLOFields(BaseModel):
         known = sorted(field.alias or name for name, field in cls.model_fields.items())
         for key in value if isinstance(value, dict) else ():
             if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                cure = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                near = near_match(key, known)
+                cure = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
                 name = f"slo.{key}"[:100]
                 raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
         return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from starlette.datastructures import Headers
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.server.config import ServerConfig
+from onbeat.server.fields import near_match
 from onbeat.server.slo_defaults import ClassTerms, KeyTerms, SLODefaults, key_digest
 from onbeat.server.slo_fields import CLASS_OF_TIER, PromiseFields, SLOFields
 from onbeat.server.slo_headers import bearer_key, read_tbt, read_tenant, read_ttft
@@ -94,8 +94,8 @@ def _named_class(fields: PromiseFields, stated: SLOFields, defaults: SLODefaults
 def _known_class(name: str, param: str, classes: Mapping[str, object]) -> str:
     if name in classes:
         return name
-    near = difflib.get_close_matches(name, classes, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    near = near_match(name, classes)
+    hint = f"did you mean {near!r}? " if near else ""
     raise InvalidRequest(
         f"there is no class {name[:100]!r} of objectives; {hint}known are {', '.join(sorted(classes))}",
         param=param,

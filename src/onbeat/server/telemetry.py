@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -13,6 +16,9 @@ from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from onbeat.server.config import ServerConfig
 from onbeat.server.context import HttpContext
+
+LAG_INTERVAL = 0.05
+"""Seconds between two looks at how late the event loop is: a stall as long is never missed."""
 
 
 class Telemetry:
@@ -57,6 +63,23 @@ class Telemetry:
         self.exporter.count_http(context.endpoint, context.status)
         if context.status == 200 and context.error_code is not None:
             self.exporter.count_stream_error(context.error_code)
+
+    @asynccontextmanager
+    async def watched_loop(self) -> AsyncIterator[None]:
+        """Measure how late the event loop is while the block runs."""
+        task = asyncio.create_task(self._watch_loop())
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    async def _watch_loop(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.exporter.observe_loop_lag(max(time.monotonic() - due, 0.0))
 
     def routes(self) -> APIRouter:
         """Return the route of the metrics, open to everybody."""

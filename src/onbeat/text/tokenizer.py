@@ -80,18 +80,20 @@ class VocabularyTokenizer:
         return self._roles.chat_template
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Safe to call from several threads.
+        """Return the token ids of a text. Safe to call from several threads, which all run meanwhile.
 
         Raises
         ------
         InvalidRequest : the text holds half a surrogate pair, which is not Unicode text.
         """
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # a batch: `encode` holds the interpreter lock; the fast one: offsets are not needed
+            (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest(
                 "the text is not valid Unicode: it holds half a surrogate pair; send whole characters"
             ) from error
+        return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids; ids that the vocabulary lacks stand for nothing."""

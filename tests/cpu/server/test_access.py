@@ -1,8 +1,14 @@
-"""API keys and CORS."""
+"""API keys, paths and CORS."""
 
 from __future__ import annotations
 
+import asyncio
+from urllib.parse import urlsplit
+
+import orjson
 import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.config import ServerConfig
@@ -10,6 +16,36 @@ from tests.cpu.server.running import HELLO, Served
 
 CHAT = "/v1/chat/completions"
 KEYS = {"api_keys": ("first", "second")}
+OPEN = {"/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json"}
+"""What docs/api.md leaves open."""
+CONTROLS = ("%0A", "%0a", "%0D", "%0D%0A", "%00", "%09", "%1F", "%7F", "%C2%85", "%C2%9F")
+TRICKS = (
+    *(f"{{path}}{control}" for control in CONTROLS),
+    *(
+        "%0A{path}",
+        "/%0A{path}",
+        "/{path}",
+        "//{path}",
+        "{path}/",
+        "{path}//",
+        "{path};",
+        "{path};x=1",
+        "/.{path}",
+    ),
+    *(
+        "{path}%2F",
+        "%2F{path}",
+        "{path}%20",
+        "{path}%3F",
+        "{path}?",
+        "{path}?x=%0A",
+        "{path}%250A",
+        "{path}%23",
+    ),
+    *("/health/..{path}", "/health%2F..{path}", "/health;{path}", "/health%0A{path}", "{path}%0A/health"),
+    *("http://elsewhere{path}", "http://elsewhere{path}%0A", "{upper}", "{encoded}", "{path}%C0%8A"),
+)
+"""Other ways to write a guarded path."""
 
 
 @pytest.mark.parametrize("served", [KEYS], indirect=True)
@@ -37,6 +73,71 @@ async def test_health_and_metrics_stay_open(served: Served, path: str) -> None:
 async def test_a_key_of_odd_characters_is_refused(served: Served) -> None:
     answer = await served.post(CHAT, {}, headers={"authorization": "Bearer é\u00ff"})
     assert answer.status == 401
+
+
+def routes(app: FastAPI) -> list[tuple[str, str]]:
+    """Return the method and path of all that the application answers."""
+    undescribed = [("GET", route.path) for route in app.routes if isinstance(route, Route)]
+    described = [
+        (method.upper(), path.replace("{model}", "fake/model"))
+        for path, operations in app.openapi()["paths"].items()
+        for method in operations
+    ]
+    return undescribed + described
+
+
+async def send(
+    served: Served, method: str, target: str, body: bytes = b"", key: str = ""
+) -> tuple[int, bytes]:
+    """Send a request whose target no client library has touched."""
+    url = urlsplit(served.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    authorization = f"Authorization: Bearer {key}\r\n" if key else ""
+    head = f"{method} {target} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n{authorization}"
+    writer.write(
+        f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    )
+    answer = await reader.read()
+    writer.close()
+    status, _, rest = answer.partition(b" ")[2].partition(b" ")
+    return int(status), rest.partition(b"\r\n\r\n")[2]
+
+
+@pytest.mark.parametrize("served", [KEYS], indirect=True)
+async def test_what_is_not_listed_as_open_needs_a_key(served: Served) -> None:
+    found = routes(served.app)
+    assert {path for _, path in found} > OPEN
+    for method, path in (*found, ("GET", "/"), ("GET", "/nowhere"), ("OPTIONS", CHAT), ("PUT", "/health/x")):
+        status, _ = await send(served, method, path)
+        assert status == (200 if path in OPEN else 401), (method, path)
+
+
+@pytest.mark.parametrize("served", [KEYS], indirect=True)
+@pytest.mark.parametrize("trick", TRICKS)
+async def test_no_other_way_to_write_a_path_opens_it(served: Served, trick: str) -> None:
+    body = orjson.dumps({"messages": HELLO})
+    for method, path in routes(served.app):
+        if path in OPEN:
+            continue
+        encoded = "".join(f"%{ord(letter):02X}" if letter != "/" else letter for letter in path)
+        status, _ = await send(
+            served, method, trick.format(path=path, upper=path.upper(), encoded=encoded), body
+        )
+        assert status in (400, 401), (method, path)
+    assert served.engine.requests == []
+
+
+@pytest.mark.parametrize("served", [{}, KEYS], indirect=True)
+@pytest.mark.parametrize("control", CONTROLS)
+async def test_control_characters_in_paths_are_refused(served: Served, control: str) -> None:
+    body = orjson.dumps({"messages": HELLO})
+    for method, path in (("POST", CHAT), ("GET", "/v1/models/x"), ("GET", "/health"), ("GET", "/nowhere")):
+        status, answer = await send(served, method, path + control, body, "first")
+        assert status == 400
+        error = orjson.loads(answer)["error"]
+        assert error["code"] == "invalid_path"
+        assert repr(path)[:-1] in error["message"]
+    assert served.engine.requests == []
 
 
 @pytest.mark.parametrize("served", [{"allowed_origins": ("https://a.example",), **KEYS}], indirect=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.fakes_engine import BOS, EOS, FakeEngine
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
+LAG = "onbeat_event_loop_lag_seconds"
 
 
 async def ask_text(served: Served, **fields: Any) -> dict[str, Any]:
@@ -271,6 +273,21 @@ async def test_served_names(engine: FakeEngine) -> None:
         assert (await ask_chat(served))["model"] == "gpt"
         assert (await ask_chat(served, model="alias"))["model"] == "alias"
         assert (await served.post(CHAT, {"messages": HELLO, "model": "fake/model"})).status == 404
+
+
+async def test_metrics_show_a_stall_of_the_event_loop(served: Served) -> None:
+    async def lag() -> tuple[int, float]:
+        text = (await served.get("/metrics")).body.decode()
+        values = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith(LAG))
+        is_long = float(values[LAG + "_count"]) - float(values[LAG + '_bucket{le="0.2"}'])
+        return int(is_long), float(values[LAG + "_sum"])
+
+    num_before, before = await lag()
+    time.sleep(0.4)
+    await asyncio.sleep(0.01)
+    num_after, after = await lag()
+    assert num_after > num_before
+    assert after - before >= 0.3
 
 
 async def test_metrics_count_the_requests(served: Served) -> None:

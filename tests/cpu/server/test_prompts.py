@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -54,7 +55,53 @@ async def test_hopeless_texts_are_not_tokenized(encoder: PromptEncoder, tokenize
         await encoder.encode("x" * 300_000, PLAIN)
     assert tokenizer.threads == []
     cut = EncodeOptions(add_special_tokens=False, truncate_to=7)
-    assert len(await encoder.encode("x" * 300_000, cut)) == 7
+    with pytest.raises(PromptTooLong):
+        await encoder.encode("x" * 300_000, cut)
+    assert tokenizer.threads == []
+    assert len(await encoder.encode("x" * 200_000, cut)) == 7
+
+
+async def test_many_short_prompts_are_tokenized_off_the_event_loop(
+    encoder: PromptEncoder, tokenizer: WatchedTokenizer
+) -> None:
+    assert await encoder.encode_all(["ab"] * 2000, PLAIN) == [[97, 98]] * 2000
+    assert {name[:13] for name in tokenizer.threads} == {"onbeat-encode"}
+
+
+class WatchedTemplate(ChatTemplate):
+    """Remembers the threads it ran in."""
+
+    def __init__(self) -> None:
+        super().__init__("{% for m in messages %}{{ m.content }}{% endfor %}", bos_token="", eos_token="")
+        self.threads: list[str] = []
+
+    def render(self, messages: Any, *, add_generation_prompt: bool = True, **variables: Any) -> str:
+        self.threads.append(threading.current_thread().name)
+        return super().render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+@pytest.mark.parametrize(
+    ("message", "count", "variables"),
+    [
+        ({"content": ""}, 1000, {}),
+        ({"content": "x" * 5000}, 1, {}),
+        ({"content": "", "reasoning_content": "x" * 5000}, 1, {}),
+        ({"content": "", "name": "x" * 5000}, 1, {}),
+        ({"content": ""}, 1, {"all": ["x"] * 5000}),
+        ({"content": ""}, 1, {"all": "x" * 5000}),
+        ({"content": ""}, 1, {"times": 10**9}),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+async def test_chats_are_rendered_off_the_event_loop_whatever_makes_them_long(
+    encoder: PromptEncoder, message: dict[str, str], count: int, variables: dict[str, Any]
+) -> None:
+    template = WatchedTemplate()
+    messages = [{"role": "user", **message}] * count
+    await chat_prompt(encoder, template, messages, add_generation_prompt=True, variables=variables)
+    short = [{"role": "user", "content": "hi"}]
+    await chat_prompt(encoder, template, short, add_generation_prompt=True, variables={"thinking": False})
+    assert [name.startswith("onbeat-encode") for name in template.threads] == [True, False]
 
 
 @pytest.mark.parametrize("tail", ["<end>\n", "\n", ""])

@@ -150,13 +150,17 @@ def test_the_bias_forgets_old_steps(counts: RunCounts) -> None:
     assert counts.prediction_bias == pytest.approx(2.0, rel=0.01)
 
 
-def test_http_requests_are_counted_by_endpoint_and_status(counts: RunCounts) -> None:
+def test_what_the_server_does_is_counted(counts: RunCounts) -> None:
     exporter = MetricsExporter(counts, model_name="m")
     exporter.count_http("/v1/completions", 200)
     exporter.count_http("/v1/completions", 200)
     exporter.count_http("unmatched", 404)
     exporter.count_stream_error("engine_dead")
+    for lag in (0.001, 0.3):
+        exporter.observe_loop_lag(lag)
     got = shown_by(exporter)
+    assert got["onbeat_event_loop_lag_seconds_bucket{le=0.2}"] == 1
+    assert got["onbeat_event_loop_lag_seconds_sum"] == pytest.approx(0.301)
     assert got["onbeat_http_requests_total{endpoint=/v1/completions,status=200}"] == 2
     assert got["onbeat_http_requests_total{endpoint=unmatched,status=404}"] == 1
     assert got["onbeat_stream_errors_total{code=engine_dead}"] == 1

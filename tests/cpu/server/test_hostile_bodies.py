@@ -1,0 +1,225 @@
+"""Bodies within the size limit that cost far more than they should: none may hold up the other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import orjson
+import pytest
+
+from onbeat.core.settled_memory import settled_memory
+from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_LISTED_TOKENS, MAX_MESSAGES
+from tests.cpu.server.running import HELLO, Answer, Served
+from tests.fakes_engine import Script
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+LIMIT = 10 * 2**20
+LONGEST_HOLD = 0.25
+"""Seconds of processor time that the loop may take at a stretch: four times what the worst body needs."""
+
+
+class Holds:
+    """Measures the longest time that the event loop computed without a pause.
+
+    Processor time of the loop's thread, so that a busy machine makes no difference.
+    """
+
+    longest = 0.0
+
+    async def watch(self) -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            self.longest, last = max(self.longest, now - last), now
+
+
+@asynccontextmanager
+async def watched_loop() -> AsyncIterator[Holds]:
+    """Watch the event loop, without what garbage collection of the test run itself would add."""
+    holds = Holds()
+    with settled_memory():
+        task = asyncio.create_task(holds.watch())
+        try:
+            yield holds
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+
+def filled(start: str, item: str, end: str, *, count: int = LIMIT) -> str:
+    """Return a body with some items, but no more than fit in the size limit. Items in a list get commas."""
+    separator = "," if start.endswith("[") else ""
+    count = min(count, (LIMIT - len(start) - len(end)) // len(item + separator))
+    return start + separator.join([item] * count) + end
+
+
+def fields(count: int, value: str = "1", *, prefix: str = "") -> str:
+    """Return an object with as many fields, in no order."""
+    names = random.Random(0).sample(range(count), count)
+    return "{" + ",".join(f'"{prefix}{name}":{value}' for name in names) + "}"
+
+
+MESSAGE = '{"role":"user","content":""}'
+HEAD = '{"messages":[{"role":"user","content":"hi"}],'
+STOPS = '{"prompt":"a","stop_token_ids":['
+
+MANY = 130_000
+"""Fields, nearly as many as a body may have."""
+
+HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
+    "wrong messages": (CHAT, lambda: filled('{"messages":[', "1", "]}"), 413),
+    "fewer wrong messages": (CHAT, lambda: f'{{"messages":{[1] * MAX_MESSAGES}}}', 400),
+    "empty messages": (CHAT, lambda: filled('{"messages":[', MESSAGE, "]}"), 413),
+    "too many messages": (CHAT, lambda: filled('{"messages":[', MESSAGE, "]}", count=40_000), 400),
+    "most messages": (CHAT, lambda: filled('{"messages":[', MESSAGE, "]}", count=MAX_MESSAGES), 400),
+    "messages of empty lists": (CHAT, lambda: filled('{"messages":[', "[]", "]}"), 413),
+    "parts": (
+        CHAT,
+        lambda: filled('{"messages":[{"role":"user","content":[', '""', "]}]}", count=500_000),
+        400,
+    ),
+    "wrong parts": (
+        CHAT,
+        lambda: filled('{"messages":[{"role":"user","content":[', "1", "]}]}", count=8000),
+        400,
+    ),
+    "unknown fields of a message": (CHAT, lambda: f'{{"messages":[{fields(MANY)}]}}', 400),
+    "fields where a list is due": (CHAT, lambda: f'{{"messages":{fields(MANY)}}}', 400),
+    "unknown fields of stream_options": (CHAT, lambda: f'{HEAD}"stream_options":{fields(MANY)}}}', 400),
+    "unknown fields of slo": (CHAT, lambda: f'{HEAD}"slo":{fields(MANY)}}}', 400),
+    "unknown fields": (CHAT, lambda: fields(MANY), 400),
+    "a huge name": (CHAT, lambda: filled('{"', "temperature", '":1}'), 400),
+    "a huge name in slo": (CHAT, lambda: filled(HEAD + '"slo":{"', "ttft_ms", '":1}}'), 400),
+    "a huge class": (CHAT, lambda: filled(HEAD + '"slo":{"class":"', "batch", '"}}'), 400),
+    "a huge name in a message": (CHAT, lambda: filled('{"messages":[{"role":"user","', "n", '":1}]}'), 400),
+    "a huge role": (CHAT, lambda: filled('{"messages":[{"role":"', "user", '"}]}'), 400),
+    "empty stop_token_ids": (TEXT, lambda: filled(STOPS, '""', "]}", count=500_000), 400),
+    "stop_token_ids": (TEXT, lambda: filled(STOPS, "1", "]}", count=500_000), 400),
+    "stop": (TEXT, lambda: filled('{"prompt":"a","stop":[', "1", "]}", count=500_000), 400),
+    "lists in logit_bias": (TEXT, lambda: f'{{"prompt":"a","logit_bias":{fields(MANY, "[]")}}}', 413),
+    "nulls in logit_bias": (TEXT, lambda: f'{{"prompt":"a","logit_bias":{fields(MANY, "null")}}}', 400),
+    "logit_bias of others": (TEXT, lambda: f'{{"prompt":"a","logit_bias":{fields(MANY)}}}', 400),
+    "logit_bias of choices": (
+        TEXT,
+        lambda: f'{{"prompt":{orjson.dumps(["a"] * 32).decode()},"n":16,"logit_bias":{fields(49_000)}}}',
+        400,
+    ),
+    "long names": (CHAT, lambda: f'{{"messages":[],"metadata":{fields(MANY, prefix="k" * 60)}}}', 400),
+    "token ids": (TEXT, lambda: filled('{"prompt":[', "1", "]}", count=520_000), 400),
+    "prompts of one token": (TEXT, lambda: filled('{"prompt":[', "[1]", "]}", count=MANY), 400),
+    "empty prompts": (TEXT, lambda: filled('{"prompt":[', '""', "]}", count=500_000), 400),
+    "a huge prompt": (TEXT, lambda: filled('{"truncate_prompt_tokens":9,"prompt":"', "word ", '"}'), 400),
+    "many prompts": (
+        TEXT,
+        lambda: filled(
+            '{"truncate_prompt_tokens":9,"echo":true,"prompt":[', f'"{"x" * 2000}"', "]}", count=512
+        ),
+        200,
+    ),
+    "tokens": ("/detokenize", lambda: filled('{"tokens":[', "97", "]}", count=520_000), 200),
+    "wrong tokens": ("/detokenize", lambda: filled('{"tokens":[', '""', "]}", count=520_000), 400),
+    "numbers": (CHAT, lambda: filled(HEAD + '"metadata":[', "1.5", "]}"), 413),
+    "nested lists": (CHAT, lambda: filled(HEAD + '"metadata":[', "[1]", "]}"), 413),
+    "objects": (CHAT, lambda: filled(HEAD + '"metadata":[', '{"a":1}', "]}"), 413),
+    "quotes in a text": (TEXT, lambda: filled('{"prompt":"', r"\",", '"}'), 400),
+    "brackets in a text": (TEXT, lambda: filled('{"prompt":"', r"\\[", '"}'), 400),
+    "a huge user": (CHAT, lambda: filled(HEAD + '"user":"', "x", '"}'), 200),
+    "variables": (
+        CHAT,
+        lambda: filled(HEAD + '"chat_template_kwargs":{"shown":[', "1", "]}}", count=500_000),
+        200,
+    ),
+}
+"""Path, body, and the status that it gets."""
+
+
+async def post(served: Served, path: str, body: bytes) -> Answer:
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), 2**16):
+            yield body[start : start + 2**16]
+
+    return await served.post(path, data=pieces(), headers={"content-type": "application/json"})
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_no_body_holds_up_the_event_loop(served: Served, name: str) -> None:
+    path, make, status = HOSTILE[name]
+    body = make().encode()
+    assert len(body) <= LIMIT
+    served.engine.script = Script("a")
+    async with watched_loop() as holds:
+        answer = await post(served, path, body)
+    assert answer.status == status, answer.body[:500]
+    if status != 200:
+        assert len(answer.body) < 1000
+    assert holds.longest < LONGEST_HOLD
+
+
+async def test_what_stands_in_text_is_not_counted(served: Served) -> None:
+    text = r"[{:,\"" * 300_000 + r"\\"
+    assert len(text) > 3 * MAX_JSON_VALUES
+    body = b'{"prompt":"%b","add_special_tokens":1}' % text.encode()
+    assert (await post(served, TEXT, body)).error["param"] == "add_special_tokens"
+
+
+@pytest.mark.parametrize(
+    ("item", "most", "word"),
+    [
+        ("1", MAX_JSON_VALUES, "values"),
+        ("[]", MAX_JSON_PARTS, "objects"),
+        ('{"a":1}', MAX_JSON_PARTS, "objects"),
+    ],
+)
+async def test_values_and_parts_of_a_body_are_counted(
+    served: Served, item: str, most: int, word: str
+) -> None:
+    cost = 2 if ":" in item else 1
+    for num_items, status in ((most // cost - 10, 200), (most // cost + 10, 413)):
+        body = HEAD + '"metadata":[' + ",".join([item] * num_items) + "]}"
+        answer = await post(served, CHAT, body.encode())
+        assert answer.status == status
+    assert answer.error["code"] == "request_too_large"
+    assert f"more than {most} {word}" in answer.error["message"]
+
+
+async def test_lists_of_tokens_are_bounded_over_all_choices(served: Served) -> None:
+    listed = MAX_LISTED_TOKENS // 16
+    for fields, status in (
+        ({"n": 16, "stop_token_ids": [1] * listed}, 200),
+        ({"n": 16, "stop_token_ids": [1] * (listed + 1)}, 400),
+        ({"n": 1, "stop_token_ids": [1] * (listed + 1)}, 200),
+        ({"n": 16, "stop_token_ids": [1], "allowed_token_ids": [1] * listed}, 400),
+        ({"n": 16, "stop_token_ids": [1], "logit_bias": {"1": 1}}, 200),
+    ):
+        answer = await served.post(CHAT, {"messages": HELLO, **fields})
+        assert answer.status == status
+        if status == 400:
+            assert answer.error["param"] == max(fields, key=lambda name: len(str(fields[name])))
+            assert "16 choices" in answer.error["message"]
+    answer = await served.post(TEXT, {"prompt": ["a"] * 17, "stop_token_ids": [1] * listed})
+    assert answer.error["param"] == "stop_token_ids"
+
+
+async def test_messages_and_their_parts_are_counted(served: Served) -> None:
+    def chat(num_messages: int, num_parts: int) -> dict[str, Any]:
+        parts = [{"type": "text", "text": ""}] * num_parts
+        return {
+            "messages": [
+                *[{"role": "user", "content": ""}] * num_messages,
+                {"role": "user", "content": parts},
+            ]
+        }
+
+    for num_messages, num_parts in ((MAX_MESSAGES, 0), (1, MAX_MESSAGES), (4000, 5000)):
+        answer = await served.post(CHAT, chat(num_messages, num_parts))
+        assert (answer.status, answer.error["param"]) == (400, "messages")
+        assert f"{num_messages + num_parts + 1} messages" in answer.error["message"]
+    assert (await served.post(CHAT, chat(10, 500))).status == 200

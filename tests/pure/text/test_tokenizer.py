@@ -1,0 +1,81 @@
+"""Encoding: the same ids as the library's plain call, and other threads go on meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.text.tokenizer import SpecialRoles, VocabularyTokenizer
+from tests.pure.text.tiny_gguf import BYTE_ALPHABET
+
+NO_ROLES = SpecialRoles(bos_token_id=0, eos_token_ids=(1,), chat_template=None)
+TEXT = (Path(__file__).read_text() * 100)[:150_000]
+
+
+def byte_backend() -> Tokenizer:
+    """Return a vocabulary of bytes and a few merges; a start and an end token frame a text."""
+    merges = [("a", "b"), ("t", "h"), ("th", "e"), ("Ġ", "the")]
+    tokens = ["<s>", "</s>", *BYTE_ALPHABET, *map("".join, merges)]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.enable_truncation(max_length=4)
+    backend.enable_padding(length=9)
+    return backend
+
+
+BACKEND = byte_backend()
+TOKENIZER = VocabularyTokenizer(BACKEND, NO_ROLES)
+
+
+TEXTS = st.lists(st.text() | st.sampled_from(["<s>", "</s>", " the", "ab", "é", "🙂"])).map("".join)
+
+
+@given(TEXTS, st.booleans())
+def test_the_ids_are_those_of_the_plain_call(text: str, add_special_tokens: bool) -> None:
+    if any(0xD800 <= ord(character) < 0xE000 for character in text):
+        with pytest.raises(InvalidRequest, match="surrogate"):
+            TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+        return
+    token_ids = TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+    assert token_ids == BACKEND.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="surrogate"):
+        TOKENIZER.encode("a\udc00")
+
+
+def longest_gap(text: str) -> float:
+    """Return the longest time that this thread stood still while another encoded, as a share of it all."""
+    span: list[float] = []
+
+    def encode() -> None:
+        span.append(time.perf_counter())
+        TOKENIZER.encode(text)
+        span.append(time.perf_counter())
+
+    encoding = threading.Thread(target=encode)
+    longest, last = 0.0, time.perf_counter()
+    encoding.start()
+    while encoding.is_alive():
+        time.sleep(0.0005)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    return longest / (span[1] - span[0])
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    # one gap of nearly the whole time where the lock is held; other processes may add some to each try
+    assert min(longest_gap(TEXT) for _ in range(3)) < 0.5
