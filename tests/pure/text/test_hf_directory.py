@@ -11,7 +11,6 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from onbeat.core.errors import InvalidRequest, ModelLoadError
-from onbeat.text import hf_directory
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests.pure.text.tiny_gguf import BYTE_ALPHABET
 
@@ -183,7 +182,7 @@ def panic(*_: Any, **__: Any) -> Any:
 
 def test_a_tokenizer_that_panics_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     save(tmp_path)
-    monkeypatch.setattr(hf_directory.Tokenizer, "from_file", panic)
+    monkeypatch.setattr(Tokenizer, "from_file", panic)
     with pytest.raises(ModelLoadError, match=r"tokenizer\.json: regex"):
         load_tokenizer(tmp_path)
 
@@ -203,6 +202,6 @@ def test_an_interrupt_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         raise KeyboardInterrupt
 
     save(tmp_path)
-    monkeypatch.setattr(hf_directory.Tokenizer, "from_file", interrupt)
+    monkeypatch.setattr(Tokenizer, "from_file", interrupt)
     with pytest.raises(KeyboardInterrupt):
         load_tokenizer(tmp_path)
