@@ -54,10 +54,12 @@ class PromptEncoder:
         self._longest_token: int | None = None
         # Two threads, so that many long prompts cannot take all cores from the engine.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="onbeat-encode")
+        self._render_thread = ThreadPoolExecutor(1, thread_name_prefix="onbeat-render")
 
     def close(self) -> None:
         """Let go of the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._render_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
         """Return the token ids of a prompt.
@@ -94,9 +96,11 @@ class PromptEncoder:
         self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
     ) -> str:
         """Return a chat as the template writes it; `variables` are the keyword arguments of `render`."""
-        size = sum(len(message["content"]) for message in messages)
         try:
-            return await self._off_loop(size, lambda: template.render(messages, **variables))
+            # Another process renders: while this one waits for it, nobody else shall.
+            return await asyncio.get_running_loop().run_in_executor(
+                self._render_thread, lambda: template.render(messages, **variables)
+            )
         except RecursionError as error:
             raise InvalidRequest(
                 "chat_template_kwargs is nested too deep for the chat template", param="chat_template_kwargs"
