@@ -15,7 +15,15 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 4
+#define OB_ABI_VERSION 5
+
+/* What a call returns that can fail. No exception leaves the library. */
+enum {
+    OB_OK = 0,
+    OB_MALFORMED = -1, /* an argument is out of its range; nothing was written */
+    OB_NO_MEMORY = -2,
+    OB_FAILED = -3, /* anything else */
+};
 
 /* All else of the library is hidden. */
 #pragma GCC visibility push(default)
@@ -53,20 +61,22 @@ const char* ob_instruction_sets(void);
 /* A matrix y = x W^T in the order in which the kernels read it: `num_outputs` rows of `num_inputs` numbers. */
 typedef struct ob_matrix ob_matrix;
 
-/* Returns NULL where memory is short or the sizes do not suit the store (`error` says which).
+/* Returns NULL where memory is short or the sizes do not suit the store (`error` says which). Sizes are below 2^31.
  * `group` is the number of neighbours that share a scale (Q8, Q4: 32 or 16; else 0). */
 ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inputs, int32_t group, char* error,
                             size_t error_size);
 
 /* Copies `num_rows` rows of the source, `row_bytes` apart, to the outputs `to_outputs[i]`, so that fused,
  * interleaved and reordered projections are one matter. A float source of a quantized store is quantized here.
- * Returns 0, or -1 where the store cannot take the source type. */
+ * Where not all threads can be started, fewer share the work. Returns OB_OK; OB_MALFORMED where the store cannot take
+ * the source type, or there is no such output; OB_NO_MEMORY. */
 int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows, int64_t row_bytes,
                        const int64_t* to_outputs, int64_t num_rows, int32_t num_threads);
 
 int64_t ob_matrix_bytes(const ob_matrix* matrix);
-/* Writes row `output` as `num_inputs` floats: what embeddings look up, and what tests compare. */
-void ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row);
+/* Writes row `output` as `num_inputs` floats: what embeddings look up, and what tests compare. Returns OB_OK, or
+ * OB_MALFORMED where there is no such row. */
+int32_t ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row);
 void ob_matrix_free(ob_matrix* matrix);
 
 /* ---- Model ---- */
@@ -106,7 +116,7 @@ typedef struct {
 
 typedef struct ob_engine ob_engine;
 
-/* Takes the KV cache's memory (zero pages, touched as they are written) and starts the threads.
+/* Starts the threads and takes the KV cache's memory (zero pages, touched as they are written).
  * `instruction_set` is one of `ob_instruction_sets()`, or NULL for the best. NULL on failure, with `error`. */
 ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error, size_t error_size);
 void ob_engine_free(ob_engine* engine);
@@ -121,8 +131,9 @@ typedef struct {
     const int64_t* context_lens; /* [R]: tokens that the row's last token sees, itself included */
     const int64_t* slots;        /* [R]: lines of `block_tables` */
     const int32_t* block_tables; /* lines of block ids */
+    int64_t num_block_tables;    /* lines */
     int64_t block_table_stride;  /* entries from line to line */
-    int64_t num_samples;
+    int64_t num_samples;         /* at most T */
     const int64_t* sample_tokens; /* indices into the packed tokens */
     float* logits;                /* [num_samples, V], written; or NULL where only the best are wanted */
     int64_t* best_ids;            /* [num_samples]: most likely token, the lowest id of equals */
@@ -130,12 +141,13 @@ typedef struct {
     double seconds;               /* written: how long the step took */
 } ob_step;
 
-/* Runs a step; steps of one engine must not overlap. Returns 0; -1 for a malformed step, which then wrote nothing;
- * -2 where memory is short. */
+/* Runs a step; steps of one engine must not overlap. Returns OB_OK, OB_MALFORMED, or OB_NO_MEMORY, which writes nothing
+ * either. Positions and contexts are below 2^31. */
 int32_t ob_engine_step(ob_engine* engine, ob_step* step);
 
-/* Makes the stored values of blocks finite (an unused slot is masked, which does not hold back a NaN). */
-void ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks);
+/* Makes the stored values of blocks finite (an unused slot is masked, which does not hold back a NaN). Returns OB_OK, or
+ * OB_MALFORMED where there is no such block. */
+int32_t ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks);
 
 /* Has the system provide a little more of the KV cache's memory, unless that of `num_blocks` blocks beyond the last
  * written one is there: a step that writes to memory for the first time waits milliseconds for each large page. To be

@@ -4,9 +4,12 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <limits>
+#include <memory>
 #include <new>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "memory.h"
@@ -78,13 +81,35 @@ int64_t count_qkv_outputs(const ob_model& model) {
     return (int64_t{model.num_heads} + 2 * int64_t{model.num_kv_heads}) * model.head_dim;
 }
 
+// Multiplies; false where the product leaves the range of the type.
+template <class... Factors>
+bool multiply(int64_t& product, Factors... factors) {
+    product = 1;
+    return (... && !__builtin_mul_overflow(product, int64_t{factors}, &product));
+}
+
+// The bytes of a model's KV cache; false where they leave the range of the type.
+bool count_kv_bytes(const ob_model& model, int64_t& bytes) {
+    return multiply(bytes, page_numbers(model), int64_t{model.block_size} / kPageTokens, model.num_kv_heads,
+                    model.num_layers, model.num_blocks, int64_t{model.precision == OB_STORE_BF16 ? 2 : 4});
+}
+
 // Returns what is wrong with a model, or an empty text.
 std::string fault_of(const ob_model& model) {
     if (model.precision != OB_STORE_F32 && model.precision != OB_STORE_BF16) return "unknown precision";
     if (model.block_size < 1 || model.block_size % kPageTokens) return "the block size is no multiple of 16";
+    if (model.num_layers < 1 || model.hidden_size < 1 || model.head_dim < 1 || model.intermediate_size < 1 ||
+        model.vocab_size < 1 || model.num_heads < 1) {
+        return "a size is below 1";
+    }
+    if (model.layers == nullptr || model.rope_frequencies == nullptr || model.final_norm == nullptr) {
+        return "layers, frequencies or the final norm are missing";
+    }
     if (model.head_dim % 2) return "the head width is odd";
     if (model.num_kv_heads < 1 || model.num_heads % model.num_kv_heads) return "heads do not divide into KV heads";
     if (model.num_threads < 1) return "no threads";
+    int64_t kv_bytes = 0;
+    if (model.num_blocks < 1 || !count_kv_bytes(model, kv_bytes)) return "no number of blocks that a KV cache has";
     const int64_t queries = int64_t{model.num_heads} * model.head_dim;
     const auto suits = [&](const ob_matrix* matrix, int64_t outputs, int64_t inputs) {
         if (matrix == nullptr || matrix->num_outputs != outputs || matrix->num_inputs != inputs) return false;
@@ -94,6 +119,8 @@ std::string fault_of(const ob_model& model) {
     const int64_t gated = round_up(model.intermediate_size, 16);
     for (int64_t index = 0; index < model.num_layers; ++index) {
         const ob_layer& layer = model.layers[index];
+        if (layer.window < 0) return "a window is negative";
+        if (layer.rope < 0 || layer.rope >= model.num_layers) return "a layer's frequencies are not there";
         int64_t qkv_outputs = 0;
         for (int part = 0; part < count_qkv(layer); ++part) {
             const ob_matrix* matrix = layer.qkv[part];
@@ -114,12 +141,27 @@ std::string fault_of(const ob_model& model) {
     return "";
 }
 
+constexpr int64_t kMostTokens = std::numeric_limits<int32_t>::max();  // what an attention item can count
+
+// Whether the counts of a step are such that its arrays may be read.
+bool has_sound_sizes(const ob_step& step) {
+    int64_t entries = 0;
+    return step.num_tokens >= 1 && step.num_tokens <= kMostTokens && step.num_rows >= 1 &&
+           step.num_rows <= step.num_tokens && step.num_samples >= 0 && step.num_samples <= step.num_tokens &&
+           step.num_block_tables >= 1 && step.block_table_stride >= 1 &&
+           multiply(entries, step.num_block_tables, step.block_table_stride, int64_t{sizeof(int32_t)});
+}
+
 bool is_well_formed(const ob_model& model, const ob_step& step) {
+    if (!has_sound_sizes(step)) return false;
     int64_t num_tokens = 0;
     const int64_t num_slots = int64_t{model.num_blocks} * model.block_size;
     for (int64_t row = 0; row < step.num_rows; ++row) {
-        if (step.query_lens[row] < 1 || step.context_lens[row] < step.query_lens[row]) return false;
-        const int64_t blocks = (step.context_lens[row] + model.block_size - 1) / model.block_size;
+        const int64_t context = step.context_lens[row];
+        if (step.query_lens[row] < 1 || step.query_lens[row] > step.num_tokens - num_tokens) return false;
+        if (context < step.query_lens[row] || context > kMostTokens) return false;
+        if (step.slots[row] < 0 || step.slots[row] >= step.num_block_tables) return false;
+        const int64_t blocks = (context + model.block_size - 1) / model.block_size;
         if (blocks > step.block_table_stride) return false;
         const int32_t* table = step.block_tables + step.slots[row] * step.block_table_stride;
         for (int64_t block = 0; block < blocks; ++block) {
@@ -127,10 +169,10 @@ bool is_well_formed(const ob_model& model, const ob_step& step) {
         }
         num_tokens += step.query_lens[row];
     }
-    if (num_tokens != step.num_tokens || num_tokens == 0) return false;
+    if (num_tokens != step.num_tokens) return false;
     for (int64_t token = 0; token < num_tokens; ++token) {
         if (step.token_ids[token] < 0 || step.token_ids[token] >= model.vocab_size) return false;
-        if (step.positions[token] < 0) return false;
+        if (step.positions[token] < 0 || step.positions[token] >= kMostTokens) return false;
         if (step.slot_mapping[token] < 0 || step.slot_mapping[token] >= num_slots) return false;
     }
     for (int64_t sample = 0; sample < step.num_samples; ++sample) {
@@ -149,7 +191,9 @@ struct ob_engine {
           kernels(chosen),
           pool(ob::create_thread_pool(given.num_threads)) {
         model.layers = layers.data();
-        kv_bytes = static_cast<size_t>(ob::block_numbers(model) * model.num_blocks * number_bytes());
+        int64_t bytes = 0;
+        ob::count_kv_bytes(model, bytes);
+        kv_bytes = static_cast<size_t>(bytes);
         kv_cache = ob::map_memory(kv_bytes);
     }
     ob_engine(const ob_engine&) = delete;
@@ -332,17 +376,22 @@ extern "C" {
 int32_t ob_abi_version(void) { return OB_ABI_VERSION; }
 
 const char* ob_instruction_sets(void) {
-    static const std::string names = [] {
-        std::string all;
-        for (const ob::Kernels* kernels : ob::usable_kernels()) {
-            all += (all.empty() ? "" : " ") + std::string(kernels->name);
-        }
-        return all;
-    }();
-    return names.c_str();
+    try {
+        static const std::string names = [] {
+            std::string all;
+            for (const ob::Kernels* kernels : ob::usable_kernels()) {
+                all += (all.empty() ? "" : " ") + std::string(kernels->name);
+            }
+            return all;
+        }();
+        return names.c_str();
+    } catch (const std::exception&) {
+        return "";
+    }
 }
 
-ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error, size_t error_size) {
+ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, char* error,
+                            size_t error_size) try {
     const std::string fault = ob::fault_of(*model);
     if (!fault.empty()) {
         std::snprintf(error, error_size, "%s", fault.c_str());
@@ -354,32 +403,47 @@ ob_engine* ob_engine_create(const ob_model* model, const char* instruction_set, 
                       ob_instruction_sets());
         return nullptr;
     }
-    auto* engine = new (std::nothrow) ob_engine(*model, *kernels);
-    if (engine == nullptr || engine->kv_cache == nullptr) {
-        std::snprintf(error, error_size, "no memory for a KV cache of %d blocks", model->num_blocks);
-        delete engine;
+    auto engine = std::make_unique<ob_engine>(*model, *kernels);
+    if (engine->kv_cache == nullptr) {
+        std::snprintf(error, error_size, "no memory for a KV cache of %d blocks, %zu bytes", model->num_blocks,
+                      engine->kv_bytes);
         return nullptr;
     }
-    return engine;
+    return engine.release();
+} catch (const std::bad_alloc&) {
+    std::snprintf(error, error_size, "no memory for the engine itself");
+    return nullptr;
+} catch (const std::system_error& exception) {
+    std::snprintf(error, error_size, "%d threads cannot be started: %s; memory or a limit of processes is short",
+                  model->num_threads, exception.what());
+    return nullptr;
+} catch (const std::exception& exception) {
+    std::snprintf(error, error_size, "%s", exception.what());
+    return nullptr;
 }
 
 void ob_engine_free(ob_engine* engine) { delete engine; }
 
 int32_t ob_engine_step(ob_engine* engine, ob_step* step) {
     const auto start = std::chrono::steady_clock::now();
-    if (!ob::is_well_formed(engine->model, *step)) return -1;
+    if (!ob::is_well_formed(engine->model, *step)) return OB_MALFORMED;
     try {
         engine->run(*step);
     } catch (const std::bad_alloc&) {
-        return -2;
+        return OB_NO_MEMORY;
+    } catch (...) {
+        return OB_FAILED;
     }
     step->seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    return 0;
+    return OB_OK;
 }
 
-void ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks) {
+int32_t ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_blocks) {
     const ob_model& model = engine->model;
     const int64_t count = ob::block_numbers(model);
+    for (int64_t index = 0; index < num_blocks; ++index) {
+        if (block_ids[index] < 0 || block_ids[index] >= model.num_blocks) return OB_MALFORMED;
+    }
     for (int64_t index = 0; index < num_blocks; ++index) {
         const int64_t first = count * block_ids[index];
         for (int64_t i = first; i < first + count; ++i) {
@@ -392,6 +456,7 @@ void ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num_bl
             }
         }
     }
+    return OB_OK;
 }
 
 int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks) {
@@ -399,6 +464,7 @@ int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks) {
     const auto end = [&](int64_t block) {
         return std::min(static_cast<size_t>(block * block_bytes), engine->kv_bytes);
     };
+    num_blocks = std::min<int64_t>(std::max<int64_t>(num_blocks, 0), engine->model.num_blocks);
     engine->touched_bytes = std::max(engine->touched_bytes, end(engine->num_used_blocks));
     if (engine->touched_bytes >= end(engine->num_used_blocks + num_blocks)) return 0;
     engine->touched_bytes += ob::touch_page(engine->kv_cache + engine->touched_bytes,

@@ -2,6 +2,10 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <exception>
+#include <limits>
+#include <memory>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -74,8 +78,10 @@ int64_t panel_bytes_of(int32_t store, int64_t padded_inputs, int32_t group) {
 extern "C" {
 
 ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inputs, int32_t group, char* error,
-                            size_t error_size) {
-    if (store < OB_STORE_F32 || store > OB_STORE_Q4 || num_outputs < 1 || num_inputs < 1) {
+                            size_t error_size) try {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (store < OB_STORE_F32 || store > OB_STORE_Q4 || num_outputs < 1 || num_inputs < 1 || num_outputs > kMost ||
+        num_inputs > kMost) {
         std::snprintf(error, error_size, "store %d, %lld x %lld is no matrix", store,
                       static_cast<long long>(num_outputs), static_cast<long long>(num_inputs));
         return nullptr;
@@ -93,20 +99,27 @@ ob_matrix* ob_matrix_create(int32_t store, int64_t num_outputs, int64_t num_inpu
                       static_cast<long long>(num_inputs), group);
         return nullptr;
     }
-    matrix.mapped_bytes = static_cast<size_t>(matrix.num_panels * matrix.panel_bytes);
-    matrix.data = ob::take_shared_memory(matrix.mapped_bytes);
-    if (matrix.data == nullptr) {
-        std::snprintf(error, error_size, "no memory for a matrix of %zu bytes", matrix.mapped_bytes);
-        return nullptr;
+    if (__builtin_mul_overflow(static_cast<size_t>(matrix.num_panels), static_cast<size_t>(matrix.panel_bytes),
+                               &matrix.mapped_bytes)) {
+        throw std::bad_alloc();
     }
-    return new ob_matrix(matrix);
+    auto kept = std::make_unique<ob_matrix>(matrix);
+    kept->data = ob::take_shared_memory(kept->mapped_bytes);
+    if (kept->data == nullptr) throw std::bad_alloc();
+    return kept.release();
+} catch (const std::exception&) {
+    std::snprintf(error, error_size, "no memory for a matrix of %lld x %lld", static_cast<long long>(num_outputs),
+                  static_cast<long long>(num_inputs));
+    return nullptr;
 }
 
 int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows, int64_t row_bytes,
-                       const int64_t* to_outputs, int64_t num_rows, int32_t num_threads) {
-    if (!ob::takes(*matrix, source_type)) return -1;
+                       const int64_t* to_outputs, int64_t num_rows, int32_t num_threads) try {
+    if (!ob::takes(*matrix, source_type) || num_rows < 0 || num_rows > matrix->num_outputs || num_threads < 1) {
+        return OB_MALFORMED;
+    }
     for (int64_t i = 0; i < num_rows; ++i) {
-        if (to_outputs[i] < 0 || to_outputs[i] >= matrix->num_outputs) return -1;
+        if (to_outputs[i] < 0 || to_outputs[i] >= matrix->num_outputs) return OB_MALFORMED;
     }
     const auto pack = [&](int64_t first, int64_t end) {
         for (int64_t i = first; i < end; ++i) {
@@ -115,19 +128,31 @@ int32_t ob_matrix_pack(ob_matrix* matrix, int32_t source_type, const void* rows,
     };
     std::vector<std::thread> threads;
     // Rows of a panel share lines of the cache: threads get whole panels' worth of source rows.
-    const int64_t share = round_up((num_rows + num_threads - 1) / std::max(num_threads, 1), kPanelOutputs);
-    for (int64_t first = share; first < num_rows; first += share) {
-        threads.emplace_back(pack, first, std::min(first + share, num_rows));
+    const int64_t share = round_up((num_rows + num_threads - 1) / num_threads, kPanelOutputs);
+    threads.reserve(static_cast<size_t>(num_threads));
+    int64_t first = share;
+    try {
+        for (; first < num_rows; first += share) {
+            threads.emplace_back(pack, first, std::min(first + share, num_rows));
+        }
+    } catch (const std::exception&) {
+        pack(first, num_rows);  // no more threads can be had
     }
     pack(0, std::min(share, num_rows));
     for (auto& thread : threads) thread.join();
-    return 0;
+    return OB_OK;
+} catch (const std::exception&) {
+    return OB_NO_MEMORY;
 }
 
 int64_t ob_matrix_bytes(const ob_matrix* matrix) { return static_cast<int64_t>(matrix->mapped_bytes); }
 
-void ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
-    if (matrix->is_quantized()) return ob::quantized_row(*matrix, output, row);
+int32_t ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
+    if (output < 0 || output >= matrix->num_outputs) return OB_MALFORMED;
+    if (matrix->is_quantized()) {
+        ob::quantized_row(*matrix, output, row);
+        return OB_OK;
+    }
     const uint8_t* panel = matrix->panel(output / kPanelOutputs);
     const int64_t column = output % kPanelOutputs;
     for (int64_t i = 0; i < matrix->num_inputs; ++i) {
@@ -138,6 +163,7 @@ void ob_matrix_row(const ob_matrix* matrix, int64_t output, float* row) {
             row[i] = ob::bf16_to_float(numbers[i / 2 * 2 * kPanelOutputs + 2 * column + i % 2]);
         }
     }
+    return OB_OK;
 }
 
 void ob_matrix_free(ob_matrix* matrix) {

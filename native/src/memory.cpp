@@ -33,6 +33,7 @@ bool add_area(size_t bytes) {
     Area area{};
     area.bytes = rounded(std::max(bytes, kAreaBytes), kLargePage);
     area.mapped_bytes = area.bytes + kLargePage;
+    areas.reserve(areas.size() + 1);  // what may throw comes before memory that would be lost
     area.mapping = map_memory(area.mapped_bytes);
     if (area.mapping == nullptr) return false;
     const size_t past = reinterpret_cast<uintptr_t>(area.mapping) % kLargePage;

@@ -68,16 +68,17 @@ private:
 class ThreadPool {
 public:
     explicit ThreadPool(int num_threads) : num_threads_(num_threads) {
-        for (int thread = 1; thread < num_threads; ++thread) {
-            workers_.emplace_back([this, thread] { work(thread); });
+        try {
+            for (int thread = 1; thread < num_threads; ++thread) {
+                workers_.emplace_back([this, thread] { work(thread); });
+            }
+        } catch (...) {
+            end();
+            throw;
         }
     }
 
-    ~ThreadPool() {
-        job_ = nullptr;
-        jobs_.advance();
-        for (auto& worker : workers_) worker.join();
-    }
+    ~ThreadPool() { end(); }
 
     void run(void (*job)(void*, int), void* argument) {
         job_ = job;
@@ -98,6 +99,12 @@ public:
     }
 
 private:
+    void end() {
+        job_ = nullptr;
+        jobs_.advance();
+        for (auto& worker : workers_) worker.join();
+    }
+
     void work(int thread) {
         for (uint32_t seen = 0;; ++seen) {
             jobs_.wait_past(seen);

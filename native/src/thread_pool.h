@@ -5,6 +5,7 @@ namespace ob {
 
 class ThreadPool;
 
+// Throws std::system_error where a thread cannot be started; then none is left.
 ThreadPool* create_thread_pool(int num_threads);
 void destroy_thread_pool(ThreadPool* pool);
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from onbeat.engine.device import available_memory_bytes, detect_device
+from onbeat.engine.device import detect_device, free_memory
 from onbeat.engine.models.registry import build_model
 from tests.cpu.engine.forwards import on_torch
 from tests.cpu.engine.naive_attention import Case, Row, naive_attention, run_backend
@@ -48,4 +48,4 @@ def test_greedy_tokens_equal_the_reference(name: str, chunk: int) -> None:
 
 def test_detection_finds_the_device_and_its_memory() -> None:
     assert detect_device().device.type == "cuda"
-    assert available_memory_bytes(CUDA) > 0
+    assert free_memory(CUDA).num_bytes > 0

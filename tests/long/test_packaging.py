@@ -13,8 +13,10 @@ import pytest
 import onbeat
 
 # What comes with a declared dependency by its own promise: FastAPI is a layer over Starlette and hands out
-# its types; uvicorn's `standard` extra, which we ask for, is uvloop among others.
-BROUGHT_BY = {"starlette": "fastapi", "uvloop": "uvicorn"}
+# its types.
+BROUGHT_BY = {"starlette": "fastapi"}
+# Private hooks of these are overridden, which any minor version may change.
+OVERRIDDEN = {"gguf", "jinja2", "uvicorn"}
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -66,6 +68,17 @@ def test_every_import_is_a_declared_dependency() -> None:
 
 def test_base_install_has_no_framework() -> None:
     assert not distribution_names(PROJECT["dependencies"]) & {"torch", "fastapi", "transformers"}
+
+
+@pytest.mark.parametrize("requirement", PROJECT["dependencies"] + PROJECT["optional-dependencies"]["serve"])
+def test_dependencies_end_before_what_may_break(requirement: str) -> None:
+    found = re.fullmatch(r"([a-z0-9-]+)>=[\d.]+,<(\d+)((?:\.\d+)?)", requirement)
+    assert found is not None, "a name, the least version and an upper bound; no extras"
+    name, major, minor = found.groups()
+    assert bool(minor) == (name in OVERRIDDEN)
+    installed = [int(part) for part in importlib.metadata.version(name).split(".")[:2]]
+    # Not so wide that a second breaking version would be taken.
+    assert installed < [int(major), int(minor[1:] or 0)] <= [installed[0] + 1, 0]
 
 
 def test_constraints_are_pins_without_addresses() -> None:

@@ -49,10 +49,13 @@ def test_fields(header: str, name: str, structure: type[Structure]) -> None:
 
 
 def test_constants(header: str) -> None:
-    constants = {name: int(value) for name, value in re.findall(r"\b(OB_\w+)(?: =)? (\d+)\b", header)}
+    constants = {name: int(value) for name, value in re.findall(r"\b(OB_\w+)(?: =)? (-?\d+)\b", header)}
     for prefix, kinds in (("OB_STORE_", structures.Store), ("OB_SOURCE_", structures.Source)):
         found = {name.removeprefix(prefix): constants[name] for name in constants if name.startswith(prefix)}
         assert found == {kind.name: kind.value for kind in kinds}
+    assert {kind.name: constants[f"OB_{kind.name}"] for kind in structures.Status} == {
+        kind.name: kind.value for kind in structures.Status
+    }
     assert constants["OB_ABI_VERSION"] == structures.ABI_VERSION
     assert {
         "silu": constants["OB_ACTIVATION_SILU"],

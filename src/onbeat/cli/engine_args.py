@@ -97,7 +97,11 @@ def add_device_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
         default="auto",
         help="what computes steps: the native CPU engine, or torch (default: native where it can)",
     )
-    group.add_argument("--threads", type=int, help="CPU threads of a forward pass (default: all cores)")
+    group.add_argument(
+        "--threads",
+        type=int,
+        help="CPU threads of a forward pass (default: all cores, or what a CPU quota leaves)",
+    )
     group.add_argument(
         "--kv-cache-memory-bytes",
         type=count,

@@ -84,6 +84,24 @@ class SamplingParams:
                 code="invalid_value",
             )
 
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check that `min_tokens` leaves a token of a vocabulary to sample.
+
+        Raises
+        ------
+        InvalidRequest : every token that may be sampled is a stop token, which `min_tokens` holds back.
+        """
+        num_allowed = len(set(self.allowed_token_ids)) or vocab_size
+        if not self.min_tokens or len(self.stop_token_ids) < num_allowed:
+            return
+        if not set(self.allowed_token_ids or range(vocab_size)).difference(self.stop_token_ids):
+            raise InvalidRequest(
+                f"min_tokens is {self.min_tokens}, but all {num_allowed} tokens that may be sampled are stop "
+                "tokens; stop at fewer of them, or leave min_tokens out",
+                param="min_tokens",
+                code="invalid_value",
+            )
+
 
 _MANY = float(2**31)
 _RANGES: dict[str, tuple[float, float]] = {

@@ -12,6 +12,7 @@ from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.footprint import short_memory_in_words
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.step_time_choice import StepTime, choose_step_time
@@ -33,8 +34,9 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     loader = prepare_model(config)
     _check_predictions(config, loader)
     start_record = create_record(config.record) if config.record else None
-    loaded = loader.load(on_progress)
-    step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
+    with short_memory_in_words(loader.device.device):
+        loaded = loader.load(on_progress)
+        step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
     _say_idle_misses(config, loaded, step_time, on_progress)
     info = _describe(loaded, config)
     max_in_flight_steps = 2 if config.async_scheduling else 1

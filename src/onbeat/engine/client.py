@@ -50,6 +50,10 @@ STOP_TIMEOUT_SECONDS = 5.0
 """How long the process may take to end before it is killed."""
 
 _DEAD_MESSAGE = "the engine process has ended; see the server's log and start the server again"
+_KILLED_HINT = (
+    "; somebody killed it: the system, if memory ran out (then give onbeat more, or a smaller "
+    "--kv-cache-memory-bytes or model)"
+)
 
 _Item = Delivery | OnbeatError
 
@@ -196,9 +200,9 @@ class ProcessEngineClient:
                 done, _ = await asyncio.wait({received}, timeout=LAST_WORDS_SECONDS)
                 if not done:
                     received.cancel()
-                    raise EngineDead(
-                        f"the engine process ended while it started (exit code {self._process.exitcode})"
-                    )
+                    code = self._process.exitcode
+                    hint = _KILLED_HINT if code == -signal.SIGKILL else ""
+                    raise EngineDead(f"the engine process ended while it started (exit code {code}){hint}")
                 match await received:
                     case Progress(text):
                         self._on_progress(text)

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import os
+import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.container import cpu_quota, memory_left
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_ADDRESSES_OF_THREADS = 256 * 2**20
+"""Stacks and heaps of threads take addresses, little of them memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | 
     ----------
     device : `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
     dtype : `auto` (bfloat16 where the device multiplies it natively, else float32) or a key of `DTYPES`.
-    num_threads : CPU threads; None takes one for each core this process may run on.
+    num_threads : CPU threads; None takes one for each core that this process may run on, and no more than
+        whole cores' worth of time that its container has: a step waits for its slowest thread.
 
     Raises
     ------
@@ -48,20 +54,32 @@ def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | 
     return DeviceConfig(
         resolved,
         _default_dtype(resolved) if dtype == "auto" else DTYPES[dtype],
-        num_threads or len(os.sched_getaffinity(0)),
+        num_threads or _usable_cores(),
     )
 
 
-def available_memory_bytes(device: torch.device) -> int:
-    """Return how much memory is free now: of the device, or of this machine or container."""
+class FreeMemory(NamedTuple):
+    """How much memory can be taken now."""
+
+    num_bytes: int
+    limit: str
+    """What sets this limit, for people."""
+
+
+def free_memory(device: torch.device) -> FreeMemory:
+    """Return how much memory is free now: of the device, or of this machine, container or process."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        return FreeMemory(torch.cuda.mem_get_info(device)[0], f"the device {device}")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    meminfo = _read_text(Path("/proc/meminfo"))
-    for line in meminfo.splitlines():
+    for line in _read_text(Path("/proc/meminfo")).splitlines():
         if line.startswith("MemAvailable:"):
             machine = int(line.split()[1]) * 1024
-    return min(machine, _container_memory_bytes() or machine)
+    found = [FreeMemory(machine, "this machine")]
+    if (in_container := memory_left()) is not None:
+        found.append(FreeMemory(in_container, "the memory limit of this container"))
+    if (in_process := _address_space_left()) is not None:
+        found.append(FreeMemory(in_process, "the limit of this process (ulimit -v or -d)"))
+    return min(found)
 
 
 def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -74,6 +92,11 @@ def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+
+
+def _usable_cores() -> int:
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    return cores if quota is None else max(min(cores, int(quota)), 1)
 
 
 def _resolve_device(name: str) -> torch.device:
@@ -100,19 +123,15 @@ def _default_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
-def _container_memory_bytes() -> int | None:
-    """Return what a control group leaves of its memory limit, or None where there is no limit."""
-    for limit_path, usage_path in (
-        (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-        (
-            Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-            Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-        ),
-    ):
-        limit, usage = _read_text(limit_path).strip(), _read_text(usage_path).strip()
-        if limit.isdigit() and usage.isdigit():
-            return max(int(limit) - int(usage), 0)
-    return None
+def _address_space_left() -> int | None:
+    """Return what the limits of this process leave of its address space, or None where there are none."""
+    pages = Path("/proc/self/statm").read_text().split()
+    left = []
+    for limit, num_pages in ((resource.RLIMIT_AS, pages[0]), (resource.RLIMIT_DATA, pages[5])):
+        soft, _ = resource.getrlimit(limit)
+        if soft != resource.RLIM_INFINITY:
+            left.append(soft - int(num_pages) * resource.getpagesize() - _ADDRESSES_OF_THREADS)
+    return max(min(left), 0) if left else None
 
 
 def _read_text(path: Path) -> str:

@@ -103,6 +103,7 @@ class LLM:
         if not ignore_eos:
             ends = (*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)
             sampling = replace(sampling, stop_token_ids=ends)
+        sampling.check_vocabulary(self.info.vocab_size)
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
         return _OfflineRun(self, token_ids, sampling, stop).run()
 

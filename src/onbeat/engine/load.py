@@ -10,9 +10,9 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import Backend, choose_backend
 from onbeat.engine.config import EngineConfig
-from onbeat.engine.device import DeviceConfig, available_memory_bytes, detect_device
+from onbeat.engine.device import DeviceConfig, detect_device, free_memory
+from onbeat.engine.footprint import Footprint
 from onbeat.engine.forward import ForwardPass
-from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
@@ -116,44 +116,13 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     target = Target(checkpoint.config, device)
     proposer = plan_proposer(config, target, open_weights)
     limits = resolve_limits(
-        config, checkpoint.config, device, Footprint.of(backend, proposer, config.block_size)
+        config,
+        checkpoint.config,
+        device,
+        Footprint.of(checkpoint.config, backend, proposer, config.block_size),
     )
     make_policy(limits)  # it checks the limits against the policy
     return ModelLoader(config.model.name, checkpoint, device, limits, backend, proposer)
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The memory that the model takes, and what proposes drafts for it."""
-
-    kv_cache: KVCacheSpec
-    """Of the model itself."""
-    draft_block_bytes: int
-    """What a proposer keeps beside each KV block."""
-    weight_bytes: int
-    """Of both."""
-
-    @classmethod
-    def of(cls, backend: Backend, proposer: ProposerPlan | None, block_size: int) -> Footprint:
-        """Return what a backend and a proposer will take."""
-        kv_cache, weights = backend.kv_cache_spec(block_size), backend.weight_bytes()
-        if proposer is None:
-            return cls(kv_cache, 0, weights)
-        return cls(kv_cache, proposer.block_bytes(block_size), weights + proposer.weight_bytes())
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a KV block, the proposer's included."""
-        return self.kv_cache.block_bytes + self.draft_block_bytes
-
-    def num_blocks_in(self, budget_bytes: int) -> int:
-        """Return how many blocks fit in a budget, what the proposer keeps beside them included.
-
-        Raises
-        ------
-        ConfigError : not even one does.
-        """
-        return self.kv_cache.num_blocks_in(budget_bytes * self.kv_cache.block_bytes // self.block_bytes)
 
 
 def resolve_limits(
@@ -172,21 +141,18 @@ def resolve_limits(
             "give a smaller one"
         )
     wanted_len = config.max_model_len or limit
-    free = _memory_beside_weights(footprint.weight_bytes, device)
-    default = min(int(free * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
+    free = free_memory(device.device)
+    footprint.check_weights(free)
+    default = min(int((free.num_bytes - footprint.weight_bytes) * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
     num_blocks = footprint.num_blocks_in(config.kv_cache_memory_bytes or default)
     # More blocks than every slot can fill would be memory for nothing.
     num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // config.block_size))
-    if num_blocks * footprint.block_bytes > free:
-        raise ConfigError(
-            f"a KV cache of {num_blocks * footprint.block_bytes / 2**30:.1f} GiB does not fit beside the "
-            f"weights in the {free / 2**30:.1f} GiB free on {device.device}; lower kv_cache_memory_bytes"
-        )
     # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
     max_model_len = config.max_model_len or min(limit, num_blocks * config.block_size)
     budget = config.max_num_batched_tokens or default_token_budget(
         config.policy, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs
     )
+    footprint.check_fits(free, num_blocks=num_blocks, num_tokens=budget, num_rows=config.max_num_seqs)
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=config.block_size,
@@ -214,17 +180,6 @@ def open_weights(config: EngineConfig) -> Checkpoint:
     if config.load_format == "dummy":
         return DummyCheckpoint(read_model_config(config.model), seed=config.seed)
     return open_checkpoint(config.model)
-
-
-def _memory_beside_weights(weights: int, device: DeviceConfig) -> int:
-    """Return how many bytes will be free once the weights are loaded."""
-    free = available_memory_bytes(device.device)
-    if weights >= free:
-        raise ConfigError(
-            f"the weights take {weights / 2**30:.1f} GiB in {device.dtype_name}, more than the "
-            f"{free / 2**30:.1f} GiB free on {device.device}; use a smaller model, dtype or quantization"
-        )
-    return free - weights
 
 
 def _describe_proposer(proposer: ProposerPlan, limits: SchedulerConfig) -> str:

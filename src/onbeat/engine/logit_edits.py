@@ -55,7 +55,8 @@ def _apply_penalties(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:
     repetition, lowered_by = _to(logits, np.concatenate(per_row, axis=1)).to(logits.dtype)
     values = flat[where]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    flat[where] = values - lowered_by
+    # A tiny repetition penalty lifts a logit beyond the largest number: there it stays, ahead of all others.
+    flat[where] = (values - lowered_by).clamp_(max=torch.finfo(logits.dtype).max)
 
 
 def _add_bias(logits: Tensor, rows: Mapping[int, SamplingRow]) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -217,16 +218,21 @@ class Timeline:
         logger.warning("the timeline ends here: cannot write it: %s", error)
 
 
+def _open_private(path: Path) -> int:
+    # Ids of requests may be their callers' own.
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+
+
 @contextmanager
 def open_timeline(path: Path) -> Iterator[Timeline]:
-    """Write a timeline to a file while the block runs.
+    """Write a timeline to a file while the block runs; a new one is for this user alone.
 
     Raises
     ------
     ConfigError : the file cannot be created.
     """
     try:
-        file = path.open("wb", buffering=2**18)
+        file = os.fdopen(_open_private(path), "wb", buffering=2**18)
     except OSError as error:
         raise ConfigError(
             f"cannot write the timeline to {path}: {error.strerror}; choose another file"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import zlib
 from pathlib import Path
@@ -28,7 +29,7 @@ class BackgroundFile:
 
     Parameters
     ----------
-    path : created or overwritten.
+    path : created for this user alone, or overwritten with the mode that it has.
     max_pending_bytes : text that may wait for the disk.
 
     Raises
@@ -39,7 +40,7 @@ class BackgroundFile:
     def __init__(self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
         try:
             # The thread opens nothing: who records into a missing directory hears of it at once.
-            self._file: BinaryIO = path.open("wb", buffering=0)
+            self._file: BinaryIO = os.fdopen(_open_private(path), "wb", buffering=0)
         except OSError as error:
             raise ConfigError(
                 f"cannot write the record to {path}: {error.strerror}; choose another file"
@@ -104,3 +105,8 @@ class BackgroundFile:
             self._file.close()
         except OSError as error:
             self.give_up(error)
+
+
+def _open_private(path: Path) -> int:
+    # Tenants, and hashes by which a known prompt can be recognised, are nobody else's business.
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

@@ -18,9 +18,6 @@ from onbeat.text.chat_template import ChatTemplate
 _INLINE_CHARACTERS = 2048
 """Longer texts are encoded in a thread; below, in some 2 ms, the hand-over is not worth it."""
 
-_MESSAGE_CHARACTERS = 64
-"""Characters that take about as long to encode as an empty message takes to render."""
-
 _SUSPECT_CHARACTERS = 2**18
 """Texts from here on are first held against the longest text that the context could ever hold."""
 
@@ -57,10 +54,12 @@ class PromptEncoder:
         self._longest_token: int | None = None
         # Two threads, so that many long prompts cannot take all cores from the engine.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="onbeat-encode")
+        self._render_thread = ThreadPoolExecutor(1, thread_name_prefix="onbeat-render")
 
     def close(self) -> None:
         """Let go of the threads."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._render_thread):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     async def encode(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
         """Return the token ids of a prompt; raise as `encode_all` does."""
@@ -106,11 +105,11 @@ class PromptEncoder:
         self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
     ) -> str:
         """Return a chat as the template writes it; `variables` are the keyword arguments of `render`."""
-        size = sum(_MESSAGE_CHARACTERS + sum(map(len, message.values())) for message in messages)
-        if not all(isinstance(value, bool) for value in variables.values()):
-            size = max(size, _INLINE_CHARACTERS + 1)  # a template may go through them as through messages
         try:
-            return await self.off_loop(size, lambda: template.render(messages, **variables))
+            # Another process renders: while this one waits for it, nobody else shall.
+            return await asyncio.get_running_loop().run_in_executor(
+                self._render_thread, lambda: template.render(messages, **variables)
+            )
         except RecursionError as error:
             raise InvalidRequest(
                 "chat_template_kwargs is nested too deep for the chat template", param="chat_template_kwargs"

@@ -209,13 +209,13 @@ def sampling_params(
 
     Raises
     ------
-    InvalidRequest : values contradict each other.
+    InvalidRequest : values contradict each other, or leave no token to sample.
     """
     seed = secrets.randbits(63) if fields.seed is None else fields.seed & _SEED_MASK
     stops = dict.fromkeys(fields.stop_token_ids or ())
     if not fields.ignore_eos:
         stops |= dict.fromkeys(tokenizer.eos_token_ids)
-    return SamplingParams(
+    sampling = SamplingParams(
         temperature=_default(fields.temperature, 1.0),
         top_k=max(_default(fields.top_k, 0), 0),
         top_p=_default(fields.top_p, 1.0),
@@ -231,6 +231,8 @@ def sampling_params(
         stop_token_ids=tuple(stops),
         num_logprobs=num_logprobs,
     )
+    sampling.check_vocabulary(vocab_size)
+    return sampling
 
 
 def seed_of_choice(seed: int, choice: int) -> int:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import jinja2
-
-from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
-from onbeat.text.template_sandbox import ChatSandbox, budget_variables
+from onbeat.text.template_process import TemplateProcess
+from onbeat.text.template_sandbox import SandboxedTemplate
 
 Messages = list[dict[str, Any]]
+
+
+class Renderer(Protocol):
+    """A compiled template."""
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """Return the text; see `SandboxedTemplate.render`."""
+        ...
 
 
 class ChatTemplate:
@@ -23,19 +31,24 @@ class ChatTemplate:
     ----------
     source : Jinja template.
     bos_token, eos_token : special tokens as text, which templates may write out.
+    renderer : what compiles and renders it: in this process, or in one with limits (`TemplateProcess`).
 
     Raises
     ------
     ConfigError : the template is not valid Jinja.
     """
 
-    def __init__(self, source: str, *, bos_token: str, eos_token: str) -> None:
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str,
+        eos_token: str,
+        renderer: Callable[[str], Renderer] = SandboxedTemplate,
+    ) -> None:
         self._variables = {"bos_token": bos_token, "eos_token": eos_token}
         self._knows_developer = "developer" in source
-        try:
-            self._template = ChatSandbox().from_string(source)
-        except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template is not valid: {error}") from error
+        self._renderer = renderer(source)
 
     def render(self, messages: Messages, *, add_generation_prompt: bool = True, **variables: Any) -> str:
         """Return the prompt of a chat.
@@ -53,26 +66,20 @@ class ChatTemplate:
         """
         if not self._knows_developer:
             messages = [_as_system(message) for message in messages]
-        variables = {**self._variables, **variables, **budget_variables()}
-        try:
-            return self._template.render(
-                messages=messages, add_generation_prompt=add_generation_prompt, **variables
-            )
-        except (
-            jinja2.TemplateError,
-            TypeError,
-            ValueError,
-            KeyError,
-            ArithmeticError,
-            AttributeError,
-        ) as error:
-            raise InvalidRequest(
-                f"the chat template cannot render these messages: {error}", param="messages"
-            ) from error
+        return self._renderer.render(
+            {
+                **self._variables,
+                **variables,
+                "messages": messages,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
 
 
 def load_chat_template(tokenizer: Tokenizer, override: Path | None) -> ChatTemplate | None:
     """Return the template in a file, or else the model's own, or None for a model without one.
+
+    It is rendered in a process of its own, with limits of time and memory.
 
     Raises
     ------
@@ -91,6 +98,7 @@ def load_chat_template(tokenizer: Tokenizer, override: Path | None) -> ChatTempl
         source,
         bos_token="" if bos is None else tokenizer.token_text(bos),
         eos_token=tokenizer.token_text(eos[0]) if eos else "",
+        renderer=TemplateProcess,
     )
 
 

@@ -10,6 +10,7 @@ generation_config.json.
 from __future__ import annotations
 
 import json
+import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.text.gguf_tokenizer import set_sequence_marks
+
+_TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +43,7 @@ def read_hf_directory(path: Path) -> HfTokenizerFiles:
     backend = _read_backend(path / "tokenizer.json")
     config = _read_json(path / "tokenizer_config.json")
     named = {**_read_json(path / "special_tokens_map.json"), **config}
-    _add_config_tokens(backend, config)
+    _add_config_tokens(backend, _config_tokens(config))
     bos = _token_id(backend, named.get("bos_token"))
     eos = _token_id(backend, named.get("eos_token"))
     _apply_mark_flags(backend, named)
@@ -61,8 +64,16 @@ def _read_backend(path: Path) -> Tokenizer:
         )
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the tokenizers library raises bare exceptions
+    except BaseException as error:
+        # The tokenizers library raises bare exceptions, and panics of its own kind.
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
         raise ModelLoadError(f"cannot read {path}: {error}; fetch the file again") from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Return whether the tokenizers library has given up; what it raises then is no `Exception`."""
+    return type(error).__name__ == "PanicException"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -71,7 +82,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"cannot read {path}: {error}; fetch the file again") from error
     if not isinstance(content, dict):
         raise ModelLoadError(
@@ -80,31 +91,49 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _add_config_tokens(backend: Tokenizer, config: dict[str, Any]) -> None:
+def _config_tokens(config: dict[str, Any]) -> dict[int, AddedToken]:
+    """Return tokenizer_config.json's own tokens, by id."""
+    listed = config.get("added_tokens_decoder") or {}
+    if not isinstance(listed, dict):
+        raise _wrong("added_tokens_decoder", listed, "an object of tokens by id")
+    tokens = {}
+    for key, fields in listed.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 10):
+            raise _wrong("a key of added_tokens_decoder", key, "a token id")
+        if not (isinstance(fields, dict) and isinstance(fields.get("content"), str)):
+            raise _wrong(f"added_tokens_decoder.{key}", fields, "an object with a text as its content")
+        options = {flag: fields[flag] for flag in _TOKEN_FLAGS if flag in fields}
+        if not all(isinstance(value, bool) for value in options.values()):
+            raise _wrong(f"added_tokens_decoder.{key}", options, "flags that are true or false")
+        tokens[int(key)] = AddedToken(fields["content"], **options)
+    return tokens
+
+
+def _wrong(
+    name: str, value: Any, expected: str, file: str | Path = "tokenizer_config.json"
+) -> ModelLoadError:
+    return ModelLoadError(f"{file}: {name} is {reprlib.repr(value)}, not {expected}; fetch the file again")
+
+
+def _add_config_tokens(backend: Tokenizer, tokens: dict[int, AddedToken]) -> None:
     """Add the tokens that only tokenizer_config.json has, in the order of their ids."""
     known = backend.get_added_tokens_decoder()
-    listed = config.get("added_tokens_decoder") or {}
-    missing = sorted(
-        (int(token_id), fields) for token_id, fields in listed.items() if int(token_id) not in known
-    )
-    for token_id, fields in missing:
-        options = {
-            key: fields[key]
-            for key in ("lstrip", "rstrip", "normalized", "single_word", "special")
-            if key in fields
-        }
-        backend.add_tokens([AddedToken(fields["content"], **options)])
-        if backend.token_to_id(fields["content"]) != token_id:
+    for token_id in sorted(tokens.keys() - known.keys()):
+        token = tokens[token_id]
+        backend.add_tokens([token])
+        if backend.token_to_id(token.content) != token_id:
             raise ModelLoadError(
-                f"tokenizer_config.json gives token {fields['content']!r} the id {token_id}, "
-                f"tokenizer.json {backend.token_to_id(fields['content'])}; fetch both files again"
+                f"tokenizer_config.json gives token {token.content!r} the id {token_id}, "
+                f"tokenizer.json {backend.token_to_id(token.content)}; fetch both files again"
             )
 
 
 def _token_id(backend: Tokenizer, token: Any) -> int | None:
     """Return the id of a token that is given by its name, or by an object with its name as `content`."""
     name = token.get("content") if isinstance(token, dict) else token
-    return backend.token_to_id(name) if isinstance(name, str) else None
+    if name is not None and not isinstance(name, str):
+        raise _wrong("a special token", token, "a text, or an object with a text as its content")
+    return None if name is None else backend.token_to_id(name)
 
 
 def _apply_mark_flags(backend: Tokenizer, config: dict[str, Any]) -> None:
@@ -125,7 +154,11 @@ def _model_eos_ids(path: Path) -> list[int]:
     ids = content.get("eos_token_id")
     if ids is None:
         return []
-    return [int(token_id) for token_id in (ids if isinstance(ids, list) else [ids])]
+    ids = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
+        file = generation if generation.is_file() else path / "config.json"
+        raise _wrong("eos_token_id", content["eos_token_id"], "a token id, or a list of them", file)
+    return ids
 
 
 def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
@@ -138,5 +171,9 @@ def _chat_template(path: Path, config: dict[str, Any]) -> str | None:
             raise ModelLoadError(f"cannot read {file}: {error}; fetch the file again") from error
     template = config.get("chat_template")
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        if not all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in template):
+            raise _wrong("chat_template", template, "a text, or a list of objects with name and template")
+        template = {entry["name"]: entry.get("template") for entry in template}.get("default")
+    if template is not None and not isinstance(template, str):
+        raise _wrong("chat_template", template, "a text, or a list of objects with name and template")
+    return template

@@ -1,8 +1,8 @@
 """The sandbox that chat templates run in: no way out, and an end to what they may compute.
 
 Jinja's sandbox keeps a template from reaching Python's internals and from changing its arguments, but nested
-loops, calls or a repeated string could still take all time and memory: these are counted or bounded. Text
-that doubles itself turn by turn is not; templates come with the model, never from a client.
+loops, calls or a repeated string could still take all time and memory: these are counted or bounded. What is
+not, such as wide formats or text that doubles itself, the limits of a process end (`template_process`).
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from onbeat.core.errors import ConfigError, InvalidRequest
+
 MAX_TURNS = 1_000_000
 """Most loop turns of one rendering."""
 TURNS_PER_CALL = 10
@@ -27,6 +29,8 @@ MAX_PRODUCT = 10_000_000
 """Most items of a repeated string or list, and most bits of a power."""
 _BUDGET = "rendering budget"
 """Not an identifier, so no template can name it."""
+_ERRORS_OF_TEMPLATES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
+"""What Python raises where a template does something that does not suit its values."""
 
 
 class WorkBudget:
@@ -44,10 +48,7 @@ class WorkBudget:
 
 
 class ChatSandbox(ImmutableSandboxedEnvironment):
-    """A Jinja environment with what Hugging Face's chat templates expect, and a budget for each rendering.
-
-    A template must be rendered with `budget_variables()` among its variables.
-    """
+    """A Jinja environment with what Hugging Face's chat templates expect, and a budget for each rendering."""
 
     intercepted_binops = frozenset({"*", "**"})
 
@@ -78,9 +79,49 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
 
-def budget_variables() -> dict[str, WorkBudget]:
-    """Return the variables that give one rendering its budget."""
-    return {_BUDGET: WorkBudget()}
+class SandboxedTemplate:
+    """A compiled template.
+
+    Parameters
+    ----------
+    source : Jinja template.
+
+    Raises
+    ------
+    ConfigError : the template is not valid Jinja, or takes too much to be compiled.
+    """
+
+    def __init__(self, source: str) -> None:
+        try:
+            self._template = ChatSandbox().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template is not valid: {error}") from error
+        except RecursionError as error:
+            raise ConfigError("the chat template is not valid: it is nested too deep") from error
+        except (MemoryError, OverflowError) as error:
+            raise ConfigError("the chat template is not valid: compiling it takes too much memory") from error
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """Return the text.
+
+        Parameters
+        ----------
+        variables : what the template may look at.
+
+        Raises
+        ------
+        InvalidRequest : the template refuses these messages, fails on them, or computes too much.
+        RecursionError : messages or variables are nested deeper than the template can follow.
+        """
+        try:
+            return self._template.render({**variables, _BUDGET: WorkBudget()})
+        except RecursionError:
+            raise
+        except (jinja2.TemplateError, MemoryError, *_ERRORS_OF_TEMPLATES) as error:
+            problem = "it takes too much memory" if isinstance(error, MemoryError) else error
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {problem}", param="messages"
+            ) from error
 
 
 @pass_context

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from onbeat.core.errors import InvalidRequest, ModelLoadError
 from onbeat.text.gguf_metadata import read_gguf_metadata
 from onbeat.text.gguf_tokenizer import build_gguf_tokenizer
-from onbeat.text.hf_directory import read_hf_directory
+from onbeat.text.hf_directory import is_panic, read_hf_directory
 from onbeat.text.spelling import spelling_of
 
 
@@ -84,7 +84,8 @@ class VocabularyTokenizer:
 
         Raises
         ------
-        InvalidRequest : the text holds half a surrogate pair, which is not Unicode text.
+        InvalidRequest : the text holds half a surrogate pair, which is not Unicode text; or the tokenizer
+            gives up on it.
         """
         try:
             # a batch: `encode` holds the interpreter lock; the fast one: offsets are not needed
@@ -93,6 +94,10 @@ class VocabularyTokenizer:
             raise InvalidRequest(
                 "the text is not valid Unicode: it holds half a surrogate pair; send whole characters"
             ) from error
+        except BaseException as error:
+            if not is_panic(error):
+                raise
+            raise InvalidRequest(f"this model's tokenizer gives up on the text: {error}") from error
         return encoding.ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

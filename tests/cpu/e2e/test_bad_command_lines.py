@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
+import resource
 import socket
 import subprocess
 import time
@@ -248,6 +250,21 @@ def test_a_vocabulary_that_does_not_fit_together(tmp_path: Path) -> None:
 )
 def test_limits_that_cannot_be_kept(tiny_directory: Path, arguments: list[str], expected: str) -> None:
     assert expected in refusal(tiny_directory, *DUMMY, *arguments)
+
+
+@pytest.mark.slow
+def test_too_little_memory_is_said_with_what_fits(tiny_directory: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (3_500_000_000, hard))  # programs started from here inherit it
+    try:
+        error = refusal(tiny_directory, *DUMMY, "--kv-cache-memory-bytes", "3G", "--max-num-seqs", "512")
+        assert "the limit of this process (ulimit -v or -d) leaves" in error
+        found = re.search(r"what fits is (--kv-cache-memory-bytes) (\d+M)", error)
+        assert found is not None, error
+        with serving(tiny_directory, *DUMMY, *found.groups(), "--max-num-seqs", "512") as server:
+            assert server.metrics()["onbeat_requests_running"] == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_cuda_where_there_is_none(tiny_directory: Path) -> None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.device import available_memory_bytes, detect_device
+from onbeat.engine import device
+from onbeat.engine.device import FreeMemory, detect_device, free_memory
+
+CPU = torch.device("cpu")
 
 
 def test_cpu_with_given_values() -> None:
@@ -21,7 +26,18 @@ def test_auto_resolves_everything() -> None:
     config = detect_device()
     assert config.device.type in ("cpu", "cuda")
     assert config.dtype in (torch.bfloat16, torch.float32)
-    assert config.num_threads == len(os.sched_getaffinity(0))
+    assert 1 <= config.num_threads <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(("quota", "expected"), [(None, 8), (3.9, 3), (0.5, 1), (64.0, 8)])
+def test_threads_follow_cores_and_the_quota_of_the_container(
+    monkeypatch: pytest.MonkeyPatch, quota: float | None, expected: int
+) -> None:
+    """A step waits for its slowest thread, so a share of a core is worse than none."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setattr(device, "cpu_quota", lambda: quota)
+    assert detect_device("cpu").num_threads == expected
+    assert detect_device("cpu", num_threads=5).num_threads == 5
 
 
 def test_auto_dtype_follows_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,4 +60,23 @@ def test_unknown_dtype_is_an_error() -> None:
 
 def test_memory_is_what_the_machine_has_at_most() -> None:
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < available_memory_bytes(torch.device("cpu")) <= machine
+    assert 0 < free_memory(CPU).num_bytes <= machine
+
+
+def test_memory_is_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "memory_left", lambda: 12345)
+    assert free_memory(CPU) == FreeMemory(12345, "the memory limit of this container")
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_memory_is_what_the_limits_of_the_process_leave(limit: int) -> None:
+    pages = [int(word) for word in Path("/proc/self/statm").read_text().split()]
+    used = resource.getpagesize() * pages[0 if limit == resource.RLIMIT_AS else 5]
+    soft, hard = resource.getrlimit(limit)
+    resource.setrlimit(limit, (used + 2**30, hard))
+    try:
+        free = free_memory(CPU)
+    finally:
+        resource.setrlimit(limit, (soft, hard))
+    assert free.limit == "the limit of this process (ulimit -v or -d)"
+    assert 2**29 < free.num_bytes < 2**30

@@ -141,8 +141,10 @@ class Engine:
         )
         return int(self._functions.ob_engine_step(self._engine, ctypes.byref(step)))
 
-    def scrub(self, block_ids: np.ndarray) -> None:
-        self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
+    def scrub(self, block_ids: np.ndarray) -> int:
+        return int(
+            self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
+        )
 
     def close(self) -> None:
         self._functions.ob_engine_free(self._engine)
@@ -198,6 +200,7 @@ def draw_step(sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
         "context_lens": contexts,
         "slots": slots,
         "block_tables": tables,
+        "num_block_tables": num_rows,
         "block_table_stride": width,
         "num_samples": num_samples,
         "sample_tokens": samples,
@@ -219,17 +222,39 @@ def check(fields: dict[str, Any], sizes: Sizes) -> None:
 
 def spoil(fields: dict[str, Any], sizes: Sizes, rng: np.random.Generator) -> dict[str, Any]:
     """Return a copy with one value out of its range."""
-    name, value = (
+    last = 2**63 - 1
+    changes = (
         ("token_ids", sizes.vocab),
         ("token_ids", -1),
         ("slot_mapping", sizes.num_blocks * sizes.block_size),
         ("slot_mapping", -1),
         ("query_lens", 0),
         ("query_lens", 10_000),
+        ("query_lens", last),
         ("context_lens", 0),
+        ("context_lens", last),
+        ("context_lens", 2**32 + 1),
+        ("positions", -1),
+        ("positions", last),
+        ("slots", -1),
+        ("slots", fields["num_block_tables"]),
+        ("slots", last),
         ("block_tables", sizes.num_blocks),
         ("block_tables", -1),
-    )[rng.integers(9)]
+        ("num_tokens", last),
+        ("num_rows", -1),
+        ("num_rows", last),
+        ("num_samples", -1),
+        ("num_samples", last),
+        ("num_block_tables", 0),
+        ("num_block_tables", last),
+        ("block_table_stride", 0),
+        ("block_table_stride", last),
+        ("block_table_stride", -last),
+    )
+    name, value = changes[rng.integers(len(changes))]
+    if isinstance(fields[name], int):
+        return fields | {name: value}
     array = fields[name].copy()
     array.reshape(-1)[0 if name != "block_tables" else fields["slots"][0] * array.shape[1]] = value
     return fields | {name: array}
@@ -248,7 +273,9 @@ def fuzz(library: NativeLibrary, seconds: float, seed: int) -> int:
             assert engine.step(**fields) == 0, (sizes, fields)
             check(fields, sizes)
             assert engine.step(**spoil(fields, sizes, rng)) == -1, "a malformed step was run"
-            engine.scrub(rng.permutation(sizes.num_blocks)[:3])
+            assert engine.scrub(rng.permutation(sizes.num_blocks)[:3]) == 0
+            for outside in (-1, sizes.num_blocks, 2**62):
+                assert engine.scrub(np.array([0, outside])) == -1, "a block that is not there was scrubbed"
             num_steps += 1
         engine.close()
     return num_steps

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,6 +263,10 @@ def with_batch(**changes: object) -> Callable[[StepInputs], StepInputs]:
         with_batch(context_lens_R=np.array([19])),
         with_batch(slot_mapping_T=np.arange(20) + 10_000),
         with_batch(slot_mapping_T=np.arange(20) - 1),
+        with_batch(slots_R=np.array([2])),
+        with_batch(slots_R=np.array([-1])),
+        with_batch(slots_R=np.array([2**62])),
+        with_batch(context_lens_R=np.array([2**63 - 1])),
         with_batch(block_tables_SB=np.full((2, 4), 999, np.int32)),
         lambda inputs: replace(inputs, token_ids_T=np.full(20, 211)),
         lambda inputs: replace(inputs, token_ids_T=np.full(20, -1)),
@@ -279,3 +286,44 @@ def test_a_malformed_step_is_refused(
     after = forward.run(inputs, wants_logits=True).values_RV
     assert after is not None
     assert torch.equal(before, after)
+
+
+def test_a_block_that_is_not_there_is_not_scrubbed(native_library: NativeLibrary) -> None:
+    forward: NativeForward = on_native(native_library, checkpoint_of("llama3"))(num_blocks=8, block_size=16)
+    for block in (-1, 8, 2**60):
+        with pytest.raises(EngineError, match=f"no blocks .*{block}"):
+            forward.scrub(np.array([0, block]))
+
+
+# ---- short memory ----
+
+
+@contextmanager
+def no_more_memory() -> Iterator[None]:
+    """Let this process map no further memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_a_step_without_memory_says_so(native_library: NativeLibrary) -> None:
+    forward: NativeForward = on_native(native_library, checkpoint_of("llama3"))(num_blocks=8, block_size=16)
+    few, many = inputs_of(random_prompt(20)), inputs_of(random_prompt(60))
+    before = forward.run(few, wants_logits=False).best
+    with no_more_memory(), pytest.raises(EngineError, match=r"not enough memory .* 60 tokens in 1 rows"):
+        forward.run(many, wants_logits=False)
+    after = forward.run(few, wants_logits=False).best
+    assert before is not None
+    assert after is not None
+    np.testing.assert_array_equal(before.logits_R, after.logits_R)
+    assert forward.run(many, wants_logits=False).best is not None
+
+
+def test_threads_that_cannot_be_started_are_an_error(native_library: NativeLibrary) -> None:
+    make = on_native(native_library, checkpoint_of("llama3"), num_threads=64)
+    with no_more_memory(), pytest.raises(ConfigError, match="64 threads cannot be started"):
+        make(num_blocks=8, block_size=16)

@@ -217,6 +217,22 @@ def test_min_tokens_holds_back_stop_tokens() -> None:
     assert request.output_token_ids == [2, 2, 1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("penalty", [1e-300, 1e-42, 1e-38])
+@pytest.mark.parametrize(
+    "params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 2, "num_logprobs": 1}]
+)
+def test_a_tiny_repetition_penalty_only_repeats(
+    dtype: torch.dtype, penalty: float, params: dict[str, Any]
+) -> None:
+    """Logits that leave the range of the type stop at its end, so what was seen is all that is sampled."""
+    fields = {"repetition_penalty": penalty, "logit_bias": ((0, 100.0),), **params}
+    rows = [SamplingRow(SamplingParams(seed=seed, **fields), [1, 3], []) for seed in range(8)]
+    sampled = sample([[9.0, 2.0, 5.0, 1.0]] * 8, rows, dtype)
+    assert not sampled.errors
+    assert set(sampled.token_ids) <= {1, 3}
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {}, {"top_p": 0.5}, {"presence_penalty": 1.0}])
 def test_invalid_logits_fail_their_row_only(bad: float, params: dict[str, Any]) -> None:

@@ -73,6 +73,8 @@ BAD_COMMON: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": "16"}, "max_tokens"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE))}, "min_tokens"),
+    ({"min_tokens": 1, "allowed_token_ids": [7, 8], "stop_token_ids": [8, 7, 9]}, "min_tokens"),
     ({"n": 0}, "n"),
     ({"n": 17}, "n"),
     ({"n": 10**30}, "n"),

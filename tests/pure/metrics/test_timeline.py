@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,13 @@ def test_relegation_and_refusal_are_marked_on_the_requests_track(tmp_path: Path)
     assert (rejected["ts"], rejected["tid"]) == (1.25e6, 1)
     assert rejected["args"] == {"reason": "slo_unattainable", "predicted_ttft_ms": 3500}
     assert (expired["tid"], expired["args"]) == (2, {"reason": "deadline_exceeded"})
+
+
+def test_a_new_timeline_is_for_its_user_alone(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        with open_timeline(tmp_path / "run.json"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o600

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import time
 from pathlib import Path
 
@@ -286,3 +287,12 @@ def test_the_header_is_kept(path: Path) -> None:
     assert header == make_header(make_config())
     first = json.loads(gzip.decompress(path.read_bytes()).splitlines()[0])
     assert first["file"] == "onbeat-record"
+
+
+def test_a_new_record_is_for_its_user_alone(path: Path) -> None:
+    before = os.umask(0)
+    try:
+        BackgroundFile(path).close()
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -112,3 +112,13 @@ def test_a_file_replaces_the_models_template(tmp_path):
     assert load_chat_template(ByteTokenizer(), None) is None
     with pytest.raises(ConfigError, match="cannot read"):
         load_chat_template(ByteTokenizer(), tmp_path / "none.jinja")
+
+
+def test_a_template_that_is_nested_too_deep_is_a_configuration_error():
+    with pytest.raises(ConfigError, match="is not valid: it is nested too deep"):
+        template("{{ " + "(" * 5000 + ")" * 5000 + " }}")
+
+
+def test_a_lack_of_memory_is_an_error_in_words():
+    with pytest.raises(InvalidRequest, match="it takes too much memory"):
+        template("{{ 'a'.center(n) }}").render(CHAT, n=2**62)

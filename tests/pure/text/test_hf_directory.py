@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import InvalidRequest, ModelLoadError
 from onbeat.text.tokenizer import VocabularyTokenizer, load_tokenizer
 from tests.pure.text.tiny_gguf import BYTE_ALPHABET
 
@@ -117,3 +118,90 @@ def test_damaged_files_are_named(tmp_path: Path):
 def test_vocabularies_that_cannot_be_streamed_are_refused(tmp_path: Path):
     with pytest.raises(ModelLoadError, match="decoder WordPiece is not supported; supported are byte-level"):
         load(tmp_path, decoder=decoders.WordPiece())
+
+
+VALUES: list[Any] = [None, True, 0, -1, 2, 10**30, 1.5, "", "x", "</s>", [], [1], ["x"], [None], {}, {"a": 1}]
+TOKEN = {"content": "<think>", "special": False}
+
+
+def mutants(value: Any) -> Iterator[Any]:
+    """Yield copies of a JSON value with another value in one place."""
+    yield from VALUES
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield {name: entry for name, entry in value.items() if name != key}
+            yield {**{name: entry for name, entry in value.items() if name != key}, "other": inner}
+            yield from ({**value, key: mutant} for mutant in mutants(inner))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from ([*value[:index], mutant, *value[index + 1 :]] for mutant in mutants(inner))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        (
+            "tokenizer_config",
+            {
+                "bos_token": "<s>",
+                "eos_token": {"content": "</s>", "special": True},
+                "add_bos_token": True,
+                "add_eos_token": False,
+                "added_tokens_decoder": {"259": TOKEN},
+                "chat_template": [{"name": "default", "template": "{{ messages }}"}],
+            },
+        ),
+        ("special_tokens_map", {"bos_token": "<s>", "eos_token": {"content": "</s>"}}),
+        ("generation_config", {"eos_token_id": [1, 2]}),
+        ("config", {"eos_token_id": 2}),
+    ],
+)
+def test_values_of_wrong_types_are_used_or_refused_in_words(tmp_path: Path, name: str, content: Any):
+    save(tmp_path)
+    file = tmp_path / f"{name}.json"
+    file.write_text(json.dumps(content))
+    load_tokenizer(tmp_path)
+    refusals = []
+    for mutant in mutants(content):
+        file.write_text(json.dumps(mutant))
+        try:
+            load_tokenizer(tmp_path).encode("long <think> text")
+        except ModelLoadError as error:
+            refusals.append(str(error))
+    assert len(refusals) >= 10
+    assert all("fetch the file" in refusal or "fetch both" in refusal for refusal in refusals)
+
+
+class PanicException(BaseException):
+    pass
+
+
+def panic(*_: Any, **__: Any) -> Any:
+    raise PanicException("regex: the limit was reached")
+
+
+def test_a_tokenizer_that_panics_is_an_error_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    save(tmp_path)
+    monkeypatch.setattr(Tokenizer, "from_file", panic)
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json: regex"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_text_that_the_tokenizer_gives_up_on_is_refused(tmp_path: Path):
+    """A look-around makes the regex library backtrack, and it does so only a million times."""
+    split = {"type": "Split", "pattern": {"Regex": "(?=(a+)+b)x"}, "behavior": "Isolated", "invert": False}
+    save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "pre_tokenizer": split}))
+    with pytest.raises(InvalidRequest, match="gives up on the text"):
+        load_tokenizer(tmp_path).encode("a" * 40)
+
+
+def test_an_interrupt_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    save(tmp_path)
+    monkeypatch.setattr(Tokenizer, "from_file", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        load_tokenizer(tmp_path)

@@ -29,6 +29,7 @@ from onbeat.engine.native.structures import (
     MOST_QKV,
     LayerStructure,
     ModelStructure,
+    Status,
     StepStructure,
 )
 from onbeat.engine.sampler import BestTokens
@@ -36,6 +37,11 @@ from onbeat.engine.sampler import BestTokens
 CPU = torch.device("cpu")
 _BYTES_AHEAD = 256 << 20
 """Of the KV cache, that an idle engine has provided beyond what it has used."""
+_STEP_PROBLEMS = {
+    Status.MALFORMED: "the native engine refused",
+    Status.NO_MEMORY: "there is not enough memory for the native engine to run",
+    Status.FAILED: "the native engine failed in",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +119,7 @@ class NativeForward:
             context_lens=address(batch.context_lens_R, np.int64),
             slots=address(batch.slots_R, np.int64),
             block_tables=address(batch.block_tables_SB, np.int32),
+            num_block_tables=batch.block_tables_SB.shape[0],
             block_table_stride=batch.block_tables_SB.shape[1],
             num_samples=num_samples,
             sample_tokens=address(inputs.sampling_tokens, np.int64),
@@ -120,15 +127,17 @@ class NativeForward:
             best_ids=address(best.ids_R, np.int64),
             best_logits=address(best.logits_R, np.float32),
         )
-        if self._functions.ob_engine_step(self._engine, ctypes.byref(step)) != 0:
-            raise EngineError(
-                f"the native engine refused a step of {step.num_tokens} tokens in {step.num_rows} rows"
-            )
+        status = self._functions.ob_engine_step(self._engine, ctypes.byref(step))
+        if status != Status.OK:
+            problem = _STEP_PROBLEMS[Status(status)]
+            raise EngineError(f"{problem} a step of {step.num_tokens} tokens in {step.num_rows} rows")
         return StepLogits(logits_RV, best if num_samples else None, step.seconds)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored keys and values of blocks finite; see `ForwardPass.scrub`."""
-        self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
+        status = self._functions.ob_engine_scrub(self._engine, address(block_ids, np.int64), len(block_ids))
+        if status != Status.OK:
+            raise EngineError(f"the native engine has no blocks {block_ids.tolist()} to scrub")
 
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""

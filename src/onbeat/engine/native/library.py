@@ -25,12 +25,12 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_matrix_create": (c_void_p, (c_int32, c_int64, c_int64, c_int32, c_char_p, c_size_t)),
     "ob_matrix_pack": (c_int32, (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
     "ob_matrix_bytes": (c_int64, (c_void_p,)),
-    "ob_matrix_row": (None, (c_void_p, c_int64, c_void_p)),
+    "ob_matrix_row": (c_int32, (c_void_p, c_int64, c_void_p)),
     "ob_matrix_free": (None, (c_void_p,)),
     "ob_engine_create": (c_void_p, (POINTER(ModelStructure), c_char_p, c_char_p, c_size_t)),
     "ob_engine_free": (None, (c_void_p,)),
     "ob_engine_step": (c_int32, (c_void_p, POINTER(StepStructure))),
-    "ob_engine_scrub": (None, (c_void_p, c_void_p, c_int64)),
+    "ob_engine_scrub": (c_int32, (c_void_p, c_void_p, c_int64)),
     "ob_engine_touch": (c_int32, (c_void_p, c_int64)),
 }
 """Name to result and arguments."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
-from onbeat.engine.native.structures import Source, Store
+from onbeat.engine.native.structures import Source, Status, Store
 
 
 class MatrixLayout(NamedTuple):
@@ -89,6 +89,10 @@ class PackedMatrix:
         -------
         bool
             False where this store cannot take this type.
+
+        Raises
+        ------
+        ModelLoadError : memory is short.
         """
         assert len(rows) == len(to_outputs)
         assert rows.strides[1] == rows.itemsize
@@ -101,13 +105,15 @@ class PackedMatrix:
             len(rows),
             num_threads,
         )
-        return int(result) == 0
+        if result == Status.NO_MEMORY:
+            raise ModelLoadError(f"there is not enough memory to pack {len(rows)} rows of a matrix")
+        return int(result) == Status.OK
 
     def row(self, output: int) -> NDArray[np.float32]:
         """Return one row as plain numbers, [inputs]."""
-        assert 0 <= output < self.num_outputs
         values = np.empty(self.num_inputs, np.float32)
-        self._functions.ob_matrix_row(self.handle, output, address(values, np.float32))
+        status = self._functions.ob_matrix_row(self.handle, output, address(values, np.float32))
+        assert status == Status.OK, f"row {output} of {self.num_outputs}"
         return values
 
     def free(self) -> None:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 4
+ABI_VERSION = 5
+
+
+class Status(IntEnum):
+    """What a call returns that can fail."""
+
+    OK = 0
+    MALFORMED = -1
+    NO_MEMORY = -2
+    FAILED = -3
 
 
 class Store(IntEnum):
@@ -99,6 +108,7 @@ class StepStructure(Structure):
         ("context_lens", c_void_p),
         ("slots", c_void_p),
         ("block_tables", c_void_p),
+        ("num_block_tables", c_int64),
         ("block_table_stride", c_int64),
         ("num_samples", c_int64),
         ("sample_tokens", c_void_p),

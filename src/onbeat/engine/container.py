@@ -1,0 +1,77 @@
+"""What control groups leave to this process: memory and processors.
+
+Linux has two versions of them, and a machine may use both. A group's limit holds for the groups inside it,
+so on the way from the process's own group to the outermost the strictest counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+def memory_left(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
+    """Return how many bytes may still be taken, or None where no group has a limit.
+
+    Pages of files that nobody has read of late count as free: the system drops them when memory is short.
+    """
+    left = []
+    for group in _groups("memory", root, membership):
+        for limit_file, usage_file, cached_name in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            limit, usage = _number(group / limit_file), _number(group / usage_file)
+            if limit is not None and usage is not None:
+                cached = _entries(group / "memory.stat").get(cached_name, 0)
+                left.append(max(limit - max(usage - cached, 0), 0))
+    return min(left, default=None)
+
+
+def cpu_quota(root: Path = ROOT, membership: Path = MEMBERSHIP) -> float | None:
+    """Return how many processors' time this process may use, or None where no group has a quota."""
+    quotas = []
+    for group in _groups("cpu", root, membership):
+        words = _text(group / "cpu.max").split()
+        if len(words) == 2 and words[0].isdigit() and words[1].isdigit() and int(words[1]):
+            quotas.append(int(words[0]) / int(words[1]))
+        quota, period = _number(group / "cpu.cfs_quota_us"), _number(group / "cpu.cfs_period_us")
+        if quota is not None and period:  # a quota of -1 is none, and no number here
+            quotas.append(quota / period)
+    return min(quotas, default=None)
+
+
+def _groups(controller: str, root: Path, membership: Path) -> Iterator[Path]:
+    """Yield the folders of the process's groups of either version, from its own to the outermost."""
+    for line in _text(membership).splitlines() or ["0::/", f"1:{controller}:/"]:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        base = root / controller if controllers else root
+        # A container may see the path of its group as the host has it, or as one outside its own root.
+        group = base if ".." in path else base / path.strip("/")
+        while group != base:
+            yield group
+            group = group.parent
+        yield base
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file).strip()
+    return int(text) if text.isdigit() else None
+
+
+def _entries(file: Path) -> dict[str, int]:
+    pairs = (line.split() for line in _text(file).splitlines())
+    return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdigit()}
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,159 @@
+"""The memory that a model needs, and whether there is as much."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.backend import Backend
+from onbeat.engine.device import FreeMemory, free_memory
+from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.speculation.build import ProposerPlan
+from onbeat.engine.weights import parameter_shapes
+
+_START_BYTES = 160 * 2**20
+"""What the engine takes while it starts, then gives back: most of it an array that no cache holds."""
+_FLOAT_BYTES = 4
+_SIGNS_OF_SHORT_MEMORY = ("can't allocate memory", "out of memory", "can't start new thread")
+"""In what torch and Python say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """The memory that the model takes, and what proposes drafts for it."""
+
+    kv_cache: KVCacheSpec
+    """Of the model itself."""
+    draft_block_bytes: int
+    """What a proposer keeps beside each KV block."""
+    weight_bytes: int
+    """Of both."""
+    load_bytes: int
+    """What loading takes for a while: the largest tensor once more."""
+    token_bytes: int
+    """What a step keeps of each token while it computes, about."""
+    row_bytes: int
+    """Of each row that samples, about."""
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, backend: Backend, proposer: ProposerPlan | None, block_size: int
+    ) -> Footprint:
+        """Return what a model will take, and what its backend and a proposer will."""
+        largest = max(math.prod(shape) for shape in parameter_shapes(config).values())
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        numbers = 3 * config.hidden_size + 2 * heads + 2 * config.intermediate_size
+        return cls(
+            kv_cache=backend.kv_cache_spec(block_size),
+            draft_block_bytes=0 if proposer is None else proposer.block_bytes(block_size),
+            weight_bytes=backend.weight_bytes() + (0 if proposer is None else proposer.weight_bytes()),
+            load_bytes=largest * _FLOAT_BYTES,
+            token_bytes=numbers * _FLOAT_BYTES,
+            row_bytes=2 * config.vocab_size * _FLOAT_BYTES,  # logits and probabilities
+        )
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a KV block, the proposer's included."""
+        return self.kv_cache.block_bytes + self.draft_block_bytes
+
+    def num_blocks_in(self, budget_bytes: int) -> int:
+        """Return how many blocks fit in a budget, what the proposer keeps beside them included.
+
+        Raises
+        ------
+        ConfigError : not even one does.
+        """
+        return self.kv_cache.num_blocks_in(budget_bytes * self.kv_cache.block_bytes // self.block_bytes)
+
+    def check_weights(self, free: FreeMemory) -> None:
+        """Check that the weights fit.
+
+        Raises
+        ------
+        ConfigError : they do not.
+        """
+        work = self._work_bytes(0, 0)
+        if self.weight_bytes + work >= free.num_bytes:
+            raise ConfigError(
+                f"the weights take {_size(self.weight_bytes)}, and loading them {_size(work)} more, but "
+                f"{free.limit} leaves {_size(free.num_bytes)}; use a smaller model, dtype or "
+                "quantization, or give onbeat more memory"
+            )
+
+    def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> None:
+        """Check that all fits: weights, KV cache, and what steps compute in.
+
+        Parameters
+        ----------
+        free : what there is.
+        num_blocks : of the KV cache.
+        num_tokens, num_rows : most tokens and requests of a step.
+
+        Raises
+        ------
+        ConfigError : it does not; the message says what is needed, what there is and what would fit.
+        """
+        num_slots = num_blocks * self.kv_cache.block_size
+        work = self._work_bytes(min(num_tokens, num_slots), min(num_rows, num_slots))
+        kv_bytes = num_blocks * self.block_bytes
+        if self.weight_bytes + kv_bytes + work <= free.num_bytes:
+            return
+        problem = (
+            f"a KV cache of {_size(kv_bytes)} does not fit beside the weights ({_size(self.weight_bytes)}) "
+            f"and what loading and steps of up to {num_tokens} tokens need ({_size(work)}): that is "
+            f"{_size(self.weight_bytes + kv_bytes + work)}, but {free.limit} leaves {_size(free.num_bytes)}"
+        )
+        left = free.num_bytes - self.weight_bytes - self._work_bytes(num_tokens, num_rows)
+        fitting_blocks = min(left // self.block_bytes, num_blocks)
+        if fitting_blocks < 1:
+            raise ConfigError(
+                f"{problem}; no KV cache would fit: lower --max-num-batched-tokens, use a smaller model, "
+                "dtype or quantization, or give onbeat more memory"
+            )
+        fitting = _flag_size(fitting_blocks * self.block_bytes)
+        raise ConfigError(
+            f"{problem}; what fits is --kv-cache-memory-bytes {fitting}, "
+            f"with a --max-model-len of at most {fitting_blocks * self.kv_cache.block_size}"
+        )
+
+    def _work_bytes(self, num_tokens: int, num_rows: int) -> int:
+        """Return what loading the model or the largest step takes, whichever is more."""
+        step = num_tokens * self.token_bytes + num_rows * self.row_bytes
+        return max(_START_BYTES, self.load_bytes, step)
+
+
+@contextmanager
+def short_memory_in_words(device: torch.device) -> Iterator[None]:
+    """Turn what allocators and thread starts raise into words, for a footprint is an estimate.
+
+    Raises
+    ------
+    ConfigError : memory ran out inside the block.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error).partition("\n")[0]
+        if not (isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS_OF_SHORT_MEMORY)):
+            raise
+        free = free_memory(device)
+        raise ConfigError(
+            f"memory ran out while the engine started ({text or type(error).__name__}): {free.limit} leaves "
+            f"{_size(free.num_bytes)}; give onbeat more memory, or a smaller --kv-cache-memory-bytes, model, "
+            "dtype or number of --threads"
+        ) from error
+
+
+def _flag_size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20}M" if num_bytes >= 2**20 else str(num_bytes)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"

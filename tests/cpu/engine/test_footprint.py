@@ -1,0 +1,74 @@
+"""What a model needs beside what there is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.engine.device import FreeMemory
+from onbeat.engine.footprint import Footprint, short_memory_in_words
+from onbeat.engine.kv_cache import KVCacheSpec
+
+MIB = 2**20
+CPU = torch.device("cpu")
+SPEC = KVCacheSpec(num_layers=4, num_kv_heads=4, head_dim=64, dtype=torch.float32, block_size=16)
+FOOTPRINT = Footprint(
+    kv_cache=SPEC,
+    draft_block_bytes=0,
+    weight_bytes=100 * MIB,
+    load_bytes=20 * MIB,
+    token_bytes=MIB // 4,
+    row_bytes=MIB // 8,
+)
+
+
+def free(num_mib: int) -> FreeMemory:
+    return FreeMemory(num_mib * MIB, "the sandbox")
+
+
+def test_weights_need_room_to_be_loaded() -> None:
+    FOOTPRINT.check_weights(free(300))
+    with pytest.raises(
+        ConfigError, match=r"take 100 MiB, .* the sandbox leaves 120 MiB; use a smaller model"
+    ):
+        FOOTPRINT.check_weights(free(120))
+
+
+def test_what_is_too_much_names_need_limit_and_what_fits() -> None:
+    def check(num_blocks: int) -> None:
+        FOOTPRINT.check_fits(free(1024), num_blocks=num_blocks, num_tokens=1024, num_rows=32)
+
+    with pytest.raises(ConfigError) as caught:
+        check(40_000)
+    message = str(caught.value)
+    assert "a KV cache of 4.9 GiB does not fit beside the weights (100 MiB)" in message
+    assert "that is 5.2 GiB, but the sandbox leaves 1.0 GiB" in message
+    found = re.search(r"--kv-cache-memory-bytes (\d+)M, with a --max-model-len of at most (\d+)$", message)
+    assert found is not None
+    check(FOOTPRINT.num_blocks_in(int(found[1]) * MIB))
+    assert 0 <= int(found[2]) - FOOTPRINT.num_blocks_in(int(found[1]) * MIB) * 16 <= 32
+
+
+def test_large_steps_may_leave_no_room_at_all() -> None:
+    with pytest.raises(ConfigError, match="no KV cache would fit: lower --max-num-batched-tokens"):
+        FOOTPRINT.check_fits(free(400), num_blocks=512, num_tokens=8192, num_rows=32)
+    FOOTPRINT.check_fits(free(400), num_blocks=16, num_tokens=8192, num_rows=32)  # no step is that large
+
+
+def test_memory_that_runs_out_is_said_in_words() -> None:
+    with pytest.raises(ConfigError, match="memory ran out while the engine started"), _in_words():
+        torch.empty(2**50)
+    with (
+        pytest.raises(ConfigError, match=r"memory ran out .* a smaller --kv-cache-memory-bytes"),
+        _in_words(),
+    ):
+        raise MemoryError
+    with pytest.raises(RuntimeError, match="something else"), _in_words():
+        raise RuntimeError("something else")
+
+
+def _in_words():
+    return short_memory_in_words(CPU)
