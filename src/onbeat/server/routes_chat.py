@@ -45,6 +45,7 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
     sampling = sampling_params(
         body,
         services.tokenizer,
+        vocab_size=services.info.vocab_size,
         max_tokens=max_tokens,
         num_logprobs=body.num_logprobs,
     )

@@ -89,6 +89,7 @@ def _sampling(body: CompletionRequest, services: Services, num_prompt_tokens: in
     return sampling_params(
         body,
         services.tokenizer,
+        vocab_size=services.info.vocab_size,
         max_tokens=max_tokens,
         num_logprobs=body.logprobs,
     )

@@ -202,6 +202,7 @@ def sampling_params(
     fields: SamplingFields,
     tokenizer: Tokenizer,
     *,
+    vocab_size: int,
     max_tokens: int,
     num_logprobs: int | None,
 ) -> SamplingParams:
