@@ -101,7 +101,7 @@ async def serve(
     ConfigError : a TLS file is missing or wrong, or the port was taken meanwhile.
     """
     check_tls(config)
-    server = _Server(_uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
+    server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
     try:
         with settled_memory(), _signals(stopper.on_signal):
@@ -138,13 +138,14 @@ def _url(config: ServerConfig, sock: socket.socket) -> str:
     return f"{scheme}://{host}:{sock.getsockname()[1]}"
 
 
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """Return how uvicorn serves the application."""
     return uvicorn.Config(
         app,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         log_config=None,
-        log_level="warning",
+        log_level="error",  # its warnings are about clients, and anybody could fill the log with them
         access_log=False,  # ours knows tokens and times
         server_header=False,
         ws="none",
