@@ -56,6 +56,7 @@ class MetricsExporter(Collector):
         self._start = clock()
         self._http: Counter[tuple[str, ...]] = Counter()
         self._stream_errors: Counter[str] = Counter()
+        self._refused_connections: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -67,6 +68,10 @@ class MetricsExporter(Collector):
     def count_stream_error(self, code: str) -> None:
         """Count one stream that began with status 200 and ended with an error event."""
         self._stream_errors[code] += 1
+
+    def count_refused_connection(self, reason: str) -> None:
+        """Count one connection that was closed before its request was complete."""
+        self._refused_connections[reason] += 1
 
     def render(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
@@ -139,6 +144,12 @@ class MetricsExporter(Collector):
             "Streams that ended with an error event",
             ("code",),
             keyed(self._stream_errors),
+        )
+        yield counters(
+            "onbeat_http_connections_refused",
+            "Connections closed before a request was complete",
+            ("reason",),
+            keyed(self._refused_connections),
         )
 
     def _histograms(self) -> Iterator[Metric]:

@@ -62,7 +62,7 @@ def create_app(
 
     Notes
     -----
-    `app.state.lifecycle` lets `server.run` drain the application.
+    `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `telemetry`.
     """
     lifecycle = Lifecycle()
     info = engine.info
@@ -85,6 +85,7 @@ def create_app(
     app = FastAPI(title="onbeat", version=__version__, lifespan=lifespan, redirect_slashes=False)
     app.state.lifecycle = lifecycle
     app.state.engine = engine
+    app.state.telemetry = telemetry
     for router in (
         openai_routes(services),
         model_routes(services),

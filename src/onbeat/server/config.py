@@ -15,6 +15,26 @@ MAX_STOP_STRINGS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of what clients may send and hold open before a request is complete."""
+
+    max_connections: int = 4096
+    """Open connections, idle ones included; one more is refused."""
+    max_head_bytes: int = 64 * 2**10
+    """Largest request line and headers; also of what is no body within a body: chunk extensions, trailers."""
+    head_seconds: float = 30.0
+    """What a client has for the whole head, from connecting or from its first byte."""
+    body_seconds: float = 30.0
+    """How often it is checked that a body comes on."""
+    min_body_bytes: int = 16 * 2**10
+    """What must come of an incomplete body within `body_seconds`."""
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections is {self.max_connections}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the server listens, whom it lets in and what it allows one request."""
 
@@ -27,6 +47,7 @@ class ServerConfig:
     """Any of them opens /v1/*, /tokenize and /detokenize; empty leaves them open to everybody."""
     allowed_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server (CORS); `*` is every origin."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     max_body_bytes: int = 10 * 2**20
     max_n: int = 16
     """Most choices per prompt."""

@@ -16,6 +16,8 @@ EngineDead                                503     server_error / engine_dead
 EngineError                               500     server_error / engine_error
 anything else                             500     server_error / internal_error
 ========================================  ======  =======================================================
+
+What never becomes a request is refused in `connection`.
 """
 
 from __future__ import annotations

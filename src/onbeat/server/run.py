@@ -9,6 +9,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,6 +18,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineClient
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.config import ServerConfig
+from onbeat.server.connection import BoundedConnection
 from onbeat.server.lifecycle import Lifecycle
 
 logger = logging.getLogger("onbeat.server")
@@ -142,6 +144,11 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
     """Return how uvicorn serves the application."""
     return uvicorn.Config(
         app,
+        http=partial(  # type: ignore[arg-type]  # called as the class would be
+            BoundedConnection,
+            limits=config.connections,
+            on_refused=app.state.telemetry.exporter.count_refused_connection,
+        ),
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         log_config=None,
