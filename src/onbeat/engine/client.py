@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import signal
 import tempfile
 import threading
@@ -108,9 +109,10 @@ class ProcessEngineClient:
 
         Raises
         ------
-        ConfigError : the engine cannot be built as configured.
+        ConfigError : the engine cannot be built as configured, or the path of temporary files is too long.
         EngineDead : the process ended or failed.
         """
+        _check_length_of_socket_paths()
         self._folder = tempfile.TemporaryDirectory(prefix="onbeat-")
         folder = Path(self._folder.name)
         addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
@@ -279,6 +281,16 @@ class ProcessEngineClient:
                 case Rejected() as rejected:
                     if stream := self._streams.get(rejected.request_id):
                         stream.put_nowait(unpack_rejection(rejected))
+
+
+def _check_length_of_socket_paths() -> None:
+    parent = tempfile.gettempdir()
+    length = len(os.fsencode(parent)) + len("/onbeat-abcdefgh/from-engine")
+    if length > zmq.IPC_PATH_MAX_LEN:
+        raise ConfigError(
+            f"sockets in {parent}, the directory for temporary files, would have paths of {length} bytes; "
+            f"the system takes {zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a shorter path, such as /tmp"
+        )
 
 
 @contextlib.contextmanager

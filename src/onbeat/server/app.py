@@ -82,7 +82,14 @@ def create_app(
         yield
         services.encoder.close()
 
-    app = FastAPI(title="onbeat", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPI(
+        title="onbeat",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+    )
     app.state.lifecycle = lifecycle
     app.state.engine = engine
     app.state.telemetry = telemetry

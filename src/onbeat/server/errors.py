@@ -185,6 +185,6 @@ def error_response(error: Exception) -> Response:
     return Response(reply.body, reply.status, reply.headers, "application/json")
 
 
-def handle_error(_request: Request, error: Exception) -> Response:
-    """Answer an exception (the shape that Starlette wants of a handler)."""
+async def handle_error(_request: Request, error: Exception) -> Response:
+    """Answer an exception (Starlette's shape of a handler; it runs one that is not async in a thread)."""
     return error_response(error)

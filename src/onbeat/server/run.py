@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
@@ -29,11 +30,15 @@ _ABORT_SECONDS = 2.0
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed while its next request is on the way."""
 
+_BACKLOG = 2048
+"""Connections that the kernel takes before the server has."""
+
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return a socket bound to the configured address, not listening yet.
+    """Return a socket that has the configured address for itself, not listening yet.
 
-    Call it before the model is loaded: a busy port is then known within milliseconds.
+    Call it before the model is loaded: a port that another server has, or is about to have, is then known
+    within milliseconds.
 
     Raises
     ------
@@ -47,7 +52,7 @@ def bind(config: ServerConfig) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        _bind_and_check(sock, address)
+        _bind_alone(sock, address)
         _set_keep_alive(sock)
     except OSError as error:
         sock.close()
@@ -56,9 +61,30 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
-def _bind_and_check(sock: socket.socket, address: object) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+def _bind_alone(sock: socket.socket, address: object) -> None:
+    """Bind so that nobody else can, if possible; it is not while old connections of the port fade away."""
+    try:
+        sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)  # type: ignore[arg-type]
+
+
+def _listen(sock: socket.socket, where: str) -> None:
+    """Listen here rather than in uvicorn, whose error would not say what is wrong.
+
+    Raises
+    ------
+    ConfigError : another server has taken the port since.
+    """
+    try:
+        # connections inherit it: those that fade away must not keep the next server from the port
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(where, error) from error
 
 
 def _set_keep_alive(sock: socket.socket) -> None:
@@ -72,7 +98,7 @@ def _set_keep_alive(sock: socket.socket) -> None:
 def _cannot_listen(where: str, error: OSError) -> ConfigError:
     cure = (
         "stop the server that has it or choose another --port"
-        if error.errno == 98
+        if error.errno == errno.EADDRINUSE
         else "choose another address"
     )
     return ConfigError(f"cannot listen on {where}: {error.strerror or error}; {cure}")
@@ -103,6 +129,7 @@ async def serve(
     ConfigError : a TLS file is missing or wrong, or the port was taken meanwhile.
     """
     check_tls(config)
+    _listen(sock, f"{config.host}:{config.port}")
     server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
     try:
@@ -149,6 +176,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
             limits=config.connections,
             on_refused=app.state.telemetry.exporter.count_refused_connection,
         ),
+        backlog=_BACKLOG,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         log_config=None,

@@ -63,6 +63,12 @@ def status(url: str) -> int:
     return httpx.get(url, timeout=5).status_code
 
 
+def test_metrics_show_no_path(server: ServerProgram, tiny_directory: Path) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    assert 'model="tiny"' in text
+    assert str(tiny_directory.parent) not in text
+
+
 def test_a_killed_engine_ends_streams_and_is_told(server: ServerProgram) -> None:
     streams = [Stream(server.url, max_tokens=30_000) for _ in range(3)]
     for stream in streams:
