@@ -10,6 +10,7 @@ import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,13 +25,14 @@ from onbeat.core.errors import (
     InvalidRequest,
     OnbeatError,
 )
-from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
+from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
     Died,
     FromEngine,
+    Heartbeat,
     Progress,
     Ready,
     Shutdown,
@@ -77,6 +79,7 @@ class ProcessEngineClient:
         self._on_progress = on_progress
         self._streams: dict[str, asyncio.Queue[_Item]] = {}
         self._info: EngineInfo | None = None
+        self._pulse = EnginePulse(0.0)
         self._is_alive = False
         self._why_dead = _DEAD_MESSAGE
         self._reader: asyncio.Task[None] | None = None
@@ -90,6 +93,10 @@ class ProcessEngineClient:
     @property
     def is_alive(self) -> bool:
         return self._is_alive
+
+    @property
+    def pulse(self) -> EnginePulse:
+        return self._pulse
 
     @property
     def process_id(self) -> int | None:
@@ -140,6 +147,7 @@ class ProcessEngineClient:
             self._process.kill()  # it reads no messages before it is ready, and there is nothing to save
             await self._stop()
             raise
+        self._pulse = EnginePulse(time.monotonic())
         self._is_alive = True
         self._reader = asyncio.create_task(self._read(), name="onbeat-engine-reader")
 
@@ -270,7 +278,10 @@ class ProcessEngineClient:
     async def _read_messages(self) -> None:
         while True:
             match await self._receive():
+                case Heartbeat(pulse):
+                    self._pulse = pulse
                 case Stepped(outputs):
+                    self._pulse = EnginePulse(outputs.now)
                     for observer in self._observers:
                         observer.on_step(outputs)
                     for output in outputs.outputs:

@@ -35,6 +35,20 @@ class ConnectionLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HangLimits:
+    """When an engine is held to hang. It gives a sign of life every second, also while a step runs."""
+
+    silence_seconds: float = 30.0
+    """Longest time without a sign of life."""
+    step_seconds: float = 30.0
+    """A step may always take this long."""
+    step_ratio: float = 100.0
+    """Beyond that, it may take this many times what was predicted."""
+    unpredicted_step_seconds: float = 600.0
+    """What a step may take where nothing predicts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the server listens, whom it lets in and what it allows one request."""
 
@@ -58,6 +72,7 @@ class ServerConfig:
     ssl_certfile: Path | None = None
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
+    hang: HangLimits = field(default_factory=HangLimits)
     log_requests: bool = True
     """Whether to log a line for each request."""
     metrics_aliases: Literal["vllm"] | None = None

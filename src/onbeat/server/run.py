@@ -25,7 +25,7 @@ from onbeat.server.lifecycle import Lifecycle
 logger = logging.getLogger("onbeat.server")
 
 _ABORT_SECONDS = 2.0
-"""What aborted requests get to tell their clients."""
+"""What requests that are aborted, or whose engine has ended, get to tell their clients."""
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed while its next request is on the way."""
@@ -111,11 +111,12 @@ async def serve(
     *,
     on_started: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain.
+    """Serve until SIGTERM or SIGINT, then drain; or until the engine has ended.
 
     On the first signal `/ready` turns 503, new generations get 503, and running ones finish within
     `config.shutdown_timeout` seconds; those that do not are aborted and say so. A second signal aborts
-    at once.
+    at once. Without its engine the server ends once open requests have heard so: whoever supervises it can
+    start it again.
 
     Parameters
     ----------
@@ -133,6 +134,7 @@ async def serve(
     server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
     try:
+        stopper.stop_with(app.state.watch.ended)
         with settled_memory(), _signals(stopper.on_signal):
             await server.serve(sockets=[sock])
     except OSError as error:
@@ -219,6 +221,11 @@ class _Stopper:
         self._timeout = timeout
         self._drain: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        self._death: asyncio.Task[None] | None = None
+
+    def stop_with(self, ended: asyncio.Event) -> None:
+        """Stop the server once its engine has ended."""
+        self._death = asyncio.create_task(self._stop_after(ended))
 
     def on_signal(self) -> None:
         if self._drain is None:
@@ -230,8 +237,17 @@ class _Stopper:
             self._hurry.set()
 
     async def close(self) -> None:
+        if self._death is not None:
+            self._death.cancel()
         if self._drain is not None:
             await self._drain
+
+    async def _stop_after(self, ended: asyncio.Event) -> None:
+        await ended.wait()
+        logger.error("the server ends, since its engine has; %d requests are open", self._lifecycle.num_open)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lifecycle.wait_until_idle(), _ABORT_SECONDS)
+        self._server.should_exit = True
 
     async def _stop_when_idle(self) -> None:
         idle = asyncio.create_task(self._lifecycle.wait_until_idle())

@@ -114,7 +114,7 @@ def parse_events(body: bytes) -> list[Any]:
 
 def make_app(engine: FakeEngine, config: ServerConfig, *, has_template: bool = True) -> FastAPI:
     telemetry = Telemetry(config, engine.info.model_name, proposer=engine.info.speculation)
-    engine.observers.append(telemetry.tracker)
+    engine.add_observer(telemetry.tracker)
     template = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>") if has_template else None
     return create_app(engine, ByteTokenizer(), template, config, telemetry)
 
