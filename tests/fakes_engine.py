@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 from onbeat.core.errors import EngineDead, OnbeatError
-from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
+from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.core.step import BatchShape, DraftStats, StepOutputs, StepStats
 
@@ -100,6 +100,13 @@ class FakeEngine:
             priority_scheduling=self.priority_scheduling,
             speculation="ngram" if self.script.drafts_per_step else None,
         )
+
+    @property
+    def pulse(self) -> EnginePulse:
+        return EnginePulse(time.monotonic())
+
+    def add_observer(self, observer: StepObserver) -> None:
+        self.observers.append(observer)
 
     @property
     def running_ids(self) -> set[str]:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -112,7 +113,7 @@ async def _serve(
         async with client:
             telemetry = Telemetry(
                 config,
-                client.info.model_name,
+                _public_name(config, engine.model),
                 listeners,
                 policy=client.info.policy,
                 proposer=client.info.speculation,
@@ -130,6 +131,14 @@ async def _serve(
             await serve(app, config, sock, on_started=ready)
             client.check_alive()
     return 0
+
+
+def _public_name(config: ServerConfig, files: ModelFiles) -> str:
+    """Return the model's name for metrics, which are open to everybody: of a path its last part alone."""
+    if config.served_model_names:
+        return config.served_model_names[0]
+    is_path = files.path == Path(files.name).expanduser()
+    return files.path.resolve().name if is_path else files.name
 
 
 def _build_engine(config: EngineConfig, on_progress: Callable[[str], None]) -> tuple[EngineCore, EngineInfo]:

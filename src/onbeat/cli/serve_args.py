@@ -10,7 +10,7 @@ from pathlib import Path
 from onbeat.cli.args import add_shed_order_argument, checked, count
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
-from onbeat.server.config import ServerConfig
+from onbeat.server.config import ConnectionLimits, ServerConfig
 from onbeat.server.slo_classes_file import ClassesFile, read_classes_file
 from onbeat.server.slo_defaults import SLODefaults
 
@@ -40,6 +40,13 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--max-body-bytes", type=count, default=10 * 2**20, metavar="BYTES", help="largest request"
+    )
+    group.add_argument(
+        "--max-connections",
+        type=count,
+        default=ConnectionLimits().max_connections,
+        metavar="N",
+        help="most open connections; one more gets a 503 and is closed",
     )
     group.add_argument("--max-n", type=int, default=16, metavar="N", help="largest `n` of a request")
     group.add_argument("--max-logprobs", type=int, default=20, metavar="N", help="largest `top_logprobs`")
@@ -139,6 +146,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
         served_model_names=tuple(args.served_model_name),
         api_keys=(*args.api_key, *_keys_in_file(args.api_key_file), *_keys_in_environment()),
         allowed_origins=tuple(args.allowed_origins),
+        connections=ConnectionLimits(max_connections=args.max_connections),
         max_body_bytes=args.max_body_bytes,
         max_n=args.max_n,
         max_top_logprobs=args.max_logprobs,

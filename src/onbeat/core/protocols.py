@@ -57,6 +57,18 @@ class Delivery:
     output: RequestOutput
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePulse:
+    """A sign of life of an engine, by the monotonic clock, in seconds."""
+
+    time: float
+    """When the engine gave it."""
+    step_start: float | None = None
+    """When the step began that was under way then; None where none was."""
+    step_predicted: float | None = None
+    """Seconds that the step was expected to take; None where nothing predicts."""
+
+
 class StepObserver(Protocol):
     """Sees every message of the engine before the request streams do (metrics, timeline)."""
 
@@ -72,6 +84,11 @@ class EngineClient(Protocol):
     @property
     def is_alive(self) -> bool:
         """False once the engine process has ended."""
+        ...
+
+    @property
+    def pulse(self) -> EnginePulse:
+        """The last sign of life; an engine gives one a second at least, also while a step runs."""
         ...
 
     def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:

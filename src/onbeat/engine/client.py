@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
+import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -23,13 +25,14 @@ from onbeat.core.errors import (
     InvalidRequest,
     OnbeatError,
 )
-from onbeat.core.protocols import Delivery, EngineInfo, StepObserver
+from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
     Died,
     FromEngine,
+    Heartbeat,
     Progress,
     Ready,
     Shutdown,
@@ -80,6 +83,7 @@ class ProcessEngineClient:
         self._on_progress = on_progress
         self._streams: dict[str, asyncio.Queue[_Item]] = {}
         self._info: EngineInfo | None = None
+        self._pulse = EnginePulse(0.0)
         self._is_alive = False
         self._why_dead = _DEAD_MESSAGE
         self._reader: asyncio.Task[None] | None = None
@@ -93,6 +97,10 @@ class ProcessEngineClient:
     @property
     def is_alive(self) -> bool:
         return self._is_alive
+
+    @property
+    def pulse(self) -> EnginePulse:
+        return self._pulse
 
     @property
     def process_id(self) -> int | None:
@@ -112,9 +120,10 @@ class ProcessEngineClient:
 
         Raises
         ------
-        ConfigError : the engine cannot be built as configured.
+        ConfigError : the engine cannot be built as configured, or the path of temporary files is too long.
         EngineDead : the process ended or failed.
         """
+        _check_length_of_socket_paths()
         self._folder = tempfile.TemporaryDirectory(prefix="onbeat-")
         folder = Path(self._folder.name)
         addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
@@ -142,6 +151,7 @@ class ProcessEngineClient:
             self._process.kill()  # it reads no messages before it is ready, and there is nothing to save
             await self._stop()
             raise
+        self._pulse = EnginePulse(time.monotonic())
         self._is_alive = True
         self._reader = asyncio.create_task(self._read(), name="onbeat-engine-reader")
 
@@ -272,7 +282,10 @@ class ProcessEngineClient:
     async def _read_messages(self) -> None:
         while True:
             match await self._receive():
+                case Heartbeat(pulse):
+                    self._pulse = pulse
                 case Stepped(outputs):
+                    self._pulse = EnginePulse(outputs.now)
                     for observer in self._observers:
                         observer.on_step(outputs)
                     for output in outputs.outputs:
@@ -283,6 +296,16 @@ class ProcessEngineClient:
                 case Rejected() as rejected:
                     if stream := self._streams.get(rejected.request_id):
                         stream.put_nowait(unpack_rejection(rejected))
+
+
+def _check_length_of_socket_paths() -> None:
+    parent = tempfile.gettempdir()
+    length = len(os.fsencode(parent)) + len("/onbeat-abcdefgh/from-engine")
+    if length > zmq.IPC_PATH_MAX_LEN:
+        raise ConfigError(
+            f"sockets in {parent}, the directory for temporary files, would have paths of {length} bytes; "
+            f"the system takes {zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a shorter path, such as /tmp"
+        )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from onbeat.core.errors import EngineDead, Overloaded, SLOUnattainable
-from onbeat.core.protocols import Executor
+from onbeat.core.protocols import EnginePulse, Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
 from onbeat.engine.step_watch import StepWatch
@@ -82,6 +82,18 @@ class EngineCore:
     def oldest_step(self) -> Future[ModelRunnerOutput] | None:
         """What `collect` would wait for; None where no step is under way."""
         return self._in_flight[0].future if self._in_flight else None
+
+    def pulse(self) -> EnginePulse:
+        """Return a sign of life."""
+        now = self._clock()
+        if not self._in_flight:
+            return EnginePulse(now)
+        oldest = self._in_flight[0]
+        return EnginePulse(now, self._begin(oldest), oldest.predicted_seconds)
+
+    def _begin(self, step: _StepInFlight) -> float:
+        """Return when the oldest step under way began to run: steps run one after another."""
+        return max(step.start, self._last_end)
 
     def add(self, request: Request) -> None:
         """Queue a request; steps may be under way.
@@ -215,7 +227,7 @@ class EngineCore:
         scheduler, scheduled = self.scheduler, step.scheduled
         return StepStats(
             step_id=scheduled.step_id,
-            start=max(step.start, self._last_end),
+            start=self._begin(step),
             end=now,
             shape=scheduled.shape,
             num_running=len(scheduler.running),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from onbeat.core.protocols import EngineInfo
+from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
 from onbeat.core.step import StepOutputs
 from onbeat.engine.rejection import Rejected
@@ -49,8 +49,14 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     outputs: StepOutputs
 
 
+class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
+    """Said where nothing else was for a while."""
+
+    pulse: EnginePulse
+
+
 ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = Progress | Ready | StartFailed | Rejected | Stepped | Died
+FromEngine = Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -22,6 +22,7 @@ from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
     Died,
+    Heartbeat,
     Progress,
     Ready,
     Shutdown,
@@ -31,12 +32,14 @@ from onbeat.engine.messages import (
     encode,
 )
 from onbeat.engine.rejection import pack_rejection
-from onbeat.engine.step_wait import StepWait
+from onbeat.engine.step_wait import WAKE_SECONDS, StepWait
 
 logger = logging.getLogger("onbeat.engine")
 
-IDLE_POLL_SECONDS = 1.0
-"""How long an idle engine waits before it looks whether its parent is still there."""
+HEARTBEAT_SECONDS = 1.0
+"""After this long without another message the engine says that it lives."""
+LINGER_SECONDS = 1.0
+"""How long the last messages may take to reach the parent."""
 
 BuildEngine = Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]
 """Called in the engine process with a function that reports progress."""
@@ -74,7 +77,10 @@ def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
             outbox.send(encode(Ready(info)))
             _serve(core, inbox, outbox)
     finally:
-        context.destroy(linger=1000)
+        is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()
+        context.destroy(linger=0 if is_orphaned else int(LINGER_SECONDS * 1000))
+    if is_orphaned:
+        os._exit(1)  # nobody waits: taking the interpreter apart takes longer than all else
 
 
 def _serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
@@ -100,20 +106,19 @@ class _EngineLoop:
         self._core = core
         self._inbox = inbox
         self._outbox = outbox
-        self._wait = StepWait(inbox)
+        self._last_word = time.monotonic()
+        self._stopped = False
         # Not getppid(): the parent may have died while the model was loaded.
         parent = multiprocessing.parent_process()
-        self._parent_id = parent.pid if parent else os.getppid()
-        self._next_parent_check = 0.0
-        self._stopped = False
+        self._wait = StepWait(inbox, parent=parent.sentinel if parent else None, on_wake=self._beat)
 
     def run(self) -> None:
         core = self._core
-        while not self._stopped and self._has_parent():
+        while not (self._stopped or self._wait.is_orphaned):
             if not core.has_work:
                 core.scheduler.check_invariants()
                 core.check_alive()
-                if not self._inbox.poll(timeout=0 if core.rest() else int(IDLE_POLL_SECONDS * 1000)):
+                if not self._wait.for_message(0 if core.rest() else WAKE_SECONDS):
                     continue
             self._read_inbox()
             launched = core.launch()
@@ -122,18 +127,19 @@ class _EngineLoop:
             if step is None or (launched and core.has_room):
                 continue
             self._wait.until_done(step, self._read_inbox)
-            self._send(core.collect())
+            if not self._wait.is_orphaned:
+                self._send(core.collect())
 
     def close(self) -> None:
         """Let go of what a step under way might still use; call it when none runs any more."""
         self._wait.close()
 
-    def _has_parent(self) -> bool:
+    def _beat(self) -> None:
+        """Say that the engine lives, if it has said nothing for a while."""
         now = time.monotonic()
-        if now < self._next_parent_check:
-            return True
-        self._next_parent_check = now + IDLE_POLL_SECONDS
-        return os.getppid() == self._parent_id
+        if now - self._last_word >= HEARTBEAT_SECONDS:
+            self._last_word = now
+            self._outbox.send(encode(Heartbeat(self._core.pulse())))
 
     def _read_inbox(self) -> None:
         """Take every message that is there."""
@@ -162,4 +168,5 @@ class _EngineLoop:
 
     def _send(self, outputs: StepOutputs | None) -> None:
         if outputs is not None:
+            self._last_word = time.monotonic()
             self._outbox.send(encode(Stepped(outputs)))

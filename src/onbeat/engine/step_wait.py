@@ -1,4 +1,4 @@
-"""Wait for the end of a step with an open ear for messages."""
+"""Wait for messages and for the end of a step, with an eye on the parent process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import zmq
+
+WAKE_SECONDS = 1.0
+"""The longest wait without a look around."""
 
 
 class StepWait:
@@ -19,18 +22,40 @@ class StepWait:
     Parameters
     ----------
     inbox : where messages come.
+    parent : a file descriptor that can be read once the parent process has ended; None without one.
+    on_wake : called every now and then, at least once in `WAKE_SECONDS` of waiting.
+
+    Attributes
+    ----------
+    is_orphaned : whether the parent process was found to have ended; no wait lasts from then on.
     """
 
-    def __init__(self, inbox: zmq.Socket[bytes]) -> None:
+    def __init__(
+        self,
+        inbox: zmq.Socket[bytes],
+        *,
+        parent: int | None = None,
+        on_wake: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.is_orphaned = False
+        self._inbox = inbox
+        self._parent = parent
+        self._on_wake = on_wake
         self._bell, self._button = os.pipe()
         for end in (self._bell, self._button):
             os.set_blocking(end, False)
         self._poller = zmq.Poller()
         self._poller.register(inbox, zmq.POLLIN)
         self._poller.register(self._bell, zmq.POLLIN)
+        if parent is not None:
+            self._poller.register(parent, zmq.POLLIN)
+
+    def for_message(self, seconds: float) -> bool:
+        """Wait for a message, for a while at most, while no step runs; return whether there is one."""
+        return self._inbox in self._poll(seconds)
 
     def until_done(self, step: Future[Any], read_inbox: Callable[[], None]) -> None:
-        """Return once the step has ended.
+        """Return once the step has ended, or the parent process.
 
         Parameters
         ----------
@@ -39,12 +64,18 @@ class StepWait:
         if step.done():
             return
         step.add_done_callback(self._ring)
-        while not step.done():
-            for source, _ in self._poller.poll():
-                if source == self._bell:
-                    os.read(self._bell, 64)  # perhaps of the step before, whose end was seen without it
-                else:
-                    read_inbox()
+        while not (step.done() or self.is_orphaned):
+            if self._inbox in self._poll(WAKE_SECONDS):
+                read_inbox()
+
+    def _poll(self, seconds: float) -> set[Any]:
+        ready = {source for source, _ in self._poller.poll(int(seconds * 1e3))}
+        if self._bell in ready:
+            os.read(self._bell, 64)  # perhaps of a step before, whose end was seen without it
+        if self._parent in ready:
+            self.is_orphaned = True
+        self._on_wake()
+        return ready
 
     def close(self) -> None:
         """Close the pipe; no step may run any more."""

@@ -14,6 +14,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from onbeat import __version__
+from onbeat.core.protocols import EngineClient
 from onbeat.metrics.buckets import LAG_SECONDS
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter_slo import slo_metrics
@@ -56,12 +57,18 @@ class MetricsExporter(Collector):
         self._aliases = aliases
         self._clock = clock
         self._start = clock()
+        self._engine: EngineClient | None = None
         self._http: Counter[tuple[str, ...]] = Counter()
         self._stream_errors: Counter[str] = Counter()
         self._loop_lag = Histogram(LAG_SECONDS)
+        self._refused_connections: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
+
+    def watch(self, engine: EngineClient) -> None:
+        """Export the signs of life of an engine from now on; its pulse must be of the same clock."""
+        self._engine = engine
 
     def count_http(self, endpoint: str, status: int) -> None:
         """Count one HTTP request; 499 stands for a client that left."""
@@ -75,6 +82,10 @@ class MetricsExporter(Collector):
         """Count by how much later than it was due the server's event loop did something."""
         self._loop_lag.observe(seconds)
 
+    def count_refused_connection(self, reason: str) -> None:
+        """Count one connection that was closed before its request was complete."""
+        self._refused_connections[reason] += 1
+
     def render(self) -> tuple[bytes, str]:
         """Return the text that Prometheus reads, and its content type."""
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
@@ -87,6 +98,8 @@ class MetricsExporter(Collector):
         yield from self._histograms()
         now = self._clock()
         yield from slo_metrics(self._counts, now, uptime=now - self._start)
+        if self._engine is not None:
+            yield from _signs_of_life(self._engine, now)
         if self._proposer is not None:
             yield from speculation_metrics(self._counts.speculation, self._proposer)
         if self._aliases == "vllm":
@@ -147,6 +160,12 @@ class MetricsExporter(Collector):
             ("code",),
             keyed(self._stream_errors),
         )
+        yield counters(
+            "onbeat_http_connections_refused",
+            "Connections closed before a request was complete",
+            ("reason",),
+            keyed(self._refused_connections),
+        )
 
     def _histograms(self) -> Iterator[Metric]:
         counts = self._counts
@@ -177,3 +196,18 @@ class MetricsExporter(Collector):
             ("event_loop_lag_seconds", "How late the server's event loop is", self._loop_lag),
         ):
             yield histogram(f"onbeat_{name}", text, values)
+
+
+def _signs_of_life(engine: EngineClient, now: float) -> Iterator[Metric]:
+    pulse = engine.pulse
+    step_age = 0.0 if pulse.step_start is None else now - pulse.step_start
+    for name, text, value in (
+        ("engine_alive", "1 while the engine process lives, 0 once it has ended", float(engine.is_alive)),
+        ("engine_silence_seconds", "Since the engine's last sign of life", now - pulse.time),
+        (
+            "engine_step_age_seconds",
+            "Of the step that ran at the last sign of life, since its begin",
+            step_age,
+        ),
+    ):
+        yield gauge(f"onbeat_{name}", text, value)

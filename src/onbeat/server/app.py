@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,7 @@ from onbeat import __version__
 from onbeat.core.errors import OnbeatError
 from onbeat.core.protocols import EngineClient, Tokenizer
 from onbeat.server.config import ServerConfig
+from onbeat.server.engine_watch import EngineWatch
 from onbeat.server.errors import handle_error
 from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
@@ -59,7 +61,8 @@ def create_app(
 
     Notes
     -----
-    `app.state.lifecycle` lets `server.run` drain the application.
+    `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `watch`,
+    `telemetry`.
     """
     lifecycle = Lifecycle()
     info = engine.info
@@ -71,13 +74,17 @@ def create_app(
         lifecycle=lifecycle,
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
+        watch=EngineWatch(engine, config.hang),
         created=int(time.time()),
     )
+    telemetry.exporter.watch(engine)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        watching = asyncio.create_task(services.watch.run())
         async with telemetry.watched_loop():
             yield
+        watching.cancel()
         services.encoder.close()
 
     app = FastAPI(
@@ -90,6 +97,8 @@ def create_app(
     )
     app.state.lifecycle = lifecycle
     app.state.engine = engine
+    app.state.watch = services.watch
+    app.state.telemetry = telemetry
     for router in (
         openai_routes(services),
         model_routes(services),

@@ -27,6 +27,40 @@ MAX_JSON_PARTS = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Bounds of what clients may send and hold open before a request is complete."""
+
+    max_connections: int = 4096
+    """Open connections, idle ones included; one more is refused."""
+    max_head_bytes: int = 64 * 2**10
+    """Largest request line and headers; also of what is no body within a body: chunk extensions, trailers."""
+    head_seconds: float = 30.0
+    """What a client has for the whole head, from connecting or from its first byte."""
+    body_seconds: float = 30.0
+    """How often it is checked that a body comes on."""
+    min_body_bytes: int = 16 * 2**10
+    """What must come of an incomplete body within `body_seconds`."""
+
+    def __post_init__(self) -> None:
+        if self.max_connections < 1:
+            raise ConfigError(f"max_connections is {self.max_connections}; it must be at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HangLimits:
+    """When an engine is held to hang. It gives a sign of life every second, also while a step runs."""
+
+    silence_seconds: float = 30.0
+    """Longest time without a sign of life."""
+    step_seconds: float = 30.0
+    """A step may always take this long."""
+    step_ratio: float = 100.0
+    """Beyond that, it may take this many times what was predicted."""
+    unpredicted_step_seconds: float = 600.0
+    """What a step may take where nothing predicts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
     """How the server listens, whom it lets in and what it allows one request."""
 
@@ -39,6 +73,7 @@ class ServerConfig:
     """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
     allowed_origins: tuple[str, ...] = ()
     """Web origins whose pages may call the server (CORS); `*` is every origin."""
+    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
     max_body_bytes: int = 10 * 2**20
     max_n: int = 16
     """Most choices per prompt."""
@@ -49,6 +84,7 @@ class ServerConfig:
     ssl_certfile: Path | None = None
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
+    hang: HangLimits = field(default_factory=HangLimits)
     log_requests: bool = True
     """Whether to log a line for each request."""
     metrics_aliases: Literal["vllm"] | None = None

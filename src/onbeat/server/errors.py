@@ -13,9 +13,12 @@ SLOUnattainable                           429     rate_limit_error / slo_unattai
 Overloaded                                503     server_error / server_overloaded or its own code
 SLOUnattainable, waited in vain           504     server_error / deadline_exceeded
 EngineDead                                503     server_error / engine_dead
+the engine hangs (health checks alone)    503     server_error / engine_hangs
 EngineError                               500     server_error / engine_error
 anything else                             500     server_error / internal_error
 ========================================  ======  =======================================================
+
+What never becomes a request is refused in `connection`.
 """
 
 from __future__ import annotations
@@ -45,6 +48,8 @@ CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
 
 RETRY_AFTER_SECONDS = 1
+RETRY_AFTER_RESTART_SECONDS = 5
+"""A server that is started again has to load its model."""
 LONGEST_RETRY_SECONDS = 24 * 3600
 """Stands for every longer wait, and for one that nobody can tell the end of."""
 
@@ -108,6 +113,7 @@ def error_reply(error: Exception) -> ErrorReply:
             status, code, param = 400, error.code or "invalid_value", error.param
         case EngineDead():
             status, code = 503, "engine_dead"
+            headers = {"Retry-After": str(RETRY_AFTER_RESTART_SECONDS)}
         case EngineError():
             status, code = 500, "engine_error"
         case HTTPException():
@@ -124,6 +130,16 @@ def _http_exception_reply(error: HTTPException) -> ErrorReply:
     message = messages.get(error.status_code, str(error.detail))
     return ErrorReply(
         error.status_code, error_body(error.status_code, message, code), dict(error.headers or {})
+    )
+
+
+def engine_hangs(reason: str) -> ApiError:
+    """Return what health checks get while the engine hangs."""
+    return ApiError(
+        503,
+        f"the engine hangs: {reason}; see the server's log",
+        code="engine_hangs",
+        headers={"Retry-After": str(RETRY_AFTER_RESTART_SECONDS)},
     )
 
 
@@ -183,6 +199,6 @@ def error_response(error: Exception) -> Response:
     return Response(reply.body, reply.status, reply.headers, "application/json")
 
 
-def handle_error(_request: Request, error: Exception) -> Response:
-    """Answer an exception (the shape that Starlette wants of a handler)."""
+async def handle_error(_request: Request, error: Exception) -> Response:
+    """Answer an exception (Starlette's shape of a handler; it runs one that is not async in a thread)."""
     return error_response(error)

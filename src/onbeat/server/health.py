@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from onbeat import __version__
 from onbeat.core.errors import EngineDead
+from onbeat.server.errors import engine_hangs
 from onbeat.server.schemas import EngineLoad, VersionInfo, error_answers
 from onbeat.server.services import Services
 
@@ -20,9 +21,11 @@ def health_routes(services: Services) -> APIRouter:
     empty: dict[int | str, dict[str, Any]] = {200: {"description": "Yes; no body"}, **error_answers(503)}
 
     async def health() -> Response:
-        """Tell whether the engine is alive; stays 200 while the server drains."""
+        """Tell whether the engine lives and goes on; stays 200 while the server drains."""
         if not services.engine.is_alive:
-            raise EngineDead("the engine process has ended; see the server's log and start the server again")
+            raise EngineDead("the engine process has ended, and the server ends too; see its log")
+        if services.watch.hang is not None:
+            raise engine_hangs(services.watch.hang)
         return Response()
 
     async def ready() -> Response:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.context import HttpContext, put_context
+from onbeat.server.disconnect import ClientGone
 from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
 from onbeat.server.slo_headers import bearer_key
 
@@ -76,6 +77,8 @@ class RequestLog:
 
         try:
             await self._app(scope, receive, send_named)
+        except ClientGone:
+            context.finish = "client_gone"  # while its request was still coming
         except Exception as error:
             logger.exception("%s %s failed", context.request_id, context.endpoint)
             if context.status == 0:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
@@ -17,21 +19,26 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineClient
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.config import ServerConfig
+from onbeat.server.connection import BoundedConnection
 from onbeat.server.lifecycle import Lifecycle
 
 logger = logging.getLogger("onbeat.server")
 
 _ABORT_SECONDS = 2.0
-"""What aborted requests get to tell their clients."""
+"""What requests that are aborted, or whose engine has ended, get to tell their clients."""
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed while its next request is on the way."""
 
+_BACKLOG = 2048
+"""Connections that the kernel takes before the server has."""
+
 
 def bind(config: ServerConfig) -> socket.socket:
-    """Return a socket bound to the configured address, not listening yet.
+    """Return a socket that has the configured address for itself, not listening yet.
 
-    Call it before the model is loaded: a busy port is then known within milliseconds.
+    Call it before the model is loaded: a port that another server has, or is about to have, is then known
+    within milliseconds.
 
     Raises
     ------
@@ -45,7 +52,7 @@ def bind(config: ServerConfig) -> socket.socket:
     family, kind, protocol, _, address = found[0]
     sock = socket.socket(family, kind, protocol)
     try:
-        _bind_and_check(sock, address)
+        _bind_alone(sock, address)
         _set_keep_alive(sock)
     except OSError as error:
         sock.close()
@@ -54,9 +61,30 @@ def bind(config: ServerConfig) -> socket.socket:
     return sock
 
 
-def _bind_and_check(sock: socket.socket, address: object) -> None:
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+def _bind_alone(sock: socket.socket, address: object) -> None:
+    """Bind so that nobody else can, if possible; it is not while old connections of the port fade away."""
+    try:
+        sock.bind(address)  # type: ignore[arg-type]  # what getaddrinfo returned
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)  # type: ignore[arg-type]
+
+
+def _listen(sock: socket.socket, where: str) -> None:
+    """Listen here rather than in uvicorn, whose error would not say what is wrong.
+
+    Raises
+    ------
+    ConfigError : another server has taken the port since.
+    """
+    try:
+        # connections inherit it: those that fade away must not keep the next server from the port
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(where, error) from error
 
 
 def _set_keep_alive(sock: socket.socket) -> None:
@@ -70,7 +98,7 @@ def _set_keep_alive(sock: socket.socket) -> None:
 def _cannot_listen(where: str, error: OSError) -> ConfigError:
     cure = (
         "stop the server that has it or choose another --port"
-        if error.errno == 98
+        if error.errno == errno.EADDRINUSE
         else "choose another address"
     )
     return ConfigError(f"cannot listen on {where}: {error.strerror or error}; {cure}")
@@ -83,11 +111,12 @@ async def serve(
     *,
     on_started: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain.
+    """Serve until SIGTERM or SIGINT, then drain; or until the engine has ended.
 
     On the first signal `/ready` turns 503, new generations get 503, and running ones finish within
     `config.shutdown_timeout` seconds; those that do not are aborted and say so. A second signal aborts
-    at once.
+    at once. Without its engine the server ends once open requests have heard so: whoever supervises it can
+    start it again.
 
     Parameters
     ----------
@@ -101,9 +130,11 @@ async def serve(
     ConfigError : a TLS file is missing or wrong, or the port was taken meanwhile.
     """
     check_tls(config)
-    server = _Server(_uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
+    _listen(sock, f"{config.host}:{config.port}")
+    server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
     try:
+        stopper.stop_with(app.state.watch.ended)
         with settled_memory(), _signals(stopper.on_signal):
             await server.serve(sockets=[sock])
     except OSError as error:
@@ -138,13 +169,20 @@ def _url(config: ServerConfig, sock: socket.socket) -> str:
     return f"{scheme}://{host}:{sock.getsockname()[1]}"
 
 
-def _uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
+    """Return how uvicorn serves the application."""
     return uvicorn.Config(
         app,
+        http=partial(  # type: ignore[arg-type]  # called as the class would be
+            BoundedConnection,
+            limits=config.connections,
+            on_refused=app.state.telemetry.exporter.count_refused_connection,
+        ),
+        backlog=_BACKLOG,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
         log_config=None,
-        log_level="warning",
+        log_level="error",  # its warnings are about clients, and anybody could fill the log with them
         access_log=False,  # ours knows tokens and times
         server_header=False,
         ws="none",
@@ -183,6 +221,11 @@ class _Stopper:
         self._timeout = timeout
         self._drain: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
+        self._death: asyncio.Task[None] | None = None
+
+    def stop_with(self, ended: asyncio.Event) -> None:
+        """Stop the server once its engine has ended."""
+        self._death = asyncio.create_task(self._stop_after(ended))
 
     def on_signal(self) -> None:
         if self._drain is None:
@@ -194,8 +237,17 @@ class _Stopper:
             self._hurry.set()
 
     async def close(self) -> None:
+        if self._death is not None:
+            self._death.cancel()
         if self._drain is not None:
             await self._drain
+
+    async def _stop_after(self, ended: asyncio.Event) -> None:
+        await ended.wait()
+        logger.error("the server ends, since its engine has; %d requests are open", self._lifecycle.num_open)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._lifecycle.wait_until_idle(), _ABORT_SECONDS)
+        self._server.should_exit = True
 
     async def _stop_when_idle(self) -> None:
         idle = asyncio.create_task(self._lifecycle.wait_until_idle())

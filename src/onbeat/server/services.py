@@ -14,6 +14,7 @@ from onbeat.server.answer_head import AnswerHead
 from onbeat.server.body import unknown_model
 from onbeat.server.choice import Choice
 from onbeat.server.config import ServerConfig
+from onbeat.server.engine_watch import EngineWatch
 from onbeat.server.generation import Generator
 from onbeat.server.lifecycle import Lifecycle
 from onbeat.server.prompts import PromptEncoder
@@ -33,6 +34,7 @@ class Services:
     lifecycle: Lifecycle
     encoder: PromptEncoder
     generator: Generator
+    watch: EngineWatch
     created: int
     """Unix time at which the server started, seconds."""
 

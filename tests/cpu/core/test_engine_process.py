@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
 import time
 from functools import partial
 
@@ -178,6 +179,16 @@ async def test_a_wrong_configuration_is_the_callers_error():
     with pytest.raises(ConfigError, match="unknown policy 'fifo'"):
         async with engine(policy="fifo"):
             pass
+
+
+async def test_a_long_path_of_temporary_files_is_told(tmp_path, monkeypatch):
+    folder = tmp_path / ("t" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    with pytest.raises(ConfigError, match="takes 107: set TMPDIR to a shorter path"):
+        async with engine():
+            pass
+    assert list(folder.iterdir()) == []
 
 
 def _exit_at_start(on_progress):

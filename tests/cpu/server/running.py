@@ -20,7 +20,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from onbeat.server.app import create_app
 from onbeat.server.config import ServerConfig
-from onbeat.server.run import bind
+from onbeat.server.run import bind, uvicorn_config
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import ByteTokenizer, FakeEngine
@@ -114,7 +114,7 @@ def parse_events(body: bytes) -> list[Any]:
 
 def make_app(engine: FakeEngine, config: ServerConfig, *, has_template: bool = True) -> FastAPI:
     telemetry = Telemetry(config, engine.info.model_name, proposer=engine.info.speculation)
-    engine.observers.append(telemetry.tracker)
+    engine.add_observer(telemetry.tracker)
     template = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>") if has_template else None
     return create_app(engine, ByteTokenizer(), template, config, telemetry)
 
@@ -126,10 +126,10 @@ async def serving(engine: FakeEngine, *, has_template: bool = True, **fields: An
     sock = bind(config)
     # connections inherit it: a client that does not read then stops its stream soon
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
-    uvicorn_config = uvicorn.Config(app, log_config=None, lifespan="on", ws="none")
-    uvicorn_config.load()
-    server = uvicorn.Server(uvicorn_config)
-    server.lifespan = uvicorn_config.lifespan_class(uvicorn_config)
+    how = uvicorn_config(app, config)
+    how.load()
+    server = uvicorn.Server(how)
+    server.lifespan = how.lifespan_class(how)
     await server.startup([sock])
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
     served = Served(url, engine, app, aiohttp.ClientSession())

@@ -69,6 +69,11 @@ async def test_health_and_metrics_stay_open(served: Served, path: str) -> None:
     assert (await served.get(path)).status == 200
 
 
+@pytest.mark.parametrize("path", ["/redoc", "/docs/oauth2-redirect"])
+async def test_there_are_no_pages_that_nobody_documents(served: Served, path: str) -> None:
+    assert (await served.get(path)).status == 404
+
+
 @pytest.mark.parametrize("served", [KEYS], indirect=True)
 async def test_a_key_of_odd_characters_is_refused(served: Served) -> None:
     answer = await served.post(CHAT, {}, headers={"authorization": "Bearer é\u00ff"})

@@ -72,17 +72,28 @@ async def test_leaving_before_the_first_token_aborts(
     assert f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0' in metrics
 
 
-async def test_leaving_before_the_body_is_complete(served: Served, slow_engine: FakeEngine) -> None:
+HALF_A_BODY = b"content-length: 100\r\n\r\n{"
+BROKEN_CHUNK = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\nno-size\r\n"
+
+
+@pytest.mark.parametrize("body", [HALF_A_BODY, BROKEN_CHUNK])
+async def test_a_body_that_never_comes_is_no_failure_of_the_server(
+    served: Served, slow_engine: FakeEngine, caplog: pytest.LogCaptureFixture, body: bytes
+) -> None:
     host, port = served.url.removeprefix("http://").split(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode())
-    writer.write(b"content-length: 100\r\n\r\n{")
-    await writer.drain()
-    await asyncio.sleep(0.05)
-    await leave(writer)
-    await asyncio.sleep(0.05)
+    with caplog.at_level("INFO"):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode() + body)
+        await writer.drain()
+        await asyncio.sleep(0.05)
+        await leave(writer)
+        await until(lambda: " 499 " in caplog.text)
+    assert [len(record.getMessage()) < 200 for record in caplog.records] == [True]
+    assert caplog.records[0].levelname == "INFO"
+    assert "finish=client_gone" in caplog.text
     assert slow_engine.requests == []
-    assert (await served.get("/health")).status == 200
+    metrics = (await served.get("/metrics")).body.decode()
+    assert f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0' in metrics
 
 
 async def test_one_client_leaving_leaves_the_others(served: Served, slow_engine: FakeEngine) -> None:

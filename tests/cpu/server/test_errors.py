@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from typing import Any
 
 import pytest
@@ -316,6 +318,13 @@ async def test_unknown_model_path_and_method(served: Served) -> None:
     answer = await served.get(CHAT)
     check(answer, 405, "method_not_allowed")
     assert answer.headers["Allow"] == "POST"
+
+
+async def test_errors_are_answered_without_threads(served: Served) -> None:
+    before = threading.active_count()
+    answers = await asyncio.gather(*(served.get("/no/such/path") for _ in range(40)))
+    assert {answer.status for answer in answers} == {404}
+    assert threading.active_count() == before
 
 
 async def test_a_base_model_has_no_chat(engine: FakeEngine) -> None:

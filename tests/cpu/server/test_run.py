@@ -21,8 +21,9 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.config import ServerConfig
-from onbeat.server.run import bind, check_tls
-from tests.cpu.server.running import HELLO, parse_events
+from onbeat.server.run import bind, check_tls, serve
+from tests.cpu.server.running import HELLO, make_app, parse_events
+from tests.fakes_engine import FakeEngine
 
 ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
@@ -147,6 +148,36 @@ def test_a_busy_port_is_a_config_error() -> None:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use.*--port"):
             bind(ServerConfig(port=port))
+
+
+def test_a_port_that_another_server_is_about_to_have_is_busy_too() -> None:
+    with bind(ServerConfig(port=0)) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: .*in use.*--port"):
+            bind(ServerConfig(port=port))
+
+
+async def test_a_port_that_was_taken_meanwhile_is_told_as_such() -> None:
+    with bind(ServerConfig(port=0)) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as after a server whose connections fade
+        config = ServerConfig(port=sock.getsockname()[1])
+        with bind(config) as other:
+            other.listen()
+            with pytest.raises(ConfigError, match=f":{config.port}: .*in use.*--port"):
+                await serve(make_app(FakeEngine(), config), config, sock, on_started=lambda _: None)
+
+
+async def test_the_port_of_a_server_that_has_ended_is_free_at_once() -> None:
+    port = 0
+    for _ in range(3):
+        async with server_process(port=port) as server:
+            port = int(server.url.rsplit(":", 1)[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            server.send_signal(signal.SIGTERM)  # the server closes first: its end of the connection fades
+            assert await server.exit_code() == 0
+            writer.close()
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 70])

@@ -46,6 +46,7 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
         (["--port", "70000"], "port is 70000"),
         (["--max-n", "0"], "max_n is 0"),
         (["--max-body-bytes", "0"], "max_body_bytes is 0"),
+        (["--max-connections", "0"], "max_connections is 0"),
         (["--shutdown-timeout", "-1"], "shutdown_timeout is -1"),
         (["--shutdown-timeout", "nan"], "shutdown_timeout is nan"),
         (["--shutdown-timeout", "inf"], "shutdown_timeout is inf"),

@@ -1,0 +1,195 @@
+"""One client's connection: what it may send before its request is complete, and how long that may take.
+
+uvicorn parses requests with httptools, which knows no bounds. These hold before a request is looked at, its
+key included. No time runs out while an answer is under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from onbeat.server.config import ConnectionLimits
+from onbeat.server.errors import RETRY_AFTER_SECONDS, error_body
+
+logger = logging.getLogger("onbeat.server")
+
+LINGER_SECONDS = 1.0
+"""How long what a refused client still sends is thrown away: closing at once would lose the answer."""
+
+
+class Refusal(NamedTuple):
+    """Why a connection is closed before its request is complete."""
+
+    status: int
+    reason: str
+    """A word for the metrics, and the code of the answer's body."""
+    message: str
+
+
+MALFORMED = Refusal(400, "malformed_request", "the request is not valid HTTP/1.1; the connection is closed")
+HEAD_TOO_LARGE = Refusal(431, "headers_too_large", "the request line and headers are too large; send less")
+SLOW_HEAD = Refusal(408, "slow_headers", "the request's headers did not come in time; send them at once")
+SLOW_BODY = Refusal(408, "slow_body", "the request's body came too slowly; send it in one go")
+TOO_MANY = Refusal(
+    503, "too_many_connections", "the server has as many connections as it may; try again later"
+)
+
+
+class _HeadTooLarge(Exception):
+    """Stops the parser."""
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """uvicorn's connection with bounds in size, time and number.
+
+    Parameters
+    ----------
+    limits : the bounds.
+    on_refused : told why a connection was closed, a `Refusal.reason` (metrics).
+    options : uvicorn's own.
+    """
+
+    def __init__(
+        self, *, limits: ConnectionLimits, on_refused: Callable[[str], None], **options: Any
+    ) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._on_refused = on_refused
+        self._is_in_head = False
+        self._is_in_body = False
+        self._num_loose_bytes = 0  # received since the parser last got to the end of a head, or to a body
+        self._num_body_bytes = 0  # received since the body was last looked at
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusal = MALFORMED
+        self._is_refused = False
+
+    # --- what asyncio calls ---------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            self._refuse(TOO_MANY)
+        else:
+            self._watch(self._limits.head_seconds, self._on_head_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._num_loose_bytes += len(data)
+        super().data_received(data)
+        if self._is_refused or self.transport.is_closing():
+            return
+        if self._num_loose_bytes > self._limits.max_head_bytes:
+            self._refuse(HEAD_TOO_LARGE)
+        elif self._is_in_body:
+            self._watch(self._limits.body_seconds, self._on_body_timeout)
+        elif self._is_in_head or self._num_loose_bytes:
+            self._watch(self._limits.head_seconds, self._on_head_timeout)
+
+    # --- what the parser calls ------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+
+    def on_headers_complete(self) -> None:
+        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if num_bytes > self._limits.max_head_bytes:
+            self._refusal = HEAD_TOO_LARGE
+            raise _HeadTooLarge
+        super().on_headers_complete()
+        self._is_in_head, self._is_in_body = False, True
+        self._num_loose_bytes = self._num_body_bytes = 0
+        self._unwatch()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_loose_bytes = 0
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._is_in_body = False
+        self._num_loose_bytes = 0
+        self._unwatch()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's own words
+        """Answer what the parser has given up on."""
+        self._refuse(self._refusal)
+
+    # --- time -----------------------------------------------------------------------------------------
+
+    def _watch(self, seconds: float, on_timeout: Callable[[], None]) -> None:
+        """Call `on_timeout` in a while, unless it is waited for something already."""
+        if self._timer is None:
+            self._timer = self.loop.call_later(seconds, self._on_timer, on_timeout)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _on_timer(self, on_timeout: Callable[[], None]) -> None:
+        self._timer = None
+        if not self.transport.is_closing():
+            on_timeout()
+
+    def _on_head_timeout(self) -> None:
+        if self._is_answering():
+            self._watch(self._limits.head_seconds, self._on_head_timeout)
+        elif self._is_in_head:
+            self._refuse(SLOW_HEAD)
+        else:
+            self.transport.close()  # it never began to ask
+
+    def _on_body_timeout(self) -> None:
+        has_come_on = self._num_body_bytes >= self._limits.min_body_bytes
+        # reading stops while we are the slower side
+        if self._is_answering() or has_come_on or self.flow.read_paused:
+            self._num_body_bytes = 0
+            self._watch(self._limits.body_seconds, self._on_body_timeout)
+        else:
+            self._refuse(SLOW_BODY)
+
+    def _is_answering(self) -> bool:
+        """Whether an answer is owed to a whole request, or has begun."""
+        if self._is_in_body:
+            begun = self.cycle.response_started and not self.cycle.response_complete
+            return bool(self.pipeline) or begun
+        return self.cycle is not None and not self.cycle.response_complete
+
+    # --- the end --------------------------------------------------------------------------------------
+
+    def _refuse(self, refusal: Refusal) -> None:
+        self._unwatch()
+        self._is_refused = True
+        self._on_refused(refusal.reason)
+        logger.debug("closed the connection of %s: %s", self.client, refusal.message)
+        has_answered = self._is_in_body and self.cycle.response_started
+        if has_answered or self._is_answering():
+            self.transport.close()
+            return
+        self.transport.write(_answer(refusal))
+        if refusal is TOO_MANY or not self.transport.can_write_eof():
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+
+def _answer(refusal: Refusal) -> bytes:
+    body = error_body(refusal.status, refusal.message, refusal.reason)
+    head = STATUS_LINE[refusal.status] + b"content-type: application/json\r\nconnection: close\r\n"
+    if refusal.status == 503:
+        head += b"retry-after: %d\r\n" % RETRY_AFTER_SECONDS
+    return head + b"content-length: %d\r\n\r\n" % len(body) + body

@@ -1,0 +1,216 @@
+"""What a client may hold open and send before its request is complete, on real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from onbeat.server.config import ConnectionLimits
+from tests.cpu.server.running import HELLO, Served, serving
+from tests.fakes_engine import FakeEngine
+
+CHAT = "/v1/chat/completions"
+POST = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+SHORT = ConnectionLimits(head_seconds=0.3, body_seconds=0.3)
+
+
+@asynccontextmanager
+async def limited(limits: ConnectionLimits, **script: Any) -> AsyncIterator[Served]:
+    engine = FakeEngine()
+    for name, value in script.items():
+        setattr(engine.script, name, value)
+    async with serving(engine, connections=limits, api_keys=("key",)) as served:
+        yield served
+
+
+class Client:
+    """A bare connection."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def end(self, timeout: float = 5.0) -> bytes:
+        """Return all that comes until the server closes the connection."""
+        async with asyncio.timeout(timeout):
+            try:
+                return await self.reader.read()
+            except ConnectionResetError:
+                return b""
+
+
+@asynccontextmanager
+async def connected(served: Served, first: bytes = b"") -> AsyncIterator[Client]:
+    host, port = served.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(first)
+    try:
+        yield Client(reader, writer)
+    finally:
+        writer.transport.abort()
+
+
+async def refusals(served: Served) -> dict[str, float]:
+    text = (await served.get("/metrics")).body.decode()
+    lines = [line for line in text.splitlines() if line.startswith("onbeat_http_connections_refused_total{")]
+    return {line.split('"')[1]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def error_of(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["code"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(b"x-long: " + b"a" * 70_000, id="one header"),
+        pytest.param(b"x: y\r\n" * 12_000 + b"x: y", id="many headers"),
+    ],
+)
+@pytest.mark.parametrize("is_ended", [True, False])
+async def test_large_headers_are_refused(head: bytes, is_ended: bool) -> None:
+    async with limited(ConnectionLimits()) as served:
+        end = b"\r\nx-last: z\r\n\r\n" if is_ended else b""
+        async with connected(served, POST + head + end) as client:
+            assert error_of(await client.end()) == (431, "headers_too_large")
+        assert await refusals(served) == {"headers_too_large": 1}
+
+
+async def test_an_endless_header_is_stopped() -> None:
+    async with limited(ConnectionLimits()) as served, connected(served, POST + b"x-long: ") as client:
+        client.writer.write(b"a" * 2**17)
+        assert error_of(await client.end()) == (431, "headers_too_large")
+        async with asyncio.timeout(5):
+            with pytest.raises(ConnectionError):
+                await send_for_ever(client, b"a" * 2**16)
+        assert (await served.get("/health")).status == 200
+
+
+async def send_for_ever(client: Client, piece: bytes) -> None:
+    while True:
+        client.writer.write(piece)
+        await client.writer.drain()
+        await asyncio.sleep(0.001)
+
+
+async def test_headers_below_the_limit_are_fine() -> None:
+    async with limited(ConnectionLimits()) as served:
+        head = POST + b"x-long: " + b"a" * 60_000 + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+        async with connected(served, head) as client:
+            assert (await client.end()).startswith(b"HTTP/1.1 401 ")
+        assert await refusals(served) == {}
+
+
+@pytest.mark.parametrize("extra", [b"2;" + b"e" * 90_000, b"0\r\nx-trailer: " + b"t" * 90_000])
+async def test_what_is_no_body_within_a_body_is_bounded_too(extra: bytes) -> None:
+    async with limited(ConnectionLimits()) as served:
+        head = POST + b"authorization: Bearer key\r\ntransfer-encoding: chunked\r\n\r\n"
+        async with connected(served, head + b"2\r\n{}\r\n") as client:
+            await asyncio.sleep(0.05)
+            client.writer.write(extra)
+            assert error_of(await client.end()) == (431, "headers_too_large")
+
+
+async def test_a_silent_connection_is_closed() -> None:
+    async with limited(SHORT) as served, connected(served) as client:
+        assert await client.end() == b""
+        assert await refusals(served) == {}
+
+
+@pytest.mark.parametrize("keeps_alive", [False, True])
+async def test_slow_headers_are_given_up(keeps_alive: bool) -> None:
+    async with limited(SHORT) as served, connected(served) as client:
+        if keeps_alive:
+            client.writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+        client.writer.write(POST)
+        start = time.monotonic()
+        drip = asyncio.create_task(drip_into(client, b"x: y\r\n"))
+        assert error_of(await client.end()) == (408, "slow_headers")
+        assert 0.2 < time.monotonic() - start < 2
+        drip.cancel()
+        assert await refusals(served) == {"slow_headers": 1}
+
+
+async def drip_into(client: Client, piece: bytes) -> None:
+    while True:
+        await asyncio.sleep(0.05)
+        client.writer.write(piece)
+
+
+async def test_a_body_that_does_not_come_on_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with limited(SHORT) as served:
+        head = POST + b"authorization: Bearer key\r\ncontent-length: 100000\r\n\r\n{"
+        async with connected(served, head) as client:
+            drip = asyncio.create_task(drip_into(client, b" "))
+            assert error_of(await client.end()) == (408, "slow_body")
+            drip.cancel()
+        assert await refusals(served) == {"slow_body": 1}
+        text = (await served.get("/metrics")).body.decode()
+        assert f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0' in text
+    assert "Traceback" not in caplog.text
+
+
+async def test_the_rest_of_a_body_that_was_answered_already_is_given_up() -> None:
+    head = POST + b"content-length: 100000\r\n\r\n{"
+    async with limited(SHORT) as served, connected(served, head) as client:
+        drip = asyncio.create_task(drip_into(client, b" "))
+        answer = await client.end()
+        assert answer.startswith(b"HTTP/1.1 401 ")
+        assert answer.count(b"HTTP/1.1") == 1
+        drip.cancel()
+
+
+async def test_a_body_that_comes_on_may_take_long() -> None:
+    async with limited(SHORT) as served:
+        data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode().ljust(300_000)
+        head = POST + b"authorization: Bearer key\r\nconnection: close\r\n"
+        async with connected(served, head + b"content-length: %d\r\n\r\n" % len(data)) as client:
+            for start in range(0, len(data), 20_000):
+                client.writer.write(data[start : start + 20_000])
+                await asyncio.sleep(0.08)
+            assert (await client.end()).startswith(b"HTTP/1.1 200 ")
+        assert await refusals(served) == {}
+
+
+@pytest.mark.parametrize(
+    "behind", [b"", POST, POST + b"authorization: Bearer key\r\ncontent-length: 9\r\n\r\n{"]
+)
+async def test_no_limit_cuts_an_answer(behind: bytes) -> None:
+    """A long stream, with nothing behind it, and with the beginnings of a next request."""
+    async with limited(SHORT, end=False, seconds_per_step=0.05) as served:
+        data = json.dumps({"messages": HELLO, "stream": True, "max_tokens": 30}).encode()
+        head = POST + b"authorization: Bearer key\r\ncontent-length: %d\r\n\r\n" % len(data)
+        async with connected(served, head + data) as client:
+            await client.reader.readuntil(b"\r\n\r\n")
+            client.writer.write(behind)
+            async with asyncio.timeout(10):
+                body = await client.reader.readuntil(b"\r\n0\r\n\r\n")
+            assert body.count(b"data: ") == 32
+            assert b"[DONE]" in body
+
+
+async def test_one_connection_more_than_may_be_is_refused() -> None:
+    three = ConnectionLimits(max_connections=3)
+    async with limited(three) as served, connected(served), connected(served), connected(served) as third:
+        await asyncio.sleep(0.05)
+        async with connected(served) as fourth:
+            answer = await fourth.end()
+        assert error_of(answer) == (503, "too_many_connections")
+        assert b"\r\nretry-after: 1\r\n" in answer
+        third.writer.transport.abort()
+        await asyncio.sleep(0.05)
+        assert (await served.get("/health")).status == 200
+        assert await refusals(served) == {"too_many_connections": 1}
+
+
+async def test_what_is_not_http_is_refused_in_words() -> None:
+    async with limited(ConnectionLimits()) as served, connected(served, b"hello\r\n\r\n") as client:
+        assert error_of(await client.end()) == (400, "malformed_request")
