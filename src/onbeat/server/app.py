@@ -18,7 +18,7 @@ from onbeat.server.errors import handle_error
 from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
 from onbeat.server.lifecycle import Lifecycle
-from onbeat.server.middleware import ApiKeys, BodyLimit, RequestLog
+from onbeat.server.middleware import IGNORED_FIELDS_HEADER, ApiKeys, BodyLimit, RequestLog
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.routes_models import model_routes
@@ -38,7 +38,7 @@ ENDPOINTS = frozenset(
 """The paths that the log and the metrics tell apart."""
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
-    PREDICTED_TTFT_HEADER,
+    *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER),
 )
 """Headers of answers that pages of other origins may read."""
 

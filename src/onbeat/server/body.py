@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.context import HttpContext
 from onbeat.server.disconnect import ClientGone
 from onbeat.server.errors import ApiError
 from onbeat.server.fields import check_fields
@@ -68,15 +69,27 @@ async def _read_body(request: Request) -> bytes:
 
 
 def parse_body(
-    model: type[_Model], body: Mapping[str, Any], *, extra_no_ops: Mapping[str, Any] | None = None
+    model: type[_Model],
+    body: Mapping[str, Any],
+    context: HttpContext,
+    *,
+    extra_no_ops: Mapping[str, Any] | None = None,
 ) -> _Model:
     """Return a body as a checked model.
 
+    Parameters
+    ----------
+    model : what the endpoint takes.
+    body : the parsed JSON object.
+    context : gets the names of the fields that are ignored.
+    extra_no_ops : further (field, the one value it may have), which depend on the request.
+
     Raises
     ------
-    InvalidRequest : a field is unknown, unsupported, missing or wrong.
+    InvalidRequest : a field is misspelt, unsupported, missing or wrong.
     """
-    kept = check_fields(body, model.model_fields, extra_no_ops=extra_no_ops or {})
+    kept, ignored = check_fields(body, model.model_fields, extra_no_ops=extra_no_ops or {})
+    context.ignored_fields += ignored
     try:
         return model.model_validate(kept)
     except ValidationError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 
@@ -17,6 +17,22 @@ _RESERVED_VARIABLES = frozenset(
         *("tools", "documents", "raise_exception", "strftime_now"),
     )
 )
+
+
+class RenderedChat(Protocol):
+    """A body with a chat that is to become a prompt."""
+
+    @property
+    def messages(self) -> list[ChatMessage] | None: ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+
+    @property
+    def continue_final_message(self) -> bool | None: ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -59,6 +75,16 @@ def check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
             f"top_logprobs is {body.top_logprobs}; this server allows at most {config.max_top_logprobs}",
             param="top_logprobs",
         )
+    check_rendering(body)
+
+
+def check_rendering(body: RenderedChat) -> None:
+    """Check the fields that say how a chat becomes a prompt.
+
+    Raises
+    ------
+    InvalidRequest : they contradict each other, or set what the server sets.
+    """
     if body.continue_final_message and body.add_generation_prompt is not False:
         raise InvalidRequest(
             "continue_final_message needs add_generation_prompt to be false: the answer cannot both start "

@@ -36,7 +36,7 @@ class StreamOptions(BaseModel):
 class SamplingFields(PromiseFields):
     """Fields of both completion endpoints. Null means the default everywhere."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     """One of /v1/models; the served model if absent."""

@@ -245,17 +245,10 @@ async def test_echo_with_logprobs_is_unsupported(served: Served) -> None:
 async def test_unknown_inner_fields_are_named(served: Served) -> None:
     for fields, param in (
         ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
-        ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+        ({"messages": [{"role": "user", "contents": "x", "content": "x"}]}, "messages[].contents"),
     ):
         answer = await served.post(CHAT, {"messages": HELLO, **fields})
         assert param in check(answer, 400, "unknown_parameter", param)
-
-
-async def test_unknown_fields_get_a_near_match(served: Served) -> None:
-    answer = await served.post(TEXT, {"prompt": "a", "temprature": 1})
-    assert "did you mean 'temperature'" in check(answer, 400, "unknown_parameter", "temprature")
-    answer = await served.post(TEXT, {"prompt": "a", "xyzzy": 1})
-    assert "leave it out" in check(answer, 400, "unknown_parameter", "xyzzy")
 
 
 @pytest.mark.parametrize("depth", [500, 1020, 100_000])
