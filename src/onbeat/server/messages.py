@@ -24,7 +24,7 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[str | dict[str, Any]] | None = None
-    """Text, or content parts of type `text`."""
+    """Text, or content parts of type `text`, which become lines, as vLLM joins them."""
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -90,7 +90,7 @@ def _content_text(content: str | list[str | dict[str, Any]] | None, where: str) 
         raise InvalidRequest(f"{where} is missing; send text", param=where)
     if isinstance(content, str):
         return content
-    return "".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
+    return "\n".join(_part_text(part, f"{where}[{i}]") for i, part in enumerate(content))
 
 
 def _part_text(part: str | dict[str, Any], where: str) -> str:

@@ -174,6 +174,13 @@ async def test_reasoning_of_earlier_answers_reaches_the_template(served: Served,
     assert [b"(hm)" in bytes(request.prompt_token_ids) for request in engine.requests] == [True, True]
 
 
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+async def test_parts_with_text_are_joined_by_line(served: Served, engine: FakeEngine, kind: str) -> None:
+    parts = [{"type": kind, "text": "Summarise this:"}, {"type": kind, "text": "Doc."}, "Thanks."]
+    await served.post(CHAT, {"messages": [{"role": "user", "content": parts}]})
+    assert b"[user]Summarise this:\nDoc.\nThanks.\n" in bytes(engine.requests[0].prompt_token_ids)
+
+
 async def test_refusal_parts_hold_text(served: Served, engine: FakeEngine) -> None:
     parts = [{"type": "refusal", "refusal": "I cannot"}]
     await served.post(CHAT, {"messages": [*HELLO, {"role": "assistant", "content": parts}, *HELLO]})
