@@ -44,8 +44,8 @@ NAME = "serve"
 HELP = "serve a model behind an OpenAI-compatible API"
 
 SERVE_PACKAGES = (
-    *("fastapi", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "torch"),
-    *("uvicorn", "uvloop", "zmq"),
+    *("fastapi", "fastapi_offline", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic"),
+    *("safetensors", "torch", "uvicorn", "uvloop", "zmq"),
 )
 """What the command imports of the serve extra, at once or later."""
 EXIT_TERMINATED = 128 + signal.SIGTERM

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -82,7 +83,13 @@ def create_app(
         yield
         services.encoder.close()
 
-    app = FastAPI(title="onbeat", version=__version__, lifespan=lifespan, redirect_slashes=False)
+    app = FastAPIOffline(
+        title="onbeat",
+        version=__version__,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        static_url="/docs/static",
+    )
     app.state.lifecycle = lifecycle
     app.state.engine = engine
     for router in (

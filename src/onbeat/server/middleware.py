@@ -89,6 +89,8 @@ class RequestLog:
     def _endpoint(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
+        if path.startswith("/docs/"):  # scripts and styles of the page
+            return "/docs"
         return path if path in self._endpoints else "unmatched"
 
     def _finish(self, scope: Scope, context: HttpContext) -> None:
