@@ -106,7 +106,8 @@ async def _serve(
     chat_template = load_chat_template(tokenizer, args.chat_template)
     with ExitStack() as stack:
         listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
-        client = ProcessEngineClient(partial(_build_engine, engine), on_progress=announcer.say)
+        build = partial(_build_engine, engine, args.log_level)
+        client = ProcessEngineClient(build, on_progress=announcer.say)
         if not await _finishes_before_sigterm(client.start):
             return EXIT_TERMINATED
         async with client:
@@ -132,10 +133,13 @@ async def _serve(
     return 0
 
 
-def _build_engine(config: EngineConfig, on_progress: Callable[[str], None]) -> tuple[EngineCore, EngineInfo]:
-    """Build the engine; torch is imported in the engine's process and only there."""
+def _build_engine(
+    config: EngineConfig, log_level: str, on_progress: Callable[[str], None]
+) -> tuple[EngineCore, EngineInfo]:
+    """Build the engine, and log as the server does; torch is imported in the engine's process alone."""
     from onbeat.engine.build import build_engine
 
+    _set_up_logging(log_level)
     return build_engine(config, on_progress)
 
 
