@@ -32,6 +32,7 @@ from onbeat.cli.serve_args import (
     add_server_arguments,
     server_config,
 )
+from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -59,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_scheduler_arguments(parser)
     add_objective_arguments(parser)
     add_server_arguments(parser)
+    take_vllm_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,6 +74,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
     check_tls(config)
+    for line in args.ignored:
+        console.print(line, markup=False)
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
