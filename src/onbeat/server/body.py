@@ -110,6 +110,12 @@ def _first_error(error: ValidationError) -> InvalidRequest:
         )
     if first["type"] == "value_error":
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
+    if first["type"] == "int_type" and _is_beyond_64_bits(first["input"]):
+        return InvalidRequest(
+            f"{_dotted(location)} is a number of more than 64 bits; send a smaller one",
+            param=field,
+            code="invalid_value",
+        )
     causes = [part for part in (first, *others) if part["loc"][:1] == location[:1]]
     reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in causes]
     reason = (
@@ -120,6 +126,11 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(
         f"{_dotted(location)} is {reprlib.repr(first['input'])}; {reason}", param=field, code="invalid_value"
     )
+
+
+def _is_beyond_64_bits(value: object) -> bool:
+    """Return whether a number may have been an integer that JSON's reader could only keep as a float."""
+    return isinstance(value, float) and abs(value) >= 2**63
 
 
 def _param(location: Sequence[int | str]) -> str | None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import ServerConfig
 from onbeat.server.messages import ChatMessage
-from onbeat.server.sampling_fields import SamplingFields
+from onbeat.server.sampling_fields import SamplingFields, Whole
 
 _RESERVED_VARIABLES = frozenset(
     (
@@ -38,11 +38,11 @@ class RenderedChat(Protocol):
 class ChatCompletionRequest(SamplingFields):
     """OpenAI's chat completion, with vLLM's extra fields."""
 
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = Field(None, ge=1)
+    messages: list[ChatMessage] = Field(json_schema_extra={"minItems": 1})
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     """Goes before the deprecated `max_tokens`."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Whole | None = Field(None, ge=0)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on writing the last message instead of answering it."""

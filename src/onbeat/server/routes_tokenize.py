@@ -23,7 +23,9 @@ from onbeat.server.services import Services
 class TokenizeRequest(BaseModel):
     """A text, or a chat, whose tokens are wanted."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(
+        strict=True, json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
 
     model: str | None = None
     prompt: str | None = None

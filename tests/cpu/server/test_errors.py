@@ -101,6 +101,19 @@ BAD_COMMON: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.parametrize("number", [-(2**63) - 1, 2**64, 10**30])
+async def test_numbers_beyond_64_bits_are_called_so(served: Served, number: int) -> None:
+    message = check(await served.post(TEXT, {"prompt": "a", "seed": number}), 400, "invalid_value", "seed")
+    assert message == "seed is a number of more than 64 bits; send a smaller one"
+
+
+async def test_integers_may_be_written_with_a_point(served: Served, engine: FakeEngine) -> None:
+    body = {"prompt": "a", "max_tokens": 5.0, "seed": -3.0, "top_k": 2.0, "n": 1.0, "logprobs": 1.0}
+    assert (await served.post(TEXT, body)).json["usage"]["completion_tokens"] == 5
+    assert engine.requests[0].sampling.top_k == 2
+    assert (await served.post(CHAT, {"messages": HELLO, "max_completion_tokens": 3.0})).status == 200
+
+
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]], ids=str)
 async def test_an_empty_stop_string_is_said_in_one_message(served: Served, stop: Any) -> None:
     message = check(await served.post(TEXT, {"prompt": "a", "stop": stop}), 400, "invalid_value", "stop")
