@@ -8,7 +8,7 @@ PYTEST_ARGS ?=
 
 MODEL := smollm2-135m-instruct
 BIN := .venv/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
 THOROUGH := --hypothesis-profile=thorough
 FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cpu

@@ -58,9 +58,9 @@ def ask(client: OpenAI, question: str, slo: dict[str, float]) -> None:
     print()
     if promise is not None:
         kept = "kept" if promise["met"] else "missed"
-        print(
-            f"[{kept}: first after {promise['ttft_ms']:.0f} ms, predicted {promise['predicted_ttft_ms']} ms]"
-        )
+        predicted = promise["predicted_ttft_ms"]
+        expected = "not predicted" if predicted is None else f"predicted {predicted:.0f} ms"
+        print(f"[{kept}: first after {promise['ttft_ms']:.0f} ms, {expected}]")
 
 
 if __name__ == "__main__":

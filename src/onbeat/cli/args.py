@@ -17,6 +17,9 @@ from onbeat.core.slo import DEFAULT_SHED_ORDER, SHED_ORDERS
 
 T = TypeVar("T")
 
+_LIKENESS = 0.75
+"""Below, two flags have letters in common and no more: `--lora-modules` and `--slo-mode` are at 0.7."""
+
 JSON = "JSON"
 """Metavar of flags whose value is a JSON object: a configuration file may give them a mapping."""
 
@@ -178,9 +181,9 @@ def unknown_argument_message(parser: argparse.ArgumentParser, argument: str) -> 
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}"
-    known = [option for option in parser._option_string_actions if option.startswith("--")]
-    near = difflib.get_close_matches(flag, known, n=1)
-    return f"unknown flag {flag}" + (f"; did you mean {near[0]}?" if near else "")
+    known = [option[2:] for option in parser._option_string_actions if option.startswith("--")]
+    near = difflib.get_close_matches(flag.lstrip("-"), known, n=1, cutoff=_LIKENESS)
+    return f"unknown flag {flag}" + (f"; did you mean --{near[0]}?" if near else "")
 
 
 def unknown_value_message(value: object, known: Iterable[object]) -> str:

@@ -48,6 +48,8 @@ class BenchProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is not None and not self.is_measuring:
+            self._bar.update(self._task, visible=False)  # the error says all
         self._bar.stop()
 
     def on_phase(self, text: str) -> None:

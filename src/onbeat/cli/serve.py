@@ -33,6 +33,7 @@ from onbeat.cli.serve_args import (
     add_server_arguments,
     server_config,
 )
+from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -45,8 +46,8 @@ NAME = "serve"
 HELP = "serve a model behind an OpenAI-compatible API"
 
 SERVE_PACKAGES = (
-    *("fastapi", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic", "safetensors", "torch"),
-    *("uvicorn", "uvloop", "zmq"),
+    *("fastapi", "fastapi_offline", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic"),
+    *("safetensors", "torch", "uvicorn", "uvloop", "zmq"),
 )
 """What the command imports of the serve extra, at once or later."""
 EXIT_TERMINATED = 128 + signal.SIGTERM
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_scheduler_arguments(parser)
     add_objective_arguments(parser)
     add_server_arguments(parser)
+    take_vllm_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
     check_tls(config)
+    for line in args.ignored:
+        console.print(line, markup=False)
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
@@ -107,7 +111,8 @@ async def _serve(
     chat_template = load_chat_template(tokenizer, args.chat_template)
     with ExitStack() as stack:
         listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
-        client = ProcessEngineClient(partial(_build_engine, engine), on_progress=announcer.say)
+        build = partial(_build_engine, engine, args.log_level)
+        client = ProcessEngineClient(build, on_progress=announcer.say)
         if not await _finishes_before_sigterm(client.start):
             return EXIT_TERMINATED
         async with client:
@@ -141,10 +146,13 @@ def _public_name(config: ServerConfig, files: ModelFiles) -> str:
     return files.path.resolve().name if is_path else files.name
 
 
-def _build_engine(config: EngineConfig, on_progress: Callable[[str], None]) -> tuple[EngineCore, EngineInfo]:
-    """Build the engine; torch is imported in the engine's process and only there."""
+def _build_engine(
+    config: EngineConfig, log_level: str, on_progress: Callable[[str], None]
+) -> tuple[EngineCore, EngineInfo]:
+    """Build the engine, and log as the server does; torch is imported in the engine's process alone."""
     from onbeat.engine.build import build_engine
 
+    _set_up_logging(log_level)
     return build_engine(config, on_progress)
 
 

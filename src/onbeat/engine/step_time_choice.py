@@ -134,6 +134,7 @@ class _Chooser:
             memory_bandwidth=device.memory_bandwidth,
             peak_flops=device.peak(self._precision.compute),
             drift=lambda: model.drift,
+            was_measured=fitted is not None,
         )
         return StepTime(model, watch, description)
 

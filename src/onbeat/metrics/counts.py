@@ -74,6 +74,7 @@ class RunCounts:
         self.output_lengths = Histogram(TOKENS)
         self.step = Histogram(GAP_SECONDS)
         self.step_tokens = Histogram(TOKENS)
+        """Prompt tokens that a step read, and output tokens that it made."""
         self.step_decodes = Histogram(ROWS)
         self.step_chunk_tokens = Histogram(TOKENS)
         self.step_rows = Histogram(ROWS)
@@ -185,7 +186,11 @@ class RunCounts:
             self.last_mbu, self.last_mfu = stats.mbu, stats.mfu
             self.mbu.observe(stats.mbu)
             self.mfu.observe(stats.mfu)
-        self.step_tokens.observe(shape.num_new_tokens)
+        # rows that sample: a prompt's last chunk has an output token, too
+        num_outputs = shape.num_lm_head_rows - shape.num_draft_tokens
+        if stats.drafts is not None:
+            num_outputs += sum(stats.drafts.accepted_at)
+        self.step_tokens.observe(shape.num_chunk_tokens + num_outputs)
         self.step_decodes.observe(shape.num_decodes)
         self.step_chunk_tokens.observe(shape.num_chunk_tokens)
         self.step_rows.observe(shape.num_sequences)

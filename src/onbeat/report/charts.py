@@ -81,7 +81,7 @@ def _scale(values: Sequence[float]) -> dict[str, Any]:
 
 
 def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figure | None:
-    """Return a latency statistic against output throughput per GPU, one line a series of runs."""
+    """Return a latency statistic against output throughput, per GPU of several, a line a series of runs."""
     lines = []
     groups = group_by_series(results)
     for position, (series, members) in enumerate(groups.items()):
@@ -107,8 +107,13 @@ def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figur
         )
     if not lines:
         return None
+    summaries = [result.summary for result in results]
+    is_one = all(one["output_throughput_per_gpu"] == one["output_throughput"] for one in summaries)
     layout = {
-        "xaxis": {"title": {"text": "output tokens/s per GPU"}, "rangemode": "tozero"},
+        "xaxis": {
+            "title": {"text": "output tokens/s" if is_one else "output tokens/s per GPU"},
+            "rangemode": "tozero",
+        },
         "yaxis": {"title": {"text": "ms"}, **_latency_axis(results, key)},
         "showlegend": len(lines) > 1,
         "height": height_with_legend(lines),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onbeat.metrics.summary import METRICS, percentile_name
+from onbeat.metrics.summary import METRICS
 from onbeat.report import charts
 from onbeat.report.breakdown import (
     DECILE_COLUMNS,
@@ -26,6 +26,7 @@ from onbeat.report.table import (
     CLASS_COLUMNS,
     class_rows,
     draft_rows,
+    latency_columns,
     latency_rows,
     machine_rows,
     number,
@@ -189,7 +190,7 @@ def _summary_table(result: AnyResult) -> str:
 
 
 def _latency_table(result: AnyResult, percentiles: Sequence[float]) -> str:
-    names = ["mean", "median", "std", *(percentile_name(p).upper() for p in percentiles), "max"]
+    names = [name.upper() if name.startswith("p") else name for name in latency_columns(percentiles)]
     return table(["ms", *names], latency_rows(result.summary, METRICS, percentiles))
 
 

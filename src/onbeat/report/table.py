@@ -56,11 +56,17 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def latency_columns(percentiles: Sequence[float]) -> list[str]:
+    """Return the statistics of a latency table; the median is there once, as p50 where that is asked for."""
+    median = [] if 50 in percentiles else ["median"]
+    return ["mean", *median, "std", *map(percentile_name, percentiles), "max"]
+
+
 def latency_rows(
     summary: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]
 ) -> list[tuple[str, ...]]:
-    """Return one row per metric: its title, mean, median, standard deviation, percentiles, maximum (ms)."""
-    columns = ["mean", "median", "std", *map(percentile_name, percentiles), "max"]
+    """Return one row per metric: its title, then the statistics of `latency_columns` (ms)."""
+    columns = latency_columns(percentiles)
     return [
         (METRIC_TITLES[metric], *(number(summary[f"{column}_{metric}_ms"]) for column in columns))
         for metric in metrics
@@ -153,7 +159,7 @@ def run_tables(
     """Return the tables of one run; `what` names the kind of run."""
     latencies = Table(box=SIMPLE_HEAD, title="Latency (ms)", title_justify="left")
     latencies.add_column("")
-    for column in ("mean", "median", "std", *map(percentile_name, percentiles), "max"):
+    for column in latency_columns(percentiles):
         latencies.add_column(column, justify="right")
     for latency_row in latency_rows(result.summary, metrics, percentiles):
         latencies.add_row(*latency_row)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,13 @@ class Extras:
     """Tokens so far; null is not sent where the caller did not ask for it."""
     slo: dict[str, Any] | None = None
     """How the promise was kept; on the last chunk alone, and only if there was one."""
+    prompt_token_ids: Sequence[int] | None = None
+    """Of a chat, in a whole answer and in a choice's first chunk, if the caller asked for it."""
 
     def fields(self) -> dict[str, Any]:
         """Return the fields that are there."""
-        given = {"usage": self.usage, "slo": self.slo}
+        ids = None if self.prompt_token_ids is None else list(self.prompt_token_ids)
+        given = {"usage": self.usage, "slo": self.slo, "prompt_token_ids": ids}
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -20,7 +21,14 @@ from onbeat.server.errors import handle_error
 from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
 from onbeat.server.lifecycle import Lifecycle
-from onbeat.server.middleware import OPEN_PATHS, ApiKeys, BodyLimit, PathCheck, RequestLog
+from onbeat.server.middleware import (
+    IGNORED_FIELDS_HEADER,
+    OPEN_PATHS,
+    ApiKeys,
+    BodyLimit,
+    PathCheck,
+    RequestLog,
+)
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.routes_models import model_routes
@@ -37,7 +45,7 @@ ENDPOINTS = OPEN_PATHS | {
 """The paths that the log and the metrics tell apart."""
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
-    PREDICTED_TTFT_HEADER,
+    *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER),
 )
 """Headers of answers that pages of other origins may read."""
 
@@ -87,13 +95,14 @@ def create_app(
         watching.cancel()
         services.encoder.close()
 
-    app = FastAPI(
+    app = FastAPIOffline(
         title="onbeat",
         version=__version__,
         lifespan=lifespan,
         redirect_slashes=False,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
+        static_url="/docs/static",
     )
     app.state.lifecycle = lifecycle
     app.state.engine = engine

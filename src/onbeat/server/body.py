@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES
+from onbeat.server.context import HttpContext
 from onbeat.server.disconnect import ClientGone
 from onbeat.server.errors import ApiError
 from onbeat.server.fields import check_fields, quoted
@@ -95,15 +96,27 @@ async def _read_body(request: Request) -> bytes:
 
 
 def parse_body(
-    model: type[_Model], body: Mapping[str, Any], *, extra_no_ops: Mapping[str, Any] | None = None
+    model: type[_Model],
+    body: Mapping[str, Any],
+    context: HttpContext,
+    *,
+    extra_no_ops: Mapping[str, Any] | None = None,
 ) -> _Model:
     """Return a body as a checked model.
 
+    Parameters
+    ----------
+    model : what the endpoint takes.
+    body : the parsed JSON object.
+    context : gets the names of the fields that are ignored.
+    extra_no_ops : further (field, the one value it may have), which depend on the request.
+
     Raises
     ------
-    InvalidRequest : a field is unknown, unsupported, missing or wrong.
+    InvalidRequest : a field is misspelt, unsupported, missing or wrong.
     """
-    kept = check_fields(body, model.model_fields, extra_no_ops=extra_no_ops or {})
+    kept, ignored = check_fields(body, model.model_fields, extra_no_ops=extra_no_ops or {})
+    context.ignored_fields += ignored
     try:
         return model.model_validate(kept)
     except ValidationError as error:
@@ -123,6 +136,12 @@ def _first_error(error: ValidationError) -> InvalidRequest:
         return InvalidRequest(f"unknown field {name!r}; leave it out", param=name, code="unknown_parameter")
     if first["type"] == "value_error":
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
+    if first["type"] == "int_type" and _is_beyond_64_bits(first["input"]):
+        return InvalidRequest(
+            f"{_dotted(location)} is a number of more than 64 bits; send a smaller one",
+            param=field,
+            code="invalid_value",
+        )
     causes = [part for part in (first, *others) if part["loc"][:1] == first["loc"][:1]]
     reasons = [_JSON_WORDS.get(cause["type"], cause["msg"]) for cause in causes]
     reason = (
@@ -133,6 +152,11 @@ def _first_error(error: ValidationError) -> InvalidRequest:
     return InvalidRequest(
         f"{_dotted(location)} is {quoted(first['input'])}; {reason}", param=field, code="invalid_value"
     )
+
+
+def _is_beyond_64_bits(value: object) -> bool:
+    """Return whether a number may have been an integer that JSON's reader could only keep as a float."""
+    return isinstance(value, float) and abs(value) >= 2**63
 
 
 def _param(location: Sequence[int | str]) -> str | None:

@@ -29,6 +29,8 @@ class HttpContext:
     finish: str | None = None
     """Finish reasons of the choices, comma separated."""
     error_code: str | None = None
+    ignored_fields: list[str] = field(default_factory=list)
+    """Paths of fields that nobody knows and the answer does not depend on."""
 
     @property
     def elapsed(self) -> float:

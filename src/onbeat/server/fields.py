@@ -1,8 +1,9 @@
-"""Which fields of a request's body are honoured, which are harmless, and which are refused.
+"""Which fields of a request are honoured, which are harmless, which are refused, and which are ignored.
 
 A field of OpenAI's or vLLM's API that cannot change the output is accepted and dropped. One that would change
 it, and that onbeat lacks, is refused by name unless it has the value that asks for nothing. Any other field
-is the caller's mistake, and says so: dropped silently, a misspelt `temperature` would change every answer.
+is ignored, and named in the answer's headers: clients send what other servers understand. But one that
+resembles an honoured field is a slip of the pen: dropped, a misspelt `temperature` would change every answer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HARMLESS = frozenset(
     (
         *("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"),
         *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
-        *("request_id", "session_id", "include_reasoning"),
+        *("request_id", "session_id", "include_reasoning", "cache_prompt"),
     )
 )
 """Accepted with any value: they change nothing about the text."""
@@ -31,6 +32,14 @@ _LONGEST_NAME = 100
 _OFF: tuple[Any, ...] = (None, False)
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
+_NO_THINKING: Mapping[str, tuple[Any, ...]] = {
+    "reasoning_effort": ("none",),
+    "thinking": (False, {"type": "disabled"}),
+    "enable_thinking": (False,),
+    "think": (False,),
+}
+"""Values by which clients ask a model not to reason; a chat template may honour them."""
+
 NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     # OpenAI's
     "audio": _EMPTY,
@@ -39,7 +48,7 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "moderation": _EMPTY,
     "prediction": _EMPTY,
-    "reasoning_effort": _EMPTY,
+    "reasoning_effort": (*_EMPTY, *_NO_THINKING["reasoning_effort"]),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "none", "auto"),
     "tools": _EMPTY,
@@ -75,14 +84,37 @@ NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
     "thinking_token_budget": (None,),
     "use_beam_search": _OFF,
     "vllm_xargs": _EMPTY,
+    # those of other servers that their clients send unasked
+    "enable_thinking": (None, *_NO_THINKING["enable_thinking"]),
+    "grammar": _EMPTY,
+    "json_schema": _EMPTY,
+    "lora_path": _EMPTY,
+    "mirostat": (None, 0),
+    "think": (None, *_NO_THINKING["think"]),
+    "thinking": (None, *_NO_THINKING["thinking"]),
+    "top_a": (None, 0),
+    "typical_p": (None, 1),
 }
 """Output-changing fields that onbeat lacks, with the values that ask for nothing."""
 
+_UNUSED_WITH: Mapping[str, tuple[str, str]] = {
+    "tools": ("tool_choice", "none"),
+    "functions": ("function_call", "none"),
+}
+"""Fields that ask for nothing where another field has a certain value."""
+
+_LIKENESS = 0.8
+"""From here on two names differ by a slip of the pen. `cache_prompt` and `cache_salt` are at 0.64,
+`max_new_tokens` and `max_tokens` at 0.83."""
+
+_MOST_UNKNOWN = 32
+"""Unknown names in one place of a request: each is compared with all known ones, and named in a header."""
+
 
 def check_fields(
-    body: Mapping[str, Any], honoured: Iterable[str], *, extra_no_ops: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the honoured fields of a body.
+    body: Mapping[str, Any], honoured: Collection[str], *, extra_no_ops: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the honoured fields of a body, and the names of those that are ignored.
 
     Parameters
     ----------
@@ -92,22 +124,62 @@ def check_fields(
 
     Raises
     ------
-    InvalidRequest : a field is unknown, or is known and asks for something that onbeat lacks.
+    InvalidRequest : a field is misspelt, or asks for something that onbeat lacks.
     """
-    honoured = set(honoured)
     kept: dict[str, Any] = {}
+    unknown: list[str] = []
     for name, value in body.items():
         if name in honoured:
             kept[name] = value
         elif name in NO_OP_VALUES:
-            _check_no_op(name, value, (*NO_OP_VALUES[name], *_one_of(extra_no_ops, name)))
+            if not _is_unused(name, body):
+                _check_no_op(name, value, (*NO_OP_VALUES[name], *_one_of(extra_no_ops, name)))
         elif name not in HARMLESS:
-            raise _unknown(name, honoured)
-    return kept
+            unknown.append(name)
+    return kept, ignorable(unknown, honoured)
+
+
+def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str = "") -> list[str]:
+    """Return the paths of unknown fields, all of which may be ignored.
+
+    Parameters
+    ----------
+    unknown : names that are not honoured, each once.
+    honoured : names that are, in the same place.
+    where : the path of that place, such as `messages[].`.
+
+    Raises
+    ------
+    InvalidRequest : a name resembles an honoured one, or there are too many.
+    """
+    if len(unknown) > _MOST_UNKNOWN:
+        raise InvalidRequest(
+            f"{len(unknown)} fields are unknown{f' in {where[:-1]}' if where else ''}; at most "
+            f"{_MOST_UNKNOWN} are ignored. Leave them out",
+            param=where[:-1] or None,
+            code="unknown_parameter",
+        )
+    for name in unknown:
+        if near := near_match(name.lower(), honoured, likeness=_LIKENESS):
+            path = (where + name)[:_LONGEST_NAME]
+            raise InvalidRequest(
+                f"unknown field {path!r}; did you mean {near!r}?", param=path, code="unknown_parameter"
+            )
+    return [(where + name)[:_LONGEST_NAME] for name in unknown]
+
+
+def asks_not_to_think(body: Mapping[str, Any]) -> bool:
+    """Return whether a checked body asks for an answer without reasoning before it."""
+    return any(body.get(name) in values for name, values in _NO_THINKING.items())
 
 
 def _one_of(values: Mapping[str, Any], name: str) -> tuple[Any, ...]:
     return (values[name],) if name in values else ()
+
+
+def _is_unused(name: str, body: Mapping[str, Any]) -> bool:
+    other, value = _UNUSED_WITH.get(name, ("", ""))
+    return bool(other) and body.get(other) == value
 
 
 def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
@@ -116,16 +188,10 @@ def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
         raise unsupported(f"{name} is not supported by this server; leave it out", name)
 
 
-def _unknown(name: str, honoured: set[str]) -> InvalidRequest:
-    near = near_match(name, sorted(honoured | HARMLESS | NO_OP_VALUES.keys()))
-    cure = f"did you mean {near!r}?" if near else "leave it out"
-    name = name[:_LONGEST_NAME]
-    return InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
-
-
-def near_match(name: str, known: Iterable[str]) -> str | None:
+def near_match(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
     """Return the known name that was probably meant. Of a long name only the start is compared."""
-    return next(iter(difflib.get_close_matches(name[:_LONGEST_NAME], list(known), n=1)), None)
+    start = name[:_LONGEST_NAME]
+    return next(iter(difflib.get_close_matches(start, list(known), n=1, cutoff=likeness)), None)
 
 
 def with_one_unknown(value: Any, known: Collection[str]) -> Any:

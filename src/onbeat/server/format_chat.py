@@ -9,7 +9,7 @@ import orjson
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.answer import FinishedChoice
-from onbeat.server.answer_head import NO_EXTRAS, AnswerHead, AnswerOptions, Extras
+from onbeat.server.answer_head import AnswerHead, AnswerOptions, Extras
 from onbeat.server.choice import ChoiceDelta
 from onbeat.server.logprobs import chat_logprobs
 from onbeat.server.sse import ChunkTemplate, event
@@ -57,12 +57,10 @@ class ChatFormat:
             "logprobs": None,
             "finish_reason": None,
         }
-        if self._options.token_ids:
-            choice["prompt_token_ids"] = list(delta.choice.request.prompt_token_ids)
-        if usage is None:
-            return self._template.chunk(orjson.dumps(choice), NO_EXTRAS)
-        usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
-        return self._template.chunk(orjson.dumps(choice), Extras(usage=usage))
+        if usage is not None:
+            usage = {**usage, "completion_tokens": 0, "total_tokens": usage["prompt_tokens"]}
+        ids = delta.choice.request.prompt_token_ids if self._options.token_ids else None
+        return self._template.chunk(orjson.dumps(choice), Extras(usage=usage, prompt_token_ids=ids))
 
     def _choice(self, delta: ChoiceDelta) -> bytes:
         content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
@@ -83,7 +81,8 @@ class ChatFormat:
     def _whole(self, finished: FinishedChoice) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": finished.choice.index,
-            "message": {"role": self._role, "content": finished.text, "refusal": None},
+            # no null `refusal`: clients send the message back, and some make a field of their own out of it
+            "message": {"role": self._role, "content": finished.text},
             "logprobs": chat_logprobs(finished.tokens, self._tokenizer) if self._options.logprobs else None,
             "finish_reason": finished.finish_reason,
             "stop_reason": finished.choice.stop_reason,

@@ -23,7 +23,13 @@ from onbeat.server.slo_headers import bearer_key
 
 logger = logging.getLogger("onbeat.server")
 
+IGNORED_FIELDS_HEADER = "x-onbeat-ignored-fields"
+"""Of answers: the fields of the request that this server does not know and left out."""
+
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_UNFIT = re.compile(r"[^A-Za-z0-9._:/+=@$\[\]-]")
+_MOST_NAMED = 1000
+"""Ignored fields that the log names; a scan with made-up names says nothing after these."""
 _PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics"))
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _MOST_QUOTED = 100
@@ -58,6 +64,7 @@ class RequestLog:
         self._endpoints = endpoints
         self._on_done = on_done
         self._log_requests = log_requests
+        self._named: set[str] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -71,6 +78,8 @@ class RequestLog:
                 context.status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = context.request_id
+                if context.ignored_fields:
+                    headers[IGNORED_FIELDS_HEADER] = ", ".join(map(_printable, context.ignored_fields))
                 if not headers.get("content-type", "").startswith("text/event-stream"):
                     headers["openai-processing-ms"] = str(round(context.elapsed * 1000))
             await send(message)
@@ -91,18 +100,33 @@ class RequestLog:
     def _endpoint(self, path: str) -> str:
         if path.startswith("/v1/models/"):
             return "/v1/models/{model}"
+        if path.startswith("/docs/"):  # scripts and styles of the page
+            return "/docs"
         return path if path in self._endpoints else "unmatched"
 
     def _finish(self, scope: Scope, context: HttpContext) -> None:
         if context.status == 0:
             context.status = CLIENT_GONE
         self._on_done(context)
+        self._name_ignored(context)
         if self._log_requests:
             # those who probe ask every few seconds
             is_probe = context.endpoint in _PROBES and context.status < 400
             logger.log(
                 logging.DEBUG if is_probe else logging.INFO, "%s", _access_line(scope["method"], context)
             )
+
+    def _name_ignored(self, context: HttpContext) -> None:
+        """Say once of each field that nobody knows it."""
+        for field in map(_printable, context.ignored_fields):
+            if field not in self._named and len(self._named) < _MOST_NAMED:
+                self._named.add(field)
+                logger.warning("%s: unknown field %s is ignored (said once)", context.endpoint, field)
+
+
+def _printable(name: str) -> str:
+    """Return the name of a field as a header and a line of the log may hold it."""
+    return _UNFIT.sub("?", name[:100])
 
 
 def _request_id(scope: Scope) -> str:

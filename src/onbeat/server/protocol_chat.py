@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from pydantic import Field
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import ServerConfig
 from onbeat.server.messages import ChatMessages
-from onbeat.server.sampling_fields import SamplingFields
+from onbeat.server.sampling_fields import SamplingFields, Whole
 
 _RESERVED_VARIABLES = frozenset(
     (
@@ -19,14 +19,30 @@ _RESERVED_VARIABLES = frozenset(
 )
 
 
+class RenderedChat(Protocol):
+    """A body with a chat that is to become a prompt."""
+
+    @property
+    def messages(self) -> ChatMessages | None: ...
+
+    @property
+    def add_generation_prompt(self) -> bool | None: ...
+
+    @property
+    def continue_final_message(self) -> bool | None: ...
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any] | None: ...
+
+
 class ChatCompletionRequest(SamplingFields):
     """OpenAI's chat completion, with vLLM's extra fields."""
 
     messages: ChatMessages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
     """Goes before the deprecated `max_tokens`."""
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0)
+    top_logprobs: Whole | None = Field(None, ge=0)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on writing the last message instead of answering it."""
@@ -59,6 +75,16 @@ def check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
             f"top_logprobs is {body.top_logprobs}; this server allows at most {config.max_top_logprobs}",
             param="top_logprobs",
         )
+    check_rendering(body)
+
+
+def check_rendering(body: RenderedChat) -> None:
+    """Check the fields that say how a chat becomes a prompt.
+
+    Raises
+    ------
+    InvalidRequest : they contradict each other, or set what the server sets.
+    """
     if body.continue_final_message and body.add_generation_prompt is not False:
         raise InvalidRequest(
             "continue_final_message needs add_generation_prompt to be false: the answer cannot both start "

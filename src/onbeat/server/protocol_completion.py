@@ -9,11 +9,11 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import ServerConfig
-from onbeat.server.sampling_fields import SamplingFields
+from onbeat.server.sampling_fields import SamplingFields, Whole
 
 PromptInput = str | list[int]
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -52,7 +52,7 @@ class CompletionRequest(SamplingFields):
     prompt: Annotated[list[PromptInput], PlainValidator(_checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool | None = None
     """Put the prompt before the answer."""
-    logprobs: int | None = Field(None, ge=0)
+    logprobs: Whole | None = Field(None, ge=0)
 
 
 def check_completion(body: CompletionRequest, config: ServerConfig) -> None:

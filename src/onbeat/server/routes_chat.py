@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 
 from onbeat.server.answer import AnswerResponse, Job
 from onbeat.server.answer_head import AnswerOptions
 from onbeat.server.body import parse_body, read_json_object
+from onbeat.server.context import HttpContext, context_of
+from onbeat.server.fields import asks_not_to_think
 from onbeat.server.format_chat import ChatFormat
 from onbeat.server.generation import TextOptions
 from onbeat.server.messages import template_messages
 from onbeat.server.prompts import EncodeOptions, chat_prompt, fit_max_tokens, truncation
-from onbeat.server.protocol_chat import ChatCompletionRequest, check_chat
+from onbeat.server.protocol_chat import ChatCompletionRequest, RenderedChat, check_chat
 from onbeat.server.sampling_fields import SamplingFields, check_common, sampling_params
 from onbeat.server.services import Services, make_choices
 from onbeat.server.slo_terms import read_terms
@@ -29,12 +33,13 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
     services.lifecycle.check_open()
     raw = await read_json_object(request)
     arrival = time.monotonic()
-    body = parse_body(ChatCompletionRequest, raw)
+    context = context_of(request.scope)
+    body = parse_body(ChatCompletionRequest, raw, context)
     model = services.check_model(body.model)
     check_common(body, services.config, services.info)
     check_chat(body, services.config)
     terms = read_terms(body, request.headers, services.config)
-    prompt = await encode_chat(body, services)
+    prompt = await _encode(body, await render_chat(body, raw, services, context), services)
     max_tokens = fit_max_tokens(
         len(prompt),
         asked=body.asked_max_tokens,
@@ -69,16 +74,36 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
     return AnswerResponse(job, services.generator, services.lifecycle)
 
 
-async def encode_chat(body: ChatCompletionRequest, services: Services) -> list[int]:
-    """Return the prompt's token ids. The template writes special tokens itself, so none are added."""
-    text = await chat_prompt(
+async def render_chat(
+    body: RenderedChat, raw: Mapping[str, Any], services: Services, context: HttpContext
+) -> str:
+    """Return a chat as the text that the model completes.
+
+    Parameters
+    ----------
+    body : the checked body.
+    raw : the same as it came, with the fields that ask for nothing.
+    services : has the template.
+    context : gets the names of the fields of messages that are ignored.
+
+    Raises
+    ------
+    RequestRejected : there is no template, or the messages are not what it takes.
+    """
+    messages = template_messages(body.messages or [], context)
+    no_thinking = {"enable_thinking": False} if asks_not_to_think(raw) else {}
+    return await chat_prompt(
         services.encoder,
         services.chat_template,
-        template_messages(body.messages),
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
+        variables={**no_thinking, **(body.chat_template_kwargs or {})},
     )
+
+
+async def _encode(body: ChatCompletionRequest, text: str, services: Services) -> list[int]:
+    """Return the prompt's token ids. The template writes special tokens itself, so none are added."""
     truncate_to = truncation(
         body.truncate_prompt_tokens,
         max_model_len=services.info.max_model_len,

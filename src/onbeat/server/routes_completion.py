@@ -10,6 +10,7 @@ from onbeat.core.request import SamplingParams
 from onbeat.server.answer import AnswerResponse, Job
 from onbeat.server.answer_head import AnswerOptions
 from onbeat.server.body import parse_body, read_json_object
+from onbeat.server.context import context_of
 from onbeat.server.format_completion import CompletionFormat
 from onbeat.server.prompts import EncodeOptions, fit_max_tokens, truncation
 from onbeat.server.protocol_completion import CompletionRequest, PromptInput, check_completion
@@ -33,7 +34,9 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     raw = await read_json_object(request)
     arrival = time.monotonic()
     # best_of = n ranks nothing
-    body = parse_body(CompletionRequest, raw, extra_no_ops={"best_of": raw.get("n")})
+    body = parse_body(
+        CompletionRequest, raw, context_of(request.scope), extra_no_ops={"best_of": raw.get("n")}
+    )
     model = services.check_model(body.model)
     check_common(body, services.config, services.info, num_prompts=len(body.prompt))
     check_completion(body, services.config)

@@ -11,8 +11,11 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import parse_body, read_json_object
-from onbeat.server.messages import ChatMessages, template_messages
-from onbeat.server.prompts import EncodeOptions, chat_prompt
+from onbeat.server.context import context_of
+from onbeat.server.messages import ChatMessages
+from onbeat.server.prompts import EncodeOptions
+from onbeat.server.protocol_chat import check_rendering
+from onbeat.server.routes_chat import render_chat
 from onbeat.server.sampling_fields import check_token_ids
 from onbeat.server.services import Services
 
@@ -20,7 +23,9 @@ from onbeat.server.services import Services
 class TokenizeRequest(BaseModel):
     """A text, or a chat, whose tokens are wanted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(
+        strict=True, json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
 
     model: str | None = None
     prompt: str | None = None
@@ -28,13 +33,15 @@ class TokenizeRequest(BaseModel):
     add_special_tokens: bool | None = None
     """True by default for a prompt, false for messages, whose template writes them."""
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(BaseModel):
     """Tokens whose text is wanted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     tokens: Annotated[list[int], Field(fail_fast=True)]
@@ -42,40 +49,40 @@ class DetokenizeRequest(BaseModel):
 
 async def answer_tokenize(request: Request, services: Services) -> Response:
     """Return the token ids of a text or chat."""
-    body = parse_body(TokenizeRequest, await read_json_object(request))
+    raw = await read_json_object(request)
+    context = context_of(request.scope)
+    body = parse_body(TokenizeRequest, raw, context)
     services.check_model(body.model)
-    token_ids = await _tokenize(body, services)
-    answer: dict[str, Any] = {
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    text = body.prompt
+    if text is None:
+        check_rendering(body)
+        text = await render_chat(body, raw, services, context)
+    token_ids = await services.encoder.encode_text(text, _encode_options(body))
+    strs = None
+    if body.return_token_strs:
+        strs = await services.encoder.off_loop(
+            len(token_ids), lambda: list(map(services.tokenizer.token_text, token_ids))
+        )
+    answer = {
         "count": len(token_ids),
         "max_model_len": services.info.max_model_len,
         "tokens": token_ids,
+        "token_strs": strs,
     }
-    if body.return_token_strs:
-        answer["token_strs"] = await services.encoder.off_loop(
-            len(token_ids), lambda: list(map(services.tokenizer.token_text, token_ids))
-        )
     return Response(orjson.dumps(answer), media_type="application/json")
 
 
-async def _tokenize(body: TokenizeRequest, services: Services) -> list[int]:
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequest("send either prompt or messages", param="prompt")
-    if body.prompt is not None:
-        options = EncodeOptions(add_special_tokens=body.add_special_tokens is not False)
-        return await services.encoder.encode_text(body.prompt, options)
-    text = await chat_prompt(
-        services.encoder,
-        services.chat_template,
-        template_messages(body.messages or []),
-        add_generation_prompt=body.add_generation_prompt is not False,
-    )
-    options = EncodeOptions(add_special_tokens=bool(body.add_special_tokens), param="messages")
-    return await services.encoder.encode(text, options)
+def _encode_options(body: TokenizeRequest) -> EncodeOptions:
+    if body.prompt is None:
+        return EncodeOptions(add_special_tokens=bool(body.add_special_tokens), param="messages")
+    return EncodeOptions(add_special_tokens=body.add_special_tokens is not False)
 
 
 async def answer_detokenize(request: Request, services: Services) -> Response:
     """Return the text of token ids, special tokens included."""
-    body = parse_body(DetokenizeRequest, await read_json_object(request))
+    body = parse_body(DetokenizeRequest, await read_json_object(request), context_of(request.scope))
     services.check_model(body.model)
     check_token_ids(body.tokens, services.info.vocab_size, "tokens")
     text = await services.encoder.off_loop(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -51,6 +52,15 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
     return biases
 
 
+def _whole(value: object) -> object:
+    # above, a float may stand for an integer that it cannot hold
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+"""An integer, which JSON may write as 5.0: some languages have no other numbers."""
+
+
 class StreamOptions(BaseModel):
     """What a stream says beside its text."""
 
@@ -72,39 +82,39 @@ class StreamOptions(BaseModel):
 class SamplingFields(PromiseFields):
     """Fields of both completion endpoints. Null means the default everywhere."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(strict=True)
 
     model: str | None = None
     """One of /v1/models; the served model if absent."""
-    n: int | None = Field(None, ge=1)
+    n: Whole | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: Whole | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1, lt=2**31)
+    top_k: Whole | None = Field(None, ge=-1, lt=2**31)
     """-1 and 0 keep all tokens."""
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    seed: int | None = Field(None, ge=-_INT64, lt=_INT64)
+    seed: Whole | None = Field(None, ge=-_INT64, lt=_INT64)
     stop: (
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
     ) = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = Field(None, ge=0)
+    min_tokens: Whole | None = Field(None, ge=0)
     logit_bias: Annotated[dict[int, float] | None, PlainValidator(_checked_bias), _BIAS_SCHEMA] = None
     """Token id (in JSON a string) to the value added to its logit."""
     allowed_token_ids: TokenIds | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=-1)
+    truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
     """Keep only this many of the prompt's last tokens; -1 keeps what fits."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
     """Lower is earlier; needs the priority scheduling policy unless 0."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
 

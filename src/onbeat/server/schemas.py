@@ -72,7 +72,6 @@ class ChatLogprobs(BaseModel):
 class AnswerMessage(BaseModel):
     role: str
     content: str
-    refusal: None
 
 
 class _Choice(BaseModel):

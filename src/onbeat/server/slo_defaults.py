@@ -80,9 +80,18 @@ class SLODefaults:
             )
 
     def promises(self) -> dict[str, SLO]:
-        """Return all that this server may promise, by class; its own defaults as `default`."""
+        """Return what its owner has this server promise, by class; its own defaults as `default`.
+
+        A class built in counts where a flag or a key names it, or a file changes it.
+        """
         own = {} if self.slo.is_empty else {"default": self.slo}
-        return own | {name: terms.slo for name, terms in self.classes.items()}
+        built_in = built_in_classes()
+        named = {self.slo_class, *(terms.slo_class for terms in self.keys.values())}
+        return own | {
+            name: terms.slo
+            for name, terms in self.classes.items()
+            if name in named or terms != built_in.get(name)
+        }
 
 
 def check_weight(weight: float | None) -> None:

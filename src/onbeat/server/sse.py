@@ -53,5 +53,7 @@ class ChunkTemplate:
             parts.append(b',"usage":null')
         if extras.slo is not None:
             parts += (b',"slo":', orjson.dumps(extras.slo))
+        if extras.prompt_token_ids is not None:
+            parts += (b',"prompt_token_ids":', orjson.dumps(extras.prompt_token_ids))
         parts.append(b"}\n\n")
         return b"".join(parts)

@@ -360,6 +360,15 @@ def test_lengths_below_one_are_refused(
     assert "must be a whole number of at least 1" in capsys.readouterr().err
 
 
+def test_a_server_that_cannot_be_asked_leaves_the_error_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["bench", "serve", "--base-url", "http://127.0.0.1:9", "--model", "m"]) != 0
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("onbeat: error: ")
+    assert "asking" not in error
+
+
 def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench(server, "--num-prompt", "3")

@@ -172,7 +172,7 @@ class OneByteOneFlop:
         return 2.0 * shape.num_new_tokens
 
 
-def stats(seconds: float) -> StepStats:
+def stats(seconds: float, start: float = 10.0) -> StepStats:
     shape = BatchShape()
     shape.add(10, 1, samples=True)
     counts: dict[str, Any] = dict.fromkeys(
@@ -184,7 +184,7 @@ def stats(seconds: float) -> StepStats:
         "schedule_seconds": 0.0,
         "update_seconds": 0.0,
     }
-    return StepStats(0, 10.0, 10.0 + seconds, shape, **counts, **host)
+    return StepStats(0, start, start + seconds, shape, **counts, **host)
 
 
 def test_a_step_is_judged_by_the_peaks():
@@ -196,13 +196,53 @@ def test_a_step_is_judged_by_the_peaks():
     assert (stopped.mbu, stopped.mfu) == (None, None)
 
 
-def test_drift_is_said_once_when_it_comes_and_once_when_it_goes(caplog):
-    drifts = iter([None, *(Drift(alarm, 1.5, 99) for alarm in (False, True, True, False, False))])
-    watch = StepWatch(OneByteOneFlop(), memory_bandwidth=1.0, peak_flops=1.0, drift=lambda: next(drifts))
+def drift_lines(caplog, alarms: list[tuple[float, bool]], *, ratio=1.5, was_measured=True) -> list[str]:
+    """Judge steps that end at given times with the alarm on or off; return what the log says."""
+    drifts = iter([Drift(alarm, ratio, 99) for _, alarm in alarms])
+    watch = StepWatch(
+        OneByteOneFlop(),
+        memory_bandwidth=1.0,
+        peak_flops=1.0,
+        drift=lambda: next(drifts),
+        was_measured=was_measured,
+    )
     with caplog.at_level(logging.WARNING):
-        for _ in range(6):
-            watch.judge(stats(0.1))
-    assert ["1.50 times what" in record.message for record in caplog.records] == [True, False]
+        for end, alarm in alarms:
+            step = stats(0.1, start=end - 0.1)
+            watch.judge(step)
+            assert step.is_drifting is alarm
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_drift_that_lasts_is_said_when_it_comes_and_when_it_goes(caplog):
+    steps = [
+        (0, False),
+        (1, True),
+        (40, True),
+        (70, True),
+        (140, True),
+        (150, False),
+        (211, False),
+        (300, False),
+    ]
+    came, went = drift_lines(caplog, steps)
+    assert came.startswith("steps take 1.50 times what their profile says")
+    assert "something else loads the machine" in came
+    assert went == "steps take what their profile says again (1.50 times)"
+
+
+def test_drift_that_comes_and_goes_is_not_said(caplog):
+    assert drift_lines(caplog, [(10.0 * i, i % 5 != 0) for i in range(100)]) == []
+
+
+def test_faster_steps_blame_no_load(caplog):
+    (line,) = drift_lines(caplog, [(0, True), (61, True)], ratio=0.4)
+    assert "0.40 times" in line
+    assert "loads" not in line
+
+
+def test_what_was_only_computed_cannot_drift(caplog):
+    assert drift_lines(caplog, [(0, True), (100, True)], was_measured=False) == []
 
 
 def test_predicting_and_judging_a_step_costs_microseconds(config):

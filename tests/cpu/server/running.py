@@ -29,8 +29,9 @@ TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
     "{% if m.content == 'show' %}{{ shown | tojson }}{% endif %}"
-    "[{{ m.role }}]{{ m.content }}\n"
+    "[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}\n"
     "{% endfor %}"
+    "{% if enable_thinking is defined and not enable_thinking %}<no thinking>{% endif %}"
     "{% if add_generation_prompt %}[assistant]{% if loud %}!{% endif %}{% endif %}"
 )
 

@@ -160,7 +160,7 @@ async def prompt_of(served: Served, engine: FakeEngine, **fields: Any) -> str:
 async def test_chat_prompts(served: Served, engine: FakeEngine) -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
-    assert await prompt_of(served, engine, messages=messages) == "[system]be\n[user]ab\n[assistant]"
+    assert await prompt_of(served, engine, messages=messages) == "[system]be\n[user]a\nb\n[assistant]"
     assert await prompt_of(served, engine, add_generation_prompt=False) == "[user]hi\n"
     assert await prompt_of(served, engine, chat_template_kwargs={"loud": True}) == "[user]hi\n[assistant]!"
 
@@ -219,9 +219,55 @@ async def test_tokenize_and_back(served: Served) -> None:
         "tokens": [BOS, 0xC3, 0xA9],
         "token_strs": ["<bos>", "\ufffd", "\ufffd"],
     }
+    assert (await served.post("/tokenize", {"prompt": "é"})).json["token_strs"] is None
     assert (await served.post("/tokenize", {"messages": HELLO})).json["count"] == 20
     assert (await served.post("/tokenize", {"prompt": "", "add_special_tokens": False})).json["tokens"] == []
     assert (await served.post("/detokenize", {"tokens": [BOS, 0xC3, 0xA9]})).json == {"prompt": "<bos>é"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"add_generation_prompt": False},
+        {"add_generation_prompt": False, "continue_final_message": True},
+        {"chat_template_kwargs": {"loud": True}},
+        {"reasoning_effort": "none", "max_tokens": 3, "temperature": 0, "seed": 1, "tools": []},
+    ],
+    ids=str,
+)
+async def test_tokenize_counts_what_chat_takes(
+    served: Served, engine: FakeEngine, fields: dict[str, Any]
+) -> None:
+    body = {"messages": [*HELLO, {"role": "assistant", "content": "Well"}], **fields}
+    tokens = (await served.post("/tokenize", body)).json["tokens"]
+    assert (await served.post(CHAT, body)).json["usage"]["prompt_tokens"] == len(tokens)
+    assert list(engine.requests[0].prompt_token_ids) == tokens
+
+
+async def test_tokenize_refuses_what_chat_refuses(served: Served) -> None:
+    for fields, param in (
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"tools": [{}]}, "tools"),
+    ):
+        answer = await served.post("/tokenize", {"messages": HELLO, **fields})
+        assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_an_answer_says_nothing_of_refusals(served: Served) -> None:
+    message = (await ask_chat(served))["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "Hello, world!"}
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc"])
+async def test_the_pages_of_the_description_need_no_other_host(served: Served, path: str) -> None:
+    page = (await served.get(path)).body.decode()
+    links = re.findall(r"(?:src|href)=[\"']([^\"']+)", page)
+    assert any(link.endswith(".js") for link in links)
+    for link in links:
+        assert link.startswith("/"), link
+        assert len((await served.get(link)).body) > 1000
 
 
 async def test_request_ids_are_echoed_or_made(served: Served) -> None:

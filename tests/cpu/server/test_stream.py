@@ -185,6 +185,17 @@ async def test_token_ids_are_returned_on_request(served: Served) -> None:
     assert "prompt_token_ids" not in second
 
 
+async def test_token_ids_of_a_chats_prompt_are_beside_its_choices(served: Served) -> None:
+    body = chat(max_tokens=2, return_token_ids=True)
+    events = (await served.events(CHAT, body))[:-1]
+    whole = (await served.post(CHAT, body)).json
+    assert bytes(whole["prompt_token_ids"]) == b"[user]hi\n[assistant]"
+    assert [event.get("prompt_token_ids") for event in events] == [whole["prompt_token_ids"], None, None]
+    assert all("prompt_token_ids" not in event["choices"][0] for event in [*events, whole])
+    assert [event["choices"][0].get("token_ids") for event in events] == [None, [72], [101]]
+    assert whole["choices"][0]["token_ids"] == [72, 101]
+
+
 async def test_chat_logprobs_cover_all_shown_tokens(served: Served, engine: FakeEngine) -> None:
     engine.script.text = "é!"
     events = await served.events(CHAT, chat(logprobs=True, top_logprobs=2))

@@ -13,6 +13,7 @@ from onbeat.bench.record import RequestRecord
 from onbeat.report import charts
 from onbeat.report.result import RunResult
 from onbeat.report.run_report import describe_load, write_report
+from onbeat.report.table import latency_columns
 from tests.pure.bench.results import failure, make_records, make_result
 
 
@@ -148,6 +149,22 @@ def test_trade_off_has_one_line_a_series() -> None:
 
     assert figure is not None
     assert [(line["name"], len(line["x"])) for line in figure["data"]] == [("a", 2), ("b", 1)]
+
+
+@pytest.mark.parametrize(("num_gpus", "title"), [(1, "output tokens/s"), (2, "output tokens/s per GPU")])
+def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str) -> None:
+    result = make_result()
+    result.summary["output_throughput_per_gpu"] = result.summary["output_throughput"] / num_gpus
+    figure = charts.tradeoff_figure([result], "mean_tpot_ms", "TPOT")
+    assert figure is not None
+    assert figure["layout"]["xaxis"]["title"]["text"] == title
+
+
+@pytest.mark.parametrize(
+    ("percentiles", "columns"), [((50, 99), "mean std p50 p99 max"), ((90,), "mean median std p90 max")]
+)
+def test_the_median_is_shown_once(percentiles: tuple[float, ...], columns: str) -> None:
+    assert latency_columns(percentiles) == columns.split()
 
 
 def test_long_runs_are_thinned_but_keep_their_longest_gap() -> None:

@@ -81,6 +81,8 @@ def test_help_can_be_shown(command: tuple[str, ...]) -> None:
         (["serve", "--max-model-lem", "8"], "unknown flag --max-model-lem; did you mean --max-model-len?"),
         (["serve", "--max_modl_len=8"], "unknown flag --max-modl-len; did you mean --max-model-len?"),
         (["serve", "--qqq"], "unknown flag --qqq (see onbeat serve --help)"),
+        (["serve", "--lora-modules", "x"], "unknown flag --lora-modules (see"),
+        (["serve", "--convert", "x"], "unknown flag --convert (see"),
         (["serve", "--max-model", "8"], "unknown flag --max-model"),  # no abbreviations
         (["serve", "a.gguf", "b.gguf"], "unexpected argument 'b.gguf'"),
         (["serve", "-x"], "unknown flag -x"),

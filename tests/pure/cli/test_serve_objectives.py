@@ -34,7 +34,7 @@ def test_without_flags_nothing_is_promised() -> None:
         ShedMode.RELEGATE,
         "stream",
     )
-    assert plain.promises() == SLO_CLASSES
+    assert plain.promises() == {}
 
 
 def test_flags_become_defaults() -> None:
@@ -44,7 +44,18 @@ def test_flags_become_defaults() -> None:
     )
     assert given.slo == SLO(ttft=0.5, tbt=0.0505, e2e=10.0)
     assert (given.slo_class, given.mode, given.shed) == ("batch", "gap", ShedMode.REJECT)
-    assert given.promises() == {"default": given.slo, **SLO_CLASSES}
+    assert given.promises() == {"default": given.slo, "batch": SLO_CLASSES["batch"]}
+
+
+def test_only_classes_in_use_are_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEAM_A_KEY", "team-a")
+    file = tmp_path / "classes.yaml"
+    file.write_text(
+        "classes: [{name: chat, ttft_ms: 800}, {name: batch, ttft_ms: 9000}]\n"
+        "api_keys: [{key_env: TEAM_A_KEY, class: interactive}]"
+    )
+    given = defaults("--slo-classes", str(file), "--api-key", "team-a")
+    assert given.promises().keys() == {"chat", "batch", "interactive"}
 
 
 def test_the_classes_file_names_classes_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

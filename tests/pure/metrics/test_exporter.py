@@ -178,6 +178,7 @@ def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
         families = {name.removesuffix(suffix) for name in families}
     assert families == VLLM_NAMES
     assert aliased["vllm:generation_tokens_total"] == 4
+    assert aliased["vllm:iteration_tokens_total_sum"] == 6 + 3  # of the prompt, and one a step
     assert aliased["vllm:kv_cache_usage_perc"] == pytest.approx(0.02)
     assert aliased["vllm:request_success_total{finished_reason=length}"] == 1
 

@@ -1,0 +1,187 @@
+"""Fields that the server does not honour: ignored and named, taken for a slip of the pen, or refused."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from tests.cpu.server.running import HELLO, Answer, Served
+from tests.fakes_engine import FakeEngine
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+IGNORED = "x-onbeat-ignored-fields"
+
+
+async def chat(served: Served, **fields: Any) -> Answer:
+    return await served.post(CHAT, {"messages": HELLO, **fields})
+
+
+def refused(answer: Answer) -> tuple[str, str]:
+    """Return code and message of a 400."""
+    assert answer.status == 400, answer.body
+    return answer.error["code"], answer.error["message"]
+
+
+async def test_unknown_fields_are_taken_and_named(served: Served) -> None:
+    answer = await chat(served, xyzzy=1, provider={"order": []})
+    assert (answer.status, answer.headers[IGNORED]) == (200, "xyzzy, provider")
+    assert IGNORED not in (await chat(served)).headers
+
+
+async def test_streams_and_errors_name_them_too(served: Served) -> None:
+    assert (await chat(served, xyzzy=1, stream=True)).headers[IGNORED] == "xyzzy"
+    answer = await chat(served, xyzzy=1, temperature=7)
+    assert (answer.status, answer.headers[IGNORED]) == (400, "xyzzy")
+
+
+async def test_unknown_fields_of_messages_and_parts_are_taken(served: Served, engine: FakeEngine) -> None:
+    part = {"type": "text", "text": "hi", "lang": "en"}
+    messages = [
+        {"role": "user", "content": [part, part], "id": "m1"},
+        {"role": "assistant", "content": "yes", "id": "m2", "provider_specific_fields": {"refusal": None}},
+        {"role": "user", "content": "why?", "metadata": {}},
+    ]
+    answer = await served.post(CHAT, {"messages": messages})
+    assert answer.status == 200, answer.body
+    names = ["messages[].id", "messages[].provider_specific_fields", "messages[].metadata"]
+    assert answer.headers[IGNORED].split(", ") == [*names, "messages[].content[].lang"]
+    assert b"[assistant]yes" in bytes(engine.requests[0].prompt_token_ids)
+
+
+async def test_the_log_names_a_field_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "onbeat.server"):
+        for _ in range(3):
+            await chat(served, xyzzy=1)
+    assert [record.getMessage() for record in caplog.records] == [
+        "/v1/chat/completions: unknown field xyzzy is ignored (said once)"
+    ]
+
+
+async def test_no_name_breaks_the_header_or_the_log(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "onbeat.server"):
+        answer = await chat(served, **{"a\r\nSet-Cookie: b": 1, "größe, €": 2, "w" * 5000: 3})
+    assert answer.headers[IGNORED] == f"a??Set-Cookie:?b, gr??e???, {'w' * 100}"
+    assert all("\n" not in record.getMessage() for record in caplog.records)
+
+
+async def test_the_log_stops_naming_made_up_fields(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "onbeat.server"):
+        for start in range(0, 1200, 30):
+            body = {"messages": "no", **{f"zz{start + i}": 1 for i in range(30)}}
+            await served.post(CHAT, body)
+    assert len(caplog.records) == 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("Temperature", "temperature"),
+        ("top-p", "top_p"),
+        ("maxTokens", "max_tokens"),
+        ("max_new_tokens", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("stop_token", "stop_token_ids"),
+    ],
+)
+async def test_a_slip_of_the_pen_is_refused(served: Served, name: str, meant: str) -> None:
+    code, message = refused(await served.post(TEXT, {"prompt": "a", name: 1}))
+    assert code == "unknown_parameter"
+    assert f"did you mean {meant!r}" in message
+
+
+async def test_a_slip_of_the_pen_in_a_message_is_refused(served: Served) -> None:
+    messages = [{"role": "user", "content": "x", "reasoning_contnt": "x"}]
+    code, message = refused(await served.post(CHAT, {"messages": messages}))
+    assert (code, "'reasoning_content'" in message) == ("unknown_parameter", True)
+
+
+@pytest.mark.parametrize("name", ["cache_prompt", "user_id", "agent", "reasoning", "prompt", "options"])
+async def test_foreign_names_are_no_slips(served: Served, name: str) -> None:
+    assert (await chat(served, **{name: True})).status == 200
+
+
+async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
+    code, message = refused(await chat(served, **{f"zz{i}": 1 for i in range(100_000)}))
+    assert (code, "100000 fields are unknown" in message) == ("unknown_parameter", True)
+    messages = [{"role": "user", "content": "x", f"zz{i}": 1} for i in range(1000)]
+    assert "messages[]" in refused(await served.post(CHAT, {"messages": messages}))[1]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": []},
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"functions": [{"name": "f"}], "function_call": "none"},
+        {"response_format": {"type": "text"}},
+        {"reasoning_effort": None},
+        {"reasoning_effort": "none"},
+        {"thinking": {"type": "disabled"}},
+        {"enable_thinking": False},
+        {"think": False},
+        {"grammar": ""},
+        {"mirostat": 0},
+        {"typical_p": 1.0},
+        {"lora_path": None},
+        {"cache_prompt": True},
+    ],
+    ids=str,
+)
+async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, Any]) -> None:
+    for path, body in ((CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})):
+        answer = await served.post(path, {**body, **fields})
+        assert answer.status == 200, answer.body
+        assert IGNORED not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "auto"},
+        {"reasoning_effort": "high"},
+        {"thinking": {"type": "enabled"}},
+        {"enable_thinking": True},
+        {"enable_thinking": 0},
+        {"grammar": "root ::= 'x'"},
+        {"mirostat": 2},
+        {"typical_p": 0.5},
+    ],
+    ids=str,
+)
+async def test_what_would_change_the_output_is_refused(served: Served, fields: dict[str, Any]) -> None:
+    answer = await chat(served, **fields)
+    assert (refused(answer)[0], answer.error["param"]) == ("unsupported_parameter", next(iter(fields)))
+
+
+async def test_templates_learn_that_no_reasoning_is_wanted(served: Served, engine: FakeEngine) -> None:
+    shown = {"messages": [{"role": "user", "content": "think?"}]}
+    await served.post(CHAT, shown)
+    await served.post(CHAT, {**shown, "reasoning_effort": "none"})
+    asked = {**shown, "think": False, "chat_template_kwargs": {"enable_thinking": True}}
+    await served.post(CHAT, asked)
+    prompts = [bytes(request.prompt_token_ids) for request in engine.requests]
+    assert [b"<no thinking>" in prompt for prompt in prompts] == [False, True, False]
+
+
+async def test_reasoning_of_earlier_answers_reaches_the_template(served: Served, engine: FakeEngine) -> None:
+    for field in ("reasoning", "reasoning_content"):
+        answer = {"role": "assistant", "content": "yes", field: "hm"}
+        assert (await served.post(CHAT, {"messages": [*HELLO, answer, *HELLO]})).status == 200
+    assert [b"(hm)" in bytes(request.prompt_token_ids) for request in engine.requests] == [True, True]
+
+
+@pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
+async def test_parts_with_text_are_joined_by_line(served: Served, engine: FakeEngine, kind: str) -> None:
+    parts = [{"type": kind, "text": "Summarise this:"}, {"type": kind, "text": "Doc."}, "Thanks."]
+    await served.post(CHAT, {"messages": [{"role": "user", "content": parts}]})
+    assert b"[user]Summarise this:\nDoc.\nThanks.\n" in bytes(engine.requests[0].prompt_token_ids)
+
+
+async def test_refusal_parts_hold_text(served: Served, engine: FakeEngine) -> None:
+    parts = [{"type": "refusal", "refusal": "I cannot"}]
+    await served.post(CHAT, {"messages": [*HELLO, {"role": "assistant", "content": parts}, *HELLO]})
+    assert b"[assistant]I cannot" in bytes(engine.requests[0].prompt_token_ids)
