@@ -22,6 +22,7 @@ from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
 from onbeat.server.lifecycle import Lifecycle
 from onbeat.server.middleware import (
+    DOCS_FILES,
     IGNORED_FIELDS_HEADER,
     OPEN_PATHS,
     ApiKeys,
@@ -102,7 +103,7 @@ def create_app(
         redirect_slashes=False,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
-        static_url="/docs/static",
+        static_url=DOCS_FILES,
     )
     app.state.lifecycle = lifecycle
     app.state.engine = engine

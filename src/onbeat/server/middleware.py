@@ -38,7 +38,9 @@ _MOST_QUOTED = 100
 OPEN_PATHS = frozenset(
     ("/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json")
 )
-"""The paths that need no API key. All others do, those that do not exist included."""
+"""The paths that need no API key, beside the files of the page of `/docs`. All others do, those that do not
+exist included."""
+DOCS_FILES = "/docs/static"
 
 
 class RequestLog:
@@ -166,6 +168,10 @@ class PathCheck:
         await error_response(error)(scope, receive, send)
 
 
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(f"{DOCS_FILES}/")
+
+
 class ApiKeys:
     """Lets in only those who carry a key, where keys are set, but for `OPEN_PATHS`."""
 
@@ -174,7 +180,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = not self._keys or scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        is_open = not self._keys or scope["type"] != "http" or _is_open(scope["path"])
         if is_open or self._is_known(bearer_key(Headers(scope=scope))):
             await self._app(scope, receive, send)
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from urllib.parse import urlsplit
 
 import orjson
@@ -67,6 +68,16 @@ async def test_keys_guard_the_api(served: Served) -> None:
 )
 async def test_health_and_metrics_stay_open(served: Served, path: str) -> None:
     assert (await served.get(path)).status == 200
+
+
+@pytest.mark.parametrize("served", [{}, KEYS], indirect=True)
+async def test_the_page_of_the_description_needs_no_other_host_and_no_key(served: Served) -> None:
+    page = (await served.get("/docs")).body.decode()
+    links = re.findall(r"(?:src|href)=[\"']([^\"']+)", page)
+    assert any(link.endswith(".js") for link in links)
+    for link in links:
+        assert link.startswith("/"), link
+        assert len((await served.get(link)).body) > 1000
 
 
 @pytest.mark.parametrize("path", ["/redoc", "/docs/oauth2-redirect"])
