@@ -102,7 +102,6 @@ def create_app(
         lifespan=lifespan,
         redirect_slashes=False,
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         static_url=DOCS_FILES,
     )
     app.state.lifecycle = lifecycle
