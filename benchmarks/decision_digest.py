@@ -57,7 +57,11 @@ from onbeat.workload.trace import Trace, read_trace
 
 NUM_REQUESTS = 400
 SETTINGS = ReplicaSettings(
-    model="meta-llama/Llama-3.1-8B", device="a100-80-sxm", max_model_len=8192, max_num_seqs=64
+    max_queue_seconds=0.0,  # digests are of who runs when, of all requests
+    model="meta-llama/Llama-3.1-8B",
+    device="a100-80-sxm",
+    max_model_len=8192,
+    max_num_seqs=64,
 )
 CLASSES = (
     SLOClass(name="fast", slo=SLO(ttft=0.5, tbt=0.05), share=0.5, weight=2.0),

@@ -14,7 +14,9 @@ from onbeat.workload.slo_classes import SLOClass
 
 
 def _set_up(model: str, device: str, **others: int) -> ReplicaSettings:
-    return ReplicaSettings(model=model, device=device, **{"max_num_seqs": 256, **others})
+    return ReplicaSettings(
+        model=model, device=device, **{"max_num_seqs": 256, "max_queue_seconds": 0.0, **others}
+    )
 
 
 SET_UPS = {

@@ -7,13 +7,14 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import DEFAULT_SHED_ORDER, SHED_ORDERS
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER, SHED_ORDERS
 
 T = TypeVar("T")
 
@@ -52,6 +53,18 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Let a command take its flags from a YAML file too."""
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="file whose keys are long flags; the command line wins over it"
+    )
+
+
+def add_queue_seconds_argument(group: argparse._ArgumentGroup) -> None:
+    """For how long requests may have to wait that are not in time."""
+    group.add_argument(
+        "--max-queue-seconds",
+        type=checked(_queue_seconds, "a number of seconds from 0 on, or none"),
+        metavar="SECONDS",
+        help="longest predicted wait for which another request is taken that cannot be in time, or has no "
+        "objective; beyond it 503 with Retry-After. 0 or none: no limit (default: "
+        f"{DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
     )
 
 
@@ -205,6 +218,13 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(f"expected {what}, got {text!r}") from error
 
     return read
+
+
+def _queue_seconds(text: str) -> float:
+    seconds = 0.0 if text == "none" else float(text)
+    if not 0 <= seconds < inf:
+        raise ValueError(text)
+    return seconds
 
 
 def _seed(text: str) -> int:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from onbeat.cli.args import JSON, count
+from onbeat.cli.args import JSON, add_queue_seconds_argument, count
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import (
     BACKENDS,
@@ -145,7 +145,7 @@ def add_scheduler_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_queue_arguments(group: argparse._ArgumentGroup) -> None:
-    """Limit what may wait: a fuse, whatever the objectives."""
+    """Limit what may wait."""
     group.add_argument(
         "--max-num-queued-reqs",
         type=count,
@@ -158,6 +158,7 @@ def add_queue_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="most prompt tokens that wait, likewise (default: no limit)",
     )
+    add_queue_seconds_argument(group)
 
 
 def add_batch_arguments(group: argparse._ArgumentGroup) -> None:
@@ -240,4 +241,5 @@ def engine_config(args: argparse.Namespace, model: ModelFiles) -> EngineConfig:
         shed_order=args.shed_order,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
+        max_queue_seconds=args.max_queue_seconds,
     )

@@ -6,7 +6,13 @@ import argparse
 from math import isfinite
 from pathlib import Path
 
-from onbeat.cli.args import add_config_flag, add_shed_order_argument, checked, count
+from onbeat.cli.args import (
+    add_config_flag,
+    add_queue_seconds_argument,
+    add_shed_order_argument,
+    checked,
+    count,
+)
 from onbeat.cli.simulate_speculation import add_speculation_arguments, speculation_settings
 from onbeat.cli.workload_options import add_workload_arguments
 from onbeat.core.errors import ConfigError
@@ -161,6 +167,7 @@ def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-num-queued-tokens", type=count, metavar="N", help="most prompt tokens that wait at a replica"
     )
+    add_queue_seconds_argument(group)
     group.add_argument(
         "--enable-prefix-caching",
         action=argparse.BooleanOptionalAction,
@@ -236,6 +243,7 @@ def replica_settings(args: argparse.Namespace) -> ReplicaSettings:
         shed_order=args.shed_order,
         max_num_queued_reqs=args.max_num_queued_reqs,
         max_num_queued_tokens=args.max_num_queued_tokens,
+        max_queue_seconds=args.max_queue_seconds,
         step_noise=args.step_noise,
         speculation=speculation_settings(args),
         disaggregation=disaggregation,

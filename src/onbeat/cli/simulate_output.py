@@ -57,6 +57,7 @@ def as_run(
         "shed_order": limits.shed_order,
         "max_num_queued_reqs": limits.max_num_queued_reqs,
         "max_num_queued_tokens": limits.max_num_queued_tokens,
+        "max_queue_seconds": limits.max_queue_seconds,
         "num_prompts": result.num_requests,
         "request_rate": load.rate if load.arrivals is not None else "inf",
         "burstiness": None,

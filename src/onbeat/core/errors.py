@@ -60,7 +60,24 @@ class PromptTooLong(RequestRejected):
 
 
 class Overloaded(RequestRejected):
-    """The server takes no more requests now. HTTP 503."""
+    """The server takes no more requests now. HTTP 503.
+
+    Parameters
+    ----------
+    message : what is full, and what to do.
+    retry_after : seconds after which there is predicted to be room; None where nobody predicts it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.retry_after = retry_after
 
 
 class SLOUnattainable(RequestRejected):

@@ -193,3 +193,6 @@ class RequestOutput:
     """Draft tokens verified for the request so far."""
     num_accepted_tokens: int = 0
     """Of these, tokens that became output."""
+    retry_after: float | None = None
+    """Set with `FinishReason.EXPIRED` of a request that became best effort while too many wait as such:
+    seconds after which there is predicted to be room. None where its own deadline passed."""

@@ -74,6 +74,9 @@ SHED_ORDERS: tuple[ShedOrder, ...] = get_args(ShedOrder)
 many as possible are in time; `longest-wait`, those that came last, so that who has waited keeps its turn
 however long its prompt is."""
 DEFAULT_SHED_ORDER: ShedOrder = "most"
+DEFAULT_QUEUE_SECONDS = 60.0
+"""Longest predicted wait for which a request is taken that is not in time: so long do proxies wait for the
+first byte of an answer (docs/decisions/queue-bound.md)."""
 
 SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)

@@ -228,7 +228,7 @@ class SchedulerState:
     num_lost: int = 0
     """Running requests so far whose stream could no longer keep its objective."""
     num_rejected: dict[str, int] = field(default_factory=dict)
-    """Reason (`slo_unattainable`, `deadline_exceeded`) -> requests so far."""
+    """Reason (`slo_unattainable`, `deadline_exceeded`, `queue_too_long`) -> requests so far."""
     predicted_wait: float = 0.0
     """Seconds until a prompt that arrived now would be begun."""
     arrival_rate: float = 0.0
@@ -237,6 +237,9 @@ class SchedulerState:
     """Arrival rate x mean service time; at 1 and above the queue grows."""
     decode_slacks: list[float] = field(default_factory=list)
     """Seconds from when the next step may start to the next deadline of each running stream that has one."""
+    queue_seconds: float = 0.0
+    """Predicted seconds until a request that came now, and was not in time or had no objective, would be
+    begun."""
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -67,6 +68,9 @@ class EngineConfig:
     """Most requests that wait; more are refused. None sets no limit."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that wait, likewise."""
+    max_queue_seconds: float | None = None
+    """Longest predicted wait for which another request is taken that is not in time or has no objective,
+    seconds. 0 sets no limit; None is the policy's (`scheduler.replica.policies.queue_seconds`)."""
     slo_classes: Mapping[str, SLO] = field(default_factory=dict)
     """Objectives that requests may carry, by class: at start the engine says which it cannot meet."""
     step_time_profile: str = DEFAULT_STEP_TIME
@@ -84,6 +88,10 @@ class EngineConfig:
         ):
             if value not in choices:
                 raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(choices)}")
+        if self.max_queue_seconds is not None and not 0 <= self.max_queue_seconds < inf:
+            raise ConfigError(
+                f"max_queue_seconds is {self.max_queue_seconds}; it must be seconds, 0 for no limit"
+            )
         for name in (
             *("threads", "tensor_parallel_size", "kv_cache_memory_bytes", "max_model_len"),
             *("max_num_seqs", "max_num_batched_tokens", "max_num_queued_reqs", "max_num_queued_tokens"),

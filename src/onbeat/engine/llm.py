@@ -42,7 +42,8 @@ class LLM:
     ----------
     model : path, known model or hub id, as for `onbeat serve`; None is the embedded model.
     speculative_config : what `--speculative-config` takes, as a mapping; None decodes without drafts.
-    engine_options : fields of `EngineConfig`, such as `dtype`, `policy` or `max_model_len`.
+    engine_options : fields of `EngineConfig`, such as `dtype`, `policy` or `max_model_len`. Nobody waits for
+        an answer here, so that `max_queue_seconds` is 0, no limit, unless given.
 
     Examples
     --------
@@ -64,7 +65,8 @@ class LLM:
         files = resolve_model(model or DEFAULT_MODEL, needs_weights=needs_weights)
         self.tokenizer: Tokenizer = load_tokenizer(files.path)
         self._chat_template = load_chat_template(self.tokenizer, None)
-        self._core, self.info = build_engine(EngineConfig(model=files, **engine_options), _ignore)
+        config = EngineConfig(model=files, **{"max_queue_seconds": 0.0, **engine_options})
+        self._core, self.info = build_engine(config, _ignore)
         self._num_requests = 0
 
     def __enter__(self) -> LLM:

@@ -20,7 +20,7 @@ from onbeat.engine.speculation.build import ProposerPlan, Target, plan_proposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import default_token_budget, make_policy
+from onbeat.scheduler.replica.policies import default_token_budget, make_policy, queue_seconds
 
 OnProgress = Callable[[str], None]
 
@@ -166,6 +166,7 @@ def resolve_limits(
         shed_order=config.shed_order,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        max_queue_seconds=queue_seconds(config.policy, config.max_queue_seconds),
         speculation=None if config.speculative is None else config.speculative.for_scheduler(),
     )
 

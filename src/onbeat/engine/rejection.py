@@ -22,8 +22,9 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     param: str | None
     code: str | None
     predicted_ttft: float = 0.0
-    """Seconds; of `SLOUnattainable` alone, as is the next."""
-    retry_after: float = 0.0
+    """Seconds; of `SLOUnattainable` alone."""
+    retry_after: float | None = None
+    """Seconds; of `SLOUnattainable` and `Overloaded`, None where nobody predicts it."""
 
 
 def pack_rejection(request_id: str, error: RequestRejected) -> Rejected:
@@ -32,6 +33,8 @@ def pack_rejection(request_id: str, error: RequestRejected) -> Rejected:
     message = Rejected(request_id, kind, str(error), error.param, error.code)
     if isinstance(error, SLOUnattainable):
         message.predicted_ttft, message.retry_after = error.predicted_ttft, error.retry_after
+    elif isinstance(error, Overloaded):
+        message.retry_after = error.retry_after
     return message
 
 
@@ -44,7 +47,11 @@ def unpack_rejection(message: Rejected) -> RequestRejected:
         return SLOUnattainable(
             message.message,
             predicted_ttft=message.predicted_ttft,
-            retry_after=message.retry_after,
+            retry_after=message.retry_after or 0.0,
             code=message.code or "slo_unattainable",
+        )
+    if kind is Overloaded:
+        return Overloaded(
+            message.message, param=message.param, code=message.code, retry_after=message.retry_after
         )
     return kind(message.message, param=message.param, code=message.code)

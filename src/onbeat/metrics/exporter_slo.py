@@ -134,6 +134,11 @@ def _policy(counts: PolicyCounts) -> Iterator[Metric]:
 def _load(load: LoadEstimate) -> Iterator[Metric]:
     for name, text, value in (
         ("predicted_wait_seconds", "Time until a prompt that came now would be begun", load.predicted_wait),
+        (
+            "predicted_queue_seconds",
+            "Time until a prompt that came now and could not be in time would be begun",
+            load.queue_seconds,
+        ),
         ("arrival_rate", "Requests per second, of late", load.arrival_rate),
         ("utilisation", "Arrival rate times mean service time", load.utilisation),
     ):

@@ -17,7 +17,9 @@ class LoadEstimate:
     """What the policy expects of its queue."""
 
     predicted_wait: float
-    """Seconds."""
+    """Seconds until a prompt with a deadline would be begun."""
+    queue_seconds: float
+    """Seconds until one that is not in time, or has no deadline, would be begun."""
     arrival_rate: float
     """Requests per second."""
     utilisation: float
@@ -69,6 +71,7 @@ class PolicyCounts:
             share = min(1.0, 1 / (state.arrival_rate * silence))
         return LoadEstimate(
             predicted_wait=state.predicted_wait if num_open else 0.0,
+            queue_seconds=state.queue_seconds if num_open else 0.0,
             arrival_rate=state.arrival_rate * share,
             utilisation=state.utilisation * share,
         )

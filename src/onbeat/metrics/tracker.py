@@ -10,8 +10,9 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 
-REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_full")
-"""Why requests are refused: TTFT cannot be kept; it was not kept in the queue; the queue's hard limits."""
+REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_full")
+"""Why requests are refused: TTFT cannot be kept; it was not kept in the queue; the wait that is predicted
+without being in time; the queue's hard limits."""
 
 
 class RunListener(Protocol):
@@ -114,7 +115,7 @@ class RequestTracker:
         record.is_rejected = True
         if isinstance(error, SLOUnattainable):
             record.predicted_ttft = record.predicted_wait = error.predicted_ttft
-        self._tell_refusal(record, error.code if error.code in REFUSALS else "queue_full")
+        self._tell_refusal(record, _reason(error))
         self._finish(record, "rejected", now)
 
     def on_step(self, message: StepOutputs) -> None:
@@ -146,7 +147,8 @@ class RequestTracker:
         if output.finish_reason is not None:
             del self._open[record.request_id]
             if output.finish_reason is FinishReason.EXPIRED:
-                self._tell_refusal(record, "deadline_exceeded")
+                reason = "deadline_exceeded" if output.retry_after is None else "queue_too_long"
+                self._tell_refusal(record, reason)
             self._finish(record, output.finish_reason.value, now)
 
     def _tell_refusal(self, record: RequestRecord, reason: str) -> None:
@@ -158,6 +160,13 @@ class RequestTracker:
         record.end = now
         for listener in self._listeners:
             listener.on_finish(record)
+
+
+def _reason(error: Overloaded | SLOUnattainable) -> str:
+    """Return for which reason (of `REFUSALS`) a request was not taken."""
+    if isinstance(error, SLOUnattainable):
+        return error.code if error.code in REFUSALS else "slo_unattainable"
+    return "queue_full" if error.retry_after is None else "queue_too_long"
 
 
 def _take_start(record: RequestRecord, output: RequestOutput) -> None:

@@ -61,8 +61,9 @@ class RecordedRefusal(NamedTuple):
     code: str
     """Of the exception: `server_overloaded`, `slo_unattainable`."""
     predicted_ttft: float | None = None
-    """Seconds, as is the next; None where the limit of the queue was reached."""
+    """Seconds, as is the next; None where too many waited."""
     retry_after: float | None = None
+    """None where a number of requests or tokens was reached."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,6 +131,8 @@ class RecordWriter:
             call["refused"] = [refusal.code]
             if isinstance(refusal, SLOUnattainable):
                 call["refused"] += [refusal.predicted_ttft, refusal.retry_after]
+            elif refusal.retry_after is not None:
+                call["refused"] += [None, refusal.retry_after]
         self._write(call)
 
     @_guarded

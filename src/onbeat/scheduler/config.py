@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
@@ -71,6 +72,9 @@ class SchedulerConfig:
     """Most requests that wait; one more is refused whatever its objectives. None sets no limit."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that wait, likewise."""
+    max_queue_seconds: float | None = None
+    """Longest wait, as predicted, for which another request is taken that cannot be in time or has no
+    objective, seconds; policy `slo` alone predicts it. None sets no limit."""
     speculation: SpeculationConfig | None = None
     """None plans no drafts."""
 
@@ -91,6 +95,10 @@ class SchedulerConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
+        if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < inf:
+            raise ConfigError(
+                f"max_queue_seconds is {self.max_queue_seconds}; it must be a number of seconds above 0"
+            )
         if self.slo_mode not in SLO_MODES:
             raise ConfigError(f"unknown slo_mode {self.slo_mode!r}; known are {', '.join(SLO_MODES)}")
         if self.shed_order not in SHED_ORDERS:

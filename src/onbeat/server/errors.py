@@ -108,7 +108,10 @@ def error_reply(error: Exception) -> ErrorReply:
             headers, details = error.headers, error.details
         case Overloaded():
             status, code, param = 503, error.code or "server_overloaded", error.param
-            headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            if error.retry_after is None:
+                headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+            else:
+                headers = _retry_headers(error.retry_after)
         case RequestRejected():
             status, code, param = 400, error.code or "invalid_value", error.param
         case EngineDead():

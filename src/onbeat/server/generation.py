@@ -122,6 +122,12 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
     reason = output.finish_reason
     if reason is FinishReason.ERROR:
         raise EngineError(output.error or "the engine failed on this request")
+    if reason is FinishReason.EXPIRED and output.retry_after is not None:
+        raise Overloaded(
+            output.error or "too many requests wait",
+            code="server_overloaded",
+            retry_after=output.retry_after,
+        )
     if reason is FinishReason.EXPIRED:
         raise SLOUnattainable(
             output.error or "the TTFT objective passed while the request waited",

@@ -93,7 +93,12 @@ class DisaggregationConfig:
 
         Its queue has none: who comes here was taken at its arrival, and has its first token.
         """
-        scheduler = replace(self.decode.scheduler, max_num_queued_reqs=None, max_num_queued_tokens=None)
+        scheduler = replace(
+            self.decode.scheduler,
+            max_num_queued_reqs=None,
+            max_num_queued_tokens=None,
+            max_queue_seconds=None,
+        )
         if self.decode_kv_cap_tokens is None:
             return scheduler
         num_blocks = min(scheduler.num_blocks, self.decode_kv_cap_tokens // scheduler.block_size)

@@ -176,7 +176,7 @@ class Replay:
         except SLOUnattainable as error:
             refusal = RecordedRefusal(str(error.code), error.predicted_ttft, error.retry_after)
         except Overloaded as error:
-            refusal = RecordedRefusal(str(error.code))
+            refusal = RecordedRefusal(str(error.code), None, error.retry_after)
         self.result.num_rejected += refusal is not None
         if not _is_same_refusal(call.refused, refusal):
             self._compare(None, f"refusal of {call.request_id}", call.refused, refusal)

@@ -154,7 +154,7 @@ class _Run:
 
         Drafts that the recorded run verified turn out as they did there.
         """
-        limits = replace(config, max_num_queued_reqs=None, max_num_queued_tokens=None)
+        limits = replace(config, max_num_queued_reqs=None, max_num_queued_tokens=None, max_queue_seconds=None)
         shed = ShedMode.RELEGATE if self._is_relegating else ShedMode.OFF
         return SimulationConfig(scheduler=limits, shed=shed, acceptance=self._acceptance)
 

@@ -19,7 +19,7 @@ from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import default_token_budget, make_policy
+from onbeat.scheduler.replica.policies import default_token_budget, make_policy, queue_seconds
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import SimulationConfig
@@ -90,6 +90,9 @@ class ReplicaSettings:
     """Most requests that wait at a replica; None sets no limit."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens that wait at a replica."""
+    max_queue_seconds: float | None = None
+    """Longest predicted wait for which a replica takes another request that is not in time or has no
+    objective, seconds. 0 sets no limit; None is the policy's (`default_queue_seconds`)."""
     step_noise: float = 0.0
     """Standard deviation of the logarithm of a step's time over its prediction."""
     speculation: SpeculationSettings | None = None
@@ -178,6 +181,7 @@ def build_simulation(
         shed_order=settings.shed_order,
         max_num_queued_reqs=settings.max_num_queued_reqs,
         max_num_queued_tokens=settings.max_num_queued_tokens,
+        max_queue_seconds=queue_seconds(settings.policy, settings.max_queue_seconds),
         speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),
     )
     make_policy(scheduler)  # refuses what does not go together before anything runs

@@ -14,6 +14,7 @@ ERRORS = [
     PromptTooLong("4,000 tokens"),
     PromptTooLong("prompt and output", param="max_tokens"),
     Overloaded("queue full", code="server_overloaded"),
+    Overloaded("queue too long", code="server_overloaded", retry_after=2.5),
     SLOUnattainable("too late", predicted_ttft=1.25, retry_after=0.5),
     SLOUnattainable("too late", predicted_ttft=1.25, code="deadline_exceeded"),
     RequestRejected("for reasons of its own", param="user", code="odd"),

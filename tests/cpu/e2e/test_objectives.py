@@ -50,6 +50,26 @@ def test_promises_from_flags_to_metrics(
         assert "patient-key" not in metrics + "\n".join(server.lines)
 
 
+@pytest.mark.slow
+def test_a_queue_that_is_too_long_is_refused_and_counted(tiny_directory: Path) -> None:
+    flags = ("--max-queue-seconds", "0.000001")
+    with serving(tiny_directory, *TINY, *PLANNED, *flags) as server:
+        with ThreadPoolExecutor(6) as pool:
+            answers = list(pool.map(lambda _: ask(server.url, max_tokens=200), range(6)))
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert {answer.status_code for answer in answers} == {200, 503}
+        for answer in refused:
+            assert answer.json()["error"]["code"] == "server_overloaded"
+            assert "max_queue_seconds" in answer.json()["error"]["message"]
+            assert int(answer.headers["retry-after"]) >= 1
+            assert int(answer.headers["retry-after-ms"]) >= 50
+        wait_for(lambda: httpx.get(f"{server.url}/load").json()["server_load"] == 0)
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert f'onbeat_requests_rejected_total{{reason="queue_too_long"}} {len(refused)}.0' in metrics
+        assert "onbeat_predicted_queue_seconds 0.0" in metrics
+        assert ask(server.url).status_code == 200
+
+
 def check_full_queue(url: str) -> int:
     """One request runs and two wait: one more is refused, whatever it was promised. Return how many were."""
     with ThreadPoolExecutor(6) as pool:

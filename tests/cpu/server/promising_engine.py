@@ -26,6 +26,8 @@ class PromisingEngine(FakeEngine):
     """Ends of the ids of requests whose deadline passes in the queue."""
     wait: float = 0.0
     """Seconds until a refusal."""
+    room_in: float | None = None
+    """Seconds until those that `expires` may come again; None where it was their own deadline."""
 
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
@@ -53,6 +55,7 @@ class PromisingEngine(FakeEngine):
             finish_reason=FinishReason.EXPIRED,
             error="waited 600 ms, the TTFT objective is 500 ms",
             predicted_ttft=self.predicted_ttft,
+            retry_after=self.room_in,
         )
         now = time.monotonic()
         for observer in self.observers:

@@ -116,6 +116,25 @@ async def test_a_full_queue_is_a_503(served: Served, engine: PromisingEngine) ->
     assert int(answer.headers["retry-after"]) >= 1
 
 
+async def test_a_queue_that_is_too_long_is_a_503_that_says_when_there_is_room(
+    served: Served, engine: PromisingEngine
+) -> None:
+    engine.refusals[""] = Overloaded("a minute's wait", code="server_overloaded", retry_after=2.25)
+    answer = await served.post(CHAT, {"messages": HELLO})
+    assert (answer.status, answer.error["code"]) == (503, "server_overloaded")
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "2250")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_that_waited_and_would_have_to_wait_for_too_long_is_a_503(
+    served: Served, engine: PromisingEngine, stream: bool
+) -> None:
+    engine.expires, engine.room_in = ("",), 7.5
+    answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO, "stream": stream})
+    assert (answer.status, answer.error["code"]) == (503, "server_overloaded")
+    assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("8", "7500")
+
+
 REFUSED = [("refusals", 429, "slo_unattainable"), ("expires", 504, "deadline_exceeded")]
 
 

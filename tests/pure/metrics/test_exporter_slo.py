@@ -115,8 +115,13 @@ def test_requests_that_are_not_judged_are_in_no_decile() -> None:
 
 def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     server = FakeServer()
-    for name in ("a", "b", "c"):
+    for name in ("a", "b", "c", "d", "e"):
         server.open(name, 1.0)
+    too_long = Overloaded("a minute's wait", code="server_overloaded", retry_after=3.0)
+    server.tracker.refuse("d", too_long, 1.0)
+    server.tracker.on_step(
+        StepOutputs(2.0, [output("e", 0, finish_reason=FinishReason.EXPIRED, retry_after=3.0)])
+    )
     server.tracker.refuse("a", SLOUnattainable("no", predicted_ttft=9.0), 1.0)
     server.tracker.refuse("b", Overloaded("full", code="server_overloaded"), 1.0)
     server.tracker.on_step(StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
@@ -124,10 +129,11 @@ def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     got = metrics(server, 3.0)
     for reason in ("slo_unattainable", "queue_full", "deadline_exceeded"):
         assert got[f"onbeat_requests_rejected_total{{reason={reason}}}"] == 1
-    assert outcomes(got) == {"good": 1, "rejected": 2, "expired": 1}
-    assert got["onbeat_slo_attainment{slo_class=chat}"] == 0.25
-    assert got["onbeat_requests_total{finish_reason=rejected}"] == 2
-    assert got["onbeat_requests_total{finish_reason=expired}"] == 1
+    assert got["onbeat_requests_rejected_total{reason=queue_too_long}"] == 2
+    assert outcomes(got) == {"good": 1, "rejected": 3, "expired": 2}
+    assert got["onbeat_slo_attainment{slo_class=chat}"] == pytest.approx(1 / 6)
+    assert got["onbeat_requests_total{finish_reason=rejected}"] == 3
+    assert got["onbeat_requests_total{finish_reason=expired}"] == 2
     assert got["onbeat_requests_waiting"] == 0
 
 

@@ -113,6 +113,32 @@ def test_a_full_queue_is_recorded_and_found_again(path: Path) -> None:
     assert (result.num_requests, result.num_rejected) == (8, len(run.refused))
 
 
+def test_a_queue_that_is_too_long_is_recorded_and_found_again(path: Path) -> None:
+    from tests.pure.recording.test_identity import step_time_model
+
+    config = make_config(policy="slo", max_num_seqs=2, max_queue_seconds=0.1)
+    run = start_run(path, config, model=step_time_model())
+    for index in range(80):
+        late = index % 2 == 1
+        run.add(
+            make_request(
+                str(index),
+                run.now,
+                slo=SLO(ttft=1.2) if late else None,
+                shed=ShedMode.RELEGATE,
+            )
+        )
+        if index % 4 == 0:
+            run.step()
+    run.finish()
+    assert all(isinstance(error, Overloaded) and error.retry_after for error in run.refused.values())
+    assert {reason.value for reason in run.finished.values()} > {"expired"}
+    result = Replay(Recording(path), step_time_model()).run()
+    assert result.is_identical, result.difference
+    assert result.num_rejected == len(run.refused) > 0
+    assert result.num_expired > 0
+
+
 @pytest.mark.usefixtures("shedding")
 class TestShedding:
     def test_refusals_and_expiries_are_found_again(self, path: Path) -> None:
@@ -197,7 +223,10 @@ class TestVersions:
         lines = lines_of(path)
         assert lines[0]["schema_version"] == 3
         lines[0]["schema_version"] = 1
-        later = ("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens", "speculation")
+        later = (
+            *("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens"),
+            *("max_queue_seconds", "speculation"),
+        )
         for name in later:
             del lines[0]["scheduler"][name]
         write_lines(path, lines)

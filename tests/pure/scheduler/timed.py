@@ -127,7 +127,8 @@ class TimedDriver(Driver):
     """A `Driver` with a clock; remembers when each request's deliveries came."""
 
     def __init__(self, config: SchedulerConfig, model: FakeStepTime, *, depth: int = 1) -> None:
-        super().__init__(replace(config, policy="sarathi", shed_order="most"), depth=depth)
+        unplanned = replace(config, policy="sarathi", shed_order="most", max_queue_seconds=None)
+        super().__init__(unplanned, depth=depth)
         self.scheduler = Scheduler(config, model)
         self.model = model
         self.requests: dict[str, Request] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import DEFAULT_SHED_ORDER
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.baselines.fastserve import FastServeComposer
 from onbeat.scheduler.replica.baselines.niyama import HybridPriority, NiyamaComposer
@@ -24,6 +24,7 @@ from onbeat.scheduler.replica.parts import (
     ReservePrompt,
     WholePrompts,
 )
+from onbeat.scheduler.replica.slo.backlog import QueueBound
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.deadlines import EarliestDeadline
 
@@ -183,7 +184,9 @@ def make_policy(config: SchedulerConfig) -> Policy:
         )
     policy = _lookup(config.policy)()
     if policy.slo is not None:
-        policy.slo.configure(config.slo_mode, config.shed_order)
+        seconds = config.max_queue_seconds
+        bound = None if seconds is None else QueueBound(seconds, config.max_num_seqs)
+        policy.slo.configure(config.slo_mode, config.shed_order, bound)
     if policy.order is not None and config.scheduling_policy != DEFAULT_ORDER:
         raise ConfigError(
             f"policy {config.policy!r} has an order of its own, so scheduling policy "
@@ -195,6 +198,12 @@ def make_policy(config: SchedulerConfig) -> Policy:
             f"policy {config.policy!r} has no choice of whom to leave behind, so shed order "
             f"{config.shed_order!r} cannot be had with it; leave it out, or use policy slo"
         )
+    if policy.slo is None and config.max_queue_seconds is not None:
+        raise ConfigError(
+            f"policy {config.policy!r} predicts no waits, so max_queue_seconds "
+            f"({config.max_queue_seconds:g}) cannot be had with it; leave it out, limit what waits "
+            "by max_num_queued_reqs or max_num_queued_tokens, or use policy slo"
+        )
     if policy.whole_prompts and config.max_num_batched_tokens < config.max_model_len:
         raise ConfigError(
             f"policy {config.policy!r} runs whole prompts, so max_num_batched_tokens "
@@ -202,6 +211,22 @@ def make_policy(config: SchedulerConfig) -> Policy:
             "raise it, lower max_model_len, or use a policy with chunked prefill (sarathi)"
         )
     return policy
+
+
+def queue_seconds(policy: str, given: float | None) -> float | None:
+    """Return the `max_queue_seconds` of a policy.
+
+    Parameters
+    ----------
+    given : what was asked for, seconds: 0 is no limit, None is the policy's default.
+
+    Returns
+    -------
+    Seconds; None is no limit, as by default under a policy that predicts no waits.
+    """
+    if given is None:
+        return None if _lookup(policy)().slo is None else DEFAULT_QUEUE_SECONDS
+    return given or None
 
 
 def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: int) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 
 _MOST_IN_BUCKET = 512
 """Requests of a bucket. Finding one's place costs the number of buckets, moving it in the length of one: with
@@ -21,23 +22,34 @@ def _rank(state: RequestState) -> float:
     return state.sort_key[0]
 
 
-class _Bucket:
-    """Some requests in a row, and the sums of their work."""
+class QueuedWork:
+    """How many requests some are, and the sums of their `RequestState.queued_work`."""
 
-    __slots__ = ("items", "num_pairs", "num_tokens")
+    __slots__ = ("num_pairs", "num_requests", "num_tokens")
 
-    def __init__(self, items: list[RequestState]) -> None:
-        self.items = items
+    def __init__(self) -> None:
+        self.num_requests = 0
         self.num_tokens = 0
         self.num_pairs = 0.0
-        for state in items:
-            self.count(state, 1)
 
     def count(self, state: RequestState, sign: int) -> None:
         """Count a request's work in (1) or out (-1)."""
         num_tokens, num_pairs = state.queued_work
+        self.num_requests += sign
         self.num_tokens += sign * num_tokens
         self.num_pairs += sign * num_pairs
+
+
+class _Bucket(QueuedWork):
+    """Some requests in a row, and the sums of their work."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[RequestState]) -> None:
+        super().__init__()
+        self.items = items
+        for state in items:
+            self.count(state, 1)
 
 
 class WaitingQueue:
@@ -49,12 +61,16 @@ class WaitingQueue:
     Attributes
     ----------
     num_prompt_tokens : of all of them.
+    left_over : the work of best effort (`BEST_EFFORT_RANK`).
+    ranked : the work of all others.
     """
 
     def __init__(self) -> None:
         self._buckets: list[_Bucket] = []
         """None of them empty."""
         self._length = 0
+        self.ranked = QueuedWork()
+        self.left_over = QueuedWork()
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
@@ -117,6 +133,7 @@ class WaitingQueue:
         buckets, key = self._buckets, state.sort_key
         state.note_queued()
         self.num_prompt_tokens += state.num_prompt_tokens
+        self._work_like(state).count(state, 1)
         if not buckets:
             buckets.append(_Bucket([state]))
             return
@@ -138,10 +155,14 @@ class WaitingQueue:
         del items[place]
         self._length -= 1
         self.num_prompt_tokens -= state.num_prompt_tokens
+        self._work_like(state).count(state, -1)
         if items:
             buckets[index].count(state, -1)
         else:
             del buckets[index]
+
+    def _work_like(self, state: RequestState) -> QueuedWork:
+        return self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.left_over
 
     def _bucket_of_rank(self, rank: float) -> int:
         """Return the first bucket that has a request of at least this rank; their number if none has."""

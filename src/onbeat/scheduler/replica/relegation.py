@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from onbeat.core.errors import Overloaded
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.delivery import last_output
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.roster import Roster
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.step_plan import StepPlan
 
 
 class Relegation:
@@ -16,42 +18,78 @@ class Relegation:
     Parameters
     ----------
     roster : where they are.
-    tracker : counts those that end; None where the policy keeps none.
+    slo : counts those that end, and knows when too many wait; None where the policy does neither.
     """
 
-    def __init__(self, roster: Roster, tracker: SLOTracker | None) -> None:
+    def __init__(self, roster: Roster, slo: SLOComposer | None) -> None:
         self.num_relegated = 0
         """Requests so far that have become best effort."""
         self._expired: list[RequestOutput] = []
         self._roster = roster
-        self._tracker = tracker
+        self._slo = slo
 
-    def commit(self, states: list[RequestState]) -> None:
-        """Serve requests as best effort from now on, or not at all."""
-        for state in states:
-            is_waiting = state.status is RequestStatus.WAITING
-            if is_waiting and state.request.shed is ShedMode.REJECT and not state.num_output_tokens:
-                self._expire(state)
-                continue
-            state.slo.give_up()
-            self.num_relegated += 1
-            if is_waiting:
-                self._roster.requeue(state)
+    def commit(self, plan: StepPlan) -> None:
+        """Serve the late requests of a plan as best effort from now on, or not at all; end overdue ones."""
+        if plan.late:
+            begun = {id(admission.state) for admission in (*plan.admissions, *plan.pulls)}
+            for state in plan.late:
+                self._relegate(state, plan, waits_on=id(state) not in begun)
+        for state in plan.overdue:
+            assert self._slo is not None
+            assert self._slo.backlog is not None
+            self._refuse(state, self._slo.backlog.overdue_refusal(plan.waiting))
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of those that were ended since the last call."""
         expired, self._expired = self._expired, []
         return expired
 
+    def _relegate(self, state: RequestState, plan: StepPlan, *, waits_on: bool) -> None:
+        """Serve a late request as best effort from now on, or not at all.
+
+        Parameters
+        ----------
+        waits_on : whether it does not begin with this plan.
+        """
+        is_waiting = state.status is RequestStatus.WAITING
+        if is_waiting and not state.num_output_tokens:
+            if state.request.shed is ShedMode.REJECT:
+                self._expire(state)
+                return
+            if waits_on and (refusal := self._refusal(plan)) is not None:
+                self._refuse(state, refusal)
+                return
+        state.slo.give_up()
+        self.num_relegated += 1
+        if is_waiting:
+            self._roster.requeue(state)
+
+    def _refusal(self, plan: StepPlan) -> Overloaded | None:
+        """Return why no more best effort may wait; None where some may."""
+        if self._slo is None:
+            return None
+        assert self._slo.backlog is not None
+        return self._slo.backlog.refusal(plan.waiting)
+
+    def _refuse(self, state: RequestState, refusal: Overloaded) -> None:
+        """End a request that would have to wait for too long."""
+        output = self._end(state, str(refusal))
+        output.retry_after = refusal.retry_after
+
     def _expire(self, state: RequestState) -> None:
         """End a request that its caller does not want served late."""
+        self._end(
+            state,
+            "the first token can no longer come within the objective "
+            f"({(state.slo.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)",
+        )
+        if self._slo is not None:
+            self._slo.tracker.reject("deadline_exceeded")
+
+    def _end(self, state: RequestState, error: str) -> RequestOutput:
         output = last_output(state, FinishReason.EXPIRED)
         output.predicted_ttft = state.slo.predicted_ttft
-        output.error = (
-            "the first token can no longer come within the objective "
-            f"({(state.slo.ttft_deadline - state.request.arrival) * 1e3:g} ms after arrival)"
-        )
-        if self._tracker is not None:
-            self._tracker.reject("deadline_exceeded")
+        output.error = error
         self._roster.drop(state)
         self._expired.append(output)
+        return output

@@ -69,7 +69,7 @@ class Scheduler:
         self._roster = Roster(config, tracker)
         self._states = self._roster.states
         self.kv, self.running, self.waiting = self._roster.kv, self._roster.running, self._roster.waiting
-        self._relegation = Relegation(self._roster, tracker)
+        self._relegation = Relegation(self._roster, self._slo)
         self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
         """(step id, rows, when it was planned)"""
         self._last_update = float("-inf")
@@ -115,7 +115,8 @@ class Scheduler:
         ------
         InvalidRequest : the id is in use, or the prompt is empty.
         PromptTooLong : the request can never fit the context or the KV cache.
-        Overloaded : as many requests or tokens wait as may (`max_num_queued_reqs`, `max_num_queued_tokens`).
+        Overloaded : as many requests or tokens wait as may (`max_num_queued_reqs`, `max_num_queued_tokens`),
+            or it would have to wait for too long (`max_queue_seconds`).
         SLOUnattainable : it would miss its TTFT objective and asks to be refused then (`Request.shed`).
         """
         if request.request_id in self._states:
@@ -141,7 +142,8 @@ class Scheduler:
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of requests that `schedule` gave up since the last call.
 
-        Their TTFT deadline passed in the queue, and they had asked not to be served late.
+        Their TTFT deadline passed in the queue, and they had asked not to be served late, or too many wait
+        already that are.
         """
         return self._relegation.take_expired()
 
@@ -177,7 +179,7 @@ class Scheduler:
         start = max(now, self._busy_until) if self._in_flight else now
         self._last_plan = start
         plan = self._compose(start)
-        if plan.is_empty and not (plan.preempted or plan.pulls or plan.late):
+        if plan.is_empty and not (plan.preempted or plan.pulls or plan.late or plan.overdue):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
         may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
@@ -285,7 +287,7 @@ class Scheduler:
         self._policy.composer.commit(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self._states[request_id].note_hits(num_hit_tokens)
-        self._relegation.commit(plan.late)
+        self._relegation.commit(plan)
         self._roster.make_room(plan)
         if plan.is_empty:
             self._pull(plan, now)

@@ -63,6 +63,8 @@ class StepPlan:
         """Requests from anywhere in `running` that are preempted, too."""
         self.late: list[RequestState] = []
         """Requests, waiting or running, whose first token cannot be in time any more."""
+        self.overdue: list[RequestState] = []
+        """Requests that have waited as best effort for so long that they are ended."""
         self.num_hit_tokens: dict[str, int] = {}
         """Waiting request -> tokens that the prefix cache was found to hold for it."""
         self.predicted_wait: float | None = None

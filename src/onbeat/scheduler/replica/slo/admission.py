@@ -15,14 +15,12 @@ from typing import NamedTuple
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from onbeat.scheduler.replica.slo.backlog import SHORTEST_RETRY, Backlog
 from onbeat.scheduler.replica.slo.triage import Job, select_feasible, shortest_first
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-_SHORTEST_RETRY = 0.05
-"""Seconds; a client that comes back sooner finds the same step under way."""
 _TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it thinks infeasible, lest a model that is too pessimistic
 refuses what would teach it better."""
@@ -40,11 +38,13 @@ class Outlook:
     ttft : seconds from its arrival, were it taken in its turn.
     delays_others : whether prompts behind it that would be in time no longer were.
     slows_streams : whether the running streams with it no longer fit the tightest TBT objective.
+    is_left_over : whether it would be served from what others leave.
     """
 
     ttft: float
     delays_others: bool
     slows_streams: bool
+    is_left_over: bool
 
 
 class _Queue(NamedTuple):
@@ -62,15 +62,17 @@ class _Queue(NamedTuple):
 class Admission:
     """Predicts the TTFT of every arrival, and refuses those who would rather be refused than served late.
 
+    Those who would be served from what others leave are refused where too many wait for that already.
+
     Parameters
     ----------
+    backlog : how long these wait.
     limit : what bounds a step's time, as the policy plans it.
     """
 
-    def __init__(
-        self, tracker: SLOTracker, work: PrefillWork, shed_order: ShedOrder, limit: StepLimit
-    ) -> None:
-        self._tracker = tracker
+    def __init__(self, backlog: Backlog, work: PrefillWork, shed_order: ShedOrder, limit: StepLimit) -> None:
+        self._tracker = backlog.tracker
+        self._backlog = backlog
         self._work = work
         self._shed_order = shed_order
         self._limit = limit
@@ -87,13 +89,19 @@ class Admission:
         Raises
         ------
         SLOUnattainable : it is to be refused where its objective cannot be kept, and that is so.
+        Overloaded : it would be served from what others leave, and too many wait for that.
         """
         outlook = self._look(state, plan, max(plan.now, busy_until))
         slo = state.slo
         slo.predicted_ttft = outlook.ttft
+        objective = slo.ttft_deadline - state.request.arrival
+        keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
+        if outlook.is_left_over or (keeps_turn and outlook.ttft > objective):
+            refusal = self._backlog.refusal(plan.waiting, keeps_turn=keeps_turn)
+            if refusal is not None:
+                raise refusal
         if state.request.shed is not ShedMode.REJECT:
             return
-        objective = slo.ttft_deadline - state.request.arrival
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
             if outlook.ttft > objective:
                 self._last_try = plan.now
@@ -107,7 +115,7 @@ class Admission:
                 "with this request the running streams would no longer keep their TBT objective; try again "
                 "when some have ended",
                 predicted_ttft=outlook.ttft,
-                retry_after=max(outlook.ttft, _SHORTEST_RETRY),
+                retry_after=max(outlook.ttft, SHORTEST_RETRY),
             )
 
     def _refuse(self, outlook: Outlook, objective: float) -> None:
@@ -121,7 +129,7 @@ class Admission:
         raise SLOUnattainable(
             f"the first token is predicted {outlook.ttft * 1e3:.0f} ms after arrival; {reason}",
             predicted_ttft=outlook.ttft,
-            retry_after=max(late, _SHORTEST_RETRY),
+            retry_after=max(late, SHORTEST_RETRY),
         )
 
     def _look(self, state: RequestState, plan: StepPlan, start: float) -> Outlook:
@@ -136,18 +144,22 @@ class Admission:
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
         queue = _Queue(plan, view, jobs, start + 0.5 * room.length, room)  # as the policy plans
-        before, delays_others = self._before(Job(state.slo.ttft_deadline, seconds, state), queue)
+        own = Job(state.slo.ttft_deadline, seconds, state)
+        before, delays_others, is_left_over = self._before(own, queue)
         wait = room.finish_seconds(before + seconds, seconds + sum(job.seconds for job in jobs))
         if plan.running or jobs:  # whoever comes meanwhile may fill its last step
             wait = max(wait, 0.5 * room.length + room.drain_seconds(before + seconds))
         ttft = start - state.request.arrival + wait
-        return Outlook(ttft, delays_others, self._slows_streams(state, view))
+        return Outlook(ttft, delays_others, self._slows_streams(state, view), is_left_over)
 
-    def _before(self, own: Job, queue: _Queue) -> tuple[float, bool]:
-        """Return the seconds of work before that of an arrival, and whether it delays others."""
+    def _before(self, own: Job, queue: _Queue) -> tuple[float, bool, bool]:
+        """Return the seconds of work before that of an arrival.
+
+        Beside it, whether the arrival delays others, and whether it is served from what they leave.
+        """
         jobs, room = queue.jobs, queue.room
         if own.deadline == inf:
-            return self._all_work(queue), False
+            return self._all_work(queue), False, True
         everyone = list(jobs)
         insort(everyone, own, key=lambda job: job.deadline)
         place = next(index for index, job in enumerate(everyone) if job is own)
@@ -159,18 +171,18 @@ class Admission:
         if own.state.request.shed is ShedMode.REJECT:
             # Whoever was accepted stays: the arrival must find its place among them.
             end = queue.start + before / room.share
-            return before, self._delays_others(own, everyone[place + 1 :], end, room)
+            return before, self._delays_others(own, everyone[place + 1 :], end, room), False
         kept, left_behind = select_feasible(
             everyone, start=queue.start, share=room.share, worth=self._tracker.worth, order=self._shed_order
         )
         if own in left_behind:
-            return self._all_work(queue), False
+            return self._all_work(queue), False, True
         if left_behind:
             before -= sum(job.seconds for job in left_behind if job.deadline < own.deadline)
         elif not is_behind_all:
             turns = shortest_first(kept, start=queue.start, share=room.share)
             before = sum(job.seconds for job in turns[: turns.index(own)])
-        return max(0.0, before), False
+        return max(0.0, before), False, False
 
     def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
         """Whether prompts behind an arrival are late because of it.

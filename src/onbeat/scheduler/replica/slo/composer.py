@@ -11,6 +11,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission
+from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
@@ -56,6 +57,7 @@ class SLOComposer:
     tracker : requests and tenants from arrival to end.
     quantile : of the step time, to plan with; None is the mean.
     work : what prompts cost; None until `start`.
+    backlog : how long those wait who are not in time; None until `start`.
 
     References
     ----------
@@ -66,20 +68,28 @@ class SLOComposer:
     def __init__(self) -> None:
         self.tracker = SLOTracker()
         self.work: PrefillWork | None = None
+        self.backlog: Backlog | None = None
         self.admission: Admission | None = None
         self.configure("stream", "most")
 
-    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:
-        """Say what keeping a TBT objective means, and whom to leave behind where not all can be in time."""
+    def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
+        """Say what keeping a TBT objective means, and whom to leave behind where not all can be in time.
+
+        Parameters
+        ----------
+        bound : for how long those may have to wait.
+        """
         self.mode = mode
         self.shed_order = shed_order
+        self._bound = bound
         self.quantile = GAP_QUANTILE if mode == "gap" else None
         self._earned_share = EARNED_SHARE if mode == "stream" else 0.0
 
     def start(self, model: StepTimeModel) -> None:
         """Take the model that predicts steps. Called once, before anything is planned."""
         self.work = PrefillWork(model, self.quantile)
-        self.admission = Admission(self.tracker, self.work, self.shed_order, self.limit)
+        self.backlog = Backlog(self.tracker, self.work, self._bound)
+        self.admission = Admission(self.backlog, self.work, self.shed_order, self.limit)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
@@ -90,7 +100,9 @@ class SLOComposer:
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
         assert plan.predicted_wait is not None
+        assert self.backlog is not None
         self.tracker.predicted_wait = plan.predicted_wait
+        self.backlog.on_plan(plan)
 
     def on_step(self) -> None:
         """Take what the model learnt from a step."""
@@ -107,7 +119,7 @@ class SLOComposer:
 
         Raises
         ------
-        SLOUnattainable : see `Admission.decide`.
+        SLOUnattainable, Overloaded : see `Admission.decide`.
         """
         work, admission, tracker = self.work, self.admission, self.tracker
         assert work is not None
@@ -182,12 +194,14 @@ class SLOComposer:
         ----------
         plan : the queues as they are, at the time when the next step may start.
         """
+        assert self.backlog is not None
         view = RunningView(plan.running, plan.now)
         waiting = plan.waiting
         return self.tracker.report(
             plan.now,
             num_best_effort=len(view.loose) + len(waiting) - waiting.num_below(BEST_EFFORT_RANK),
             num_relegated=num_relegated,
+            queue_seconds=self.backlog.wait(waiting),
             slacks=[due - plan.now for due in view.dues],
         )
 
@@ -205,7 +219,8 @@ class _Step:
 
     def compose(self) -> None:
         plan, policy, work = self._plan, self._policy, self._work
-        best_effort = self._best_effort()
+        left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+        best_effort = self._best_effort(left_over)
         jobs = self._jobs
         self._make_room(jobs, best_effort)
         rows = self._not_victims([*self._view.streams, *self._view.loose])
@@ -238,9 +253,15 @@ class _Step:
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
+        plan.overdue = self._overdue(left_over)
 
-    def _best_effort(self) -> list[RequestState]:
-        """Return the prompts without a deadline that can be met: running ones, then those that wait."""
+    def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
+        """Return the prompts without a deadline that can be met: running ones, then those that wait.
+
+        Parameters
+        ----------
+        left_over : those that wait as best effort already.
+        """
         plan, late = self._plan, {id(state) for state in self._plan.late}
         running = [
             state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
@@ -249,7 +270,17 @@ class _Step:
         waiting = [
             state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]
-        return running + waiting + plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+        return running + waiting + left_over
+
+    def _overdue(self, left_over: list[RequestState]) -> list[RequestState]:
+        """Return the best effort that has waited for too long and is not begun by this plan either."""
+        plan, backlog = self._plan, self._policy.backlog
+        assert backlog is not None
+        overdue = backlog.overdue(left_over, plan.now)
+        if not overdue:
+            return []
+        begun = {id(admission.state) for admission in (*plan.admissions, *plan.pulls)}
+        return [state for state in overdue if id(state) not in begun]
 
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
         """Preempt requests without objectives for the first prompt that lacks a slot or blocks.

@@ -72,7 +72,13 @@ class SLOTracker:
         self.num_rejected[reason] = self.num_rejected.get(reason, 0) + 1
 
     def report(
-        self, now: float, *, num_best_effort: int, num_relegated: int, slacks: list[float]
+        self,
+        now: float,
+        *,
+        num_best_effort: int,
+        num_relegated: int,
+        queue_seconds: float,
+        slacks: list[float],
     ) -> SchedulerState:
         """Return how things stand."""
         return SchedulerState(
@@ -84,4 +90,5 @@ class SLOTracker:
             arrival_rate=self.load.arrival_rate(now),
             utilisation=self.load.utilisation(now),
             decode_slacks=slacks,
+            queue_seconds=queue_seconds,
         )

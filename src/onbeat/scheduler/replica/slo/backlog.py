@@ -1,0 +1,169 @@
+"""How long prompts wait that nothing hurries, and when no more of them are taken.
+
+Prompts that can be in time are never refused here: the deadlines bound how many of them there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import exp, inf
+from typing import NamedTuple
+
+from onbeat.core.errors import Overloaded
+from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.tracker import SLOTracker
+from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+REFUSED = "queue_too_long"
+"""Reason of a refusal, for those who count them."""
+SHORTEST_RETRY = 0.05
+"""Seconds; a client that comes back sooner finds the same step under way."""
+_MEMORY_SECONDS = 30.0
+"""Time constant of the pace."""
+_PRIOR_SECONDS = 0.1
+"""What "prompts get all the time" weighs before anything was seen."""
+_SLOWEST = 0.01
+"""Best effort goes first in one step of a hundred (`composer.BEST_EFFORT_STEPS`), however busy it is."""
+OVERDUE = 1.5
+"""Times the bound that a request waits before it is ended. Above the errors of predictions, so that nobody is
+ended who was told right: it takes prompts with deadlines that came later and left nothing over."""
+
+
+class _Pace:
+    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted."""
+
+    __slots__ = ("_begun", "_watched")
+
+    def __init__(self) -> None:
+        self._begun = self._watched = _PRIOR_SECONDS
+
+    def count(self, seconds: float, begun: float) -> None:
+        """Count some time and the work begun at its end, seconds."""
+        decay = exp(-seconds / _MEMORY_SECONDS)
+        self._begun = self._begun * decay + begun
+        self._watched = self._watched * decay + seconds
+
+    @property
+    def rate(self) -> float:
+        return max(self._begun / self._watched, _SLOWEST)
+
+
+class QueueBound(NamedTuple):
+    """When another prompt is not taken."""
+
+    seconds: float
+    """Longest wait for which one is."""
+    num_slots: int
+    """With fewer requests waiting than may run at once, one is taken whatever is predicted."""
+
+
+class Backlog:
+    """Predicts how long a newcomer waits that nothing hurries, and refuses it where that is too long.
+
+    The prompt work that waits, by predicted step times, over the pace at which such work was begun of late.
+    The pace holds all that stands between them: streams and their slots, memory, prompts with deadlines that
+    overtake. Each call costs O(1).
+
+    Parameters
+    ----------
+    tracker : counts whom it refuses.
+    bound : when another is too many; None takes all.
+    """
+
+    def __init__(self, tracker: SLOTracker, work: PrefillWork, bound: QueueBound | None) -> None:
+        self.tracker = tracker
+        self._work = work
+        self._bound = bound
+        self._all, self._left_over = _Pace(), _Pace()
+        self._some_wait = self._some_left_over_wait = False
+        """Whether prompts, or those of best effort, have waited since the last plan."""
+        self._last_plan = 0.0
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Learn from a plan that is carried out; the queue still holds those whom it admits."""
+        begun = begun_left_over = 0.0
+        num_left_over = plan.waiting.left_over.num_requests
+        for admission in (*plan.admissions, *plan.pulls):
+            num_tokens, num_pairs = admission.state.queued_work
+            seconds = self._work.token * num_tokens + self._work.pair * num_pairs
+            begun += seconds
+            if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
+                begun_left_over += seconds
+                num_left_over -= 1
+        seconds = max(0.0, plan.now - self._last_plan)
+        self._last_plan = max(plan.now, self._last_plan)
+        if self._some_wait:
+            self._all.count(seconds, begun)
+        if self._some_left_over_wait:
+            self._left_over.count(seconds, begun_left_over)
+        self._some_wait = len(plan.waiting) > len(plan.admissions) + len(plan.pulls)
+        self._some_left_over_wait = num_left_over > 0
+
+    def wait(self, waiting: WaitingQueue) -> float:
+        """Return how long best effort that came now would wait until it is begun, seconds."""
+        left_over, ranked = self._seconds(waiting.left_over), self._seconds(waiting.ranked)
+        return max(left_over / self._left_over.rate, (left_over + ranked) / self._all.rate)
+
+    def _ranked_wait(self, waiting: WaitingQueue) -> float:
+        """Return how long one would wait that keeps its turn though it is late (`ShedMode.OFF`), seconds."""
+        return self._seconds(waiting.ranked) / self._all.rate
+
+    def overdue(self, states: Iterable[RequestState], now: float) -> list[RequestState]:
+        """Return those of some waiting requests whom nobody would wait for any longer.
+
+        They were taken, but have had to let others go first ever since. None has begun.
+        """
+        if self._bound is None:
+            return []
+        latest = now - OVERDUE * self._bound.seconds
+        return [state for state in states if state.scheduled_time < 0 and _waits_since(state) < latest]
+
+    def refusal(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> Overloaded | None:
+        """Return why another prompt is not taken; None where it is.
+
+        Parameters
+        ----------
+        keeps_turn : whether it goes by its deadline even once that has passed (`ShedMode.OFF`).
+        """
+        bound = self._bound
+        if bound is None or len(waiting) < bound.num_slots:
+            return None
+        wait = self._ranked_wait(waiting) if keeps_turn else self.wait(waiting)
+        if wait <= bound.seconds:
+            return None
+        return self._refuse(
+            f"{len(waiting)} requests wait; one more that cannot be in time would be begun in {wait:.0f} s, "
+            f"later than may be (max_queue_seconds {bound.seconds:g}); try again later",
+            self._until_room(wait, waiting, bound),
+        )
+
+    def overdue_refusal(self, waiting: WaitingQueue) -> Overloaded:
+        """Return why a request that has waited is not served after all."""
+        assert self._bound is not None
+        return self._refuse(
+            f"the request has waited {OVERDUE:g} times as long as may be (max_queue_seconds "
+            f"{self._bound.seconds:g}), as others that can be in time left nothing over; try again later",
+            self._until_room(self.wait(waiting), waiting, self._bound),
+        )
+
+    def _refuse(self, message: str, retry_after: float) -> Overloaded:
+        self.tracker.reject(REFUSED)
+        return Overloaded(message, code="server_overloaded", retry_after=retry_after)
+
+    def _until_room(self, wait: float, waiting: WaitingQueue, bound: QueueBound) -> float:
+        """Return how long it takes until another is taken, if nobody else comes: seconds."""
+        num_too_many = len(waiting) - bound.num_slots + 1
+        until_short = wait * num_too_many / len(waiting) if len(waiting) else 0.0
+        return max(min(wait - bound.seconds, until_short), SHORTEST_RETRY)
+
+    def _seconds(self, work: QueuedWork) -> float:
+        return self._work.token * work.num_tokens + self._work.pair * work.num_pairs
+
+
+def _waits_since(state: RequestState) -> float:
+    """Return when its wait as best effort has begun: at its arrival, or when its objective passed."""
+    due = state.slo.ttft_deadline
+    return state.request.arrival if due == inf else due
