@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -19,7 +19,6 @@ from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.sampling import make_sampler
 from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
 from onbeat.simulator.step_noise import make_noise
-from onbeat.simulator.step_times import predict
 
 
 @dataclass(slots=True)
@@ -122,7 +121,7 @@ class PipelineReplica:
     ) -> _MicroBatch:
         """Send a micro-batch through the stages, and find out when it leaves the last."""
         shape = self._sampler.begin(scheduled)
-        seconds = predict(self._model, shape) / self._num_stages
+        seconds = predict_step(self._model, shape) / self._num_stages
         if self._noise is not None:
             seconds *= self._noise.factor(self._num_steps + len(self._under_way))
         end = now + self._overhead

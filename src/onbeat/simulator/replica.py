@@ -8,7 +8,7 @@ from math import inf
 from typing import Protocol
 
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import StepTimeModel, refuse_prediction
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.stats import draft_stats
 from onbeat.simulator.client import OfferedRequest
@@ -20,7 +20,6 @@ from onbeat.simulator.result import ReplicaCounters
 from onbeat.simulator.sampling import make_sampler
 from onbeat.simulator.stats import PlanningCounts, add_work, count, planning_counts, step_stats
 from onbeat.simulator.step_noise import make_noise
-from onbeat.simulator.step_times import refuse
 
 _STEPS_AT_ONCE = 8
 """Steps predicted at a time where an arrival may, but need not, come to this replica."""
@@ -213,7 +212,7 @@ class SerialReplica:
         while num_left:
             seconds = step_time(shape)
             if not 0.0 < seconds < inf:
-                refuse(seconds, shape)
+                refuse_prediction(seconds, shape)
             if noise is not None:
                 seconds *= noise.factor(self._num_steps + len(ends))
             end = end + (seconds + overhead)
