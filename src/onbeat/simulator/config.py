@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import ShedMode
@@ -121,6 +122,15 @@ class DisaggregationConfig:
         return replace(scheduler, num_blocks=num_blocks)
 
 
+class MemberChange(NamedTuple):
+    """A replica that joins those that get requests, or leaves them and ends what it has."""
+
+    when: float
+    """Virtual seconds."""
+    replica: int
+    joins: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """Equal replicas behind a router, or a pool for prompts and one for decodes.
@@ -155,6 +165,8 @@ class SimulationConfig:
     """Of drafts, where the scheduler plans any."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
+    member_changes: tuple[MemberChange, ...] = ()
+    """A replica whose first change is that it joins gets no requests before."""
 
     def __post_init__(self) -> None:
         require_router(self.router)
@@ -175,6 +187,18 @@ class SimulationConfig:
                 f"the scheduler has num_micro_batches {self.scheduler.num_micro_batches}, but there are "
                 f"{self.pipeline} pipeline stages; each stage runs one micro-batch, so give the same number"
             )
+        for change in self.member_changes:
+            if not (isfinite(change.when) and change.when >= 0 and 0 <= change.replica < self._num_members):
+                raise ConfigError(
+                    f"{change} is impossible: there are {self._num_members} replicas, counted from 0, and "
+                    "the run starts at 0 s"
+                )
+
+    @property
+    def _num_members(self) -> int:
+        """Replicas, of both pools where there are two."""
+        pools = self.disaggregation
+        return self.num_replicas if pools is None else pools.prefill.num_replicas + pools.decode.num_replicas
 
     @property
     def replica_scheduler(self) -> SchedulerConfig:

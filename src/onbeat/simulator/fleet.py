@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.disaggregation import PoolRouter
@@ -94,7 +95,8 @@ def _mixed(
     if router.weighs_work:
         work = WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))
     dispatcher = Dispatcher(None if is_alone else router, work)
-    return replicas, EventLoop(Clients(load, config), replicas, dispatcher, collector)
+    changes = _changes(config, router)
+    return replicas, EventLoop(Clients(load, config), replicas, dispatcher, collector, changes=changes)
 
 
 def _pools(
@@ -107,7 +109,8 @@ def _pools(
     load.check_lengths(pools.max_model_len, overlong="error")
 
     def with_limits(scheduler: SchedulerConfig) -> SimulationConfig:
-        return replace(config, scheduler=scheduler, pipeline=scheduler.num_micro_batches, disaggregation=None)
+        stages = scheduler.num_micro_batches
+        return replace(config, scheduler=scheduler, pipeline=stages, disaggregation=None, member_changes=())
 
     replicas: list[VirtualReplica] = []
     for pool, scheduler in ((pools.prefill, pools.prefill.scheduler), (pools.decode, pools.decode_scheduler)):
@@ -116,5 +119,25 @@ def _pools(
                 make_replica(len(replicas), with_limits(scheduler), pool.step_time, observer=observer)
             )
     clients = Clients(load, with_limits(pools.prefill.scheduler))
-    dispatcher = PoolDispatcher(PoolRouter(pools.prefill.num_replicas, pools.decode.num_replicas))
-    return replicas, EventLoop(clients, replicas, dispatcher, collector, transfer=pools.transfer)
+    router = PoolRouter(pools.prefill.num_replicas, pools.decode.num_replicas)
+    loop = EventLoop(
+        clients,
+        replicas,
+        PoolDispatcher(router),
+        collector,
+        transfer=pools.transfer,
+        changes=_changes(config, router),
+    )
+    return replicas, loop
+
+
+def _changes(config: SimulationConfig, router: Router | PoolRouter) -> list[tuple[float, Callable[[], None]]]:
+    """Let replicas wait that join later; return when each joins or leaves, and what to call then."""
+    changes = sorted(config.member_changes)
+    first = {change.replica: change for change in reversed(changes)}
+    for change in first.values():
+        if change.joins:
+            router.leave(change.replica)
+    return [
+        (when, partial(router.join if joins else router.leave, replica)) for when, replica, joins in changes
+    ]

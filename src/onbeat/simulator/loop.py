@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
@@ -19,15 +20,16 @@ class EventLoop:
     """Runs requests through replicas until all have ended.
 
     At each instant, steps end first, by ascending replica, and what they have prepared for another replica
-    is queued there; then KV arrives; then requests are sent, those of a closed loop that another's end lets
-    go included, and taken or refused; then replicas plan, give up requests that have waited in vain, and
-    begin to pull KV for those that they have given blocks. So the outcome depends neither on the order in
-    which events were found, nor on whether a run of steps was taken at once.
+    is queued there; then KV arrives; then replicas join or leave; then requests are sent, those of a closed
+    loop that another's end lets go included, and taken or refused; then replicas plan, give up requests that
+    have waited in vain, and begin to pull KV for those that they have given blocks. So the outcome depends
+    neither on the order in which events were found, nor on whether a run of steps was taken at once.
 
     Parameters
     ----------
     placement : says where a request runs, and where it goes on.
     transfer : what lies between replicas; needed where requests go on.
+    changes : (when, what is called then), by time: for replicas that begin or cease to get requests.
     """
 
     def __init__(
@@ -38,12 +40,14 @@ class EventLoop:
         collector: Collector,
         *,
         transfer: KVTransfer | None = None,
+        changes: Sequence[tuple[float, Callable[[], None]]] = (),
     ) -> None:
         self._clients = clients
         self._replicas = replicas
         self._placement = placement
         self._collector = collector
         self._transfer = transfer
+        self._changes = deque(changes)
         self._steps: list[tuple[float, int]] = []
         """(when, replica); an entry counts only if it is the replica's `next_time`"""
         self._transfers: list[tuple[float, int, str, int]] = []
@@ -59,19 +63,23 @@ class EventLoop:
         ------
         ConfigError : a request that no replica can ever run.
         """
-        clients, steps, transfers = self._clients, self._steps, self._transfers
+        clients, steps, transfers, changes = self._clients, self._steps, self._transfers, self._changes
         while True:
             now = clients.next_time
             if steps and steps[0][0] < now:
                 now = steps[0][0]
             if transfers and transfers[0][0] < now:
                 now = transfers[0][0]
+            if changes and changes[0][0] < now:
+                now = changes[0][0]
             if now == inf:
                 assert not clients.num_under_way, "nothing runs, but a request has not ended"
                 return
             called = self._end_steps(now)
             while transfers and transfers[0][0] <= now:
                 called += self._end_transfer(now)
+            while changes and changes[0][0] <= now:
+                changes.popleft()[1]()
             while clients.next_time <= now:
                 called.append(self._send(now))
             for index in called if len(called) == 1 else sorted(set(called)):

@@ -80,4 +80,5 @@ def simulate(
 def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
     """Whether what happens on one replica has no effect on another."""
     is_open = load.arrivals is not None and config.max_concurrency is None
-    return config.disaggregation is None and is_open and router.ignores_state and config.num_replicas > 1
+    is_fixed = config.disaggregation is None and not config.member_changes
+    return is_fixed and is_open and router.ignores_state and config.num_replicas > 1

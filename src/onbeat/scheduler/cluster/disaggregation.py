@@ -39,10 +39,24 @@ class PoolRouter:
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Hear that a replica has ended its part of a request, however it ended."""
+        pool, own = self._pool(replica)
+        pool.on_finish(own, request)
+
+    def join(self, replica: int) -> None:
+        """Let a replica of either pool be chosen again."""
+        pool, own = self._pool(replica)
+        pool.join(own)
+
+    def leave(self, replica: int) -> None:
+        """Choose a replica of either pool no more; raises ConfigError for the last one of a pool."""
+        pool, own = self._pool(replica)
+        pool.leave(own)
+
+    def _pool(self, replica: int) -> tuple[LeastOutstanding, int]:
+        """Return the router of a replica's pool, and the replica's number there."""
         if self.is_decode(replica):
-            self._decode.on_finish(replica - self._num_prefill, request)
-        else:
-            self._prefill.on_finish(replica, request)
+            return self._decode, replica - self._num_prefill
+        return self._prefill, replica
 
 
 def prompt_part(request: Request, *, num_output_tokens: int) -> Request:
