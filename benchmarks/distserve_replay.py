@@ -38,9 +38,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.published.linear import linear_closure
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
-from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig, SimulationConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 

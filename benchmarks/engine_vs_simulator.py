@@ -41,10 +41,10 @@ from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.profile_file import write_profile
 from onbeat.recording.reader import Recording
-from onbeat.simulator.replay import Replay, scheduler_config
-from onbeat.simulator.replay_forecast import Forecast, forecast_with_model, forecast_with_recorded_times
-from onbeat.simulator.replay_history import RunHistory, read_history
-from onbeat.simulator.replay_model import learning_model
+from onbeat.simulator.replay.decisions import Replay, scheduler_config
+from onbeat.simulator.replay.forecast import Forecast, forecast_with_model, forecast_with_recorded_times
+from onbeat.simulator.replay.history import RunHistory, read_history
+from onbeat.simulator.replay.model import learning_model
 
 SHARES = (0.6, 0.85)
 TOLERANCES = {

@@ -27,8 +27,8 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.recording.reader import Recording
-from onbeat.simulator.replay_history import read_history
-from onbeat.simulator.replay_model import learning_model
+from onbeat.simulator.replay.history import read_history
+from onbeat.simulator.replay.model import learning_model
 
 NUM_STEPS = 4000
 SEEDS = (0, 1, 2, 3)

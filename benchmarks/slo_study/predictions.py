@@ -20,10 +20,10 @@ from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import Clients, OfferedRequest
-from onbeat.simulator.collector import Collector
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.dispatch import Dispatcher
 from onbeat.simulator.loop import EventLoop
+from onbeat.simulator.observer import Collector
 from onbeat.simulator.replica import SerialReplica
 from onbeat.workload.offered import OfferedLoad
 from slo_study.replica import Stage
@@ -103,7 +103,7 @@ class _ForkingReplica(SerialReplica):
         taken.request = replace(taken.request, shed=ShedMode.OFF)
         twin.watch.record = taken.record
         twin.add(taken, now)
-        heappush(loop._heap, (twin.next_time, 0))
+        heappush(loop._steps, (twin.next_time, 0))
         try:
             loop.run()
         except _Served:

@@ -17,11 +17,11 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import Clients
-from onbeat.simulator.collector import Collector
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.dispatch import Dispatcher
 from onbeat.simulator.fleet import make_replica
 from onbeat.simulator.loop import EventLoop
+from onbeat.simulator.observer import Collector
 from onbeat.simulator.setup import ReplicaSettings, Simulation, build_simulation
 from onbeat.workload.offered import OfferedLoad
 from slo_study.cells import OBJECTIVES, SET_UPS

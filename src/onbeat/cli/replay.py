@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from onbeat.core.step_time import StepTimeModel
     from onbeat.recording.log import RecordHeader
     from onbeat.recording.reader import Recording
-    from onbeat.simulator.replay import ReplayResult
-    from onbeat.simulator.replay_forecast import Forecast
-    from onbeat.simulator.replay_report import ReplayReport
+    from onbeat.simulator.replay.decisions import ReplayResult
+    from onbeat.simulator.replay.forecast import Forecast
+    from onbeat.simulator.replay.report import ReplayReport
 
 NAME = "replay"
 HELP = "repeat a recorded run's decisions, and compare its latencies with a simulation"
@@ -74,11 +74,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
-    from onbeat.simulator.replay import Replay, scheduler_config
-    from onbeat.simulator.replay_forecast import forecast_with_model, forecast_with_recorded_times
-    from onbeat.simulator.replay_history import read_history
-    from onbeat.simulator.replay_model import learning_model
-    from onbeat.simulator.replay_report import ReplayReport
+    from onbeat.simulator.replay.decisions import Replay, scheduler_config
+    from onbeat.simulator.replay.forecast import forecast_with_model, forecast_with_recorded_times
+    from onbeat.simulator.replay.history import read_history
+    from onbeat.simulator.replay.model import learning_model
+    from onbeat.simulator.replay.report import ReplayReport
 
     config = scheduler_config(recording.header)
     notes = []
@@ -121,7 +121,7 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
 
 def _step_time_model(args: argparse.Namespace, header: RecordHeader) -> tuple[str, StepTimeModel]:
     """Return the model that the flags ask for, and what to call it."""
-    from onbeat.simulator.replay_model import recorded_step_time_model
+    from onbeat.simulator.replay.model import recorded_step_time_model
 
     model = recorded_step_time_model(
         header, kind=args.step_time, profile=args.profile, model=args.model, device=args.device
@@ -178,7 +178,7 @@ def _show_identity(console: Console, identity: ReplayResult) -> None:
 def _show_forecast(console: Console, name: str, forecast: Forecast) -> None:
     from rich.table import Table
 
-    from onbeat.simulator.replay_forecast import COMPARED
+    from onbeat.simulator.replay.forecast import COMPARED
 
     table = Table(title=f"Simulated with {name}", title_justify="left")
     table.add_column("Metric")

@@ -10,7 +10,7 @@ from onbeat.cli.args import JSON, checked
 from onbeat.core.errors import ConfigError
 from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
 from onbeat.simulator.acceptance import DEFAULT_RATE, Acceptance
-from onbeat.simulator.recorded_acceptance import read_acceptance
+from onbeat.simulator.replay.acceptance import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings
 
 _OF_DRAFTS = ("acceptance_rate", "acceptance_record", "draft_hit_rate")

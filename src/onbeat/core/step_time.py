@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from math import inf
+from typing import NoReturn, Protocol
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 
 
@@ -48,3 +50,24 @@ class StepTimeModel(Protocol):
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
         ...
+
+
+def predict_step(model: StepTimeModel, shape: BatchShape) -> float:
+    """Return the predicted seconds of a step, for those who reckon with nothing but predictions.
+
+    Raises
+    ------
+    ConfigError : the prediction is not a finite time above 0.
+    """
+    seconds = model.step_time(shape)
+    if not 0.0 < seconds < inf:
+        refuse_prediction(seconds, shape)
+    return seconds
+
+
+def refuse_prediction(seconds: float, shape: BatchShape) -> NoReturn:
+    """Raise ConfigError for a prediction with which virtual time would stand still or end."""
+    raise ConfigError(
+        f"the step-time model predicts {seconds} s for {shape}; a step must take a finite time above 0: "
+        "check the profile or the model's parameters"
+    )

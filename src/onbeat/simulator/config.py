@@ -1,19 +1,139 @@
-"""What a simulation runs: replicas, a router and the clients in front of it."""
+"""What a simulation runs: replicas or pools of them, a router and the clients in front of it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import ShedMode
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.acceptance import Acceptance
 
-if TYPE_CHECKING:
-    from onbeat.simulator.disaggregation import DisaggregationConfig
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVTransfer:
+    """A link of which every transfer gets the whole bandwidth.
+
+    Transfers are short next to the time between two of them (under 0.1 % of a request's time in DistServe,
+    OSDI 2024, section 6.3), so they are not made to share it.
+
+    Raises
+    ------
+    ConfigError : a size or bandwidth that is not above 0, or a negative latency.
+    """
+
+    bytes_per_token: float
+    """KV of one token, over all layers and devices."""
+    bandwidth: float
+    """Bytes per second."""
+    latency: float = 0.0
+    """Seconds before the first byte arrives."""
+
+    def __post_init__(self) -> None:
+        for name in ("bytes_per_token", "bandwidth"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value > 0):
+                raise ConfigError(f"{name} of the KV transfer is {value:g}; it must be above 0")
+        if not (isfinite(self.latency) and self.latency >= 0):
+            raise ConfigError(f"latency of the KV transfer is {self.latency:g} s; it must be 0 or more")
+
+    def seconds(self, num_tokens: int) -> float:
+        """Return the time of the KV of so many tokens."""
+        return self.latency + num_tokens * self.bytes_per_token / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig:
+    """Equal replicas for one of the two phases.
+
+    Raises
+    ------
+    ConfigError : no replica.
+    """
+
+    num_replicas: int
+    scheduler: SchedulerConfig
+    """Limits of one replica; its `num_micro_batches` is the number of pipeline stages."""
+    step_time: StepTimeModel
+    """Through all stages of one replica."""
+
+    def __post_init__(self) -> None:
+        if self.num_replicas < 1:
+            raise ConfigError(f"a pool has {self.num_replicas} replicas; it needs at least 1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisaggregationConfig:
+    """Two pools and what lies between. New requests go to the prefill replica with the fewest requests.
+
+    Raises
+    ------
+    ConfigError : a policy that cannot hand requests over or plans with deadlines, or a cap below the longest
+        request.
+    """
+
+    prefill: PoolConfig
+    decode: PoolConfig
+    transfer: KVTransfer
+    decode_kv_cap_tokens: int | None = None
+    """Most tokens whose KV a decode replica holds, where that is less than its memory takes."""
+
+    def __post_init__(self) -> None:
+        if self.prefill.scheduler.policy == "static":
+            raise ConfigError(
+                "a prefill replica cannot run policy static: it would hold whole batches; use orca"
+            )
+        for pool in (self.prefill, self.decode):
+            if make_policy(pool.scheduler).needs_step_time:
+                raise ConfigError(
+                    f"policy {pool.scheduler.policy!r} plans a request from its arrival to its last token, "
+                    "of which a pool sees a part only: use sarathi for prompts and for generation"
+                )
+        cap, longest = self.decode_kv_cap_tokens, self.decode.scheduler.max_model_len
+        if (
+            cap is not None
+            and cap // self.decode.scheduler.block_size * self.decode.scheduler.block_size < longest
+        ):
+            raise ConfigError(
+                f"decode_kv_cap_tokens is {cap}, but one request may have {longest} tokens (max_model_len); "
+                "raise the cap or lower max_model_len"
+            )
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest request that both pools take."""
+        return min(self.prefill.scheduler.max_model_len, self.decode.scheduler.max_model_len)
+
+    @property
+    def decode_scheduler(self) -> SchedulerConfig:
+        """Limits of a decode replica, the cap included.
+
+        Its queue has none: who comes here was taken at its arrival, and has its first token.
+        """
+        scheduler = replace(
+            self.decode.scheduler,
+            max_num_queued_reqs=None,
+            max_num_queued_tokens=None,
+            max_queue_seconds=None,
+        )
+        if self.decode_kv_cap_tokens is None:
+            return scheduler
+        num_blocks = min(scheduler.num_blocks, self.decode_kv_cap_tokens // scheduler.block_size)
+        return replace(scheduler, num_blocks=num_blocks)
+
+
+class MemberChange(NamedTuple):
+    """A replica that joins those that get requests, or leaves them and ends what it has."""
+
+    when: float
+    """Virtual seconds."""
+    replica: int
+    joins: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +170,8 @@ class SimulationConfig:
     """Of drafts, where the scheduler plans any."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
+    member_changes: tuple[MemberChange, ...] = ()
+    """A replica whose first change is that it joins gets no requests before."""
 
     def __post_init__(self) -> None:
         require_router(self.router)
@@ -70,6 +192,18 @@ class SimulationConfig:
                 f"the scheduler has num_micro_batches {self.scheduler.num_micro_batches}, but there are "
                 f"{self.pipeline} pipeline stages; each stage runs one micro-batch, so give the same number"
             )
+        for change in self.member_changes:
+            if not (isfinite(change.when) and change.when >= 0 and 0 <= change.replica < self._num_members):
+                raise ConfigError(
+                    f"{change} is impossible: there are {self._num_members} replicas, counted from 0, and "
+                    "the run starts at 0 s"
+                )
+
+    @property
+    def _num_members(self) -> int:
+        """Replicas, of both pools where there are two."""
+        pools = self.disaggregation
+        return self.num_replicas if pools is None else pools.prefill.num_replicas + pools.decode.num_replicas
 
     @property
     def replica_scheduler(self) -> SchedulerConfig:

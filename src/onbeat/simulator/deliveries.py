@@ -1,12 +1,20 @@
-"""The requests that one virtual replica holds, and what its steps deliver to them."""
+"""What is written in the records of a virtual replica's requests: deliveries, ends and refusals."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
 
+from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import RequestOutput
+from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import OfferedRequest
+
+REJECTED = "rejected"
+"""`RequestRecord.finish_reason` of a request that was refused at its arrival."""
+
+REFUSALS = (Overloaded, SLOUnattainable)
+"""What a scheduler raises for want of capacity; other refusals mean that the request could never run."""
 
 
 class Deliveries:
@@ -94,3 +102,12 @@ class Deliveries:
         record.is_relegated = output.is_relegated
         record.finish_reason = reason.value
         record.end = end
+
+
+def write_refusal(record: RequestRecord, refusal: Overloaded | SLOUnattainable, now: float) -> None:
+    """Close the record of a request that was refused now."""
+    record.is_rejected = True
+    record.finish_reason = REJECTED
+    record.end = now
+    if isinstance(refusal, SLOUnattainable):
+        record.predicted_ttft = record.predicted_wait = refusal.predicted_ttft

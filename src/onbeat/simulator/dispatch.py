@@ -1,55 +1,45 @@
-"""Between the clients and the replicas: what a router is told."""
+"""Between the clients and the replicas: which replica runs a request, or which runs which part of it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from math import nan
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.record import RequestRecord
+from onbeat.scheduler.cluster.disaggregation import PoolRouter, decode_part, prompt_part
 from onbeat.scheduler.cluster.routers import Router, RoutingRequest
+from onbeat.scheduler.cluster.work import WorkEstimate, describe
 from onbeat.simulator.client import OfferedRequest
-from onbeat.simulator.step_times import predict
 from onbeat.workload.offered import OfferedLoad
 
-_TYPICAL_BATCH = 32
-"""Decodes that share a step, where the work of one of them is asked for."""
 
+class Placement(Protocol):
+    """Where requests run, as the event loop asks for it."""
 
-class WorkEstimate:
-    """Predicts how long a request keeps a replica busy, from its prompt's length alone.
+    def send(self, offered: OfferedRequest) -> tuple[int, OfferedRequest]:
+        """Return the replica for a request that is sent now, and what it is sent."""
+        ...
 
-    Its output length is not known beforehand: the mean of the load stands for it. A decode costs
-    its share of a step of `_TYPICAL_BATCH` of them.
-    """
+    def move_on(self, replica: int, offered: OfferedRequest, now: float) -> tuple[int, OfferedRequest] | None:
+        """Return where a request goes on that a replica has run; None where it has all its tokens."""
+        ...
 
-    def __init__(self, step_time: StepTimeModel, *, mean_output_tokens: float) -> None:
-        self._step_time = step_time
-        self._mean_output_tokens = mean_output_tokens
+    def on_first_tokens(self, replica: int, started: Iterable[OfferedRequest]) -> None:
+        """Hear of prompts that are done."""
+        ...
 
-    def prefill(self, num_prompt_tokens: int) -> float:
-        """Return the seconds of a step with this prompt alone."""
-        shape = BatchShape()
-        shape.add(0, num_prompt_tokens, samples=True)
-        return predict(self._step_time, shape)
-
-    def decode(self, num_prompt_tokens: int) -> float:
-        """Return the request's share of the steps that generate the mean number of tokens."""
-        context = num_prompt_tokens + int(self._mean_output_tokens / 2)
-        shape = BatchShape(
-            num_new_tokens=_TYPICAL_BATCH,
-            num_sequences=_TYPICAL_BATCH,
-            num_decodes=_TYPICAL_BATCH,
-            decode_context_tokens=_TYPICAL_BATCH * (context + 1),
-            num_lm_head_rows=_TYPICAL_BATCH,
-        )
-        return self._mean_output_tokens * predict(self._step_time, shape) / _TYPICAL_BATCH
+    def on_finish(self, replica: int, offered: OfferedRequest) -> None:
+        """Hear of a request that ended, perhaps before its first token."""
+        ...
 
 
 class Dispatcher:
-    """Asks a router where each request goes.
+    """Asks a router where each request goes, which then runs there to its end.
 
     Parameters
     ----------
@@ -62,20 +52,15 @@ class Dispatcher:
         self._work = work
         self._is_told = router is not None and not router.ignores_state
 
-    def choose(self, offered: OfferedRequest) -> int:
-        """Return the replica for a request that is sent now."""
+    def send(self, offered: OfferedRequest) -> tuple[int, OfferedRequest]:
+        """Return the replica for a request that is sent now, and the request."""
         if self._router is None:
-            return 0
-        request = offered.request
-        num_prompt_tokens = len(request.prompt_token_ids)
-        routing = RoutingRequest(
-            request.request_id,
-            request.block_hashes or (),
-            0.0 if self._work is None else self._work.prefill(num_prompt_tokens),
-            0.0 if self._work is None else self._work.decode(num_prompt_tokens),
-        )
-        offered.routing = routing
-        return self._router.route(routing)
+            return 0, offered
+        offered.routing = describe(offered.request, self._work)
+        return self._router.route(offered.routing), offered
+
+    def move_on(self, replica: int, offered: OfferedRequest, now: float) -> None:
+        """Return None: a replica runs the whole request."""
 
     def on_first_tokens(self, replica: int, started: Iterable[OfferedRequest]) -> None:
         """Tell the router of prompts that are done."""
@@ -93,6 +78,74 @@ class Dispatcher:
             if not offered.record.delivery_times:
                 self._router.on_first_token(replica, offered.routing)
             self._router.on_finish(replica, offered.routing)
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """What a prefill replica did for a request that has gone on to a decode replica."""
+
+    replica: int
+    scheduled: float | None
+    num_cached_tokens: int
+    num_preemptions: int
+
+    def add_to(self, record: RequestRecord, decode: int) -> None:
+        """Make one record of both parts, which has that of the decode replica so far."""
+        record.replica = f"{self.replica}+{decode}"
+        record.scheduled, record.num_cached_tokens = self.scheduled, self.num_cached_tokens
+        record.num_preemptions += self.num_preemptions
+
+
+class PoolDispatcher:
+    """Sends the prompt of each request to one pool, and what is left of it to the other.
+
+    Parameters
+    ----------
+    router : knows both pools.
+    """
+
+    def __init__(self, router: PoolRouter) -> None:
+        self._router = router
+        self._sent: dict[str, OfferedRequest] = {}
+        """Requests whose prompt has not run, as their clients sent them."""
+        self._prompts: dict[str, _PromptPart] = {}
+
+    def send(self, offered: OfferedRequest) -> tuple[int, OfferedRequest]:
+        """Return a prefill replica for a request that is sent now, and its prompt."""
+        request, record = offered.request, offered.record
+        self._sent[request.request_id] = offered
+        routing = RoutingRequest(request.request_id)
+        num_output_tokens = record.offered_output_tokens
+        assert num_output_tokens is not None
+        part = prompt_part(request, num_output_tokens=num_output_tokens)
+        return self._router.route_prompt(routing), OfferedRequest(offered.index, part, record, routing)
+
+    def move_on(self, replica: int, offered: OfferedRequest, now: float) -> tuple[int, OfferedRequest] | None:
+        """Return a decode replica for a prompt that is done, and the rest of the request."""
+        if not offered.request.keeps_kv:
+            return None
+        request_id, record, routing = offered.request.request_id, offered.record, offered.routing
+        assert routing is not None
+        self._prompts[request_id] = _PromptPart(
+            replica, record.scheduled, record.num_cached_tokens, record.num_preemptions
+        )
+        record.finish_reason, record.end = None, nan
+        part = decode_part(self._sent.pop(request_id).request, now)
+        self._router.on_finish(replica, routing)
+        return self._router.route_decodes(routing), OfferedRequest(offered.index, part, record, routing)
+
+    def on_first_tokens(self, replica: int, started: Iterable[OfferedRequest]) -> None:
+        """Nothing is kept: a prefill replica has ended with a request then."""
+
+    def on_finish(self, replica: int, offered: OfferedRequest) -> None:
+        """Tell the router of a request that ended, and close its record over both pools."""
+        request_id = offered.request.request_id
+        assert offered.routing is not None
+        self._router.on_finish(replica, offered.routing)
+        if self._router.is_decode(replica):
+            self._prompts.pop(request_id).add_to(offered.record, replica)
+        else:
+            del self._sent[request_id]
 
 
 def assign(router: Router, load: OfferedLoad) -> NDArray[np.int32]:

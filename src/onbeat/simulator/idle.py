@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.step_times import predict
 
 
 class IdleReplica:
@@ -65,7 +64,7 @@ class IdleReplica:
     def _seconds(self, num_computed_tokens: int, num_new_tokens: int) -> float:
         shape = BatchShape()
         shape.add(num_computed_tokens, num_new_tokens, samples=True)
-        return predict(self._step_time, shape) + self._host_overhead
+        return predict_step(self._step_time, shape) + self._host_overhead
 
 
 def is_hopeless(step_time: StepTimeModel, slo: SLO, num_prompt_tokens: int) -> bool:

@@ -22,9 +22,7 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import default_token_budget, make_policy, queue_seconds
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
-from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig, SimulationConfig
 from onbeat.simulator.speculation import SpeculationSettings, beside_draft_model
 from onbeat.workload.offered import OfferedLoad
 

@@ -21,12 +21,12 @@ from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.routers import Router
 from onbeat.simulator.client import Clients
-from onbeat.simulator.collector import Collector, Keep
 from onbeat.simulator.columns import RecordColumns
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.dispatch import Dispatcher, assign
 from onbeat.simulator.fleet import make_replica
 from onbeat.simulator.loop import EventLoop
+from onbeat.simulator.observer import Collector, Keep
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.workload.offered import OfferedLoad
 

@@ -8,11 +8,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.routers import Router, make_router
-from onbeat.simulator.collector import Collector, ProgressMeter
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.disaggregation import run_disaggregated
 from onbeat.simulator.fleet import run_together
-from onbeat.simulator.observer import Progress, SimulationObserver
+from onbeat.simulator.observer import Collector, Progress, ProgressMeter, SimulationObserver
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.shards import IndependentReplicas, run_in_processes
 from onbeat.workload.offered import OfferedLoad
@@ -59,9 +57,7 @@ def simulate(
     keep = kept.__setitem__
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
     router = make_router(config.router, config.num_replicas, seed=config.seed)
-    if config.disaggregation is not None:
-        counters, is_complete = run_disaggregated(load, config, collector, observer=observer)
-    elif observer is None and _is_separable(load, config, router):
+    if observer is None and _is_separable(load, config, router):
         replicas = IndependentReplicas(load, config, step_time, router)
         if jobs > 1:
             counters, is_complete = run_in_processes(replicas, jobs, keep, meter.advance)
@@ -84,4 +80,5 @@ def simulate(
 def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
     """Whether what happens on one replica has no effect on another."""
     is_open = load.arrivals is not None and config.max_concurrency is None
-    return is_open and router.ignores_state and config.num_replicas > 1
+    is_fixed = config.disaggregation is None and not config.member_changes
+    return is_fixed and is_open and router.ignores_state and config.num_replicas > 1

@@ -20,10 +20,10 @@ from onbeat.recording.reader import Recording
 from onbeat.recording.writer import create_record
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.simulator import replay as replay_module
-from onbeat.simulator.replay import Replay
-from onbeat.simulator.replay_forecast import forecast_with_recorded_times
-from onbeat.simulator.replay_history import read_history
+from onbeat.simulator.replay import decisions as replay_module
+from onbeat.simulator.replay.decisions import Replay
+from onbeat.simulator.replay.forecast import forecast_with_recorded_times
+from onbeat.simulator.replay.history import read_history
 from tests.cpu.core.shedding import SheddingScheduler, shedding_core
 from tests.fake_runner import FakeRunner
 from tests.pure.recording.recorded import make_header

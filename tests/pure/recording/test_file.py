@@ -19,7 +19,7 @@ from onbeat.recording.hash_chain import LOGGED_BYTES, HashChain
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
 from onbeat.recording.writer import RecordWriter
-from onbeat.simulator.replay import Replay
+from onbeat.simulator.replay.decisions import Replay
 from tests.pure.recording.recorded import RecordedRun, make_header, start_run
 from tests.pure.scheduler.driver import make_config, make_request
 

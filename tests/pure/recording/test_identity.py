@@ -15,7 +15,7 @@ from onbeat.perfmodel.residual import ResidualModel
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.replay import Replay
+from onbeat.simulator.replay.decisions import Replay
 from tests.examples import examples
 from tests.pure.recording.recorded import start_run
 from tests.pure.scheduler.driver import POLICY_NAMES, make_config

@@ -15,9 +15,9 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.log import AddCall, RecordedRefusal, ScheduleCall
 from onbeat.recording.reader import Recording
-from onbeat.simulator import replay as replay_module
-from onbeat.simulator.replay import Replay
-from onbeat.simulator.replay_history import read_history
+from onbeat.simulator.replay import decisions as replay_module
+from onbeat.simulator.replay.decisions import Replay
+from onbeat.simulator.replay.history import read_history
 from tests.fake_step_time import LinearStepTime
 from tests.pure.recording import recorded as recorded_module
 from tests.pure.recording.recorded import RecordedRun, start_run

@@ -131,3 +131,36 @@ def test_every_router_stays_within_the_replicas(name):
 def test_unknown_routers_are_named():
     with pytest.raises(ConfigError, match="unknown router 'sticky'; choose one of round-robin, random"):
         make_router("sticky", 2)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
+    router = make_router(name, 3)
+    prompts = [request(f"{number}", blocks=(number % 7,), prefill=1.0) for number in range(90)]
+    before = [(router.route(each), each) for each in prompts[:30]]
+    router.leave(1)
+    assert {router.route(each) for each in prompts[30:60]} == {0, 2}
+    for replica, each in before:  # it ends what it has
+        router.on_first_token(replica, each)
+        router.on_finish(replica, each)
+    router.join(1)
+    assert {router.route(each) for each in prompts[60:]} >= {1}
+    assert {replica for replica, _ in before} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_the_last_replica_cannot_leave(name):
+    router = make_router(name, 2)
+    router.leave(0)
+    with pytest.raises(ConfigError, match="replica 1 cannot leave"):
+        router.leave(1)
+    assert router.route(request()) == 1
+
+
+def test_a_turn_passes_over_a_replica_that_left():
+    router = RoundRobin(3)
+    assert router.route(request()) == 0
+    router.leave(1)
+    assert [router.route(request()) for _ in range(3)] == [2, 0, 2]
+    router.join(1)
+    assert [router.route(request()) for _ in range(4)] == [0, 1, 2, 0]

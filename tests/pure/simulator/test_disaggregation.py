@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
-from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig, SimulationConfig
 from onbeat.simulator.simulate import simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import ShapeTime, StepByStep, Watching, make_load, random_load

@@ -8,11 +8,11 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import predict_step
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.planning import make_scheduler
 from onbeat.simulator.simulate import simulate
-from onbeat.simulator.step_times import predict
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, random_load
 
 SECONDS = linear_time().seconds
@@ -39,8 +39,8 @@ class TestModelOfItsOwn:
         shape.add(100, 1, samples=True)
         for _ in range(50):
             first.step_time_model.observe(shape, 2 * SECONDS(shape))
-        assert predict(first.step_time_model, shape) > 1.5 * SECONDS(shape)
-        assert predict(device, shape) == SECONDS(shape)
+        assert predict_step(first.step_time_model, shape) > 1.5 * SECONDS(shape)
+        assert predict_step(device, shape) == SECONDS(shape)
 
     def test_it_learns_the_overhead_that_the_device_has(self):
         observer = StepByStep()

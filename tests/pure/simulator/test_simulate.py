@@ -13,7 +13,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.client import Clients
-from onbeat.simulator.collector import ProgressMeter
+from onbeat.simulator.observer import ProgressMeter
 from onbeat.simulator.simulate import simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import (

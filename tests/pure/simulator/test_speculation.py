@@ -13,8 +13,7 @@ from onbeat.scheduler.config import DraftLength, SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.catch_up import AskedRow, CatchUp
-from onbeat.simulator.disaggregation import DisaggregationConfig, PoolConfig
-from onbeat.simulator.kv_transfer import KVTransfer
+from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig
 from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.speculation import SpeculationSettings

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
@@ -29,7 +30,8 @@ class RoutingRequest:
 class Router(Protocol):
     """Chooses a replica and hears what becomes of the request there.
 
-    Each call costs at most O(log replicas), and O(blocks) where prefixes are looked at.
+    At first all replicas are members. Each call costs at most O(log replicas), and O(blocks) where prefixes
+    are looked at; a change of the members O(replicas).
     """
 
     ignores_state: bool
@@ -49,12 +51,43 @@ class Router(Protocol):
         """Hear that it ended."""
         ...
 
+    def join(self, replica: int) -> None:
+        """Let a replica that has left be chosen again, with what is outstanding there."""
+        ...
+
+    def leave(self, replica: int) -> None:
+        """Choose a replica no more; it may still end what it has.
+
+        Raises
+        ------
+        ConfigError : it is the last one.
+        """
+        ...
+
+
+def _without(members: Iterable[int], replica: int) -> list[int]:
+    rest = sorted(set(members) - {replica})
+    if not rest:
+        raise ConfigError(
+            f"replica {replica} cannot leave: no other takes requests; let another one join before"
+        )
+    return rest
+
 
 class _Stateless:
-    """A router that need not hear of anything."""
+    """A router that need not hear of requests."""
 
     ignores_state = True
     weighs_work = False
+
+    def __init__(self, num_replicas: int) -> None:
+        self._members = list(range(num_replicas))
+
+    def join(self, replica: int) -> None:
+        self._members = sorted({*self._members, replica})
+
+    def leave(self, replica: int) -> None:
+        self._members = _without(self._members, replica)
 
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Nothing is kept."""
@@ -66,13 +99,13 @@ class _Stateless:
 class RoundRobin(_Stateless):
     """The replicas in turn."""
 
-    def __init__(self, num_replicas: int) -> None:
-        self._num_replicas = num_replicas
-        self._next = 0
+    _next = 0
+    """The first that may be next."""
 
     def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests are alike)
-        replica = self._next
-        self._next = (replica + 1) % self._num_replicas
+        members = self._members
+        replica = members[bisect_left(members, self._next) % len(members)]
+        self._next = replica + 1
         return replica
 
 
@@ -80,12 +113,12 @@ class RandomChoice(_Stateless):
     """Evenly by a hash of the seed and the request's id: the same request goes to the same replica."""
 
     def __init__(self, num_replicas: int, *, seed: int = 0) -> None:
-        self._num_replicas = num_replicas
+        super().__init__(num_replicas)
         self._prefix = f"{seed}/"
 
     def route(self, request: RoutingRequest) -> int:
         digest = blake2b((self._prefix + request.request_id).encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % self._num_replicas
+        return self._members[int.from_bytes(digest, "little") % len(self._members)]
 
 
 class LeastLoaded:
@@ -97,16 +130,18 @@ class LeastLoaded:
 
     def __init__(self, num_replicas: int) -> None:
         self.loads = [0.0] * num_replicas
+        self.members = frozenset(range(num_replicas))
         self._last_choices = list(range(-num_replicas, 0))
         self._num_choices = 0
         self._heap = [(0.0, order, replica) for replica, order in enumerate(self._last_choices)]
 
     def peek(self) -> int:
-        """Return the replica with the least load."""
-        heap = self._heap
+        """Return the member with the least load."""
+        heap, members = self._heap, self.members
         while True:
             load, last_choice, replica = heap[0]
-            if load == self.loads[replica] and last_choice == self._last_choices[replica]:
+            is_newest = load == self.loads[replica] and last_choice == self._last_choices[replica]
+            if is_newest and replica in members:
                 return replica
             heappop(heap)
 
@@ -121,15 +156,20 @@ class LeastLoaded:
         self.loads[replica] += load
         heappush(self._heap, self._entry(replica))
         if len(self._heap) > 4 * len(self.loads):
-            self._heap = [self._entry(each) for each in range(len(self.loads))]
-            heapify(self._heap)
+            self.set_members(self.members)
+
+    def set_members(self, members: Iterable[int]) -> None:
+        """Say which replicas may be chosen; the loads of the others are kept."""
+        self.members = frozenset(members)
+        self._heap = [self._entry(each) for each in self.members]
+        heapify(self._heap)
 
     def _entry(self, replica: int) -> tuple[float, int, int]:
         return (self.loads[replica], self._last_choices[replica], replica)
 
 
-class LeastOutstanding:
-    """The replica with the fewest requests that have not ended."""
+class _ByLoad:
+    """A router that counts each replica's load: in requests that have not ended, unless it says otherwise."""
 
     ignores_state = False
     weighs_work = False
@@ -137,26 +177,35 @@ class LeastOutstanding:
     def __init__(self, num_replicas: int) -> None:
         self._replicas = LeastLoaded(num_replicas)
 
-    def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests count the same)
-        replica = self._replicas.peek()
-        self._replicas.choose(replica, 1)
-        return replica
-
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Nothing changes: the request is still outstanding."""
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
         self._replicas.add(replica, -1)
 
+    def join(self, replica: int) -> None:
+        self._replicas.set_members({*self._replicas.members, replica})
 
-class LeastWork:
+    def leave(self, replica: int) -> None:
+        self._replicas.set_members(_without(self._replicas.members, replica))
+
+
+class LeastOutstanding(_ByLoad):
+    """The replica with the fewest requests that have not ended."""
+
+    def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests count the same)
+        replica = self._replicas.peek()
+        self._replicas.choose(replica, 1)
+        return replica
+
+
+class LeastWork(_ByLoad):
     """The replica with the least predicted work left: prompts to run, and tokens to generate."""
 
-    ignores_state = False
     weighs_work = True
 
     def __init__(self, num_replicas: int) -> None:
-        self._replicas = LeastLoaded(num_replicas)
+        super().__init__(num_replicas)
         self._num_outstanding = [0] * num_replicas
 
     def route(self, request: RoutingRequest) -> int:
@@ -175,7 +224,7 @@ class LeastWork:
         self._replicas.add(replica, -self._replicas.loads[replica] if is_idle else -request.decode_work)
 
 
-class PrefixAffinity:
+class PrefixAffinity(_ByLoad):
     """The replica that was last sent the request's longest known prefix, unless it is overloaded.
 
     Overloaded is one with more than `max_imbalance` times the requests of the least loaded replica, and
@@ -188,9 +237,6 @@ class PrefixAffinity:
     max_known_blocks : blocks remembered, over all replicas; the least recently seen are forgotten first.
     """
 
-    ignores_state = False
-    weighs_work = False
-
     def __init__(
         self,
         num_replicas: int,
@@ -200,7 +246,7 @@ class PrefixAffinity:
         min_share: float = 0.5,
         max_known_blocks: int = 1_000_000,
     ) -> None:
-        self._replicas = LeastLoaded(num_replicas)
+        super().__init__(num_replicas)
         self._max_imbalance = max_imbalance
         self._min_excess = min_excess
         self._min_share = min_share
@@ -215,17 +261,11 @@ class PrefixAffinity:
         self._replicas.choose(replica, 1)
         return replica
 
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Nothing changes: the request is still outstanding."""
-
-    def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
-        self._replicas.add(replica, -1)
-
     def _match(self, block_hashes: Sequence[BlockHash]) -> int | None:
-        """Return the replica that holds enough of the prompt's first blocks."""
+        """Return the member that holds enough of the prompt's first blocks."""
         known = self._replica_of_block
         replica = known.get(block_hashes[0]) if block_hashes else None
-        if replica is None:
+        if replica is None or replica not in self._replicas.members:
             return None
         num_matched = 1
         while num_matched < len(block_hashes) and known.get(block_hashes[num_matched]) == replica:

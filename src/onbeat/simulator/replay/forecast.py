@@ -16,10 +16,10 @@ from onbeat.metrics.summary import collect_samples, percentile
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.recorded_acceptance import measured_acceptance
-from onbeat.simulator.replay_history import RecordedRequest, RunHistory
-from onbeat.simulator.replay_model import learning_model
-from onbeat.simulator.replay_times import RecordedStepTimes, step_cycles
+from onbeat.simulator.replay.acceptance import measured_acceptance
+from onbeat.simulator.replay.history import RecordedRequest, RunHistory
+from onbeat.simulator.replay.model import learning_model
+from onbeat.simulator.replay.times import RecordedStepTimes, step_cycles
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad

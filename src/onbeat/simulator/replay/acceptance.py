@@ -8,7 +8,7 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.recording.reader import Recording
 from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.replay_history import RecordedRequest, read_history
+from onbeat.simulator.replay.history import RecordedRequest, read_history
 
 
 def read_acceptance(path: Path) -> Acceptance:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
-from onbeat.simulator.replay_history import RecordedStep
+from onbeat.simulator.replay.history import RecordedStep
 
 _WINDOW = 32
 """Steps to look ahead for the one that is asked for."""

@@ -14,8 +14,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
 from onbeat.simulator.acceptance import KnownDrafts
-from onbeat.simulator.refusal import REJECTED
-from onbeat.simulator.replay import recorded_slo
+from onbeat.simulator.deliveries import REJECTED
+from onbeat.simulator.replay.decisions import recorded_slo
 
 _AHEAD = 1e-6
 """Seconds by which a request comes before a step ends: virtual times are sums, whose last digits differ."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from onbeat import __version__
 from onbeat.recording.reader import Recording
-from onbeat.simulator.replay import ReplayResult
-from onbeat.simulator.replay_forecast import Forecast
-from onbeat.simulator.replay_history import RunHistory
+from onbeat.simulator.replay.decisions import ReplayResult
+from onbeat.simulator.replay.forecast import Forecast
+from onbeat.simulator.replay.history import RunHistory
 
 SCHEMA_VERSION = 1
 

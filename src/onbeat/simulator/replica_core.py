@@ -1,0 +1,262 @@
+"""What virtual replicas with and without pipeline stages have in common."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import exp, inf
+from statistics import NormalDist
+from typing import NamedTuple
+
+from onbeat.core.step import BatchShape, SchedulerOutput, StepStats
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.replica.scheduler import Scheduler
+from onbeat.scheduler.replica.speculation.stats import draft_stats
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.deliveries import Deliveries
+from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.planning import make_scheduler, plan_step
+from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.sampling import make_sampler
+
+_NORMAL = NormalDist()
+_SCALE = 2.0**-53
+
+
+class _PlanningCounts(NamedTuple):
+    """What planning has done so far."""
+
+    num_preemptions: int
+    num_prefix_queries: int
+    num_prefix_hits: int
+
+
+def _planning_counts(scheduler: Scheduler) -> _PlanningCounts:
+    """Return the scheduler's counts."""
+    return _PlanningCounts(scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
+
+
+@dataclass(slots=True)
+class StepUnderWay:
+    """A step that was planned, or the first of a run of steps that differ in token counts alone."""
+
+    scheduled: SchedulerOutput
+    shape: BatchShape
+    """What the device computes; of a run, it moves on with each prediction."""
+    first_context: int
+    """`decode_context_tokens` of the first step."""
+    start: float
+    counts: tuple[_PlanningCounts, _PlanningCounts] | None
+    """Before and after it was planned, if anybody hears of it."""
+    predicted: float | None
+    """What the scheduler's own model expects, seconds; likewise."""
+
+
+class ReplicaCore:
+    """A scheduler, what samples tokens in place of its device, and what is written and counted of both.
+
+    A replica asks it for steps and says when they end.
+
+    Parameters
+    ----------
+    name : as records carry it, and the replica's number.
+    step_time : what the device is simulated by.
+    observer : hears of steps.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: SimulationConfig,
+        step_time: StepTimeModel,
+        observer: SimulationObserver | None,
+    ) -> None:
+        self.scheduler = make_scheduler(config.replica_scheduler, step_time)
+        self.noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
+        self.deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
+        self.sampler = make_sampler(config, self.deliveries)
+        self.num_steps = 0
+        """Steps that have ended."""
+        self.busy_seconds = 0.0
+        self._index = int(name)
+        self._observer = observer
+        self._work = BatchShape()
+        self._busy_since = inf
+
+    def add(self, offered: OfferedRequest, now: float) -> None:
+        """Take a request; raises `RequestRejected` as `Scheduler.add`."""
+        self.scheduler.add(offered.request, now)
+        self.deliveries.open(offered)
+
+    def plan(self, now: float, *, repeats: bool = False) -> StepUnderWay | None:
+        """Plan a step; None where nothing can run before something else happens."""
+        counts = predicted = None
+        if self._observer is None:
+            scheduled = plan_step(self.scheduler, now, repeats=repeats)
+        else:
+            before = _planning_counts(self.scheduler)
+            scheduled = plan_step(self.scheduler, now, repeats=repeats)
+            counts = (before, _planning_counts(self.scheduler))
+        if scheduled is None:
+            return None
+        shape = self.sampler.begin(scheduled)
+        if self._observer is not None and self.scheduler.step_time_model is not None:
+            predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
+        return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, counts, predicted)
+
+    def expire(self, now: float) -> list[OfferedRequest]:
+        """Return the requests that the last plan has given up."""
+        return self.deliveries.expire(self.scheduler.take_expired(), now)
+
+    def end_step(
+        self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
+    ) -> list[OfferedRequest]:
+        """Take the results of a step, or of a run of them; return the requests that ended.
+
+        Parameters
+        ----------
+        ends : when each step of the run ended, seconds.
+        started : gets the requests that have their first token now; None where nobody is told.
+        """
+        scheduled, num_steps, now = step.scheduled, len(ends), ends[-1]
+        self.num_steps += num_steps
+        _add_work(self._work, step.shape, first_context=step.first_context, num_steps=num_steps)
+        sampled = self.sampler.sample(scheduled, num_steps)
+        outputs = self.scheduler.update(scheduled, sampled, now)
+        if started is not None and (scheduled.admitted or scheduled.shape.num_chunks):
+            started += self.deliveries.first(outputs)
+        finished = self.deliveries.take(outputs, ends)
+        if self._observer is not None:
+            assert step.counts is not None
+            step.shape.decode_context_tokens = step.first_context
+            stats = _step_stats(self.scheduler, scheduled, step.counts, step.start, now)
+            if step.predicted is not None:
+                stats.predicted_seconds = step.predicted if num_steps == 1 else None
+            stats.drafts = draft_stats(scheduled, sampled, outputs)
+            if self._observer.wants_every_step:
+                stats.scheduler = self.scheduler.state()
+            self._observer.on_step(self._index, stats)
+        return finished
+
+    def begin_work(self, now: float) -> None:
+        """Count from now on as busy, unless it does already."""
+        if self._busy_since == inf:
+            self._busy_since = now
+
+    def end_work(self, now: float) -> None:
+        """Count as idle from now on."""
+        if self._busy_since != inf:
+            self.busy_seconds += now - self._busy_since
+            self._busy_since = inf
+
+    def counters(self) -> ReplicaCounters:
+        """Return what the replica has done so far."""
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        return ReplicaCounters(
+            num_steps=self.num_steps,
+            busy_seconds=self.busy_seconds,
+            work=self._work,
+            num_preemptions=scheduler.num_preemptions,
+            num_prefix_queries=scheduler.num_prefix_queries,
+            num_prefix_hits=scheduler.num_prefix_hits,
+            num_blocks=pool.num_blocks,
+            peak_used_blocks=pool.peak_used_blocks,
+            num_leaked_blocks=pool.num_used_blocks if scheduler.num_unfinished == 0 else 0,
+            drafts=self.sampler.counts,
+        )
+
+
+class StepNoise:
+    """Log-normal factors with mean 1, each a function of (seed, replica, step) alone.
+
+    They do not depend on the order in which they are asked for, so runs are equal whatever is looked at
+    ahead, and two policies on one replica meet the same luck in their n-th step.
+
+    Parameters
+    ----------
+    sigma : standard deviation of the factor's logarithm, above 0.
+    seed, replica : whose noise it is.
+    """
+
+    def __init__(self, sigma: float, *, seed: int, replica: int) -> None:
+        self._sigma = sigma
+        self._log_mean = -sigma * sigma / 2
+        self._key = f"{seed}:{replica}".encode()
+
+    def factor(self, step: int) -> float:
+        """Return what the time of a step is multiplied by.
+
+        Parameters
+        ----------
+        step : its number on this replica, from 0.
+        """
+        digest = blake2b(step.to_bytes(8, "little"), digest_size=8, key=self._key).digest()
+        # 53 bits, moved off 0 and 1, where the normal distribution has no value.
+        uniform = ((int.from_bytes(digest, "little") >> 11) + 0.5) * _SCALE
+        return exp(self._log_mean + self._sigma * _NORMAL.inv_cdf(uniform))
+
+
+def make_noise(sigma: float, *, seed: int, replica: int) -> StepNoise | None:
+    """Return the noise of a replica; None where steps take exactly what is predicted."""
+    return StepNoise(sigma, seed=seed, replica=replica) if sigma else None
+
+
+def _step_stats(
+    scheduler: Scheduler,
+    scheduled: SchedulerOutput,
+    counts: tuple[_PlanningCounts, _PlanningCounts],
+    start: float,
+    end: float,
+) -> StepStats:
+    """Describe a step that has been updated.
+
+    Parameters
+    ----------
+    counts : before and after it was planned.
+    start, end : when the step, or the run that it began, started and ended.
+    """
+    before, after = counts
+    return StepStats(
+        step_id=scheduled.step_id,
+        start=start,
+        end=end,
+        shape=scheduled.shape,
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        num_blocks=scheduler.kv.pool.num_blocks,
+        num_used_blocks=scheduler.kv.pool.num_used_blocks,
+        num_preemptions=after.num_preemptions - before.num_preemptions,
+        num_prefix_queries=after.num_prefix_queries - before.num_prefix_queries,
+        num_prefix_hits=after.num_prefix_hits - before.num_prefix_hits,
+        schedule_seconds=0.0,
+        update_seconds=0.0,
+        chunk_request_ids=[
+            row.request_id for row in scheduled.rows if row.num_new_tokens - row.num_draft_tokens > 1
+        ],
+        predicted_seconds=end - start,
+        budget_seconds=scheduled.budget,
+        budget_request_id=scheduled.budget_request_id,
+    )
+
+
+def _add_work(total: BatchShape, shape: BatchShape, *, first_context: int, num_steps: int) -> None:
+    """Add a step, or a run of steps of which each decode reads one token more than in the step before.
+
+    Parameters
+    ----------
+    first_context : `decode_context_tokens` of the first step.
+    """
+    num_rows = shape.num_lm_head_rows
+    total.num_decodes += shape.num_decodes * num_steps
+    total.num_new_tokens += shape.num_new_tokens * num_steps
+    total.num_lm_head_rows += num_rows * num_steps
+    total.query_key_pairs += shape.query_key_pairs * num_steps
+    total.chunk_cached_tokens += shape.chunk_cached_tokens * num_steps
+    more_context = num_rows * (num_steps * (num_steps - 1) // 2)
+    total.decode_context_tokens += first_context * num_steps + more_context
+    total.num_draft_tokens += shape.num_draft_tokens * num_steps
+    total.num_draft_passes += shape.num_draft_passes * num_steps
+    total.num_catch_up_tokens += shape.num_catch_up_tokens * num_steps
+    total.catch_up_pairs += shape.catch_up_pairs * num_steps
