@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from onbeat.core.errors import RequestRejected
+from onbeat.core.options import change, make
 from onbeat.core.request import Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
@@ -56,8 +57,12 @@ from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import Trace, read_trace
 
 NUM_REQUESTS = 400
-SETTINGS = ReplicaSettings(
-    model="meta-llama/Llama-3.1-8B", device="a100-80-sxm", max_model_len=8192, max_num_seqs=64
+SETTINGS = make(
+    ReplicaSettings,
+    model="meta-llama/Llama-3.1-8B",
+    device="a100-80-sxm",
+    max_model_len=8192,
+    max_num_seqs=64,
 )
 CLASSES = (
     SLOClass(name="fast", slo=SLO(ttft=0.5, tbt=0.05), share=0.5, weight=2.0),
@@ -210,7 +215,7 @@ def make_load(trace: Trace, case: Case, max_model_len: int) -> OfferedLoad:
 def simulated(policy: str, case: Case, trace: Trace) -> Digest:
     """Run a case; return what was decided."""
     digest = Digest()
-    simulation = build_simulation(replace(SETTINGS, policy=policy, **case.changes))
+    simulation = build_simulation(change(SETTINGS, policy=policy, **case.changes))
     load = make_load(trace, case, simulation.config.scheduler.max_model_len)
     observer: SimulationObserver = EveryStep()
     with listening(digest, case.change):

@@ -13,7 +13,6 @@ from typing import Any, NoReturn, TypeVar
 import yaml
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import DEFAULT_SHED_ORDER, SHED_ORDERS
 
 T = TypeVar("T")
 
@@ -52,18 +51,6 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Let a command take its flags from a YAML file too."""
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="file whose keys are long flags; the command line wins over it"
-    )
-
-
-def add_shed_order_argument(group: argparse._ArgumentGroup) -> None:
-    """Let the user choose who is late where not all can be in time."""
-    group.add_argument(
-        "--shed-order",
-        choices=SHED_ORDERS,
-        default=DEFAULT_SHED_ORDER,
-        help="which prompts slo leaves behind where not all can be in time: those with the most work, so "
-        "that as many as possible are in time (most), or those that came last, so that long prompts keep "
-        "their turn (longest-wait)",
     )
 
 
@@ -238,11 +225,6 @@ def _count(text: str) -> int:
 
 count = checked(_count, "a whole number such as 4096, 32k (32,000) or 4G (4 x 2^30)")
 """Argparse type: an integer, with vLLM's suffixes (k, m, g decimal; K, M, G, T binary)."""
-
-
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return all long flags of a parser, sorted (for the test that freezes them)."""
-    return sorted(option for option in parser._option_string_actions if option.startswith("--"))
 
 
 def print_error(message: str) -> None:

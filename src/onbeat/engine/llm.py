@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onbeat.core.errors import EngineError, InvalidRequest
+from onbeat.core.options import make
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.build import build_engine
@@ -42,7 +43,7 @@ class LLM:
     ----------
     model : path, known model or hub id, as for `onbeat serve`; None is the embedded model.
     speculative_config : what `--speculative-config` takes, as a mapping; None decodes without drafts.
-    engine_options : fields of `EngineConfig`, such as `dtype`, `policy` or `max_model_len`.
+    engine_options : settings of `EngineConfig` and its limits, such as `dtype`, `policy`, `max_model_len`.
 
     Examples
     --------
@@ -64,7 +65,7 @@ class LLM:
         files = resolve_model(model or DEFAULT_MODEL, needs_weights=needs_weights)
         self.tokenizer: Tokenizer = load_tokenizer(files.path)
         self._chat_template = load_chat_template(self.tokenizer, None)
-        self._core, self.info = build_engine(EngineConfig(model=files, **engine_options), _ignore)
+        self._core, self.info = build_engine(make(EngineConfig, model=files, **engine_options), _ignore)
         self._num_requests = 0
 
     def __enter__(self) -> LLM:
