@@ -211,7 +211,7 @@ def settle(
     """
     if (limits.max_model_len or 0) > model_len:
         raise ConfigError(
-            f"max_model_len is {limits.max_model_len}, but the model was made for {model_len} tokens; give a "
+            f"max_model_len is {limits.max_model_len}, but this model was made for {model_len} tokens; give a "
             "smaller one"
         )
     settled = {each.name: getattr(limits, each.name) for each in fields(SchedulerLimits)}
