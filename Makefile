@@ -17,7 +17,7 @@ FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cp
 .DELETE_ON_ERROR:
 # A second installer in the same environment would break it.
 .NOTPARALLEL:
-.PHONY: help serve test test-all ablate check lint types imports format size model clean
+.PHONY: help serve test test-all ablate check lint types imports format flags size model clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -49,6 +49,9 @@ imports: .venv/.dev ## Check who imports whom
 format: .venv/.dev ## Format the code and mend what the linter can
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+flags: .venv/.serve ## Write docs/flags.md from what the commands declare
+	$(BIN)/python scripts/flags > docs/flags.md
 
 size: ## Show the lines of every source file
 	@scripts/size

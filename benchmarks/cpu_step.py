@@ -34,6 +34,7 @@ from cpu_step.weights import weight_bytes
 from slo_live.book import REPOSITORY, git_commit, machine
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.engine.config import BACKENDS, DTYPES, QUANTIZATIONS, EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
 from onbeat.engine.step_time_spec import model_spec_of
@@ -117,7 +118,8 @@ def measure_host_share(loaded: LoadedModel, num_rounds: int) -> list[dict[str, A
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     longest = max(longest_context(args), max(PREFILLS) + 1)
-    return EngineConfig(
+    return make(
+        EngineConfig,
         model=resolve_model(args.model),
         dtype=args.dtype,
         device="cpu",

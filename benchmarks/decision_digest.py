@@ -39,6 +39,7 @@ from typing import Any
 import numpy as np
 
 from onbeat.core.errors import RequestRejected
+from onbeat.core.options import change, make
 from onbeat.core.request import Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
@@ -56,7 +57,8 @@ from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import Trace, read_trace
 
 NUM_REQUESTS = 400
-SETTINGS = ReplicaSettings(
+SETTINGS = make(
+    ReplicaSettings,
     max_queue_seconds=0.0,  # digests are of who runs when, of all requests
     model="meta-llama/Llama-3.1-8B",
     device="a100-80-sxm",
@@ -214,7 +216,7 @@ def make_load(trace: Trace, case: Case, max_model_len: int) -> OfferedLoad:
 def simulated(policy: str, case: Case, trace: Trace) -> Digest:
     """Run a case; return what was decided."""
     digest = Digest()
-    simulation = build_simulation(replace(SETTINGS, policy=policy, **case.changes))
+    simulation = build_simulation(change(SETTINGS, policy=policy, **case.changes))
     load = make_load(trace, case, simulation.config.scheduler.max_model_len)
     observer: SimulationObserver = EveryStep()
     with listening(digest, case.change):

@@ -24,12 +24,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step_time import StepTimeModel
 from onbeat.engine.build import build_engine
@@ -86,7 +87,7 @@ def make_load(number: int, rate: float, seed: int) -> Load:
 
 def run_live(config: EngineConfig, load: Load, record: Path, seed: int) -> None:
     """Serve a load in real time, with a record."""
-    core, info = build_engine(replace(config, record=record), lambda _: None)
+    core, info = build_engine(change(config, record=record), lambda _: None)
     rng = np.random.default_rng(seed)
     prompts = [tuple(rng.integers(0, info.vocab_size, length).tolist()) for length in load.num_prompt_tokens]
     serve(core, load, prompts)
@@ -245,7 +246,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_args()
-    config = EngineConfig(
+    config = make(
+        EngineConfig,
         model=resolve_model(args.model),
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=args.max_num_seqs,
@@ -262,7 +264,7 @@ def main() -> int:
         profile = args.profile or directory / "profile.json"
         if args.profile is None:
             make_profile(config, profile)
-        profiled = replace(config, step_time_profile=str(profile))
+        profiled = change(config, step_time_profile=str(profile))
         rounds = []
         corrected: StepTimeModel | None = None
         for index in range(args.rounds):

@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
+from onbeat.core.options import make
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.planner.charts import frontier_figures
@@ -80,7 +81,8 @@ class StudyCase:
 
     def build(self) -> BuiltCase:
         simulation = build_simulation(
-            ReplicaSettings(
+            make(
+                ReplicaSettings,
                 model="meta-llama/Meta-Llama-3-8B",
                 device="h100-sxm",
                 tensor_parallel=self.tensor_parallel,

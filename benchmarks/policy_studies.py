@@ -33,6 +33,7 @@ from typing import Any
 
 import numpy as np
 
+from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.attainment import good_requests
@@ -103,10 +104,10 @@ def study_capacity(options: Options) -> None:
     trace = read_trace(options.data / "traces" / "sharegpt_8k_lengths_llama2tok.csv.gz")
     loads = [drawn_load(trace, num_requests=1024, seed=seed) for seed in SEEDS]
     for (model, tp), objectives in OBJECTIVES.items():
-        base = ReplicaSettings(model=model, device=A100, tensor_parallel=tp, max_model_len=8192)
+        base = make(ReplicaSettings, model=model, device=A100, tensor_parallel=tp, max_model_len=8192)
         tasks = [
             CapacityTask(
-                case=ReplicaCase(settings=replace(base, **settings)),
+                case=ReplicaCase(settings=change(base, **settings)),
                 load=load,
                 objective=SarathiObjective(tbt=tbt),
                 options=SearchOptions(),
@@ -182,7 +183,8 @@ def study_ablation(options: Options) -> None:
 
 def ablation_means(loads: Sequence[OfferedLoad], policy: str, budget: int) -> tuple[float, float]:
     """Return (P50 TTFT, P99 TBT), seconds, means over the loads."""
-    settings = ReplicaSettings(
+    settings = make(
+        ReplicaSettings,
         model=YI,
         device=A100,
         tensor_parallel=2,
@@ -202,10 +204,12 @@ def study_stall(_options: Options) -> None:
     outputs = np.array([400] * 32 + [16])
     arrivals = np.array([0.0] * 32 + [3.0])
     load = OfferedLoad(name="stall", arrivals=arrivals, num_prompt_tokens=prompts, num_output_tokens=outputs)
-    base = ReplicaSettings(model=YI, device=A100, tensor_parallel=2, max_model_len=16384, max_num_seqs=64)
+    base = make(
+        ReplicaSettings, model=YI, device=A100, tensor_parallel=2, max_model_len=16384, max_num_seqs=64
+    )
     worst = {}
     for name, policy, budget in (("vLLM", "prefill-first", 16384), ("sarathi", "sarathi", 512)):
-        settings = replace(base, policy=policy, max_num_batched_tokens=budget)
+        settings = change(base, policy=policy, max_num_batched_tokens=budget)
         result = run(load, settings)
         decodes = [record for record in result.records if record.num_prompt_tokens == 256]
         worst[name] = max(float(np.diff(record.delivery_times).max()) for record in decodes)
@@ -229,14 +233,18 @@ def study_stall(_options: Options) -> None:
 
 def study_orca(_options: Options) -> None:
     """GPT-3 175B (OPT-175B has its sizes) on 16 A100-40G; rate at 5 times the idle normalised latency."""
-    base = ReplicaSettings(
-        model="facebook/opt-175b", device="a100-40-sxm", tensor_parallel=16, max_model_len=2048
+    base = make(
+        ReplicaSettings,
+        model="facebook/opt-175b",
+        device="a100-40-sxm",
+        tensor_parallel=16,
+        max_model_len=2048,
     )
     print("\n| lengths | policy, batch | requests/s (seeds) |\n|---|---|---|")
     mean: dict[tuple[str, str, int], float] = {}
     for lengths in ("uniform", "equal"):
         for policy, max_num_seqs in (("static", 8), ("static", 32), ("orca", 32), ("orca", 128)):
-            settings = replace(base, policy=policy, max_num_seqs=max_num_seqs)
+            settings = change(base, policy=policy, max_num_seqs=max_num_seqs)
             rates = [rate_at_latency(orca_load(lengths, seed), settings, factor=5.0) for seed in SEEDS]
             mean[lengths, policy, max_num_seqs] = float(np.mean(rates))
             shown = ", ".join(f"{rate:.2f}" for rate in rates)
@@ -301,7 +309,8 @@ def study_paging(options: Options) -> None:
     trace = read_trace(options.data / "traces" / "sharegpt_8k_lengths_llama2tok.csv.gz")
     fits = trace.num_prompt_tokens + trace.num_output_tokens <= 2048
     trace = trace.take(np.flatnonzero(fits))
-    base = ReplicaSettings(
+    base = make(
+        ReplicaSettings,
         model="facebook/opt-13b",
         device="a100-40-sxm",
         max_model_len=2048,
@@ -312,7 +321,7 @@ def study_paging(options: Options) -> None:
     rates = {
         policy: [
             rate_at_latency(
-                drawn_load(trace, num_requests=1000, seed=seed), replace(base, policy=policy), factor=5.0
+                drawn_load(trace, num_requests=1000, seed=seed), change(base, policy=policy), factor=5.0
             )
             for seed in SEEDS
         ]
@@ -346,7 +355,8 @@ def study_bursts(options: Options) -> None:
         class_ids=np.zeros(len(times), np.int16),
         classes=classes,
     )
-    settings = ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm", max_queue_seconds=0.0)
+    model = "meta-llama/Llama-3.1-8B"
+    settings = make(ReplicaSettings, model=model, device="h100-sxm", max_queue_seconds=0.0)
     shares = [attainment(run(recorded, settings))]
     print(f"\nattainment of TTFT 2 s and TBT 100 ms: recorded arrivals {shares[0]:.4f}")
     for seed in SEEDS:
@@ -388,7 +398,8 @@ def study_vidur(options: Options) -> None:
             f"mlp: {operators / 'mlp_a100_Meta-Llama-3-8B.csv.gz'}\n"
             f"attention: {operators / 'attention_a100_llama3_8b_rebuilt.csv'}\n"
         )
-        base = ReplicaSettings(
+        base = make(
+            ReplicaSettings,
             model="meta-llama/Meta-Llama-3-8B",
             device=A100,
             max_num_seqs=128,
@@ -397,7 +408,7 @@ def study_vidur(options: Options) -> None:
             profile=profile,
         )
         rows = {
-            (name, qps): vidur_row(trace, replace(base, policy=policy, max_num_batched_tokens=budget), qps)
+            (name, qps): vidur_row(trace, change(base, policy=policy, max_num_batched_tokens=budget), qps)
             for qps in range(1, 7)
             for name, policy, budget in (
                 ("sarathi", "sarathi", 512),

@@ -77,7 +77,8 @@ def build_fake_engine(
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
-    config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | changes))
+    values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
+    config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
     runner = FakeRunner(step_seconds, idle_checks=idle_checks)
     executor = ThreadExecutor(runner, check_alive=runner.check_alive)
     return EngineCore(

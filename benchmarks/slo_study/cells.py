@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change, make
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.setup import ReplicaSettings
@@ -14,9 +15,8 @@ from onbeat.workload.slo_classes import SLOClass
 
 
 def _set_up(model: str, device: str, **others: int) -> ReplicaSettings:
-    return ReplicaSettings(
-        model=model, device=device, **{"max_num_seqs": 256, "max_queue_seconds": 0.0, **others}
-    )
+    set_up = {"max_num_seqs": 256, "max_queue_seconds": 0.0, **others}
+    return make(ReplicaSettings, model=model, device=device, **set_up)
 
 
 SET_UPS = {
@@ -176,4 +176,4 @@ def is_blind(name: str) -> bool:
 def settings_of(set_up: str, policy: str) -> ReplicaSettings:
     """Return the replica of a set-up under a policy."""
     name, budget = split_policy(policy)
-    return replace(SET_UPS[set_up], policy=name, max_num_batched_tokens=budget)
+    return change(SET_UPS[set_up], policy=name, max_num_batched_tokens=budget)

@@ -12,6 +12,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from onbeat.core.options import change
 from onbeat.core.slo import ShedMode, SLOMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
@@ -318,7 +319,7 @@ def config_of(simulation: Simulation, mode: SLOMode) -> SimulationConfig:
 @lru_cache
 def longest_request(set_up: str) -> int:
     """Return the longest request that a set-up takes under any policy, in tokens."""
-    settings = replace(SET_UPS[set_up], policy="sarathi", max_num_batched_tokens=None)
+    settings = change(SET_UPS[set_up], policy="sarathi", max_num_batched_tokens=None)
     return build_simulation(settings).config.scheduler.max_model_len
 
 

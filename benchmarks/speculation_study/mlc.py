@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from onbeat.core.options import make
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.models import make_step_time_model
@@ -72,7 +73,8 @@ def build(mode: str, *, max_concurrency: int, seed: int) -> Simulation:
             acceptance=Acceptance(rate=ACCEPTANCE),
         )
     return build_simulation(
-        ReplicaSettings(
+        make(
+            ReplicaSettings,
             model="meta-llama/Meta-Llama-3-70B",
             device="h100-sxm",
             dtype="fp8",

@@ -6,12 +6,13 @@ where the search with drafts starts.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from slo_study.cells import SET_UPS, settings_of
 from slo_study.search import find_capacity
 from slo_study.trial import Question, Runner, longest_request
 
+from onbeat.core.options import change
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.speculation import SpeculationSettings
 
@@ -42,7 +43,7 @@ def drafting(set_up: str, drafter: str, acceptance: float) -> str:
         draft_model=None if is_looked_up else DRAFT_MODELS[set_up],
         acceptance=Acceptance(rate=acceptance, hit_rate=HIT_RATE if is_looked_up else None),
     )
-    SET_UPS[name] = replace(SET_UPS[set_up], speculation=speculation)
+    SET_UPS[name] = change(SET_UPS[set_up], speculation=speculation)
     return name
 
 

@@ -100,6 +100,7 @@ def speculation_of(mode: str, server: Server) -> SpeculationConfig | None:
 
 def make_config(speculation: SpeculationConfig | None, *, acceptance: float, seed: int) -> SimulationConfig:
     limits = SchedulerConfig(
+        policy="sarathi",
         num_blocks=26_000,
         max_model_len=8192,
         max_num_seqs=256,

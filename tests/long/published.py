@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from benchmarks.policy_studies import idle_latency, normalised_latency, run
 from benchmarks.policy_studies import rate_at_latency as search_rate
+from onbeat.core.options import change, make
 from onbeat.metrics.summary import collect_samples, percentile
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.grid import ReplicaCase
@@ -26,8 +27,8 @@ from onbeat.workload.offered import OfferedLoad
 Tokens = NDArray[np.int64]
 
 A100 = "a100-80-sxm"
-MISTRAL = ReplicaSettings(model="mistralai/Mistral-7B-v0.1", device=A100, max_model_len=8192)
-YI = ReplicaSettings(model="01-ai/Yi-34B-200K", device=A100, tensor_parallel=2, max_model_len=8192)
+MISTRAL = make(ReplicaSettings, model="mistralai/Mistral-7B-v0.1", device=A100, max_model_len=8192)
+YI = make(ReplicaSettings, model="01-ai/Yi-34B-200K", device=A100, tensor_parallel=2, max_model_len=8192)
 
 
 def shared_data() -> Path:
@@ -71,7 +72,7 @@ class Server:
 
     @property
     def settings(self) -> ReplicaSettings:
-        return replace(
+        return change(
             MISTRAL,
             policy=self.policy,
             max_num_seqs=self.max_num_seqs,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks.policy_studies import orca_load, run
+from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.metrics.attainment import good_requests
@@ -73,7 +74,7 @@ class TestSarathi:
         """
         ttft, tbt = {}, {}
         for policy, budget in (("hybrid-only", 8192), ("chunk-only", 1024), ("sarathi", 1024)):
-            settings = replace(YI, policy=policy, max_num_batched_tokens=budget, max_num_seqs=128)
+            settings = change(YI, policy=policy, max_num_batched_tokens=budget, max_num_seqs=128)
             samples = [
                 collect_samples(run(chat_load(128, rate=1.0, seed=seed), settings).records)
                 for seed in range(5)
@@ -103,7 +104,7 @@ class TestStall:
         return max(float(np.diff(record.delivery_times).max()) for record in records[:32])
 
     def settings(self, policy: str, budget: int) -> ReplicaSettings:
-        return replace(YI, max_model_len=16384, max_num_seqs=64, policy=policy, max_num_batched_tokens=budget)
+        return change(YI, max_model_len=16384, max_num_seqs=64, policy=policy, max_num_batched_tokens=budget)
 
     def seconds(self, shape: BatchShape) -> float:
         return build_simulation(self.settings("sarathi", self.BUDGET)).step_time.step_time(shape)
@@ -131,12 +132,16 @@ class TestStall:
 class TestOrca:
     """Yu et al., OSDI 2022: a model of GPT-3's size, normalised latency within 5 times the idle one."""
 
-    GPT3 = ReplicaSettings(
-        model="facebook/opt-175b", device="a100-40-sxm", tensor_parallel=16, max_model_len=2048
+    GPT3 = make(
+        ReplicaSettings,
+        model="facebook/opt-175b",
+        device="a100-40-sxm",
+        tensor_parallel=16,
+        max_model_len=2048,
     )
 
     def settings(self, policy: str, max_num_seqs: int) -> ReplicaSettings:
-        return replace(self.GPT3, policy=policy, max_num_seqs=max_num_seqs)
+        return change(self.GPT3, policy=policy, max_num_seqs=max_num_seqs)
 
     def test_serves_five_times_the_rate_of_request_level_batching(self):
         load = orca_load("uniform", 0, num_requests=500)
@@ -154,15 +159,16 @@ class TestOrca:
 def test_paged_memory_serves_more_than_a_reservation_of_the_declared_length():
     """Kwon et al., SOSP 2023: OPT-13B on an A100-40G, answers of up to 2,048 tokens may be asked for."""
     load = chat_load(250, max_tokens=2048)
-    base = ReplicaSettings(
+    base = make(
+        ReplicaSettings,
         model="facebook/opt-13b",
         device="a100-40-sxm",
         max_model_len=2048,
         max_num_batched_tokens=2048,
         declared_max_tokens=2048,
     )
-    reserved = rate_at_latency(load, replace(base, policy="orca"))
-    assert keeps_latency(load, replace(base, policy="hybrid-only"), 1.5 * reserved)
+    reserved = rate_at_latency(load, change(base, policy="orca"))
+    assert keeps_latency(load, change(base, policy="hybrid-only"), 1.5 * reserved)
 
 
 @pytest.mark.slow

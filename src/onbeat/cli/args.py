@@ -7,14 +7,12 @@ import difflib
 import json
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
-from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import yaml
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER, SHED_ORDERS
 
 T = TypeVar("T")
 
@@ -53,30 +51,6 @@ def add_config_flag(parser: argparse.ArgumentParser) -> None:
     """Let a command take its flags from a YAML file too."""
     parser.add_argument(
         "--config", metavar="FILE.yaml", help="file whose keys are long flags; the command line wins over it"
-    )
-
-
-def add_queue_seconds_argument(group: argparse._ArgumentGroup) -> None:
-    """For how long requests may have to wait that are not in time."""
-    group.add_argument(
-        "--max-queue-seconds",
-        type=checked(_queue_seconds, "a number of seconds from 0 on, or none"),
-        metavar="SECONDS",
-        help="longest predicted wait for which another request is taken that cannot be in time, or has no "
-        "objective; beyond it 503 with Retry-After. 0 or none: no limit (default: "
-        f"{DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
-    )
-
-
-def add_shed_order_argument(group: argparse._ArgumentGroup) -> None:
-    """Let the user choose who is late where not all can be in time."""
-    group.add_argument(
-        "--shed-order",
-        choices=SHED_ORDERS,
-        default=DEFAULT_SHED_ORDER,
-        help="which prompts slo leaves behind where not all can be in time: those with the most work, so "
-        "that as many as possible are in time (most), or those that came last, so that long prompts keep "
-        "their turn (longest-wait)",
     )
 
 
@@ -220,13 +194,6 @@ def checked(convert: Callable[[str], T], what: str) -> Callable[[str], T]:
     return read
 
 
-def _queue_seconds(text: str) -> float:
-    seconds = 0.0 if text == "none" else float(text)
-    if not 0 <= seconds < inf:
-        raise ValueError(text)
-    return seconds
-
-
 def _seed(text: str) -> int:
     number = int(text)
     if number < 0:
@@ -258,11 +225,6 @@ def _count(text: str) -> int:
 
 count = checked(_count, "a whole number such as 4096, 32k (32,000) or 4G (4 x 2^30)")
 """Argparse type: an integer, with vLLM's suffixes (k, m, g decimal; K, M, G, T binary)."""
-
-
-def flags_of(parser: argparse.ArgumentParser) -> list[str]:
-    """Return all long flags of a parser, sorted (for the test that freezes them)."""
-    return sorted(option for option in parser._option_string_actions if option.startswith("--"))
 
 
 def print_error(message: str) -> None:

@@ -13,8 +13,9 @@ from onbeat.bench.config import DATASET_NAMES
 from onbeat.bench.payload import Api
 from onbeat.bench.promise import SEND_SLO
 from onbeat.cli.args import seed
+from onbeat.cli.options import add_options
 from onbeat.cli.workload_options import add_arrival_arguments, add_slo_arguments
-from onbeat.metrics.summary import METRICS
+from onbeat.metrics.summary import METRICS, SummaryOptions
 
 BACKENDS: dict[str, Api] = {
     "openai": "completions",
@@ -142,6 +143,7 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
 
 def add_load_options(parser: argparse.ArgumentParser) -> None:
     add_slo_arguments(parser)
+    add_options(parser, SummaryOptions)
     telling = parser.add_argument_group("what the server is told of objectives")
     telling.add_argument(
         "--send-slo",

@@ -21,7 +21,7 @@ from onbeat.bench.config import (
     TargetConfig,
 )
 from onbeat.cli.bench_options import BACKENDS, SAMPLING_FLAGS
-from onbeat.cli.workload_settings import arrival_shape, slo_options
+from onbeat.cli.workload_settings import arrival_shape, slo_classes
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import METRICS, SummaryOptions
 from onbeat.workload.trace import read_trace
@@ -60,7 +60,7 @@ def bench_config(args: argparse.Namespace) -> BenchConfig:
         salt=secrets.token_hex(4) if args.salt is None else args.salt,
         extra_body=_extra_body(args),
         summary=summary_options(args),
-        slo_classes=slo_options(args).classes,
+        slo_classes=slo_classes(args),
         send_slo=args.send_slo,
         asks_to_shed=args.shed,
         num_gpus=args.num_gpus,

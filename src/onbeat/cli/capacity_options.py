@@ -4,73 +4,34 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from onbeat.cli.args import checked, count, unknown_value_message
-from onbeat.cli.simulate_options import DTYPES, budget
+from onbeat.cli.args import count
+from onbeat.cli.options import milliseconds, read_value
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SHED_ORDERS, ShedMode
-from onbeat.perfmodel.device_spec import CPU, find_device
-from onbeat.scheduler.cluster.routers import ROUTERS
-from onbeat.scheduler.replica.policies import POLICIES
-
-
-class Variable(NamedTuple):
-    """A setting that may take several values."""
-
-    field: str
-    """Of `ReplicaSettings`, or `TBT`."""
-    convert: Callable[[str], Any]
-
+from onbeat.core.options import settings_of
+from onbeat.simulator.setup import ReplicaSettings
 
 TBT = "slo_tbt_ms"
 """The TBT objective: it changes the load and the objective, not the replica."""
 
-_number = checked(float, "a number")
-
-
-def _degree(text: str) -> int:
-    number = count(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return number
-
-
-def _one_of(known: Iterable[str]) -> Callable[[str], str]:
-    """Return an argparse type that takes known names only."""
-    names = tuple(known)
-
-    def read(text: str) -> str:
-        if text not in names:
-            raise argparse.ArgumentTypeError(unknown_value_message(text, names))
-        return text
-
-    return read
-
-
-def _device(text: str) -> str:
-    if text != CPU:  # which is measured where it is looked up
-        find_device(text)
-    return text
-
-
-VARIABLES: Mapping[str, Variable] = {
-    "tp": Variable("tensor_parallel", _degree),
-    "pp": Variable("pipeline_parallel", _degree),
-    "replicas": Variable("replicas", _degree),
-    "router": Variable("router", _one_of(ROUTERS)),
-    "device": Variable("device", _device),
-    "dtype": Variable("dtype", _one_of(DTYPES)),
-    "policy": Variable("policy", _one_of(POLICIES)),
-    "max-num-seqs": Variable("max_num_seqs", _degree),
-    "max-num-batched-tokens": Variable("max_num_batched_tokens", budget),
-    "shed": Variable("shed", lambda text: ShedMode(_one_of(ShedMode)(text))),
-    "shed-order": Variable("shed_order", _one_of(SHED_ORDERS)),
-    "slo-tbt-ms": Variable(TBT, _number),
+_SETTINGS = {setting.name: setting for setting in settings_of(ReplicaSettings)}
+VARIABLES: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+    **{
+        flag: (name, partial(read_value, _SETTINGS[name]))
+        for flag, name in (
+            *(("tp", "tensor_parallel"), ("pp", "pipeline_parallel"), ("replicas", "replicas")),
+            *(("router", "router"), ("device", "device"), ("dtype", "dtype"), ("policy", "policy")),
+            *(("max-num-seqs", "max_num_seqs"), ("max-num-batched-tokens", "max_num_batched_tokens")),
+            *(("shed", "shed"), ("shed-order", "shed_order")),
+        )
+    },
+    "slo-tbt-ms": (TBT, milliseconds),
 }
-"""By the name of the flag that sets one value."""
+"""What may take several values: its flag -> its setting, and what reads one value."""
 
 _ALIASES = {"tensor-parallel-size": "tp", "pipeline-parallel-size": "pp"}
 
@@ -142,10 +103,13 @@ def parse_vary(texts: Sequence[str]) -> dict[str, list[Any]]:
             raise ConfigError(f"--vary {text}: expected NAME=VALUE,VALUE, such as tp=1,2")
         if len(set(words)) < len(words):
             raise ConfigError(f"--vary {text}: a value is given twice")
-        variable = VARIABLES[name]
-        if variable.field in axes:
+        setting, read = VARIABLES[name]
+        if setting in axes:
             raise ConfigError(f"--vary {name} is given twice; put all its values into one")
-        axes[variable.field] = [_convert(text, variable, word) for word in words]
+        try:
+            axes[setting] = [read(word) for word in words]
+        except argparse.ArgumentTypeError as error:
+            raise ConfigError(f"--vary {text}: {error}") from error
     return axes
 
 
@@ -166,10 +130,3 @@ def numbers(flag: str, text: str | None, convert: Callable[[str], Any]) -> list[
             raise ConfigError(f"{flag} {text}: {word!r} is not above 0")
         levels.append(level)
     return levels
-
-
-def _convert(text: str, variable: Variable, word: str) -> Any:
-    try:
-        return variable.convert(word)
-    except argparse.ArgumentTypeError as error:
-        raise ConfigError(f"--vary {text}: {error}") from error

@@ -11,8 +11,9 @@ import numpy as np
 
 from onbeat.cli.capacity_options import TBT, parse_vary
 from onbeat.cli.simulate_options import replica_settings
-from onbeat.cli.workload_settings import offered_load, slo_options
+from onbeat.cli.workload_settings import offered_load, tightest_tbt
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change
 from onbeat.planner.cases import Labels
 from onbeat.planner.grid import ReplicaCase, settings_grid
 from onbeat.planner.idle_case import HopelessOn
@@ -74,7 +75,7 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
             case = ReplicaCase(
                 settings=draft.settings,
                 labels=labels,
-                tbt=slo_options(own_args).tbt,
+                tbt=tightest_tbt(own_args),
                 context_tokens=_context_tokens(draft, loads[0]),
             )
             own = objective
@@ -111,8 +112,7 @@ def _objective(args: argparse.Namespace) -> Objective | None:
     is_sweep = args.sweep_concurrency is not None or args.sweep_rate is not None
     if args.objective is None and is_sweep:
         return None
-    slo = slo_options(args)
-    return parse_objective(args.objective or "sarathi", tbt=slo.tbt, mode=slo.mode)
+    return parse_objective(args.objective or "sarathi", tbt=tightest_tbt(args), mode=args.slo_mode)
 
 
 def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Draft]:
@@ -120,8 +120,8 @@ def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Dra
     drafts, refusals = [], []
     for labels, settings in settings_grid(base, axes):
         # What an automatic budget needs to know of the load is not known yet.
-        is_auto = settings.max_num_batched_tokens == AUTO
-        trial = replace(settings, max_num_batched_tokens=None) if is_auto else settings
+        is_auto = settings.limits.max_num_batched_tokens == AUTO
+        trial = change(settings, max_num_batched_tokens=None) if is_auto else settings
         try:
             drafts.append(_Draft(labels=labels, settings=settings, simulation=build_simulation(trial)))
         except ConfigError as error:

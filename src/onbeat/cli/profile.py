@@ -12,14 +12,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import add_config_flag, count
-from onbeat.cli.engine_args import (
-    add_batch_arguments,
-    add_device_arguments,
-    add_weights_arguments,
-    bare_engine_config,
-    find_model,
-)
+from onbeat.cli.engine_args import add_model_arguments, engine_config, find_model
+from onbeat.cli.options import add_options
 from onbeat.core.errors import ConfigError
+from onbeat.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel
@@ -31,13 +27,18 @@ HELP = "measure a model's step times on this machine, and fit what predicts them
 EXIT_INTERRUPTED = 130
 _PACKAGES = ("gguf", "safetensors", "torch")
 """What the command imports of the serve extra."""
+_WHAT_STEPS_DEPEND_ON = (
+    *("load_format", "dtype", "quantization", "seed", "device", "backend", "threads"),
+    *("kv_cache_memory_bytes", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+)
+"""Settings of the engine: how steps are computed, and how large they may get."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     add_config_flag(parser)
-    add_weights_arguments(parser)
-    add_batch_arguments(add_device_arguments(parser))
+    add_model_arguments(parser)
+    add_options(parser, EngineConfig, only=_WHAT_STEPS_DEPEND_ON)
     group = parser.add_argument_group("profile")
     group.add_argument(
         "--output",
@@ -84,7 +85,7 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     from onbeat.engine.load import prepare_model
     from onbeat.engine.profiling.profiler import FULL, profile_model
 
-    loaded = prepare_model(bare_engine_config(args, find_model(args))).load(
+    loaded = prepare_model(engine_config(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
     plan = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)

@@ -19,20 +19,10 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from onbeat.cli.args import add_config_flag
-from onbeat.cli.engine_args import (
-    add_engine_arguments,
-    add_model_arguments,
-    add_scheduler_arguments,
-    engine_config,
-    find_model,
-)
+from onbeat.cli.engine_args import add_model_arguments, add_text_arguments, engine_config, find_model
 from onbeat.cli.extras import check_packages
-from onbeat.cli.serve_args import (
-    API_KEY_VARIABLE,
-    add_objective_arguments,
-    add_server_arguments,
-    server_config,
-)
+from onbeat.cli.options import add_options
+from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
 from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
@@ -57,9 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add all flags of the command."""
     add_config_flag(parser)
     add_model_arguments(parser)
-    add_engine_arguments(parser)
-    add_scheduler_arguments(parser)
-    add_objective_arguments(parser)
+    add_text_arguments(parser)
+    add_options(parser, EngineConfig)
     add_server_arguments(parser)
     take_vllm_flags(parser)
 
@@ -80,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
-        engine = replace(engine_config(args, files), record=args.record, slo_classes=config.slo.promises())
+        engine = replace(engine_config(args, files), slo_classes=config.slo.promises())
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
 

@@ -43,11 +43,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate; returns the exit code."""
+    from onbeat.cli.options import read_options
     from onbeat.cli.outputs import check_writable
     from onbeat.cli.simulate_options import replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
-    from onbeat.cli.workload_settings import offered_load, summary_options, tightest_tbt
+    from onbeat.cli.workload_settings import offered_load, tightest_tbt
+    from onbeat.metrics.summary import SummaryOptions
     from onbeat.simulator.setup import build_for_load
 
     console = Console(stderr=True, highlight=False)
@@ -71,7 +73,9 @@ def run(args: argparse.Namespace) -> int:
     if not result.records:
         console.print("interrupted before any request had ended")
         return INTERRUPTED
-    shown = as_run(settings, simulation, load, result, options=summary_options(args), label=args.label)
+    shown = as_run(
+        settings, simulation, load, result, options=read_options(args, SummaryOptions), label=args.label
+    )
     _show(shown)
     _save(args, shown, console)
     return 0 if result.is_complete else INTERRUPTED

@@ -6,27 +6,23 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from onbeat.cli.args import JSON, checked
+from onbeat.cli.options import add_options, find_group, number
 from onbeat.core.errors import ConfigError
-from onbeat.engine.speculation.config import METHODS, SpeculativeConfig, parse_speculative_config
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.speculation.config import SpeculativeConfig
 from onbeat.simulator.acceptance import DEFAULT_RATE, Acceptance
 from onbeat.simulator.replay.acceptance import read_acceptance
 from onbeat.simulator.speculation import SpeculationSettings
 
+_TITLE = "speculative decoding"
 _OF_DRAFTS = ("acceptance_rate", "acceptance_record", "draft_hit_rate")
 """Flags that need --speculative-config."""
 
 
 def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     """Say what makes drafts, and what becomes of them."""
-    group = parser.add_argument_group("speculative decoding")
-    group.add_argument(
-        "--speculative-config",
-        type=parse_speculative_config,
-        metavar=JSON,
-        help=f"as `onbeat serve` takes it: method ({', '.join(METHODS)}), num_speculative_tokens, model and "
-        'others; such as \'{"method": "draft-model", "model": "meta-llama/Llama-3.2-1B"}\'',
-    )
+    add_options(parser, EngineConfig, only=("speculative",), group=_TITLE)
+    group = find_group(parser, _TITLE)
     group.add_argument(
         "--acceptance-rate",
         nargs="+",
@@ -43,7 +39,7 @@ def add_speculation_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--draft-hit-rate",
-        type=checked(float, "a number"),
+        type=number,
         metavar="SHARE",
         help="share of steps for which ngram finds drafts (default: all, or as in the record)",
     )

@@ -8,12 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from onbeat.cli.args import checked, count, seed
-from onbeat.core.slo import SLO_MODES
+from onbeat.cli.args import count, seed
+from onbeat.cli.options import add_options, find_group, number
+from onbeat.core.slo import OBJECTIVES, SLO
 from onbeat.workload.arrival_plan import ARRIVAL_KINDS
 from onbeat.workload.load_source import LOAD_NAMES
-
-number = checked(float, "a number")
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,20 +117,10 @@ def add_arrival_arguments(group: argparse._ArgumentGroup) -> None:
 
 def add_slo_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of objectives (`slo_options`)."""
-    group = parser.add_argument_group("objectives")
-    group.add_argument("--slo-ttft-ms", type=number, metavar="MS", help="to the first token")
-    group.add_argument("--slo-tbt-ms", type=number, metavar="MS", help="between tokens")
-    group.add_argument("--slo-e2e-ms", type=number, metavar="MS", help="to the last token")
-    group.add_argument(
+    add_options(parser, SLO)
+    find_group(parser, OBJECTIVES).add_argument(
         "--slo-config",
         metavar="FILE.yaml",
         help="classes by share (name, share, weight, ttft_ms, tbt_ms, e2e_ms), or the name of a built-in "
         "class: interactive, standard, batch",
-    )
-    group.add_argument(
-        "--slo-mode",
-        choices=SLO_MODES,
-        default="stream",
-        help="a good request has 99%% of its tokens by their deadlines (stream), or its P99 gap within its "
-        "TBT objective (gap); policies with deadlines plan for the same",
     )

@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from onbeat.cli.options import read_options
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO, SLO_CLASSES, SLOMode
-from onbeat.metrics.summary import SummaryOptions
+from onbeat.core.options import settings_of
+from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.workload.arrival_plan import ArrivalPlan
 from onbeat.workload.arrivals import RateStep
 from onbeat.workload.load_source import LoadName, LoadSource, make_load
@@ -27,19 +27,6 @@ ONLY_CLASS = "default"
 """Name of the class of objectives that come from flags."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SLOOptions:
-    """What requests are promised, and how they are held to it."""
-
-    classes: tuple[SLOClass, ...] = ()
-    mode: SLOMode = "stream"
-
-    @property
-    def tbt(self) -> float | None:
-        """The tightest TBT objective, seconds; None without one."""
-        return min((each.slo.tbt for each in self.classes if each.slo.tbt is not None), default=None)
-
-
 def offered_load(args: argparse.Namespace, *, max_model_len: int, seed: int) -> OfferedLoad:
     """Return the requests that the flags describe.
 
@@ -53,7 +40,7 @@ def offered_load(args: argparse.Namespace, *, max_model_len: int, seed: int) -> 
     ------
     ConfigError : flags that do not go together, or a bad file.
     """
-    classes = slo_options(args).classes
+    classes = slo_classes(args)
     source = load_source(args)
     if args.num_prompts is not None and args.num_prompts < 1:
         raise ConfigError(f"--num-prompts must be at least 1, got {args.num_prompts}")
@@ -176,22 +163,20 @@ def _rate_steps(text: str) -> tuple[RateStep, ...]:
     return tuple(steps)
 
 
-def slo_options(args: argparse.Namespace) -> SLOOptions:
-    """Return the objectives that the flags give.
+def slo_classes(args: argparse.Namespace) -> tuple[SLOClass, ...]:
+    """Return the objectives that the flags give, by share of the requests.
 
     Raises
     ------
     ConfigError : one is outside its range, or flags and a file both give some.
     """
-    flags = {name: getattr(args, f"slo_{name}_ms") for name in ("ttft", "tbt", "e2e")}
-    slo = SLO(**{name: None if value is None else value / 1e3 for name, value in flags.items()})
+    slo = read_options(args, SLO)
     if args.slo_config is None:
-        classes = () if slo.is_empty else (SLOClass(name=ONLY_CLASS, slo=slo),)
-        return SLOOptions(classes=classes, mode=args.slo_mode)
+        return () if slo.is_empty else (SLOClass(name=ONLY_CLASS, slo=slo),)
     if not slo.is_empty:
-        given = ", ".join(f"--slo-{name}-ms" for name, value in flags.items() if value is not None)
+        given = ", ".join(each.flag for each in settings_of(SLO) if getattr(slo, each.name) is not None)
         raise ConfigError(f"--slo-config sets the objectives itself: leave out {given}")
-    return SLOOptions(classes=_classes(args.slo_config), mode=args.slo_mode)
+    return _classes(args.slo_config)
 
 
 def _classes(text: str) -> tuple[SLOClass, ...]:
@@ -202,9 +187,4 @@ def _classes(text: str) -> tuple[SLOClass, ...]:
 
 def tightest_tbt(args: argparse.Namespace) -> float | None:
     """Return the tightest TBT objective of the flags, seconds; None without one."""
-    return slo_options(args).tbt
-
-
-def summary_options(args: argparse.Namespace) -> SummaryOptions:
-    """Return how the run is summarised."""
-    return SummaryOptions(slo_mode=args.slo_mode)
+    return min((each.slo.tbt for each in slo_classes(args) if each.slo.tbt is not None), default=None)

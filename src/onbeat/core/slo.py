@@ -6,12 +6,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from math import isfinite
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import option
 
 SHORTEST_OBJECTIVE = 1e-3
 LONGEST_OBJECTIVE = 24 * 3600.0
+OBJECTIVES = "objectives"
+"""Title of the flags of this module."""
+
+
+def _objective(name: str, help: str) -> Any:
+    return option(
+        None, flag=f"--slo-{name}-ms", unit="ms", metavar="MS", group=OBJECTIVES, help=f"objective {help}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,12 +35,9 @@ class SLO:
     ConfigError : an objective outside [1 ms, 24 h].
     """
 
-    ttft: float | None = None
-    """From arrival to the first delivery."""
-    tbt: float | None = None
-    """Between tokens."""
-    e2e: float | None = None
-    """From arrival to the last delivery."""
+    ttft: float | None = _objective("ttft", "from arrival to the first token")
+    tbt: float | None = _objective("tbt", "between tokens")
+    e2e: float | None = _objective("e2e", "from arrival to the last token")
 
     def __post_init__(self) -> None:
         for name in ("ttft", "tbt", "e2e"):
@@ -82,3 +88,25 @@ SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)
 """What keeping the TBT objective means: `stream`, 99 % of the tokens by their deadlines, so that a stream may
 use slack that it has earned; `gap`, the P99 of the request's own gaps between deliveries within it."""
+
+
+def slo_mode_option() -> Any:
+    """Return the field of what keeping the TBT objective means."""
+    return option(
+        "stream",
+        flag="--slo-mode",
+        group=OBJECTIVES,
+        help="TBT is kept if 99% of the tokens meet their deadlines (stream), or if the P99 gap is within it "
+        "(gap); policies with deadlines plan for the same",
+    )
+
+
+def shed_option() -> Any:
+    """Return the field of what becomes of requests that are predicted to be late and do not say."""
+    return option(
+        ShedMode.RELEGATE,
+        group=OBJECTIVES,
+        help="a request that slo predicts to miss its TTFT objective, and that does not say what it wants, "
+        "takes its turn all the same (off), is served from what others leave (relegate), or is refused with "
+        "429 (reject)",
+    )

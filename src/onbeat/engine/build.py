@@ -84,8 +84,8 @@ def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
     speculation = loader.limits.speculation
     if make_policy(loader.limits).needs_step_time:
         raise ConfigError(
-            f"policy {config.policy!r} plans with predicted step times, but {why}; {cure}a policy that plans "
-            "without them: --policy sarathi (in Python: policy='sarathi')"
+            f"policy {loader.limits.policy!r} plans with predicted step times, but {why}; {cure}a policy "
+            "that plans without them: --policy sarathi (in Python: policy='sarathi')"
         )
     if speculation is not None and speculation.draft_length == "adaptive":
         raise ConfigError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from onbeat.core.errors import EngineError, InvalidRequest
+from onbeat.core.options import make
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams, TokenLogprobs
 from onbeat.engine.build import build_engine
@@ -42,8 +43,8 @@ class LLM:
     ----------
     model : path, known model or hub id, as for `onbeat serve`; None is the embedded model.
     speculative_config : what `--speculative-config` takes, as a mapping; None decodes without drafts.
-    engine_options : fields of `EngineConfig`, such as `dtype`, `policy` or `max_model_len`. Nobody waits for
-        an answer here, so that `max_queue_seconds` is 0, no limit, unless given.
+    engine_options : settings of `EngineConfig` and its limits, such as `dtype`, `policy`, `max_model_len`.
+        Nobody waits for an answer here, so that `max_queue_seconds` is 0, no limit, unless given.
 
     Examples
     --------
@@ -65,7 +66,7 @@ class LLM:
         files = resolve_model(model or DEFAULT_MODEL, needs_weights=needs_weights)
         self.tokenizer: Tokenizer = load_tokenizer(files.path)
         self._chat_template = load_chat_template(self.tokenizer, None)
-        config = EngineConfig(model=files, **{"max_queue_seconds": 0.0, **engine_options})
+        config = make(EngineConfig, model=files, **{"max_queue_seconds": 0.0, **engine_options})
         self._core, self.info = build_engine(config, _ignore)
         self._num_requests = 0
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import Backend, choose_backend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig, detect_device, free_memory
@@ -20,7 +19,7 @@ from onbeat.engine.speculation.build import ProposerPlan, Target, plan_proposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import default_token_budget, make_policy, queue_seconds
+from onbeat.scheduler.replica.policies import settle
 
 OnProgress = Callable[[str], None]
 
@@ -119,9 +118,8 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
         config,
         checkpoint.config,
         device,
-        Footprint.of(checkpoint.config, backend, proposer, config.block_size),
+        Footprint.of(checkpoint.config, backend, proposer, config.limits.block_size),
     )
-    make_policy(limits)  # it checks the limits against the policy
     return ModelLoader(config.model.name, checkpoint, device, limits, backend, proposer)
 
 
@@ -134,41 +132,27 @@ def resolve_limits(
     ------
     ConfigError : what the user gave cannot be kept.
     """
-    limit = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but this model was made for {limit} tokens; "
-            "give a smaller one"
-        )
-    wanted_len = config.max_model_len or limit
+    limits = config.limits
+    wanted_len = limits.max_model_len or model.max_position_embeddings
     free = free_memory(device.device)
     footprint.check_weights(free)
     default = min(int((free.num_bytes - footprint.weight_bytes) * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
     num_blocks = footprint.num_blocks_in(config.kv_cache_memory_bytes or default)
     # More blocks than every slot can fill would be memory for nothing.
-    num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // config.block_size))
-    # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
-    max_model_len = config.max_model_len or min(limit, num_blocks * config.block_size)
-    budget = config.max_num_batched_tokens or default_token_budget(
-        config.policy, max_model_len=max_model_len, max_num_seqs=config.max_num_seqs
-    )
-    footprint.check_fits(free, num_blocks=num_blocks, num_tokens=budget, num_rows=config.max_num_seqs)
-    return SchedulerConfig(
+    num_blocks = min(num_blocks, limits.max_num_seqs * -(-wanted_len // limits.block_size))
+    settled = settle(
+        limits,
         num_blocks=num_blocks,
-        block_size=config.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        policy=config.policy,
-        scheduling_policy=config.scheduling_policy,
-        enable_prefix_caching=config.enable_prefix_caching,
-        slo_mode=config.slo_mode,
-        shed_order=config.shed_order,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_num_queued_tokens=config.max_num_queued_tokens,
-        max_queue_seconds=queue_seconds(config.policy, config.max_queue_seconds),
+        model_len=model.max_position_embeddings,
         speculation=None if config.speculative is None else config.speculative.for_scheduler(),
     )
+    footprint.check_fits(
+        free,
+        num_blocks=num_blocks,
+        num_tokens=settled.max_num_batched_tokens,
+        num_rows=settled.max_num_seqs,
+    )
+    return settled
 
 
 def open_weights(config: EngineConfig) -> Checkpoint:

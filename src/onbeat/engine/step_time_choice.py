@@ -40,7 +40,7 @@ def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) 
 
     Parameters
     ----------
-    choice : one of `engine.config.STEP_TIME_CHOICES`, or a profile's file.
+    choice : `auto`, `calibrate`, `roofline`, `none`, or a profile's file (`EngineConfig.step_time_profile`).
     loaded : the model, not yet in use.
     on_progress : told what was chosen, and why.
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLOMode
+from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.metrics.attainment import Attainment, JudgedRequests, has_objectives, judge
 from onbeat.metrics.breakdown import breakdown_keys
 from onbeat.metrics.measured import MeasuredRequest as MeasuredRequest
@@ -52,7 +52,7 @@ class SummaryOptions:
     percentiles: tuple[float, ...] = (50.0, 90.0, 99.0)
     objectives: Mapping[str, float] | None = None
     """Seconds for any of `OBJECTIVES`, the same for all requests; a good request meets all of them."""
-    slo_mode: SLOMode = "stream"
+    slo_mode: SLOMode = slo_mode_option()
     """How requests are held to the objectives that they carry themselves (see `attainment`)."""
 
     def __post_init__(self) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.replica.policies import POLICIES
@@ -44,16 +45,13 @@ def settings_grid(
     Parameters
     ----------
     base : the settings that stay.
-    axes : field of `ReplicaSettings` -> its values, at least one each.
+    axes : setting of `ReplicaSettings` or its limits -> its values, at least one each.
 
     Raises
     ------
-    ConfigError : a field that there is none of, or an axis without values.
+    ConfigError : a setting that there is none of, or an axis without values.
     """
-    known = {each.name for each in fields(ReplicaSettings)}
     for name, values in axes.items():
-        if name not in known:
-            raise ConfigError(f"{name!r} is no setting of a replica; known are {', '.join(sorted(known))}")
         if not values:
             raise ConfigError(f"the axis {name} has no values; give at least one")
     cases: dict[Labels, ReplicaSettings] = {}
@@ -63,7 +61,7 @@ def settings_grid(
         labels = tuple(
             (name, str(value)) for name, value in chosen.items() if name not in unused and value is not None
         )
-        cases[labels] = replace(base, **(chosen | unused))
+        cases[labels] = change(base, **(chosen | unused))
     return list(cases.items())
 
 

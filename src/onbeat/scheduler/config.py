@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Literal, get_args
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import DEFAULT_SHED_ORDER, SHED_ORDERS, SLO_MODES, ShedOrder, SLOMode
+from onbeat.core.options import check, option
+from onbeat.core.slo import (
+    DEFAULT_QUEUE_SECONDS,
+    DEFAULT_SHED_ORDER,
+    OBJECTIVES,
+    ShedOrder,
+    SLOMode,
+    slo_mode_option,
+)
+
+SERVING_POLICIES = ("static", "orca", "prefill-first", "sarathi", "slo")
+BASELINES = (
+    *("hybrid-only", "chunk-only", "simple", "sarathi-triage", "edf-triage", "edf", "niyama", "fastserve"),
+)
+"""Policies that are there to compare with, not to serve with."""
+DEFAULT_POLICY = "slo"
+
+_option = partial(option, group="scheduler")
+
+
+def _queue_seconds(text: str) -> float:
+    seconds = 0.0 if text == "none" else float(text)
+    if not 0 <= seconds < inf:
+        raise ValueError(text)
+    return seconds
+
 
 DraftLength = Literal["adaptive", "fixed"]
 DRAFT_LENGTHS: tuple[str, ...] = get_args(DraftLength)
@@ -44,65 +70,94 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """Limits of one replica's scheduler."""
+class SchedulerLimits:
+    """What a person may say of a replica's scheduler, live or simulated. None: decided at start."""
 
+    policy: str | None = _option(
+        None,
+        choices=(*SERVING_POLICIES, *BASELINES),
+        help="how steps are composed (default: slo, by deadlines and predicted step times; sarathi in a "
+        f"simulation with --prefill-replicas); baselines, to compare with: {', '.join(BASELINES)}",
+    )
+    scheduling_policy: Literal["fcfs", "priority"] = _option(
+        "fcfs", help="order of requests; priority: lower `priority` first, strictly"
+    )
+    max_num_seqs: int = _option(256, metavar="N", at_least=1, help="most requests at once")
+    max_num_batched_tokens: int | Literal["auto"] | None = _option(
+        None,
+        metavar="N",
+        at_least=1,
+        help="token budget of a step; only a cap under slo, whose budget is time (default: 8192 where it is, "
+        "512 under others with chunked prefill, else the longest request); auto, in simulations: the largest "
+        "multiple of 128 whose step keeps --slo-tbt-ms",
+    )
+    max_model_len: int | None = _option(
+        None,
+        metavar="TOKENS",
+        at_least=1,
+        help="longest request, prompt and output (default: the model's, or what the KV cache holds)",
+    )
+    block_size: int = _option(16, metavar="TOKENS", help="tokens in a KV block, a multiple of 16")
+    enable_prefix_caching: bool = _option(default=True, help="reuse the KV of shared prompt prefixes")
+    max_num_queued_reqs: int | None = _option(
+        None,
+        metavar="N",
+        at_least=1,
+        help="most requests that wait at a replica; more are refused with 503, whatever their objectives "
+        "(default: no limit)",
+    )
+    max_num_queued_tokens: int | None = _option(
+        None, metavar="N", at_least=1, help="most prompt tokens that wait at a replica, likewise"
+    )
+    max_queue_seconds: float | None = _option(
+        None,
+        metavar="SECONDS",
+        parse=_queue_seconds,
+        help="longest predicted wait for which another request is taken that cannot be in time, or has no "
+        "objective; beyond it 503 with Retry-After. 0 or none: no limit (default: "
+        f"{DEFAULT_QUEUE_SECONDS:g} under slo, which alone predicts it)",
+    )
+    slo_mode: SLOMode = slo_mode_option()
+    shed_order: ShedOrder = option(
+        DEFAULT_SHED_ORDER,
+        group=OBJECTIVES,
+        help="which prompts slo leaves behind where not all can be in time: those with the most work, so "
+        "that as many as possible are in time (most), or those that came last, so that long prompts keep "
+        "their turn (longest-wait)",
+    )
+
+    def __post_init__(self) -> None:
+        check(self, SchedulerLimits)
+        if self.max_queue_seconds is not None and not 0 <= self.max_queue_seconds < inf:
+            raise ConfigError(
+                f"max_queue_seconds is {self.max_queue_seconds}; it must be seconds, 0 for no limit"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig(SchedulerLimits):
+    """Limits of one replica's scheduler with nothing left open (`policies.settle`)."""
+
+    policy: str
+    max_num_batched_tokens: int
+    max_model_len: int
     num_blocks: int
     """KV blocks in the cache."""
-    block_size: int = 16
-    """Tokens a KV block holds; a multiple of 16."""
-    max_model_len: int = 2048
-    """Most tokens (prompt and output) of one request."""
-    max_num_seqs: int = 64
-    """Most requests running at once."""
-    max_num_batched_tokens: int = 512
-    """Token budget of one step (chunks and decodes)."""
-    policy: str = "sarathi"
-    scheduling_policy: str = "fcfs"
-    """Order of requests: `fcfs` or `priority`."""
-    enable_prefix_caching: bool = True
     num_micro_batches: int = 1
     """Steps in flight of a pipeline, one for each stage; a request is in one of them at a time, and each
     holds at most its share of `max_num_seqs` (Sarathi-Serve, OSDI 2024, section 4.2)."""
-    slo_mode: SLOMode = "stream"
-    """What keeping a TBT objective means to policies that plan with deadlines (`core.slo.SLO_MODES`)."""
-    shed_order: ShedOrder = DEFAULT_SHED_ORDER
-    """Which prompts the policy `slo` leaves behind where not all can be in time (`core.slo.SHED_ORDERS`)."""
-    max_num_queued_reqs: int | None = None
-    """Most requests that wait; one more is refused whatever its objectives. None sets no limit."""
-    max_num_queued_tokens: int | None = None
-    """Most prompt tokens that wait, likewise."""
-    max_queue_seconds: float | None = None
-    """Longest wait, as predicted, for which another request is taken that cannot be in time or has no
-    objective, seconds; policy `slo` alone predicts it. None sets no limit."""
     speculation: SpeculationConfig | None = None
     """None plans no drafts."""
 
     def __post_init__(self) -> None:
+        SchedulerLimits.__post_init__(self)  # super() finds no class in one with slots
         if self.block_size < 16 or self.block_size % 16:
             raise ConfigError(
                 f"block_size is {self.block_size}; it must be a multiple of 16 (16, 32, 64, ...)"
             )
-        for name in (
-            "num_blocks",
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "num_micro_batches",
-            "max_num_queued_reqs",
-            "max_num_queued_tokens",
-        ):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if self.max_queue_seconds is not None and not 0 < self.max_queue_seconds < inf:
-            raise ConfigError(
-                f"max_queue_seconds is {self.max_queue_seconds}; it must be a number of seconds above 0"
-            )
-        if self.slo_mode not in SLO_MODES:
-            raise ConfigError(f"unknown slo_mode {self.slo_mode!r}; known are {', '.join(SLO_MODES)}")
-        if self.shed_order not in SHED_ORDERS:
-            raise ConfigError(f"unknown shed_order {self.shed_order!r}; known are {', '.join(SHED_ORDERS)}")
+        for name in ("num_blocks", "num_micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.speculation is not None and self.speculation.num_speculative_tokens > self.block_size:
             raise ConfigError(
                 f"num_speculative_tokens is {self.speculation.num_speculative_tokens}; it must not be above "

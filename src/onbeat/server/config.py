@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import check, option, part
 from onbeat.server.slo_defaults import SLODefaults, key_digest
 
 MAX_STOP_STRINGS = 16
@@ -25,13 +27,19 @@ MAX_JSON_VALUES = 2**19
 MAX_JSON_PARTS = 2**17
 """Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
 
+_option = partial(option, group="server")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
     """Bounds of what clients may send and hold open before a request is complete."""
 
-    max_connections: int = 4096
-    """Open connections, idle ones included; one more is refused."""
+    max_connections: int = _option(
+        4096,
+        at_least=1,
+        metavar="N",
+        help="most open connections, idle ones included; one more gets a 503 and is closed",
+    )
     max_head_bytes: int = 64 * 2**10
     """Largest request line and headers; also of what is no body within a body: chunk extensions, trailers."""
     head_seconds: float = 30.0
@@ -42,8 +50,7 @@ class ConnectionLimits:
     """What must come of an incomplete body within `body_seconds`."""
 
     def __post_init__(self) -> None:
-        if self.max_connections < 1:
-            raise ConfigError(f"max_connections is {self.max_connections}; it must be at least 1")
+        check(self, ConnectionLimits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,43 +71,39 @@ class HangLimits:
 class ServerConfig:
     """How the server listens, whom it lets in and what it allows one request."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000
-    """0 takes any free port."""
-    served_model_names: tuple[str, ...] = ()
-    """Names under which the model answers, the first in responses; empty means the engine's own name."""
+    host: str = _option("127.0.0.1", help="address to listen on")
+    port: int = _option(8000, help="0 takes any free port")
+    served_model_names: tuple[str, ...] = _option(
+        (),
+        flag="--served-model-name",
+        metavar="NAME",
+        help="names in /v1/models and requests, the first in responses (default: the engine's own)",
+    )
     api_keys: tuple[str, ...] = ()
     """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
-    allowed_origins: tuple[str, ...] = ()
-    """Web origins whose pages may call the server (CORS); `*` is every origin."""
-    connections: ConnectionLimits = field(default_factory=ConnectionLimits)
-    max_body_bytes: int = 10 * 2**20
-    max_n: int = 16
-    """Most choices per prompt."""
+    ssl_keyfile: Path | None = _option(None, metavar="FILE", help="TLS key, PEM")
+    ssl_certfile: Path | None = _option(None, metavar="FILE", help="TLS certificate, PEM")
+    allowed_origins: tuple[str, ...] = _option(
+        (), metavar="ORIGIN", help="web origins whose pages may call the server (CORS); * is every origin"
+    )
+    connections: ConnectionLimits = part(ConnectionLimits)
+    max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")
+    max_n: int = _option(16, at_least=1, metavar="N", help="largest `n` of a request")
     max_choices: int = 512
     """Most choices of one request, over all its prompts."""
-    max_top_logprobs: int = 20
-    ssl_keyfile: Path | None = None
-    ssl_certfile: Path | None = None
-    shutdown_timeout: float = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
+    max_logprobs: int = _option(20, at_least=0, metavar="N", help="largest `top_logprobs`")
+    shutdown_timeout: float = _option(30.0, metavar="SECONDS", help="time to drain after SIGTERM")
     hang: HangLimits = field(default_factory=HangLimits)
-    log_requests: bool = True
-    """Whether to log a line for each request."""
-    metrics_aliases: Literal["vllm"] | None = None
-    """Export the metrics under this server's names as well."""
+    log_requests: bool = _option(default=True, help="one line a request")
+    metrics_aliases: Literal["vllm"] | None = _option(None, help="export metrics under these names too")
     slo: SLODefaults = field(default_factory=SLODefaults)
     """What requests are promised that do not say it themselves."""
     response_role: str = "assistant"
 
     def __post_init__(self) -> None:
+        check(self, ServerConfig)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be between 0 and 65535")
-        for name in ("max_body_bytes", "max_n", "max_choices"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_top_logprobs < 0:
-            raise ConfigError(f"max_top_logprobs is {self.max_top_logprobs}; it must not be negative")
         # also against nan and inf, which no timer takes: the first signal would be the last one heard
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(
@@ -114,5 +117,3 @@ class ServerConfig:
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")
-        if self.metrics_aliases not in (None, "vllm"):
-            raise ConfigError(f"metrics_aliases is {self.metrics_aliases!r}; the only aliases are 'vllm'")

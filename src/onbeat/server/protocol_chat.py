@@ -70,9 +70,9 @@ def check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
             "top_logprobs is given without logprobs; set logprobs to true or leave it out",
             param="top_logprobs",
         )
-    if (body.top_logprobs or 0) > config.max_top_logprobs:
+    if (body.top_logprobs or 0) > config.max_logprobs:
         raise InvalidRequest(
-            f"top_logprobs is {body.top_logprobs}; this server allows at most {config.max_top_logprobs}",
+            f"top_logprobs is {body.top_logprobs}; this server allows at most {config.max_logprobs}",
             param="top_logprobs",
         )
     check_rendering(body)

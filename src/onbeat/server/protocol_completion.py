@@ -69,9 +69,9 @@ def check_completion(body: CompletionRequest, config: ServerConfig) -> None:
             f"allows at most {config.max_choices} in one request",
             param="prompt",
         )
-    if (body.logprobs or 0) > config.max_top_logprobs:
+    if (body.logprobs or 0) > config.max_logprobs:
         raise InvalidRequest(
-            f"logprobs is {body.logprobs}; this server allows at most {config.max_top_logprobs}",
+            f"logprobs is {body.logprobs}; this server allows at most {config.max_logprobs}",
             param="logprobs",
         )
     if body.echo and body.logprobs is not None:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode, SLOMode
+from onbeat.core.options import check, option
+from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode, shed_option, slo_mode_option
 
 LARGEST_WEIGHT = 1000.0
 
@@ -62,17 +63,20 @@ class SLODefaults:
     classes: Mapping[str, ClassTerms] = field(default_factory=built_in_classes)
     slo: SLO = field(default_factory=SLO)
     """Objectives of requests whose class nobody named; each yields to what the request says itself."""
-    slo_class: str | None = None
-    """Class of requests that name none, and whose API key has none."""
-    shed: ShedMode = ShedMode.RELEGATE
-    """Used where neither request nor class say whether to shed."""
-    mode: SLOMode = "stream"
+    slo_class: str | None = option(
+        None,
+        group=OBJECTIVES,
+        metavar="NAME",
+        help="class of requests that name none, and whose API key has none: "
+        f"{', '.join(SLO_CLASSES)}, or one of --slo-classes",
+    )
+    shed: ShedMode = shed_option()
+    mode: SLOMode = slo_mode_option()
     keys: Mapping[str, KeyTerms] = field(default_factory=dict)
     """SHA-256 of an API key, hexadecimal -> terms of its requests."""
 
     def __post_init__(self) -> None:
-        if self.mode not in SLO_MODES:
-            raise ConfigError(f"unknown slo_mode {self.mode!r}; known are {', '.join(SLO_MODES)}")
+        check(self, SLODefaults)
         named = {self.slo_class, *(terms.slo_class for terms in self.keys.values())} - {None}
         if unknown := sorted(str(name) for name in named - self.classes.keys()):
             raise ConfigError(

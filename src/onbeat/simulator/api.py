@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import ReplicaSettings, build_for_load
@@ -39,7 +38,7 @@ def simulate(
     load : requests from elsewhere, such as `onbeat.make_load`; either this or `trace`.
     slo : what requests are promised, for their records and for an automatic token budget; `load` may bring
         classes of its own instead.
-    **settings : fields of `onbeat.simulator.setup.ReplicaSettings`: `policy`, `replicas`, `router`,
+    **settings : of `onbeat.simulator.setup.ReplicaSettings` and its limits: `policy`, `replicas`, `router`,
         `tensor_parallel`, `max_num_seqs`, `max_num_batched_tokens`, `max_concurrency` and others.
 
     Returns
@@ -64,13 +63,7 @@ def simulate(
     """
     if (trace is None) == (load is None):
         raise ConfigError("give requests once: trace=FILE or load=OfferedLoad(...)")
-    known = [field.name for field in fields(ReplicaSettings)]
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-            raise ConfigError(f"simulate() has no setting {name!r}; {hint}")
-    replica = ReplicaSettings(model=model, device=device, **settings)
+    replica = make(ReplicaSettings, model=model, device=device, **settings)
 
     def offered(_max_model_len: int) -> OfferedLoad:
         requests = load if load is not None else _read_load(Path(trace or ""))

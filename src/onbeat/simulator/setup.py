@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import DEFAULT_SHED_ORDER, ShedMode, ShedOrder, SLOMode
+from onbeat.core.options import change, check, option, part
+from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
-from onbeat.perfmodel.device_spec import DeviceSpec, find_device
+from onbeat.perfmodel.device_spec import CPU, DeviceSpec, find_device
 from onbeat.perfmodel.memory import KVCapacity, kv_capacity
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
-from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.policies import default_token_budget, make_policy, queue_seconds
+from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
+from onbeat.scheduler.replica.policies import settle
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig, SimulationConfig
@@ -27,75 +30,114 @@ from onbeat.simulator.speculation import SpeculationSettings, beside_draft_model
 from onbeat.workload.offered import OfferedLoad
 
 AUTO = "auto"
-DEFAULT_POLICY = "slo"
 POOL_POLICY = "sarathi"
 """Where prompts and decodes have replicas of their own: each sees a part of a request only."""
+DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
+
+_hardware = partial(option, group="model and devices")
+_fleet = partial(option, group="replicas")
+_step = partial(option, group="step time")
+
+
+def _known_device(text: str) -> str:
+    if text != CPU:  # which is measured where it is looked up
+        find_device(text)
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DisaggregationSettings:
     """Two pools instead of one: who runs prompts, who generates, and what lies between."""
 
-    prefill_replicas: int
-    decode_replicas: int
-    bandwidth: float
-    """Of one KV transfer, bytes per second."""
-    latency: float = 0.0
-    """Of one KV transfer, seconds."""
-    decode_kv_tokens: int | None = None
-    """Most KV tokens that a decode replica holds; None: what its memory takes."""
+    prefill_replicas: int = _fleet(
+        metavar="N", help="split prompts from generation: replicas for prompts", at_least=1
+    )
+    decode_replicas: int = _fleet(metavar="N", help="replicas for generation", at_least=1)
+    bandwidth: float = _fleet(
+        200e9 / 8,
+        flag="--kv-transfer-gbps",
+        unit="gbps",
+        metavar="GBIT",
+        help="speed of a KV transfer between them, gigabit/s (default: 200, an InfiniBand HDR link)",
+    )
+    latency: float = _fleet(
+        0.0, flag="--kv-transfer-latency-ms", unit="ms", metavar="MS", help="start of a transfer (default: 0)"
+    )
+    decode_kv_cap_tokens: int | None = _fleet(
+        None, metavar="N", help="most KV tokens of a decode replica (default: what its memory takes)"
+    )
+
+    def __post_init__(self) -> None:
+        check(self, DisaggregationSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaSettings:
     """One configuration to simulate. None means: from the model and the memory."""
 
-    model: str
-    """A packaged name, a config.json or its directory."""
-    device: str
-    dtype: str = "bf16"
-    kv_cache_dtype: str = AUTO
-    """`auto` is bf16 for narrower weights, else the weights' own type."""
-    tensor_parallel: int = 1
-    pipeline_parallel: int = 1
-    replicas: int = 1
-    router: str = "round-robin"
-    policy: str = DEFAULT_POLICY
-    scheduling_policy: str = "fcfs"
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | Literal["auto"] | None = None
-    """`auto`: the largest that keeps the TBT objective (Sarathi-Serve, OSDI 2024, section 4.3)."""
-    max_model_len: int | None = None
-    block_size: int = 16
-    num_blocks: int | None = None
-    enable_prefix_caching: bool = True
-    gpu_memory_utilization: float = 0.9
-    step_time: str = "roofline"
-    profile: Path | None = None
-    host_overhead: float = 0.0
-    """Added to every step, seconds."""
+    model: str = _hardware(
+        help="a known model such as meta-llama/Llama-3.1-8B, or the path of a config.json or its directory"
+    )
+    device: str = _hardware(metavar="ID", parse=_known_device, help="such as h100-sxm, a100-80-sxm, l4, cpu")
+    dtype: DTypeName = _hardware("bf16", help="of the weights")
+    kv_cache_dtype: Literal["auto"] | DTypeName = _hardware(
+        AUTO, help="of the KV cache; auto: that of the weights, at least 16 bits wide"
+    )
+    tensor_parallel: int = _hardware(
+        1,
+        flag="--tensor-parallel-size",
+        aliases=("--tp",),
+        at_least=1,
+        metavar="N",
+        help="devices that share each layer",
+    )
+    pipeline_parallel: int = _hardware(
+        1,
+        flag="--pipeline-parallel-size",
+        aliases=("--pp",),
+        at_least=1,
+        metavar="N",
+        help="stages of layers",
+    )
+    gpu_memory_utilization: float = _hardware(0.9, metavar="SHARE", help="of the device's memory")
+    num_blocks: int | None = _hardware(
+        None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
+    )
+    replicas: int = _fleet(1, at_least=1, metavar="N", help="how many there are")
+    router: str = _fleet("round-robin", choices=tuple(ROUTERS), help="who decides where a request goes")
+    limits: SchedulerLimits = part(SchedulerLimits)
+    declared_max_tokens: int | None = option(
+        None,
+        group="scheduler",
+        metavar="TOKENS",
+        help="output limit that every request declares, for policies that reserve memory for it "
+        "(default: exactly its output)",
+    )
+    shed: ShedMode = shed_option()
+    step_time: str = _step("roofline", choices=tuple(STEP_TIME_MODELS), help="the model")
+    profile: Path | None = _step(
+        None, metavar="FILE", help="what it is made from: of `onbeat profile`, or a table"
+    )
+    host_overhead: float = _step(
+        0.0,
+        flag="--host-overhead-ms",
+        unit="ms",
+        metavar="MS",
+        help="added to every step: planning, sampling on the host, messages",
+    )
+    step_noise: float = _step(
+        0.0,
+        metavar="SIGMA",
+        help="let each step take its predicted time x a log-normal factor of mean 1; 0.05 is about 5%",
+    )
     seed: int = 0
     max_concurrency: int | None = None
-    declared_max_tokens: int | None = None
-    """Output limit that every request declares; None: exactly its output length."""
-    slo_mode: SLOMode = "stream"
-    """What keeping a TBT objective means to a policy that plans with deadlines."""
-    shed: ShedMode = ShedMode.RELEGATE
-    """What every request asks for where its TTFT objective is predicted to be missed."""
-    shed_order: ShedOrder = DEFAULT_SHED_ORDER
-    """Which prompts the policy `slo` leaves behind where not all can be in time (`core.slo.SHED_ORDERS`)."""
-    max_num_queued_reqs: int | None = None
-    """Most requests that wait at a replica; None sets no limit."""
-    max_num_queued_tokens: int | None = None
-    """Most prompt tokens that wait at a replica."""
-    max_queue_seconds: float | None = None
-    """Longest predicted wait for which a replica takes another request that is not in time or has no
-    objective, seconds. 0 sets no limit; None is the policy's (`default_queue_seconds`)."""
-    step_noise: float = 0.0
-    """Standard deviation of the logarithm of a step's time over its prediction."""
     speculation: SpeculationSettings | None = None
     """None plans no drafts."""
     disaggregation: DisaggregationSettings | None = None
+
+    def __post_init__(self) -> None:
+        check(self, ReplicaSettings)
 
     @property
     def num_devices(self) -> int:
@@ -161,28 +203,19 @@ def build_simulation(
             memory = beside_draft_model(memory, _memory(settings, draft, device, precision))
     num_blocks = settings.num_blocks if memory is None else memory.num_blocks
     assert num_blocks is not None
-    max_model_len = _max_model_len(settings, model, num_blocks)
-    context = context_tokens or max_model_len // 2
-    scheduler = SchedulerConfig(
+    limits = settings.limits
+    if limits.policy is None and settings.disaggregation is not None:
+        limits = replace(limits, policy=POOL_POLICY)
+    scheduler = settle(
+        limits,
         num_blocks=num_blocks,
-        block_size=settings.block_size,
-        max_model_len=max_model_len,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=_token_budget(
-            settings, max_model_len, lambda tbt_: _choose(step_time, settings, tbt_, context), tbt
+        model_len=model.max_position_embeddings,
+        choose_budget=lambda longest: _choose_budget(
+            step_time, settings, tbt, context_tokens or longest // 2
         ),
-        policy=settings.policy,
-        scheduling_policy=settings.scheduling_policy,
-        enable_prefix_caching=settings.enable_prefix_caching,
         num_micro_batches=settings.pipeline_parallel,
-        slo_mode=settings.slo_mode,
-        shed_order=settings.shed_order,
-        max_num_queued_reqs=settings.max_num_queued_reqs,
-        max_num_queued_tokens=settings.max_num_queued_tokens,
-        max_queue_seconds=queue_seconds(settings.policy, settings.max_queue_seconds),
         speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),
     )
-    make_policy(scheduler)  # refuses what does not go together before anything runs
     return Simulation(
         config=SimulationConfig(
             scheduler=scheduler,
@@ -226,10 +259,10 @@ def build_for_load(
     ------
     ConfigError : see `build_simulation`; and whatever `make` raises.
     """
-    if settings.max_num_batched_tokens != AUTO:
+    if settings.limits.max_num_batched_tokens != AUTO:
         simulation = build_simulation(settings, tbt=tbt)
         return simulation, make(simulation.config.scheduler.max_model_len)
-    limits = build_simulation(replace(settings, max_num_batched_tokens=None)).config.scheduler
+    limits = build_simulation(change(settings, max_num_batched_tokens=None)).config.scheduler
     load = make(limits.max_model_len)
     context = decode_context(load, limits)
     return build_simulation(settings, tbt=tbt, context_tokens=context), load
@@ -258,7 +291,7 @@ def _memory(
         device,
         parallelism=_parallelism(settings),
         precision=precision,
-        block_size=settings.block_size,
+        block_size=settings.limits.block_size,
         max_num_batched_tokens=_largest_step(settings),
         gpu_memory_utilization=settings.gpu_memory_utilization,
     )
@@ -278,47 +311,23 @@ def _precision(settings: ReplicaSettings) -> Precision:
 
 def _largest_step(settings: ReplicaSettings) -> int:
     """Return the tokens of the largest step, for the memory of its activations."""
-    given = settings.max_num_batched_tokens
+    given = settings.limits.max_num_batched_tokens
     return given if isinstance(given, int) else 8192
 
 
-def _max_model_len(settings: ReplicaSettings, model: ModelSpec, num_blocks: int) -> int:
-    """Return the longest request: what was asked for, or the model's own, cut to the KV cache."""
-    limit = model.max_position_embeddings
-    if settings.max_model_len is None:
-        return min(limit, num_blocks * settings.block_size)
-    if settings.max_model_len > limit:
-        raise ConfigError(
-            f"--max-model-len is {settings.max_model_len}, but {model.name} was made for {limit} tokens; "
-            "give a smaller one"
-        )
-    return settings.max_model_len
-
-
-def _token_budget(
-    settings: ReplicaSettings, max_model_len: int, choose: Callable[[float], int], tbt: float | None
+def _choose_budget(
+    model: StepTimeModel, settings: ReplicaSettings, tbt: float | None, context_tokens: int
 ) -> int:
-    given = settings.max_num_batched_tokens
-    if given is None:
-        return default_token_budget(
-            settings.policy, max_model_len=max_model_len, max_num_seqs=settings.max_num_seqs
-        )
-    if given != AUTO:
-        assert isinstance(given, int)
-        return given
+    """Return the largest token budget that keeps the objective (Sarathi-Serve, OSDI 2024, section 4.3)."""
     if tbt is None:
         raise ConfigError(
             "--max-num-batched-tokens auto chooses the largest step that keeps the TBT objective, but there "
             "is none; give --slo-tbt-ms"
         )
-    return choose(tbt)
-
-
-def _choose(model: StepTimeModel, settings: ReplicaSettings, tbt: float, context_tokens: int) -> int:
     return choose_token_budget(
         model,
         tbt=tbt - settings.host_overhead,
-        max_num_seqs=settings.max_num_seqs,
+        max_num_seqs=settings.limits.max_num_seqs,
         context_tokens=context_tokens,
     )
 
@@ -346,5 +355,5 @@ def _disaggregation(
             bandwidth=pools.bandwidth,
             latency=pools.latency,
         ),
-        decode_kv_cap_tokens=pools.decode_kv_tokens,
+        decode_kv_cap_tokens=pools.decode_kv_cap_tokens,
     )

@@ -57,5 +57,6 @@ def shedding_core(
 def build_shedding_engine(
     on_progress: Callable[[str], None], *, step_seconds: float = 0.0, depth: int = 1, **changes
 ) -> tuple[EngineCore, EngineInfo]:
-    config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | changes))
+    values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
+    config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
     return shedding_core(config, step_seconds=step_seconds, depth=depth), fake_info(config)

@@ -12,6 +12,11 @@ from tests.cpu.core.shedding import shedding_core
 from tests.fake_runner import build_fake_engine
 
 
+def make_config(**limits):
+    values = {"num_blocks": 64, "max_model_len": 256, "max_num_batched_tokens": 512, "policy": "sarathi"}
+    return SchedulerConfig(**(values | limits))
+
+
 def run_all(core, requests):
     for request in requests:
         core.add(request)
@@ -127,7 +132,7 @@ class Clock:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_waited_in_vain_is_told_at_once(depth):
     clock = Clock()
-    config = SchedulerConfig(num_blocks=64, max_model_len=256, max_num_seqs=1)
+    config = make_config(max_num_seqs=1)
     core = shedding_core(config, depth=depth, clock=clock)
     impatient = Request(
         request_id="late", prompt_token_ids=(1, 2), slo=SLO(ttft=0.1), shed=ShedMode.REJECT, arrival=0.0
@@ -150,7 +155,7 @@ def test_what_waited_in_vain_is_told_at_once(depth):
 
 
 def test_the_synchronous_loop_tells_too_even_where_nothing_runs():
-    core = shedding_core(SchedulerConfig(num_blocks=64, max_model_len=256), clock=Clock())
+    core = shedding_core(make_config(), clock=Clock())
     core.add(
         Request(
             request_id="late", prompt_token_ids=(1,), slo=SLO(ttft=0.1), shed=ShedMode.REJECT, arrival=-5.0
@@ -163,7 +168,7 @@ def test_the_synchronous_loop_tells_too_even_where_nothing_runs():
 
 
 def test_stats_carry_budget_and_promises():
-    core = shedding_core(SchedulerConfig(num_blocks=64, max_model_len=256))
+    core = shedding_core(make_config())
     core.add(make_requests((5, 7))[0])
     message = core.step()
     assert message.stats.scheduler.decode_slacks == [0.5]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
@@ -17,7 +17,8 @@ from tests.cpu.e2e.tiny_directory import write_tiny_directory
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
-    return EngineConfig(
+    return make(
+        EngineConfig,
         model=resolve_model(str(directory), needs_weights=False),
         load_format="dummy",
         dtype="float32",
@@ -46,14 +47,14 @@ def test_classes_out_of_reach_are_named(config: EngineConfig, monkeypatch: pytes
     true_time = Predictor.step_time
     monkeypatch.setattr(Predictor, "step_time", lambda self, shape, q=None: 1e3 * true_time(self, shape, q))
     classes = {"fast": SLO(tbt=0.001), "slow": SLO(ttft=3600.0, tbt=3600.0, e2e=86400.0)}
-    (line,) = said(replace(config, slo_classes=classes))
+    (line,) = said(change(config, slo_classes=classes))
     assert line.startswith("class fast: TBT 1 ms, but one decode alone takes ")
 
 
 def test_without_a_step_time_model_nothing_is_said(config: EngineConfig, tmp_path: Path) -> None:
     classes = {"fast": SLO(ttft=0.001, tbt=0.001)}
-    config = replace(config, policy="sarathi", shed_order="most", step_time_profile="none")
-    assert said(replace(config, slo_classes=classes)) == []
+    config = change(config, policy="sarathi", shed_order="most", step_time_profile="none")
+    assert said(change(config, slo_classes=classes)) == []
 
 
 def test_the_scheduler_gets_its_limits_and_mode(config: EngineConfig) -> None:

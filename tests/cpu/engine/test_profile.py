@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from onbeat.cli.profile_drafts import DRAFT_HEADER, draft_figure, draft_rows
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
@@ -53,7 +54,7 @@ def load(directory: Path, **changes: Any) -> LoadedModel:
         "threads": 1,
         "dtype": "float32",
     } | changes
-    return prepare_model(EngineConfig(model=files, load_format="dummy", **options)).load(lambda _: None)
+    return prepare_model(make(EngineConfig, model=files, load_format="dummy", **options)).load(lambda _: None)
 
 
 @pytest.fixture(scope="module")

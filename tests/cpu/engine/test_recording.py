@@ -114,7 +114,9 @@ def test_a_long_run_replays_identically(tmp_path: Path, policy: str, depth: int)
 
 
 def test_the_history_tells_what_the_replay_delivers(tmp_path: Path) -> None:
-    config = SchedulerConfig(num_blocks=64, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
+    config = SchedulerConfig(
+        policy="sarathi", num_blocks=64, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128
+    )
     path = tmp_path / "run.gz"
     core = recorded_core(path, config, depth=2)
     run_mixed(core, seed=7)
@@ -156,6 +158,7 @@ def test_with_recorded_times_the_simulator_repeats_the_run(
     tmp_path: Path, num_blocks: int, prefix: bool
 ) -> None:
     config = SchedulerConfig(
+        policy="sarathi",
         num_blocks=num_blocks,
         max_model_len=512,
         max_num_seqs=16,
@@ -179,7 +182,9 @@ def test_with_recorded_times_the_simulator_repeats_the_run(
 
 def test_a_run_planned_ahead_is_simulated_closely(tmp_path: Path) -> None:
     """The simulator plans each step when the one before ends; the engine planned while that ran."""
-    config = SchedulerConfig(num_blocks=512, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128)
+    config = SchedulerConfig(
+        policy="sarathi", num_blocks=512, max_model_len=512, max_num_seqs=16, max_num_batched_tokens=128
+    )
     path = tmp_path / "run.gz"
     run_paced(recorded_core(path, config, depth=2, step_seconds=0.0005))
     recording = Recording(path)
@@ -191,7 +196,14 @@ def test_a_run_planned_ahead_is_simulated_closely(tmp_path: Path) -> None:
 
 
 def test_refusals_and_expiries_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = SchedulerConfig(num_blocks=64, max_model_len=256, max_num_seqs=1, max_num_queued_reqs=2)
+    config = SchedulerConfig(
+        policy="sarathi",
+        num_blocks=64,
+        max_model_len=256,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+        max_num_queued_reqs=2,
+    )
     path = tmp_path / "run.gz"
     recorder = create_record(path)(make_header(config))
     ticks = itertools.count()

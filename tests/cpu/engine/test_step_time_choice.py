@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.engine.build import build_engine
@@ -32,11 +33,13 @@ SHORT = ProfilePlan(seconds=0.5, num_levels=3, num_mixed=8, num_held_back=4, max
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
-    return EngineConfig(
+    return make(
+        EngineConfig,
         model=resolve_model(str(directory), needs_weights=False),
         load_format="dummy",
         dtype="float32",
         max_model_len=256,
+        max_num_seqs=64,  # a cache this small is measured for few rows only
         kv_cache_memory_bytes=2**20,
         threads=1,
     )
@@ -97,7 +100,7 @@ def test_the_matching_profile_is_found(config, profile):
 
 def test_a_profile_of_other_threads_is_not_taken(config, profile):
     write_profile(profile_path(profiles_dir(), profile.key), profile)
-    _, said = run(replace(config, threads=2))
+    _, said = run(change(config, threads=2))
     assert "roofline alone" in said[0]
 
 
@@ -122,31 +125,31 @@ def test_a_named_profile_must_match(config, profile, tmp_path):
     path = tmp_path / "other.json"
     write_profile(path, replace(profile, key=replace(profile.key, model="other/model")))
     with pytest.raises(ConfigError, match="'other/model', not"):
-        run(replace(config, step_time_profile=str(path)))
+        run(change(config, step_time_profile=str(path)))
     with pytest.raises(ConfigError, match="cannot read the profile"):
-        run(replace(config, step_time_profile=str(tmp_path / "missing.json")))
+        run(change(config, step_time_profile=str(tmp_path / "missing.json")))
 
 
 def test_calibration_takes_seconds(config):
-    steps, said = run(replace(config, step_time_profile="calibrate"))
+    steps, said = run(change(config, step_time_profile="calibrate"))
     check_judged(steps)
     assert "calibrating" in said[0]
     assert "calibrated in" in said[1]
 
 
 def test_nothing_is_predicted_where_nobody_asks(config):
-    steps, said = run(replace(config, policy="sarathi", step_time_profile="none"))
+    steps, said = run(change(config, policy="sarathi", step_time_profile="none"))
     assert {(step.predicted_seconds, step.mbu, step.mfu) for step in steps} == {(None, None, None)}
     assert said == ["step times: not predicted"]
 
 
 def test_float64_is_served_without_predictions(config):
-    config = replace(config, policy="sarathi", dtype="float64")
+    config = change(config, policy="sarathi", dtype="float64")
     steps, said = run(config)
     assert steps[0].predicted_seconds is None
     assert "float64" in said[0]
     with pytest.raises(ConfigError, match="float64"):
-        run(replace(config, step_time_profile="roofline"))
+        run(change(config, step_time_profile="roofline"))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +163,7 @@ def test_float64_is_served_without_predictions(config):
 def test_a_policy_that_needs_predictions_is_not_started_without(config, lack, why):
     said: list[str] = []
     with pytest.raises(ConfigError, match=f"policy 'slo' plans .* but {why}.*--policy sarathi"):
-        build_engine(replace(config, policy="slo", **lack), said.append)
+        build_engine(change(config, policy="slo", **lack), said.append)
     assert said == [], "found before anything was loaded"
 
 

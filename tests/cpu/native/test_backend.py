@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
@@ -22,7 +22,8 @@ from tests.cpu.e2e.tiny_directory import write_tiny_directory
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     directory = write_tiny_directory(tmp_path_factory.mktemp("model") / "tiny")
-    return EngineConfig(
+    return make(
+        EngineConfig,
         model=resolve_model(str(directory), needs_weights=False),
         load_format="dummy",
         dtype="float32",
@@ -56,14 +57,14 @@ def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config:
     loader = prepare_model(config)
     sets = native_library.instruction_sets
     assert start_sentence(loader).endswith(f"by the native engine ({sets[0]}, fp32 weights)")
-    quantized = prepare_model(replace(config, quantization="int8", dtype="bfloat16"))
+    quantized = prepare_model(change(config, quantization="int8", dtype="bfloat16"))
     assert start_sentence(quantized).endswith(f"by the native engine ({sets[0]}, int8 weights)")
     loaded = quantized.load(lambda _: None)
     assert (loaded.weights_format, loaded.embedding_format) == ("int8", "int8")
 
 
 def test_torch_is_taken_where_it_is_asked_for(config: EngineConfig) -> None:
-    loader = prepare_model(replace(config, backend="torch"))
+    loader = prepare_model(change(config, backend="torch"))
     assert start_sentence(loader).endswith("by torch (as asked for)")
     assert loader.load(lambda _: None).runner.forward.settings["backend"] == "torch"
 
@@ -73,7 +74,7 @@ def test_torch_serves_what_the_native_engine_cannot_and_says_why(
 ) -> None:
     sentence = start_sentence(prepare_model(config))
     assert "by torch (not by the native engine: its library libonbeat_native.so is not there" in sentence
-    sentence = start_sentence(prepare_model(replace(config, dtype="float64")))
+    sentence = start_sentence(prepare_model(change(config, dtype="float64")))
     assert sentence.endswith("by torch (not by the native engine: it does not compute in float64)")
 
 
@@ -90,18 +91,18 @@ def test_what_cannot_be_had_is_refused(
     config: EngineConfig, no_library: None, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        prepare_model(replace(config, **changes))
+        prepare_model(change(config, **changes))
 
 
 @pytest.mark.parametrize(("field", "value"), [("backend", "jax"), ("quantization", "int3")])
 def test_unknown_choices_are_named(config: EngineConfig, field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown {field} '{value}'; choose one of auto"):
-        replace(config, **{field: value})  # type: ignore[arg-type]
+        change(config, **{field: value})
 
 
 def test_quantized_weights_leave_more_memory(native_library: NativeLibrary, config: EngineConfig) -> None:
     plain, int8 = (
-        prepare_model(replace(config, quantization=quantization)).backend.weight_bytes()
+        prepare_model(change(config, quantization=quantization)).backend.weight_bytes()
         for quantization in ("none", "int8")
     )
     assert int8 < 0.4 * plain
@@ -112,7 +113,7 @@ def test_narrow_heads_are_counted_with_their_padding(
 ) -> None:
     """The model's heads are 8 wide."""
     native, on_torch = (
-        prepare_model(replace(config, backend=backend)).backend.kv_cache_spec(16).block_bytes
+        prepare_model(change(config, backend=backend)).backend.kv_cache_spec(16).block_bytes
         for backend in ("native", "torch")
     )
     assert native == 2 * on_torch
@@ -121,7 +122,7 @@ def test_narrow_heads_are_counted_with_their_padding(
 def test_both_backends_generate_the_same(native_library: NativeLibrary, config: EngineConfig) -> None:
     tokens = []
     for backend in ("native", "torch"):
-        core, _ = build_engine(replace(config, backend=backend), lambda _: None)
+        core, _ = build_engine(change(config, backend=backend), lambda _: None)
         core.add(
             Request(
                 request_id="r",

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from onbeat.core.errors import EngineDead
+from onbeat.core.options import make
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass
@@ -62,8 +63,8 @@ def split_forward(
     checkpoint: Checkpoint, size: int, *, dtype: torch.dtype, num_blocks: int, block_size: int
 ) -> LeadingForward:
     """Return a forward pass that runs on ranks in threads; close it when it is done."""
-    config = EngineConfig(
-        model=ModelFiles(kind="hf", path=Path("none"), name="tiny"), tensor_parallel_size=size
+    config = make(
+        EngineConfig, model=ModelFiles(kind="hf", path=Path("none"), name="tiny"), tensor_parallel_size=size
     )
     device = DeviceConfig(torch.device("cpu"), dtype, 1)
 

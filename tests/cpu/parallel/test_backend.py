@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.engine.attention.torch_sdpa import TorchSdpaBackend
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
@@ -42,7 +43,7 @@ CPU = DeviceConfig(torch.device("cpu"), torch.float32, 3)
 
 def backend(size: int, device: DeviceConfig = CPU, **options: Any) -> ParallelBackend:
     files = ModelFiles(kind="hf", path=Path("none"), name="tiny")
-    config = EngineConfig(model=files, tensor_parallel_size=size, **options)
+    config = make(EngineConfig, model=files, tensor_parallel_size=size, **options)
     return ParallelBackend(config, DummyCheckpoint(MODEL), device)
 
 

@@ -109,6 +109,7 @@ def serve(
 ) -> Outcome:
     """Run requests through scheduler and model runner; without a proposer nothing is speculated."""
     limits = SchedulerConfig(
+        policy="sarathi",
         num_blocks=setting.num_blocks,
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=setting.max_num_seqs,

@@ -12,6 +12,7 @@ import torch
 
 from onbeat import LLM, SamplingParams
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import prepare_model
@@ -68,7 +69,8 @@ def threads_of_torch() -> Iterator[None]:
 def config_of(
     folder: Path, speculative: dict[str, Any] | None, model: str = "target", **options
 ) -> EngineConfig:
-    return EngineConfig(
+    return make(
+        EngineConfig,
         model=ModelFiles(kind="hf", path=folder / model, name=model),
         speculative=None if speculative is None else read_speculative_config(speculative),
         **{**OPTIONS, **options},

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.cli.args import count, flags_of, normalise, parse
+from onbeat.cli.args import count, normalise, parse
 from onbeat.cli.engine_args import model_name
 from onbeat.cli.main import COMMANDS, build_parser, main
 from onbeat.core.errors import ConfigError
@@ -44,23 +44,6 @@ def sub_parser(*names: str) -> argparse.ArgumentParser:
         (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
         parser = commands.choices[name]
     return parser
-
-
-@pytest.mark.parametrize(
-    ("file", "names"),
-    [
-        ("serve_flags.txt", ("serve",)),
-        ("bench_serve_flags.txt", ("bench", "serve")),
-        ("simulate_flags.txt", ("simulate",)),
-        ("capacity_flags.txt", ("capacity",)),
-        ("profile_flags.txt", ("profile",)),
-        ("replay_flags.txt", ("replay",)),
-        ("top_flags.txt", ("top",)),
-    ],
-)
-def test_flags_are_frozen(file: str, names: tuple[str, ...]) -> None:
-    """A new flag is a decision: whoever adds one also adds it to the file."""
-    assert flags_of(sub_parser(*names)) == (DATA / file).read_text().splitlines()
 
 
 def test_every_flag_of_serve_is_explained() -> None:

@@ -113,9 +113,9 @@ def test_mistakes_end_with_one_line_and_code_2(
 def test_limits_of_the_queue_and_the_mode_reach_the_engine(tmp_path: Path) -> None:
     files = ModelFiles(kind="hf", path=tmp_path, name="tiny")
     arguments = ["--max-num-queued-reqs", "8", "--max-num-queued-tokens", "32k", "--slo-mode", "gap"]
-    config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
-    assert (config.max_num_queued_reqs, config.max_num_queued_tokens) == (8, 32_000)
-    assert (config.slo_mode, config.shed_order) == ("gap", "most")
+    limits = engine_config(parse(build_parser(), ["serve", *arguments]), files).limits
+    assert (limits.max_num_queued_reqs, limits.max_num_queued_tokens) == (8, 32_000)
+    assert (limits.slo_mode, limits.shed_order) == ("gap", "most")
     for flag in ("--max-num-queued-reqs", "--max-num-queued-tokens", "--max-num-seqs"):
         name = flag.removeprefix("--").replace("-", "_")
         with pytest.raises(ConfigError, match=f"{name} is 0; it must be at least 1"):
@@ -128,4 +128,4 @@ def test_whom_to_leave_behind_reaches_the_engine(tmp_path: Path) -> None:
     flags_file.write_text("shed-order: longest-wait\n")
     for arguments in (["--shed-order", "longest-wait"], ["--config", str(flags_file)]):
         config = engine_config(parse(build_parser(), ["serve", *arguments]), files)
-        assert config.shed_order == "longest-wait"
+        assert config.limits.shed_order == "longest-wait"

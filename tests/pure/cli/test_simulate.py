@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from onbeat.cli.main import main
+from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
-from onbeat.cli.workload_settings import summary_options
 from onbeat.core.slo import ShedMode
+from onbeat.metrics.summary import SummaryOptions
 from onbeat.simulator.setup import POOL_POLICY, build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
 
@@ -212,11 +213,11 @@ def test_what_is_scored_is_what_is_planned_for() -> None:
     flags += ["--shed-order", "longest-wait"]
     args = parser.parse_args([*MODEL, *flags])
     settings = replica_settings(args)
-    assert (settings.slo_mode, settings.shed) == ("gap", ShedMode.REJECT)
+    assert (settings.limits.slo_mode, settings.shed) == ("gap", ShedMode.REJECT)
     config = build_simulation(settings).config
     assert (config.scheduler.slo_mode, config.scheduler.max_num_queued_tokens) == ("gap", 9000)
     assert (config.shed, config.scheduler.shed_order) == (ShedMode.REJECT, "longest-wait")
-    assert summary_options(args).slo_mode == "gap"
+    assert read_options(args, SummaryOptions).slo_mode == "gap"
 
 
 BAD_FLAGS = [
@@ -228,7 +229,7 @@ BAD_FLAGS = [
     (["--router", "roundrobin"], "invalid choice: 'roundrobin'; did you mean round-robin?"),
     (["--step-time", "rofline"], "did you mean roofline?"),
     (["--tp", "3"], "a tensor-parallel degree of 3 does not divide"),
-    (["--tp", "0"], "--tensor-parallel-size is 0; it must be at least 1"),
+    (["--tp", "0"], "tensor_parallel_size is 0; it must be at least 1"),
     (["--pp", "100"], "32 layers; they cannot make 100 stages"),
     (["--model", "llama-3.1-70b"], "does not fit NVIDIA H100"),
     (["--model", "llama-3.1-70b"], "Use a tensor-parallel degree of 4 or more"),
@@ -251,20 +252,21 @@ BAD_FLAGS = [
     (["--max-concurrency", "0"], "max_concurrency is 0"),
     (["--seed=-1"], "expected a whole number of at least 0, got '-1'"),
     (["--jobs", "0"], "--jobs is 0; it must be at least 1"),
-    (["--host-overhead-ms", "nan"], "--host-overhead-ms is nan"),
-    (["--host-overhead-ms", "inf"], "finite"),
-    (["--step-noise", "nan"], "--step-noise is nan; it must be at least 0"),
-    (["--step-noise=-0.1"], "--step-noise is -0.1"),
+    (["--host-overhead-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
+    (["--host-overhead-ms", "-1"], "host_overhead is -0.001 s"),
+    (["--step-noise", "nan"], "step_noise is nan; it must be a finite number, 0 or more"),
+    (["--step-noise=-0.1"], "step_noise is -0.1"),
     (["--shed", "rejct"], "invalid choice: 'rejct'; did you mean reject?"),
     (["--slo-mode", "gaps"], "invalid choice: 'gaps'; did you mean gap?"),
     (["--shed-order", "longest"], "invalid choice: 'longest'; did you mean longest-wait?"),
     (["--shed-order", "longest-wait", "--policy", "sarathi"], "policy 'sarathi' has no choice of whom to"),
     (["--max-num-queued-reqs", "0"], "max_num_queued_reqs is 0; it must be at least 1"),
     (["--max-num-queued-tokens", "-3"], "max_num_queued_tokens is -3; it must be at least 1"),
-    (["--slo-tbt-ms", "nan"], "the tbt objective is nan ms"),
+    (["--slo-tbt-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
+    (["--slo-tbt-ms", "0.1"], "the tbt objective is 0.1 ms"),
     (["--slo-config", "interactiv"], "did you mean the built-in class interactive?"),
-    (["--prefill-replicas", "1"], "--decode-replicas is missing"),
-    (["--decode-replicas", "1"], "--prefill-replicas is missing"),
+    (["--prefill-replicas", "1"], "--prefill-replicas needs --decode-replicas"),
+    (["--decode-replicas", "1"], "--decode-replicas needs --prefill-replicas"),
     (["--decode-kv-cap-tokens", "9"], "--decode-kv-cap-tokens needs --prefill-replicas"),
     (["--kv-transfer-gbps", "9"], "--kv-transfer-gbps needs --prefill-replicas"),
     (["--prefill-replicas", "1", "--decode-replicas", "1", "--replicas", "2"], "no --replicas beside"),

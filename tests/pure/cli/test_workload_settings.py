@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.cli.args import Parser, parse
 from onbeat.cli.workload_options import add_workload_arguments
-from onbeat.cli.workload_settings import offered_load, slo_options, summary_options, tightest_tbt
+from onbeat.cli.workload_settings import offered_load, tightest_tbt
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.workload.offered import OfferedLoad
@@ -74,12 +74,11 @@ def test_other_arrivals() -> None:
 
 
 def test_objectives_of_flags_are_one_class() -> None:
-    flags = ("--slo-ttft-ms", "500", "--slo-tbt-ms", "50", "--slo-mode", "gap")
+    flags = ("--slo-ttft-ms", "500", "--slo-tbt-ms", "50")
     load = load_of(*flags)
 
     assert load.slo(7) == SLO(ttft=0.5, tbt=0.05)
     assert load.classes == (SLOClass(name="default", slo=SLO(ttft=0.5, tbt=0.05)),)
-    assert slo_options(arguments(*flags)).mode == summary_options(arguments(*flags)).slo_mode == "gap"
     assert tightest_tbt(arguments(*flags)) == pytest.approx(0.05)
     assert tightest_tbt(arguments("--slo-ttft-ms", "5")) is None
 

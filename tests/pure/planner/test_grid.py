@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
 
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change, make
 from onbeat.planner.cases import case_name
 from onbeat.planner.grid import ReplicaCase, settings_grid
 from onbeat.planner.service_rate import service_rate
@@ -40,7 +40,7 @@ def test_policies_that_run_whole_prompts_take_no_chunk_budget() -> None:
         "policy sarathi, budget 512",
         "policy prefill-first",
     ]
-    assert grid[-1][1].max_num_batched_tokens is None
+    assert grid[-1][1].limits.max_num_batched_tokens is None
 
 
 def test_policies_that_leave_nobody_behind_take_no_order_of_shedding() -> None:
@@ -50,21 +50,21 @@ def test_policies_that_leave_nobody_behind_take_no_order_of_shedding() -> None:
         "policy slo, shed order longest-wait",
         "policy edf",
     ]
-    assert [settings.shed_order for _, settings in grid] == ["most", "longest-wait", "most"]
-    given = replace(BASE, shed_order="longest-wait")
-    orders = [settings.shed_order for _, settings in settings_grid(given, {"policy": ["slo", "simple"]})]
-    assert orders == ["longest-wait", "most"]
+    assert [settings.limits.shed_order for _, settings in grid] == ["most", "longest-wait", "most"]
+    given = change(BASE, shed_order="longest-wait")
+    grid = settings_grid(given, {"policy": ["slo", "simple"]})
+    assert [settings.limits.shed_order for _, settings in grid] == ["longest-wait", "most"]
 
 
 def test_a_policy_alone_keeps_the_budget_it_was_given() -> None:
     grid = settings_grid(BASE, {"policy": ["prefill-first"], "max_num_batched_tokens": [4096, 8192]})
-    assert [settings.max_num_batched_tokens for _, settings in grid] == [4096, 8192]
+    assert [settings.limits.max_num_batched_tokens for _, settings in grid] == [4096, 8192]
 
 
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"tensor_paralel": [1]}, "is no setting of a replica"),
+        ({"tensor_paralel": [1]}, "no setting 'tensor_paralel'; did you mean tensor_parallel"),
         ({"policy": []}, "has no values"),
         ({"policy": ["sarathi", "sarati"]}, "unknown policy 'sarati'"),
     ],
@@ -88,8 +88,12 @@ def test_a_case_is_built_anew_each_time() -> None:
 def test_an_automatic_budget_follows_the_objective() -> None:
     budgets = []
     for tbt in (0.02, 0.05):
-        settings = ReplicaSettings(
-            model=BASE.model, device=BASE.device, max_num_seqs=64, max_num_batched_tokens="auto"
+        settings = make(
+            ReplicaSettings,
+            model=BASE.model,
+            device=BASE.device,
+            max_num_seqs=64,
+            max_num_batched_tokens="auto",
         )
         case = ReplicaCase(settings=settings, tbt=tbt, context_tokens=1000)
         budgets.append(case.build().config.scheduler.max_num_batched_tokens)

@@ -7,7 +7,8 @@ import pytest
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from onbeat.core.request import FinishReason, SamplingParams
 from onbeat.core.step import ModelRunnerOutput
-from onbeat.scheduler.replica.policies import BASELINES, POLICIES, default_token_budget, make_policy
+from onbeat.scheduler.config import BASELINES, SERVING_POLICIES
+from onbeat.scheduler.replica.policies import POLICIES, default_token_budget, make_policy
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 
@@ -393,4 +394,4 @@ class TestBadInput:
         assert make_policy(config).slo.shed_order == "longest-wait"
 
     def test_those_to_compare_with_are_policies(self):
-        assert POLICIES.keys() - BASELINES == {"static", "orca", "prefill-first", "sarathi", "slo"}
+        assert POLICIES.keys() == {*SERVING_POLICIES, *BASELINES}

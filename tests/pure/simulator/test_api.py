@@ -77,7 +77,7 @@ def test_whom_to_leave_behind_is_the_callers_choice() -> None:
         ({"trace": "x.csv"}, "give requests once"),
         ({"device": "h100"}, "did you mean h100-sxm"),
         ({"max_num_batched_tokens": "auto"}, "give --slo-tbt-ms"),
-        ({"shed_order": "longest"}, "unknown shed_order 'longest'; known are most, longest-wait"),
+        ({"shed_order": "longest"}, "unknown shed_order 'longest'; choose one of most, longest-wait"),
         ({"shed_order": "longest-wait", "policy": "edf"}, "leave it out, or use policy slo"),
         ({"max_model_len": 100}, "do not fit a context of 100 tokens"),
     ],

@@ -13,6 +13,7 @@ from onbeat.cli import simulate as simulate_command
 from onbeat.cli.args import Parser
 from onbeat.cli.simulate_options import replica_settings
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
@@ -107,7 +108,7 @@ def test_in_a_pipeline():
 
 
 def settings_with(**changes) -> ReplicaSettings:
-    return ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm", **changes)
+    return make(ReplicaSettings, model="meta-llama/Llama-3.1-8B", device="h100-sxm", **changes)
 
 
 def test_two_pools_hand_over_requests_that_stop_early():

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.scheduler.config import DraftLength, SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
@@ -249,7 +250,7 @@ def test_drafts_wait_until_the_prompt_has_been_read() -> None:
 
 def settings_of(**changes) -> ReplicaSettings:
     values = {"model": "meta-llama/Llama-3.1-8B", "device": "h100-sxm"}
-    return ReplicaSettings(**(values | changes))
+    return make(ReplicaSettings, **(values | changes))
 
 
 def test_a_draft_model_takes_time_and_memory() -> None:

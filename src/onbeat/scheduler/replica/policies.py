@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import DEFAULT_QUEUE_SECONDS, DEFAULT_SHED_ORDER
-from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerConfig, SchedulerLimits, SpeculationConfig
 from onbeat.scheduler.replica.baselines.fastserve import FastServeComposer
 from onbeat.scheduler.replica.baselines.niyama import HybridPriority, NiyamaComposer
 from onbeat.scheduler.replica.baselines.triaged import TriagedBudget
 from onbeat.scheduler.replica.composers import BatchAtATime, Composer, DecodesFirst, PrefillsFirst
 from onbeat.scheduler.replica.parts import (
     DEFAULT_ORDER,
-    QUEUE_ORDERS,
     ChunkedPrompts,
     QueueOrder,
     Release,
@@ -150,19 +149,8 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "fastserve": _fastserve,
 }
 """`hybrid-only` and `chunk-only` are halves of `sarathi`, for ablation (Sarathi-Serve, OSDI 2024, table 4):
-whole prompts beside decodes, and chunks that take turns with decodes."""
-
-BASELINES = (
-    "hybrid-only",
-    "chunk-only",
-    "simple",
-    "sarathi-triage",
-    "edf-triage",
-    "edf",
-    "niyama",
-    "fastserve",
-)
-"""Those of `POLICIES` that are there to compare with, not to serve with."""
+whole prompts beside decodes, and chunks that take turns with decodes. Their names stand in
+`scheduler.config` too, where the command line finds them."""
 
 DEFAULT_TOKEN_BUDGET = 512
 """Sarathi-Serve's budget for a strict TBT objective (OSDI 2024, section 5)."""
@@ -178,10 +166,6 @@ def make_policy(config: SchedulerConfig) -> Policy:
     ------
     ConfigError : unknown name, or a token budget that the policy cannot work with.
     """
-    if config.scheduling_policy not in QUEUE_ORDERS:
-        raise ConfigError(
-            f"unknown scheduling policy {config.scheduling_policy!r}; choose one of {', '.join(QUEUE_ORDERS)}"
-        )
     policy = _lookup(config.policy)()
     if policy.slo is not None:
         seconds = config.max_queue_seconds
@@ -227,6 +211,54 @@ def queue_seconds(policy: str, given: float | None) -> float | None:
     if given is None:
         return None if _lookup(policy)().slo is None else DEFAULT_QUEUE_SECONDS
     return given or None
+
+
+def settle(
+    limits: SchedulerLimits,
+    *,
+    num_blocks: int,
+    model_len: int,
+    choose_budget: Callable[[int], int] | None = None,
+    num_micro_batches: int = 1,
+    speculation: SpeculationConfig | None = None,
+) -> SchedulerConfig:
+    """Decide what the limits leave open, and check that all goes together.
+
+    Parameters
+    ----------
+    num_blocks : KV blocks in the cache.
+    model_len : tokens of the longest request that the model was made for.
+    choose_budget : from the longest request, tokens, to the token budget where that is `auto`; None has none.
+
+    Raises
+    ------
+    ConfigError : limits that cannot be kept.
+    """
+    if (limits.max_model_len or 0) > model_len:
+        raise ConfigError(
+            f"max_model_len is {limits.max_model_len}, but this model was made for {model_len} tokens; give "
+            "a smaller one"
+        )
+    settled = {each.name: getattr(limits, each.name) for each in fields(SchedulerLimits)}
+    settled["policy"] = policy = limits.policy or DEFAULT_POLICY
+    # A length that the user asked for must fit (SchedulerConfig checks it); the model's own may be cut.
+    settled["max_model_len"] = longest = limits.max_model_len or min(
+        model_len, num_blocks * limits.block_size
+    )
+    if limits.max_num_batched_tokens == "auto":
+        if choose_budget is None:
+            raise ConfigError("max_num_batched_tokens is 'auto', which is for simulations; give a number")
+        settled["max_num_batched_tokens"] = choose_budget(longest)
+    elif limits.max_num_batched_tokens is None:
+        settled["max_num_batched_tokens"] = default_token_budget(
+            policy, max_model_len=longest, max_num_seqs=limits.max_num_seqs
+        )
+    settled["max_queue_seconds"] = queue_seconds(policy, limits.max_queue_seconds)
+    config = SchedulerConfig(
+        **settled, num_blocks=num_blocks, num_micro_batches=num_micro_batches, speculation=speculation
+    )
+    make_policy(config)  # it checks the limits against the policy
+    return config
 
 
 def default_token_budget(policy_name: str, *, max_model_len: int, max_num_seqs: int) -> int:

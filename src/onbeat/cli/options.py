@@ -1,0 +1,149 @@
+"""Flags made from declared settings (`core.options`), and the settings read back from parsed flags."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Collection
+from dataclasses import MISSING
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
+
+from onbeat.cli.args import checked, count, unknown_value_message
+from onbeat.core.options import Setting, make, settings_of
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+number = checked(float, "a number")
+"""Argparse type: any float."""
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(text)
+    return value
+
+
+milliseconds = checked(_finite, "milliseconds, such as 500")
+"""Argparse type: milliseconds, as they are typed."""
+
+
+def add_options(
+    parser: argparse.ArgumentParser,
+    kind: type[Any],
+    *,
+    only: Collection[str] | None = None,
+    group: str | None = None,
+    has_defaults: bool = True,
+) -> None:
+    """Add the flags of the settings that a dataclass declares, each to its group.
+
+    Parameters
+    ----------
+    only : fields to add; None adds all.
+    group : title of the group that takes them all; None leaves each to its own.
+    has_defaults : whether a flag that is not given has its default; else it has no value at all.
+    """
+    for setting in settings_of(kind):
+        if only is None or setting.name in only:
+            arguments = _arguments(setting)
+            if not has_defaults:
+                arguments |= {"default": argparse.SUPPRESS, "required": False}
+            find_group(parser, group or setting.option.group).add_argument(
+                setting.flag, *setting.option.aliases, **arguments
+            )
+
+
+def find_group(parser: argparse.ArgumentParser, title: str) -> argparse._ArgumentGroup:
+    """Return the group of a title; make it where there is none."""
+    for group in parser._action_groups:
+        if group.title == title:
+            return group
+    return parser.add_argument_group(title)
+
+
+def read_options(args: argparse.Namespace, kind: type[T], **others: Any) -> T:
+    """Build a dataclass from the flags of its settings; those that the command lacks keep their defaults.
+
+    Parameters
+    ----------
+    others : fields that are no flags, or that are read elsewhere.
+
+    Raises
+    ------
+    ConfigError : a value that the dataclass refuses.
+    """
+    return make(kind, **(given_options(args, kind) | others))
+
+
+def given_options(args: argparse.Namespace, kind: type[Any]) -> dict[str, Any]:
+    """Return the value of each setting of a dataclass for which there is a flag."""
+    return {
+        setting.name: _inside(setting, getattr(args, setting.key))
+        for setting in settings_of(kind)
+        if hasattr(args, setting.key)
+    }
+
+
+def read_value(setting: Setting, text: str) -> Any:
+    """Return the value that a text means, as the setting's flag reads it.
+
+    Raises
+    ------
+    argparse.ArgumentTypeError : it means none.
+    """
+    value = _converter(setting)(text)
+    if setting.choices and value not in setting.choices:
+        raise argparse.ArgumentTypeError(unknown_value_message(value, setting.choices))
+    return _inside(setting, value)
+
+
+def _arguments(setting: Setting) -> dict[str, Any]:
+    """Return what `add_argument` takes beside the flag."""
+    option, default = setting.option, setting.default
+    arguments: dict[str, Any] = {"help": option.help.replace("%", "%%")}
+    if setting.kinds == (bool,):
+        return arguments | {"action": argparse.BooleanOptionalAction, "default": default}
+    if _is_list(setting):
+        arguments["nargs"] = "+"
+        default = list(default)
+    elif isinstance(default, Enum):
+        default = default.value
+    arguments |= {"required": True} if default is MISSING else {"default": default}
+    arguments |= {"choices": setting.choices} if setting.choices else {"metavar": option.metavar}
+    return arguments | {"type": _converter(setting)}
+
+
+def _converter(setting: Setting) -> Callable[[str], Any]:
+    if setting.option.parse is not None:
+        return setting.option.parse
+    if setting.choices:
+        return str
+    kind = get_args(setting.kinds[0])[0] if _is_list(setting) else setting.kinds[0]
+    converters: dict[Any, Callable[[str], Any]] = {int: count, float: number, Path: Path, str: str}
+    convert = converters[kind]
+    if setting.option.unit == "ms":
+        convert = milliseconds
+    if not setting.words:
+        return convert
+    return lambda text: text if text in setting.words else convert(text)
+
+
+def _inside(setting: Setting, value: Any) -> Any:
+    """Return a value of the command line in the unit and the type that the setting has inside."""
+    if value is None:
+        return None
+    if setting.option.unit is not None:
+        return {"ms": value / 1e3, "gbps": value * 1e9 / 8}[setting.option.unit]
+    if _is_list(setting):
+        return tuple(value)
+    return value if setting.enum is None else setting.enum(value)
+
+
+def _is_list(setting: Setting) -> bool:
+    return bool(setting.kinds) and getattr(setting.kinds[0], "__origin__", None) is tuple

@@ -1,0 +1,192 @@
+"""Settings that are declared once: a field of a dataclass carries its default, its help and what it may be.
+
+Flags, keys of configuration files, help texts and checks are made from the declaration. Where a dataclass
+holds another one (`part`), its settings go by their own names all the same: `make` and `change` find them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
+from enum import Enum
+from itertools import chain
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from onbeat.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+_OPTION, _PART = "option", "part"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """What a command line must know of a setting beside its name, type and default."""
+
+    help: str
+    """Its documentation, in code and in `--help`."""
+    group: str
+    """Title of its group in `--help`."""
+    flag: str = ""
+    """Long flag where it is not the name of the field."""
+    aliases: tuple[str, ...] = ()
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    """Names that a command line offers, of a table that whoever uses the setting looks them up in; those of a
+    `Literal` and of an `Enum` are known by themselves."""
+    parse: Callable[[str], Any] | None = None
+    """From the text of the command line to the value, where the type alone does not say it."""
+    unit: Literal["ms", "gbps"] | None = None
+    """Of the command line; inside these are seconds and bytes per second."""
+    at_least: int | None = None
+
+
+def option(default: Any = MISSING, *, help: str, group: str, **about: Any) -> Any:
+    """Return a dataclass field that is a setting; `about` holds the other fields of `Option`."""
+    return field(default=default, metadata={_OPTION: Option(help=help, group=group, **about)})
+
+
+def part(kind: type[Any]) -> Any:
+    """Return a dataclass field for settings that are declared in a dataclass of their own."""
+    return field(default_factory=kind, metadata={_PART: kind})
+
+
+class Setting(NamedTuple):
+    """One declared setting."""
+
+    name: str
+    """Of the field."""
+    option: Option
+    default: Any
+    """`MISSING` where one must be given."""
+    kinds: tuple[Any, ...]
+    """The types of its values, None and literal words aside."""
+    words: tuple[str, ...]
+    """Words that it may be, beside values of its types."""
+
+    @property
+    def flag(self) -> str:
+        """Return the long flag, such as `--max-num-seqs`."""
+        return self.option.flag or "--" + self.name.replace("_", "-")
+
+    @property
+    def key(self) -> str:
+        """Return the flag as a word, such as `max_num_seqs`."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def enum(self) -> type[Enum] | None:
+        """Return the type of its values where it is an enumeration."""
+        kind = self.kinds[0] if self.kinds else None
+        return kind if isinstance(kind, type) and issubclass(kind, Enum) else None
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Return the names that it may have; empty where any value of its types will do."""
+        if self.enum is not None:
+            return tuple(str(member.value) for member in self.enum)
+        return self.option.choices or (() if self.kinds else self.words)
+
+
+def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
+    """Return the settings of a dataclass and of its parts, in the order of their declarations."""
+    hints = get_type_hints(kind)
+    found: list[Setting] = []
+    for each in fields(kind):
+        if _PART in each.metadata:
+            found += settings_of(each.metadata[_PART])
+        elif _OPTION in each.metadata:
+            found.append(
+                Setting(each.name, each.metadata[_OPTION], each.default, *_kinds_and_words(hints[each.name]))
+            )
+    return tuple(found)
+
+
+def _kinds_and_words(hint: Any) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    if get_origin(hint) is Literal:
+        return (), get_args(hint)
+    if get_origin(hint) not in (Union, UnionType):
+        return () if hint is NoneType else (hint,), ()
+    parts = [_kinds_and_words(each) for each in get_args(hint)]
+    kinds, words = zip(*parts, strict=True)
+    return tuple(chain(*kinds)), tuple(chain(*words))
+
+
+def make(kind: type[T], /, **values: Any) -> T:
+    """Return a dataclass of settings from values by their names, those of its parts included.
+
+    Raises
+    ------
+    ConfigError : an unknown name, or a value that the dataclass refuses.
+    """
+    own, parts = _sorted(kind, values)
+    return kind(**own, **{name: make(part_kind, **given) for name, (part_kind, given) in parts.items()})
+
+
+def change(settings: T, /, **values: Any) -> T:
+    """Return the settings with some of them replaced, those of its parts included.
+
+    Raises
+    ------
+    ConfigError : see `make`.
+    """
+    own, parts = _sorted(type(settings), values)
+    changed = {name: change(getattr(settings, name), **given) for name, (_, given) in parts.items()}
+    return replace(settings, **own, **changed)
+
+
+def check(settings: Any, kind: type[Any]) -> None:
+    """Check the settings that a dataclass declares itself against their choices and their least values.
+
+    Raises
+    ------
+    ConfigError : names the setting, its value and what it may be.
+    """
+    own = {each.name for each in fields(kind)}
+    for each in settings_of(kind):
+        if each.name not in own:
+            continue
+        value, least = getattr(settings, each.name), each.option.at_least
+        if value is None or value in each.words:
+            continue
+        if each.choices and not each.option.choices and value not in each.choices:
+            raise ConfigError(f"unknown {each.key} {value!r}; choose one of {', '.join(each.choices)}")
+        if least is not None and not value >= least:
+            raise ConfigError(f"{each.key} is {value}; it must be at least {least}")
+
+
+def _sorted(
+    kind: type[Any], values: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, tuple[type[Any], dict[str, Any]]]]:
+    """Return the values of a dataclass's own fields, and by part those of its settings."""
+    owners: dict[str, tuple[str, type[Any]] | None] = {each.name: None for each in fields(kind)}
+    for each in fields(kind):
+        if (inner := each.metadata.get(_PART)) is not None:
+            owners |= {name.name: (each.name, inner) for name in fields(inner)}
+    own: dict[str, Any] = {}
+    parts: dict[str, tuple[type[Any], dict[str, Any]]] = {}
+    for name, value in values.items():
+        if name not in owners:
+            near = get_close_matches(name, owners, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(owners)}"
+            raise ConfigError(f"{kind.__name__} has no setting {name!r}; {hint}")
+        if (owner := owners[name]) is None:
+            own[name] = value
+        else:
+            parts.setdefault(owner[0], (owner[1], {}))[1][name] = value
+    return own, parts

@@ -1,0 +1,168 @@
+"""Settings that are declared once: their flags, their keys in files, their checks, their documentation."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+from dataclasses import MISSING, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+
+from onbeat.cli.args import Parser, parse
+from onbeat.cli.options import add_options, read_options
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import Setting, change, check, make, option, part, settings_of
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.engine.config import EngineConfig
+from onbeat.metrics.summary import SummaryOptions
+from onbeat.scheduler.config import SchedulerLimits
+from onbeat.server.config import ServerConfig
+from onbeat.server.slo_defaults import SLODefaults
+from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings
+from tests.pure.cli.test_args import sub_parser
+
+ROOT = Path(__file__).parents[3]
+DECLARED = {
+    ("serve",): (EngineConfig, ServerConfig, SLODefaults, SLO),
+    ("simulate",): (ReplicaSettings, DisaggregationSettings, SLO, SummaryOptions),
+    ("capacity",): (ReplicaSettings, DisaggregationSettings, SLO),
+    ("bench", "serve"): (SLO, SummaryOptions),
+}
+NEEDED: dict[tuple[str, ...], list[str]] = {
+    command: ["--model", "some", "--device", "cpu"] for command in (("simulate",), ("capacity",))
+}
+ALL_DECLARED = [(command, kind) for command, kinds in DECLARED.items() for kind in kinds]
+
+
+parser_of = cache(sub_parser)
+
+
+def actions(*command: str) -> dict[str, argparse.Action]:
+    options = parser_of(*command)._option_string_actions
+    return {
+        flag: action
+        for flag, action in options.items()
+        if flag.startswith("--") and action.help != argparse.SUPPRESS
+    }
+
+
+def example(setting: Setting) -> Any:
+    """Return a value that a file may give the setting, other than its default as a rule."""
+    if setting.choices:
+        return setting.choices[-1]
+    if setting.kinds == (bool,):
+        return not setting.default
+    if setting.name == "speculative":
+        return {"method": "ngram"}
+    if setting.name == "device":
+        return "cpu"
+    kind = setting.kinds[0]
+    if kind in (int, float):
+        return 32
+    return "some" if kind in (str, Path) else ["some", "more"]
+
+
+def test_the_table_of_all_flags_is_up_to_date() -> None:
+    page = runpy.run_path(str(ROOT / "scripts/flags"))["page"]()
+    assert page + "\n" == (ROOT / "docs/flags.md").read_text(), "run `make flags`"
+
+
+def test_what_serve_and_simulate_share_has_the_same_default() -> None:
+    serve, simulate = actions("serve"), actions("simulate")
+    differ = {
+        flag
+        for flag in serve.keys() & simulate.keys()
+        if not simulate[flag].required and serve[flag].default != simulate[flag].default
+    }
+    assert differ == {"--dtype"}  # a virtual device has no type of its own that `auto` could mean
+    assert make(EngineConfig, model=None).limits == make(ReplicaSettings, model="m", device="d").limits
+    assert SLODefaults().shed == make(ReplicaSettings, model="m", device="d").shed == ShedMode.RELEGATE
+    assert SLODefaults().mode == SummaryOptions().slo_mode == SchedulerLimits().slo_mode
+
+
+@pytest.mark.parametrize(("command", "kind"), ALL_DECLARED)
+def test_every_setting_is_a_flag_with_its_help(command: tuple[str, ...], kind: type[Any]) -> None:
+    parser = parser_of(*command)
+    shown = " ".join(parser.format_help().split())
+    for setting in settings_of(kind):
+        action = parser._option_string_actions[setting.flag]
+        assert action.help
+        assert setting.flag in shown
+
+
+@pytest.mark.parametrize(("command", "kind"), ALL_DECLARED)
+def test_every_setting_is_a_key_of_a_file(command: tuple[str, ...], kind: type[Any], tmp_path: Path) -> None:
+    if "--config" not in actions(*command):
+        pytest.skip("the command reads no file")
+    given = {setting.key: example(setting) for setting in settings_of(kind)}
+    path = tmp_path / "flags.yaml"
+    path.write_text(yaml.safe_dump(given))
+    args = vars(parse(parser_of(*command), ["--config", str(path), *NEEDED.get(command, [])]))
+    for key, value in given.items():
+        assert args[key] == value or str(args[key]) == value or key == "speculative_config", key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inner:
+    size: int = option(4, group="inner", at_least=1, help="how large")
+    kind: Literal["plain", "odd"] = option("plain", group="inner", help="which")
+
+    def __post_init__(self) -> None:
+        check(self, Inner)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outer:
+    name: str = option(group="outer", help="whose 100% it is")
+    inner: Inner = part(Inner)
+    wait: float | None = option(None, group="outer", flag="--wait-ms", unit="ms", help="how long")
+    cap: int | Literal["auto"] | None = option(None, group="outer", help="at most")
+    mode: ShedMode = option(ShedMode.OFF, group="outer", help="what then")
+    tags: tuple[str, ...] = option((), group="outer", help="marks")
+    other: int = 7
+
+
+def outer(*flags: str) -> Outer:
+    parser = Parser(prog="onbeat test")
+    add_options(parser, Outer)
+    assert parser.format_help()
+    return read_options(parse(parser, flags), Outer)
+
+
+def test_settings_are_read_back_as_they_are_inside() -> None:
+    assert outer("--name", "n") == Outer(name="n")
+    given = outer(
+        *("--name=n", "--size=2k", "--kind", "odd", "--wait-ms", "35", "--cap", "auto"),
+        *("--mode", "reject", "--tags", "a", "b"),
+    )
+    inner = Inner(size=2000, kind="odd")
+    assert given == Outer(
+        name="n", inner=inner, wait=0.035, cap="auto", mode=ShedMode.REJECT, tags=("a", "b")
+    )
+    assert type(given.mode) is ShedMode
+    assert outer("--name=n", "--cap", "8k").cap == 8000
+
+
+def test_settings_of_parts_go_by_their_own_names() -> None:
+    made = make(Outer, name="n", size=3, other=1)
+    assert made == Outer(name="n", inner=Inner(size=3), other=1)
+    assert change(made, kind="odd", name="m") == Outer(name="m", inner=Inner(size=3, kind="odd"), other=1)
+    assert [each.name for each in settings_of(Outer)][:3] == ["name", "size", "kind"]
+    assert settings_of(Outer)[0].default is MISSING
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"siz": 3}, "Outer has no setting 'siz'; did you mean size"),
+        ({"size": 0}, "size is 0; it must be at least 1"),
+        ({"kind": "old"}, "unknown kind 'old'; choose one of plain, odd"),
+    ],
+)
+def test_what_a_setting_may_not_be_is_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(Outer, name="n", **values)
