@@ -155,6 +155,8 @@ class SchedulerConfig(SchedulerLimits):
             raise ConfigError(
                 f"block_size is {self.block_size}; it must be a multiple of 16 (16, 32, 64, ...)"
             )
+        if self.max_queue_seconds == 0:
+            raise ConfigError("max_queue_seconds is 0; it must be above 0, or None for no limit")
         for name in ("num_blocks", "num_micro_batches"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
