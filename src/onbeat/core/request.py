@@ -143,7 +143,7 @@ class Request:
     """
     num_external_tokens: int = 0
     """Leading prompt tokens whose KV another replica has computed. The request gets blocks for them at its
-    admission, and runs once they have been filled (`Scheduler.take_pulls`, `Scheduler.receive_kv`)."""
+    admission, and runs once they have been filled (`Scheduler.take_kv_fetches`, `Scheduler.receive_kv`)."""
     keeps_kv: bool = False
     """Whether its KV outlives it until `Scheduler.release_kv`, for another replica to fetch."""
     slo: SLO | None = None

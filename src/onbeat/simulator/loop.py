@@ -149,11 +149,11 @@ class EventLoop:
             self._close(index, offered, now)
         if replica.next_time < inf:
             heappush(self._steps, (replica.next_time, index))
-        for pull in replica.scheduler.take_pulls():
+        for fetch in replica.scheduler.take_kv_fetches():
             assert self._transfer is not None
-            end = now + self._transfer.seconds(pull.request.num_external_tokens)
+            end = now + self._transfer.seconds(fetch.request.num_external_tokens)
             self._num_transfers += 1
-            heappush(self._transfers, (end, self._num_transfers, pull.request.request_id, index))
+            heappush(self._transfers, (end, self._num_transfers, fetch.request.request_id, index))
 
     def _close(self, index: int, offered: OfferedRequest, now: float) -> None:
         """Tell everybody of a request that ended, however it did."""

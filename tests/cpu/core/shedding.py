@@ -40,7 +40,7 @@ class SheddingScheduler(Scheduler):
                 output = last_output(state, FinishReason.EXPIRED)
                 output.error = "its TTFT objective passed in the queue"
                 self._relegation._expired.append(output)
-                self._roster.drop(state)
+                self._table.drop(state)
         return super().schedule(now, repeats=repeats)
 
     def state(self):

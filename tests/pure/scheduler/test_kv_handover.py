@@ -23,7 +23,7 @@ def external(
 
 
 def receive_all(driver: Driver) -> list[str]:
-    ids = [pull.request.request_id for pull in driver.scheduler.take_pulls()]
+    ids = [pull.request.request_id for pull in driver.scheduler.take_kv_fetches()]
     for request_id in ids:
         driver.scheduler.receive_kv(request_id)
     return ids
@@ -34,11 +34,11 @@ class TestPull:
         driver = Driver(make_config())
         driver.add(external("a", 100, 4))
         assert driver.scheduler.schedule(1.0) is None
-        (pull,) = driver.scheduler.take_pulls()
+        (pull,) = driver.scheduler.take_kv_fetches()
         assert len(pull.block_ids) == 7
         assert driver.scheduler.kv.pool.num_used_blocks == 7
         assert driver.scheduler.schedule(2.0) is None
-        assert driver.scheduler.take_pulls() == []
+        assert driver.scheduler.take_kv_fetches() == []
 
     def test_received_tokens_are_not_computed(self):
         driver = Driver(make_config())
@@ -79,7 +79,7 @@ class TestPull:
         driver.step()
         assert receive_all(driver) == ["a"]
         while "a" not in driver.finished:
-            assert driver.scheduler.take_pulls() == []
+            assert driver.scheduler.take_kv_fetches() == []
             driver.step()
         driver.step()
         assert receive_all(driver) == ["b"]
@@ -103,7 +103,7 @@ class TestPull:
         while driver.scheduler.num_preemptions == 0:
             driver.step()
         assert not any(each.request.request_id == "b" for step in driver.log[-1:] for each in step.admitted)
-        (pull,) = driver.scheduler.take_pulls()
+        (pull,) = driver.scheduler.take_kv_fetches()
         driver.scheduler.receive_kv(pull.request.request_id)
         driver.run()
         assert len(driver.outputs["b"]) == 4
@@ -185,7 +185,7 @@ def test_every_request_ends_whenever_its_kv_comes(policy, requests, delays, num_
         if not driver.step():
             break
         driver.scheduler.check_invariants()
-        pulls = driver.scheduler.take_pulls()
+        pulls = driver.scheduler.take_kv_fetches()
         on_the_way += [(turn + delays[int(p.request.request_id)], p.request.request_id) for p in pulls]
         for due, request_id in list(on_the_way):
             if due <= turn:

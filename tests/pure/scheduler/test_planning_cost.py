@@ -63,7 +63,7 @@ def make_crowded(num_waiting: int, *, has_room: bool) -> Scheduler:
         slo = None if index % 10 == 0 else SLO(ttft=3600.0 + index % 7, tbt=0.5)
         state = make_state(make_request(f"w{index}", 100, 5, arrival=now, slo=slo, shed=ShedMode.RELEGATE))
         state.sort_key = (state.slo.rank, now, index)
-        scheduler._roster.add(state)  # what it may expect does not matter here
+        scheduler._table.add(state)  # what it may expect does not matter here
     return scheduler
 
 

@@ -235,7 +235,7 @@ class TestRunningView:
         assert view.due_state is late
         assert view.tightest == 0.05
         assert view.streams == [last, late]
-        assert view.dues == pytest.approx([3.05, 1.1])
+        assert view.deadlines == pytest.approx([3.05, 1.1])
 
     def test_who_has_no_deadline_is_loose_and_who_wants_more_is_a_prefill(self):
         loose, missed = self.make_stream("loose", None), self.make_stream("missed", SLO(ttft=1.0, tbt=0.1))
@@ -243,7 +243,7 @@ class TestRunningView:
         prefill = self.make_stream("prefill", SLO(ttft=1.0))
         prefill.num_computed_tokens = 3
         view = RunningView([loose, prefill, missed], 0.0)
-        assert (view.streams, view.loose, view.prefills) == ([], [loose, missed], [prefill])
+        assert (view.streams, view.best_effort_decodes, view.prefills) == ([], [loose, missed], [prefill])
         assert view.due == view.tightest == inf
         assert view.due_state is None
 
@@ -266,7 +266,7 @@ class TestRunningView:
         held.is_in_flight = True
         full.num_tokens, full.num_computed_tokens, full.num_in_flight_tokens = 59, 59, 1
         view = RunningView([held, full], 0.0)
-        assert (view.streams, view.loose, view.prefills) == ([], [], [])
+        assert (view.streams, view.best_effort_decodes, view.prefills) == ([], [], [])
 
 
 class TestPrefillJobs:

@@ -35,7 +35,7 @@ class SheddingScheduler(Scheduler):
             output = last_output(state, FinishReason.EXPIRED)
             output.predicted_ttft = 0.25
             self._relegation._expired.append(output)
-            self._roster.drop(state)
+            self._table.drop(state)
         return super().schedule(now)
 
     def update(self, scheduled, result, now):

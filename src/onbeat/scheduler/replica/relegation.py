@@ -7,7 +7,7 @@ from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.delivery import last_output
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.roster import Roster
+from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -17,21 +17,21 @@ class Relegation:
 
     Parameters
     ----------
-    roster : where they are.
+    table : where they are.
     slo : counts those that end, and knows when too many wait; None where the policy does neither.
     """
 
-    def __init__(self, roster: Roster, slo: SLOComposer | None) -> None:
+    def __init__(self, table: RequestTable, slo: SLOComposer | None) -> None:
         self.num_relegated = 0
         """Requests so far that have become best effort."""
         self._expired: list[RequestOutput] = []
-        self._roster = roster
+        self._table = table
         self._slo = slo
 
     def commit(self, plan: StepPlan) -> None:
         """Serve the late requests of a plan as best effort from now on, or not at all; end overdue ones."""
         if plan.late:
-            begun = {id(admission.state) for admission in (*plan.admissions, *plan.pulls)}
+            begun = {id(admission.state) for admission in (*plan.admissions, *plan.kv_fetches)}
             for state in plan.late:
                 self._relegate(state, plan, waits_on=id(state) not in begun)
         for state in plan.overdue:
@@ -62,7 +62,7 @@ class Relegation:
         state.slo.give_up()
         self.num_relegated += 1
         if is_waiting:
-            self._roster.requeue(state)
+            self._table.requeue(state)
 
     def _refusal(self, plan: StepPlan) -> Overloaded | None:
         """Return why no more best effort may wait; None where some may."""
@@ -90,6 +90,6 @@ class Relegation:
         output = last_output(state, FinishReason.EXPIRED)
         output.predicted_ttft = state.slo.predicted_ttft
         output.error = error
-        self._roster.drop(state)
+        self._table.drop(state)
         self._expired.append(output)
         return output

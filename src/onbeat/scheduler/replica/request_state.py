@@ -32,8 +32,8 @@ class RequestState:
     lets the second catch up with the first.
 
     Each field has one writer. Tokens and what is computed of them: the verbs below. Blocks and their hashes:
-    `KVCacheManager`. The status and the place in queue and batch: `Roster`. Deadlines: `SLOState` (`slo`).
-    Drafts: `DraftState` (`draft`).
+    `KVCacheManager`. The status and the place in queue and batch: `RequestTable`. Deadlines: `SLOState`
+    (`slo`). Drafts: `DraftState` (`draft`).
     """
 
     __slots__ = (

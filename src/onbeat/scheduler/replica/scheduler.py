@@ -24,7 +24,7 @@ from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
 from onbeat.scheduler.replica.repeats import advance_repeats, count_repeats
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.roster import Roster
+from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.speculation.drafting import make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -66,10 +66,10 @@ class Scheduler:
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=quantile)
         self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         tracker = None if self._slo is None else self._slo.tracker
-        self._roster = Roster(config, tracker)
-        self._states = self._roster.states
-        self.kv, self.running, self.waiting = self._roster.kv, self._roster.running, self._roster.waiting
-        self._relegation = Relegation(self._roster, self._slo)
+        self._table = RequestTable(config, tracker)
+        self._states = self._table.states
+        self.kv, self.running, self.waiting = self._table.kv, self._table.running, self._table.waiting
+        self._relegation = Relegation(self._table, self._slo)
         self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
         """(step id, rows, when it was planned)"""
         self._last_update = float("-inf")
@@ -87,7 +87,7 @@ class Scheduler:
 
     @property
     def num_preemptions(self) -> int:
-        return self._roster.num_preemptions
+        return self._table.num_preemptions
 
     @property
     def num_relegated(self) -> int:
@@ -97,12 +97,12 @@ class Scheduler:
     @property
     def num_prefix_queries(self) -> int:
         """Prompt tokens looked up in the prefix cache so far."""
-        return self._roster.num_prefix_queries
+        return self._table.num_prefix_queries
 
     @property
     def num_prefix_hits(self) -> int:
         """Of these, tokens found."""
-        return self._roster.num_prefix_hits
+        return self._table.num_prefix_hits
 
     def add(self, request: Request, now: float | None = None) -> None:
         """Queue a request.
@@ -137,7 +137,7 @@ class Scheduler:
         if self._slo is not None:
             plan = self._new_plan(request.arrival if now is None else now)
             self._slo.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
-        self._roster.add(state)
+        self._table.add(state)
 
     def take_expired(self) -> list[RequestOutput]:
         """Return the last outputs of requests that `schedule` gave up since the last call.
@@ -161,7 +161,7 @@ class Scheduler:
             state = self._states.get(request_id)
             if state is not None:
                 outputs.append(last_output(state, FinishReason.ABORT))
-                self._roster.drop(state)
+                self._table.drop(state)
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
@@ -179,7 +179,7 @@ class Scheduler:
         start = max(now, self._busy_until) if self._in_flight else now
         self._last_plan = start
         plan = self._compose(start)
-        if plan.is_empty and not (plan.preempted or plan.pulls or plan.late or plan.overdue):
+        if plan.is_empty and not (plan.preempted or plan.kv_fetches or plan.late or plan.overdue):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
         may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
@@ -235,28 +235,28 @@ class Scheduler:
         self._release_batch()
         return outputs
 
-    def take_pulls(self) -> list[AdmittedRequest]:
+    def take_kv_fetches(self) -> list[AdmittedRequest]:
         """Return the requests admitted since the last call whose KV is to be fetched into their blocks now.
 
         Each of them waits for its `receive_kv`. It can be preempted or aborted meanwhile, so a transfer asks
         before it writes into blocks.
         """
-        return self._roster.take_pulls()
+        return self._table.take_kv_fetches()
 
     def receive_kv(self, request_id: str) -> None:
         """Let a request run whose external tokens are in its blocks.
 
         Without effect on one that has ended. One that was preempted meanwhile computes all its tokens itself.
         """
-        self._roster.receive_kv(request_id)
+        self._table.receive_kv(request_id)
 
     def release_kv(self, request_id: str) -> None:
         """Free the blocks of an ended request that kept them; an id without any is ignored."""
-        self._roster.release_kv(request_id)
+        self._table.release_kv(request_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
-        self._roster.check_invariants()
+        self._table.check_invariants()
 
     # --- commit ---------------------------------------------------------------------------------------
 
@@ -288,19 +288,19 @@ class Scheduler:
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self._states[request_id].note_hits(num_hit_tokens)
         self._relegation.commit(plan)
-        self._roster.make_room(plan)
+        self._table.make_room(plan)
         if plan.is_empty:
-            self._pull(plan, now)
+            self._fetch_kv(plan, now)
             return None
         step_id = self._num_steps
         self._num_steps += 1
         shape = BatchShape()
-        rows, states, admitted = commit_rows(plan, self._roster, shape, now=now, step_id=step_id)
-        self._pull(plan, now)
-        released_ids = self._roster.take_released_ids()
+        rows, states, admitted = commit_rows(plan, self._table, shape, now=now, step_id=step_id)
+        self._fetch_kv(plan, now)
+        released_ids = self._table.take_released_ids()
         self._in_flight.append((step_id, states, now))
         if self.config.num_micro_batches > 1:
-            self._roster.mark_in_flight(states, is_in_flight=True)
+            self._table.mark_in_flight(states, is_in_flight=True)
         if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
             self._busy_until = plan.now + self.step_time_model.step_time(shape)
         max_repeats = 1
@@ -318,16 +318,16 @@ class Scheduler:
             plan.expected_tokens,
         )
 
-    def _pull(self, plan: StepPlan, now: float) -> None:
-        for admission in plan.pulls:
-            self._roster.pull(admission, now, self._num_steps)
+    def _fetch_kv(self, plan: StepPlan, now: float) -> None:
+        for admission in plan.kv_fetches:
+            self._table.fetch_kv(admission, now, self._num_steps)
 
     def _take_back(
         self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
     ) -> None:
         """Bring rows up to date with how often their step was run."""
         if self.config.num_micro_batches > 1:
-            self._roster.mark_in_flight(states, is_in_flight=False)
+            self._table.mark_in_flight(states, is_in_flight=False)
         if scheduled.max_repeats == 1:
             return
         num_more = len(result.sampled_token_ids[0]) - 1
@@ -382,7 +382,7 @@ class Scheduler:
         self.kv.pool.unregister(state.block_ids)
         output = last_output(state, FinishReason.ERROR)
         output.error = message
-        self._roster.drop(state)
+        self._table.drop(state)
         return output
 
     def _finish(self, state: RequestState) -> None:
@@ -392,10 +392,10 @@ class Scheduler:
         if self._drafting is not None:
             self._drafting.finish(state)
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
-            self._roster.pad(state)
+            self._table.pad(state)
         else:
-            self._roster.drop(state, keeps_kv=state.request.keeps_kv)
+            self._table.drop(state, keeps_kv=state.request.keeps_kv)
 
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):
-            self._roster.drop(state)
+            self._table.drop(state)

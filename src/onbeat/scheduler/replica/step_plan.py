@@ -82,7 +82,7 @@ class StepPlan:
         self.chunks: list[tuple[RequestState, int]] = []
         """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []
-        self.pulls: list[PlannedAdmission] = []
+        self.kv_fetches: list[PlannedAdmission] = []
         """Admissions without a row: their KV has to come first."""
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
@@ -136,7 +136,7 @@ class StepPlan:
     @property
     def _num_admitted(self) -> int:
         """Requests that leave the waiting queue."""
-        return len(self.admissions) + len(self.pulls)
+        return len(self.admissions) + len(self.kv_fetches)
 
     @property
     def preempted(self) -> list[RequestState]:
@@ -216,7 +216,7 @@ class StepPlan:
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         if num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
             return False
-        planned = self.pulls if state.num_external_tokens else self.admissions
+        planned = self.kv_fetches if state.num_external_tokens else self.admissions
         planned.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
         self.num_blocks_left -= num_needed
         self.num_tokens_left -= num_new

@@ -8,7 +8,7 @@ from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
 from onbeat.scheduler.replica.named_tuples import new_tuple
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
-from onbeat.scheduler.replica.roster import Roster
+from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.verification import advance_with_drafts
 
@@ -24,7 +24,7 @@ class CommittedRows(NamedTuple):
 
 
 def commit_rows(
-    plan: StepPlan, roster: Roster, shape: BatchShape, *, now: float, step_id: int
+    plan: StepPlan, table: RequestTable, shape: BatchShape, *, now: float, step_id: int
 ) -> CommittedRows:
     """Advance the requests of a step, and admit those that join the batch with it.
 
@@ -33,21 +33,21 @@ def commit_rows(
     shape : gets the rows.
     now : when the step is planned, seconds.
     """
-    admitted = roster.take_unannounced()
+    admitted = table.take_unannounced()
     states = plan.decodes.copy()
     if plan.num_drafts:
-        rows = advance_with_drafts(states, plan.num_drafts, roster.kv, shape)
+        rows = advance_with_drafts(states, plan.num_drafts, table.kv, shape)
         shape.num_draft_passes = plan.num_draft_passes
         for num_read, num_tokens in plan.catch_ups:
             shape.add_catch_up(num_read, num_tokens)
     else:
-        rows = advance_decodes(states, roster.kv, shape)
+        rows = advance_decodes(states, table.kv, shape)
     for state, num_new in plan.chunks:
         rows.append(advance_chunk(state, num_new, shape))
         states.append(state)
     for admission in plan.admissions:
         state = admission.state
-        admitted.append(roster.admit(admission, now, step_id))
+        admitted.append(table.admit(admission, now, step_id))
         rows.append(advance_chunk(state, admission.num_new_tokens, shape))
         states.append(state)
     return CommittedRows(rows, states, admitted)

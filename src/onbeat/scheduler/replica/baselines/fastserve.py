@@ -200,7 +200,8 @@ class _Step:
     @property
     def _counts_on_cache(self) -> bool:
         """Whether the plan admits someone with cached blocks, which a victim might be about to free."""
-        return any(admission.cached_block_ids for admission in (*self._plan.admissions, *self._plan.pulls))
+        admissions = (*self._plan.admissions, *self._plan.kv_fetches)
+        return any(admission.cached_block_ids for admission in admissions)
 
 
 def _chunk_seconds(model: StepTimeModel, num_tokens: int) -> float:

@@ -86,7 +86,7 @@ class Backlog:
         """Learn from a plan that is carried out; the queue still holds those whom it admits."""
         begun = begun_left_over = 0.0
         num_left_over = plan.waiting.left_over.num_requests
-        for admission in (*plan.admissions, *plan.pulls):
+        for admission in (*plan.admissions, *plan.kv_fetches):
             num_tokens, num_pairs = admission.state.queued_work
             seconds = self._work.token * num_tokens + self._work.pair * num_pairs
             begun += seconds
@@ -99,7 +99,7 @@ class Backlog:
             self._all.count(seconds, begun)
         if self._some_left_over_wait:
             self._left_over.count(seconds, begun_left_over)
-        self._some_wait = len(plan.waiting) > len(plan.admissions) + len(plan.pulls)
+        self._some_wait = len(plan.waiting) > len(plan.admissions) + len(plan.kv_fetches)
         self._some_left_over_wait = num_left_over > 0
 
     def wait(self, waiting: WaitingQueue) -> float:

@@ -197,12 +197,13 @@ class SLOComposer:
         assert self.backlog is not None
         view = RunningView(plan.running, plan.now)
         waiting = plan.waiting
+        num_waiting = len(waiting) - waiting.num_below(BEST_EFFORT_RANK)
         return self.tracker.report(
             plan.now,
-            num_best_effort=len(view.loose) + len(waiting) - waiting.num_below(BEST_EFFORT_RANK),
+            num_best_effort=num_waiting + len(view.best_effort_decodes),
             num_relegated=num_relegated,
             queue_seconds=self.backlog.wait(waiting),
-            slacks=[due - plan.now for due in view.dues],
+            slacks=[due - plan.now for due in view.deadlines],
         )
 
 
@@ -223,7 +224,7 @@ class _Step:
         best_effort = self._best_effort(left_over)
         jobs = self._jobs
         self._make_room(jobs, best_effort)
-        rows = self._not_victims([*self._view.streams, *self._view.loose])
+        rows = self._not_victims([*self._view.streams, *self._view.best_effort_decodes])
         shape = decode_shape(rows)
         decode_seconds = work.of(shape)
         limit = policy.limit(self._view, decode_seconds, plan.now)
@@ -279,7 +280,7 @@ class _Step:
         overdue = backlog.overdue(left_over, plan.now)
         if not overdue:
             return []
-        begun = {id(admission.state) for admission in (*plan.admissions, *plan.pulls)}
+        begun = {id(admission.state) for admission in (*plan.admissions, *plan.kv_fetches)}
         return [state for state in overdue if id(state) not in begun]
 
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
@@ -294,7 +295,7 @@ class _Step:
         first = next((job for job in jobs if not job.state.block_ids), None)
         if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first.state) <= 0):
             return
-        decodes = decode_shape([*self._view.streams, *self._view.loose])
+        decodes = decode_shape([*self._view.streams, *self._view.best_effort_decodes])
         limit = policy.limit(self._view, self._work.of(decodes), plan.now)
         room = policy.room(decodes, limit, jobs)
         in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
@@ -302,7 +303,7 @@ class _Step:
         first = next((job for job in kept if not job.state.block_ids), None)
         if first is None or not policy.must_begin(first, room, plan.now):
             return
-        running = [*self._view.loose, *(state for state in best_effort if state.block_ids)]
+        running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
         pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
         self._victims.make_room(first.state, pool)
 
@@ -320,7 +321,7 @@ class _Step:
         end = self._plan.now + room.length
         away = {
             id(state)
-            for state, due in zip(view.streams, view.dues, strict=True)
+            for state, due in zip(view.streams, view.deadlines, strict=True)
             if state.slo.tbt <= view.tightest and may_sit_out(state, due, end)
         }
         staying = [state for state in rows if id(state) not in away]
@@ -329,8 +330,8 @@ class _Step:
     def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
         """Return the rows that fit a limit, those with the most slack left out, and their shape."""
         view, plan = self._view, self._plan
-        by_due = [state for _, state in sorted(zip(view.dues, view.streams, strict=True), key=_due)]
-        rows = self._not_victims([*by_due, *view.loose])[: plan.max_rows]
+        by_due = [state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=_due)]
+        rows = self._not_victims([*by_due, *view.best_effort_decodes])[: plan.max_rows]
         low, high = 1, len(rows)
         while low < high:
             middle = (low + high + 1) // 2

@@ -50,17 +50,17 @@ class Victims:
             rows = [state for state in rows if id(state) not in waits]
         return rows
 
-    def make_room(self, newcomer: RequestState, pool: Iterable[RequestState]) -> bool:
+    def make_room(self, prompt: RequestState, pool: Iterable[RequestState]) -> bool:
         """Preempt requests of a pool until a waiting one has its slot and its blocks; nobody in vain.
 
         Returns whether that is so.
         """
         plan = self._plan
         pool = [state for state in pool if not state.num_in_flight_tokens and not state.is_in_flight]
-        if not pool or sum(map(plan.num_freed_by, pool)) < plan.num_blocks_missing(newcomer):
+        if not pool or sum(map(plan.num_freed_by, pool)) < plan.num_blocks_missing(prompt):
             return False
         pool.sort(key=self._loss)
-        while plan.num_slots_left < 1 or plan.num_blocks_missing(newcomer) > 0:
+        while plan.num_slots_left < 1 or plan.num_blocks_missing(prompt) > 0:
             if not pool:
                 return False
             plan.preempt(pool.pop())

@@ -29,8 +29,8 @@ class RunningView:
     Attributes
     ----------
     streams : requests that want one token and have a deadline for it.
-    dues : that deadline of each stream.
-    loose : requests that want one token and have none: nothing was promised, or it was missed.
+    deadlines : that deadline of each stream.
+    best_effort_decodes : requests that want one token and have none: nothing was promised, or it was missed.
     prefills : requests in the middle of their prompt.
     due : the earliest deadline of `streams` that are not paced, even if it has passed; infinite without any.
     due_state : whose it is.
@@ -40,16 +40,17 @@ class RunningView:
 
     def __init__(self, running: Iterable[RequestState], start: float) -> None:
         self.streams: list[RequestState] = []
-        self.dues: list[float] = []
-        self.loose: list[RequestState] = []
+        self.deadlines: list[float] = []
+        self.best_effort_decodes: list[RequestState] = []
         self.prefills: list[RequestState] = []
         self.due = self.tightest = self.pace = inf
         self.due_state: RequestState | None = None
         self._look(running, start)
 
     def _look(self, running: Iterable[RequestState], start: float) -> None:
-        streams, loose, due, tightest = self.streams, self.loose, self.due, self.tightest
-        dues, pace = self.dues, inf
+        streams, best_effort_decodes = self.streams, self.best_effort_decodes
+        due, tightest = self.due, self.tightest
+        deadlines, pace = self.deadlines, inf
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             if state.is_in_flight or (num_in_flight and state.will_be_full):
@@ -62,12 +63,12 @@ class RunningView:
             slo = state.slo
             deadline = slo.next_deadline
             if deadline == inf:
-                loose.append(state)
+                best_effort_decodes.append(state)
                 continue
             streams.append(state)
             if num_in_flight:
                 deadline = slo.due(state.num_certain_tokens, start)
-            dues.append(deadline)
+            deadlines.append(deadline)
             if slo.is_paced:
                 pace = min(pace, slo.tbt)
                 continue

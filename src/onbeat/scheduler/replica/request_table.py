@@ -13,7 +13,7 @@ from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.step_plan import PlannedAdmission, StepPlan
 
 
-class Roster:
+class RequestTable:
     """Moves requests from arrival to end, and knows what the model runner and transfers must hear of it.
 
     Parameters
@@ -38,7 +38,7 @@ class Roster:
         self._max_num_seqs = config.max_num_seqs
         self._tracker = tracker
         self._released_ids: list[str] = []
-        self._pulls: list[AdmittedRequest] = []
+        self._kv_fetches: list[AdmittedRequest] = []
         self._unannounced: dict[str, AdmittedRequest] = {}
         """Admitted requests that no step has told the model runner of: their KV is on its way."""
         self._kept_block_ids: dict[str, list[int]] = {}
@@ -54,7 +54,7 @@ class Roster:
 
     def make_room(self, plan: StepPlan) -> None:
         """Take those out of the queue whom a plan admits, and those out of the batch whom it preempts."""
-        admissions = (*plan.admissions, *plan.pulls)
+        admissions = (*plan.admissions, *plan.kv_fetches)
         for admission in admissions:
             self.waiting.remove(admission.state)
         for state in plan.preempted:
@@ -72,11 +72,11 @@ class Roster:
         self.running.insert_sorted(state)
         return AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
 
-    def pull(self, admission: PlannedAdmission, now: float, step_id: int) -> None:
+    def fetch_kv(self, admission: PlannedAdmission, now: float, step_id: int) -> None:
         """Admit a request whose KV has yet to come: it holds blocks, but no step runs it."""
         admitted = self.admit(admission, now, step_id)
         self.mark_in_flight([admission.state], is_in_flight=True)
-        self._pulls.append(admitted)
+        self._kv_fetches.append(admitted)
         self._unannounced[admission.state.request_id] = admitted
 
     def pad(self, state: RequestState) -> None:
@@ -113,10 +113,10 @@ class Roster:
         released_ids, self._released_ids = tuple(self._released_ids), []
         return released_ids
 
-    def take_pulls(self) -> list[AdmittedRequest]:
-        """Return the requests pulled since the last call."""
-        pulls, self._pulls = self._pulls, []
-        return pulls
+    def take_kv_fetches(self) -> list[AdmittedRequest]:
+        """Return the requests that fetch their KV since the last call."""
+        fetches, self._kv_fetches = self._kv_fetches, []
+        return fetches
 
     def receive_kv(self, request_id: str) -> None:
         """Let a request run whose external tokens are in its blocks; see `Scheduler.receive_kv`."""
