@@ -8,15 +8,12 @@ from collections.abc import Callable, Collection
 from dataclasses import MISSING
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from onbeat.cli.args import checked, count, unknown_value_message
-from onbeat.core.options import Setting, make, settings_of
+from onbeat.core.options import Dataclass, Setting, make, settings_of
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
-T = TypeVar("T", bound="DataclassInstance")
+T = TypeVar("T", bound=Dataclass)
 
 number = checked(float, "a number")
 """Argparse type: any float."""

@@ -13,10 +13,11 @@ from enum import Enum
 from itertools import chain
 from types import NoneType, UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
+    ClassVar,
     Literal,
     NamedTuple,
+    Protocol,
     TypeVar,
     Union,
     get_args,
@@ -26,10 +27,14 @@ from typing import (
 
 from onbeat.core.errors import ConfigError
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
-T = TypeVar("T", bound="DataclassInstance")
+class Dataclass(Protocol):
+    """What every dataclass is to a type checker."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+
+T = TypeVar("T", bound=Dataclass)
 
 _OPTION, _PART = "option", "part"
 
