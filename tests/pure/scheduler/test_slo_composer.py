@@ -284,19 +284,6 @@ class TestExpectedLength:
         assert all(driver.model.step_time(step.shape) <= 1.2 * decodes for step in steps[:-1])
         assert steps[0].shape.num_chunk_tokens > 20
 
-    @pytest.mark.parametrize("mode", SLO_MODES)
-    def test_a_stream_behind_its_pace_stops_no_prompts(self, mode):
-        """It has no deadline that a token could miss: only steps are held to what its pace asks for."""
-        driver = Watch(slo_mode=mode)
-        driver.serve([make_request("s", 10, 900, slo=SLO(e2e=9.0))], until=0.5)
-        (state,) = driver.scheduler.running
-        driver.now += 5.0
-        assert state.slo.next_deadline < driver.now
-        assert not state.slo.is_best_effort
-        driver.add(make_request("r", 300, 2, slo=SLO(ttft=1.0), arrival=driver.now))
-        driver.step()
-        assert driver.log[-1].shape.num_chunk_tokens > 0
-
 
 class TestSittingOut:
     slo = SLO(ttft=2.0, tbt=0.05)

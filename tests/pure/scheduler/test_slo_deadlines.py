@@ -263,36 +263,10 @@ def test_a_prediction_is_told_once():
     assert [state.take_prediction() for _ in range(3)] == [0.5, None, None]
 
 
-class TestPace:
-    """An e2e objective without one of TBT: its deadlines are a pace, and no objective."""
-
-    def paced(self, mode: SLOMode, slo: SLO) -> SLOState:
-        state = SLOState()
-        state.begin(make_request("r", 10, 40, slo=slo, arrival=ARRIVAL), mode, max_output_tokens=40)
-        return state
-
-    @pytest.mark.parametrize("mode", SLO_MODES)
-    def test_late_tokens_are_made_up_for(self, mode):
-        state = self.paced(mode, SLO(e2e=6.0))
-        assert not state.note_delivery(ARRIVAL + 4.0), "later than a third of the objective"
-        assert not any(state.note_delivery(ARRIVAL + 4.0 + 0.04 * k) for k in range(1, 40))
-        assert not state.is_best_effort
-
-    @pytest.mark.parametrize("mode", SLO_MODES)
-    def test_it_is_missed_by_the_end(self, mode):
-        state = self.paced(mode, SLO(e2e=6.0))
-        state.note_delivery(ARRIVAL + 1.0)
-        assert state.note_delivery(ARRIVAL + 6.1)
-        assert state.is_best_effort
-
-    @pytest.mark.parametrize("mode", SLO_MODES)
-    def test_a_ttft_objective_beside_it_is_one(self, mode):
-        assert not self.paced(mode, SLO(ttft=3.0, e2e=6.0)).note_delivery(ARRIVAL + 2.9)
-        assert self.paced(mode, SLO(ttft=3.0, e2e=6.0)).note_delivery(ARRIVAL + 3.1)
-
-    def test_in_gap_mode_it_is_counted_from_the_start_too(self):
-        state = self.paced("gap", SLO(e2e=6.0))
-        state.note_delivery(ARRIVAL + 0.5)
-        early = state.next_deadline
-        state.note_delivery(ARRIVAL + 0.6)
-        assert state.next_deadline == pytest.approx(early + 0.1), "what it is ahead it keeps"
+def test_the_pace_of_an_e2e_objective_is_counted_from_the_first_token_in_gap_mode_too():
+    state = make_state(SLO(e2e=6.0), "gap", max_tokens=40)
+    state.note_delivery(ARRIVAL + 0.5)
+    due = state.next_deadline
+    state.note_delivery(ARRIVAL + 0.6)
+    assert state.next_deadline == pytest.approx(due + 0.1), "what it is ahead it keeps"
+    assert make_state(SLO(tbt=0.1, e2e=6.0), "gap").tbt == 0.1

@@ -34,8 +34,6 @@ class SLOState:
     """
 
     __slots__ = (
-        "_end_limit",
-        "_first_limit",
         "_is_gap_mode",
         "_num_late_allowed",
         "_num_late_tokens",
@@ -62,8 +60,6 @@ class SLOState:
         self._num_late_tokens = 0
         """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
         self._num_late_allowed = 0
-        self._first_limit = self._end_limit = inf
-        """When the first and the last token of one with an e2e objective must have come."""
 
     def begin(
         self,
@@ -82,9 +78,6 @@ class SLOState:
         """
         slo = request.slo
         self.is_paced = slo is not None and slo.e2e is not None and slo.tbt is None
-        if slo is not None and slo.e2e is not None:
-            self._end_limit = request.arrival + slo.e2e
-            self._first_limit = request.arrival + min(slo.e2e, inf if slo.ttft is None else slo.ttft)
         # A pace is no objective: what one gap takes too long others make up for.
         self._is_gap_mode = mode == "gap" and not self.is_paced
         self._num_late_allowed = max_output_tokens // LATE_TOKENS_IN
@@ -127,8 +120,7 @@ class SLOState:
         """Move on to the next token's deadline after a delivery; return whether this missed the objective.
 
         `stream` is `D_k = max(arrival + ttft, first token) + k tbt`: a stream that is ahead keeps its slack.
-        In `gap` mode each delivery is due `tbt` after the one before, however many tokens it has. One that is
-        paced misses nothing by a late token, but by a late first or last one: others make up for the rest.
+        In `gap` mode each delivery is due `tbt` after the one before, however many tokens it has.
         """
         is_first, late = self.last_delivery == -inf, now > self.next_deadline + TOLERANCE
         self.last_delivery = now
@@ -136,11 +128,7 @@ class SLOState:
             self.first_delivery = now
         if self.is_best_effort:
             return False
-        if self.is_paced:
-            if now > (self._first_limit if is_first else self._end_limit) + TOLERANCE:
-                self.give_up()
-                return True
-        elif late:
+        if late:
             self._num_late_tokens += self._num_late_of(now, num_tokens)
             if is_first or self._num_late_tokens > self._num_late_allowed:
                 self.give_up()  # no later token can make up for the first

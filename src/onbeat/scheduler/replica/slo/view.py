@@ -32,7 +32,7 @@ class RunningView:
     deadlines : that deadline of each stream.
     best_effort_decodes : requests that want one token and have none: nothing was promised, or it was missed.
     prefills : requests in the middle of their prompt.
-    due : the earliest deadline of `streams` that are not paced, even if it has passed; infinite without any.
+    due : the earliest deadline of `streams`, even if it has passed; infinite without any.
     due_state : whose it is.
     tightest : the shortest TBT objective of `streams`; infinite without any.
     pace : the shortest time between tokens that e2e objectives alone ask for; infinite without any.
@@ -69,13 +69,13 @@ class RunningView:
             if num_in_flight:
                 deadline = slo.due(state.num_certain_tokens, start)
             deadlines.append(deadline)
-            if slo.is_paced:
-                pace = min(pace, slo.tbt)
-                continue
             if deadline < due:
                 due, self.due_state = deadline, state
             if slo.tbt < tightest:
-                tightest = slo.tbt
+                if slo.is_paced:
+                    pace = min(pace, slo.tbt)
+                else:
+                    tightest = slo.tbt
         self.due, self.tightest, self.pace = due, tightest, pace
 
 
