@@ -71,7 +71,7 @@ def make_load(num_requests: int, num_replicas: int) -> OfferedLoad:
 def measure(series: str, router: str, num_replicas: int, num_requests: int) -> Cost:
     load = make_load(num_requests, num_replicas)
     scheduler = SchedulerConfig(
-        num_blocks=8192, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=512
+        policy="sarathi", num_blocks=8192, max_model_len=4096, max_num_seqs=64, max_num_batched_tokens=512
     )
     config = SimulationConfig(scheduler=scheduler, num_replicas=num_replicas, router=router)
     times = []

@@ -71,6 +71,7 @@ def make_replica() -> tuple[SchedulerConfig, StepTimeModel]:
         max_num_batched_tokens=TOKEN_BUDGET,
     )
     scheduler = SchedulerConfig(
+        policy="sarathi",
         num_blocks=memory.num_blocks,
         block_size=BLOCK_SIZE,
         max_model_len=16384,
