@@ -160,7 +160,7 @@ async def test_choices_that_may_not_be_refused_stream_as_they_come(
     served: Served, engine: PromisingEngine
 ) -> None:
     engine.refusals["-1"] = shed()
-    engine.wait = 0.1
+    engine.wait = 0.5  # the other choice has begun by then
     engine.script.seconds_per_step, engine.script.end = 0.01, False
     slo = {**SLO, "shed": False}
     body = {"messages": HELLO, "slo": slo, "n": 2, "max_tokens": 1000, "stream": True}
