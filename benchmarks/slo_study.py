@@ -124,11 +124,9 @@ def report(args: argparse.Namespace) -> None:
     runs = scored_runs(Results(args.results, args.tag))
     study = Study([each for each in runs if each.run.cell in cells])
     text = markdown(study, date=time.strftime("%Y-%m-%d"), remark=args.remark)
-    print(text)
+    publish(text, "slo-study", write=args.write)
     if args.write:
-        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-study.md"
-        path.write_text(text, encoding="utf-8")
-        print(f"written: {path}, {write_image(ratio_chart(study), IMAGES / 'slo-ratios.png')}")
+        print(f"written: {write_image(ratio_chart(study), IMAGES / 'slo-ratios.png')}")
 
 
 def disturb(args: argparse.Namespace) -> None:
@@ -146,11 +144,7 @@ def disturb(args: argparse.Namespace) -> None:
         f"# Disturbed\n\n{time.strftime('%Y-%m-%d')}. `python benchmarks/slo_study.py disturb`. "
         f"{DISTURBED_NOTE.strip()} Capacity: {capacity:g} requests/s.\n\n{disturbed_table(plan, results)}\n"
     )
-    print(text)
-    if args.write:
-        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-disturbed.md"
-        path.write_text(text, encoding="utf-8")
-        print(f"written: {path}")
+    publish(text, "slo-disturbed", write=args.write)
 
 
 def ablate(args: argparse.Namespace) -> None:
@@ -177,9 +171,14 @@ def bound(args: argparse.Namespace) -> None:
         f"`python benchmarks/slo_study.py bound`. {BOUND_NOTE.strip()}\n\n"
         f"{knowledge_table(KNOWLEDGE_CELLS, args.seeds, results)}\n"
     )
+    publish(text, "slo-bound", write=args.write)
+
+
+def publish(text: str, name: str, *, write: bool) -> None:
+    """Print a page of results, and write it under today's date if that is wanted."""
     print(text)
-    if args.write:
-        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-slo-bound.md"
+    if write:
+        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-{name}.md"
         path.write_text(text, encoding="utf-8")
         print(f"written: {path}")
 

@@ -19,6 +19,7 @@ the mean load.
 
 from __future__ import annotations
 
+from functools import partial
 from math import floor
 from typing import Any
 
@@ -28,6 +29,7 @@ from numpy.typing import NDArray
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.workload.offered import OfferedLoad
+from slo_study.idle import row_seconds
 from slo_study.trial import MOST_GROWTH
 
 _IN_TIME = 0.99
@@ -138,12 +140,7 @@ def _most_at_once(starts: NDArray[np.float64], ends: NDArray[np.float64]) -> int
 
 def _prices(model: StepTimeModel) -> tuple[float, float, float]:
     """Return what one more new token, pair and token of context read cost a large step, seconds."""
-
-    def seconds(num_computed_tokens: int, num_new_tokens: int) -> float:
-        shape = BatchShape()
-        shape.add(num_computed_tokens, num_new_tokens, samples=True)
-        return model.step_time(shape)
-
+    seconds = partial(row_seconds, model)
     token = (seconds(0, 4096) - seconds(0, 2048)) / 2048
     pair = (seconds(16_384, 2048) - seconds(0, 2048)) / (16_384 * 2048)
     read = (seconds(32_768, 1) - seconds(1024, 1)) / (32_768 - 1024)

@@ -26,12 +26,13 @@ def _is_hopeless(load: OfferedLoad, model: StepTimeModel, index: int, prompt: in
     slo = load.slo(index)
     if slo is None:
         return False
-    if slo.ttft is not None and _row_seconds(model, 0, prompt) > slo.ttft:
+    if slo.ttft is not None and row_seconds(model, 0, prompt) > slo.ttft:
         return True
-    return slo.tbt is not None and output > 1 and _row_seconds(model, prompt, 1) > slo.tbt
+    return slo.tbt is not None and output > 1 and row_seconds(model, prompt, 1) > slo.tbt
 
 
-def _row_seconds(model: StepTimeModel, num_computed_tokens: int, num_new_tokens: int) -> float:
+def row_seconds(model: StepTimeModel, num_computed_tokens: int, num_new_tokens: int) -> float:
+    """Return what a step with one row takes, seconds."""
     shape = BatchShape()
     shape.add(num_computed_tokens, num_new_tokens, samples=True)
     return model.step_time(shape)

@@ -17,6 +17,7 @@ from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.objectives import VidurObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
+from tests.cpu.e2e.program import is_running, wait_for
 from tests.long import workers
 from tests.pure.planner.fakes import FakeCase, make_load
 
@@ -93,26 +94,8 @@ def test_workers_end_when_their_parent_was_killed(tmp_path: Path) -> None:
         target=run_tasks, args=(workers.write_own_id, tasks), kwargs={"jobs": 2}
     )
     parent.start()
-    pids = [int(_wait_for(task)) for task in tasks]
+    wait_for(lambda: all(task.exists() and task.read_text() for task in tasks), timeout=30)
+    pids = [int(task.read_text()) for task in tasks]
     parent.kill()
     parent.join()
-    deadline = time.monotonic() + 30
-    while any(_is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(_is_alive(pid) for pid in pids)
-
-
-def _wait_for(path: Path) -> str:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        if path.exists() and (text := path.read_text()):
-            return text
-        time.sleep(0.01)
-    raise TimeoutError(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_for(lambda: not any(map(is_running, pids)), timeout=30)

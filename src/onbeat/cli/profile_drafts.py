@@ -81,11 +81,4 @@ def _predicted(result: ProfileResult, steps: Sequence[MeasuredStep]) -> tuple[li
 
 
 def _without_drafts(shape: BatchShape) -> BatchShape:
-    num_rows = shape.num_decodes
-    return BatchShape(
-        num_new_tokens=num_rows,
-        num_sequences=num_rows,
-        num_decodes=num_rows,
-        decode_context_tokens=shape.decode_context_tokens - shape.num_draft_tokens,
-        num_lm_head_rows=num_rows,
-    )
+    return BatchShape.of_decodes(shape.num_decodes, shape.decode_context_tokens - shape.num_draft_tokens)

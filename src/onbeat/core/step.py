@@ -41,6 +41,22 @@ class BatchShape:
     catch_up_pairs: int = 0
     """Sum over them of the context that they attend to, themselves included."""
 
+    @classmethod
+    def of_decodes(cls, num: int, context_tokens: int) -> BatchShape:
+        """Return a step of decodes alone.
+
+        Parameters
+        ----------
+        context_tokens : that they read together, their own tokens included.
+        """
+        return cls(
+            num_new_tokens=num,
+            num_sequences=num,
+            num_decodes=num,
+            decode_context_tokens=context_tokens,
+            num_lm_head_rows=num,
+        )
+
     @property
     def num_chunk_tokens(self) -> int:
         """New tokens of prompts, and of requests that compute again what a preemption took."""

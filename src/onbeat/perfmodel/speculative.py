@@ -90,13 +90,7 @@ def draft_pass(shape: BatchShape) -> BatchShape:
     """
     num_rows = max(1, round(shape.num_draft_tokens / max(shape.num_draft_passes, 1)))
     context = round(num_rows * shape.decode_context_tokens / max(shape.num_decodes, 1))
-    return BatchShape(
-        num_new_tokens=num_rows,
-        num_sequences=num_rows,
-        num_decodes=num_rows,
-        decode_context_tokens=max(context, num_rows),
-        num_lm_head_rows=num_rows,
-    )
+    return BatchShape.of_decodes(num_rows, max(context, num_rows))
 
 
 def draft_passes(shape: BatchShape) -> list[tuple[int, BatchShape]]:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES
+from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.context import HttpContext
 from onbeat.server.disconnect import ClientGone
 from onbeat.server.errors import ApiError
@@ -33,9 +33,6 @@ _MOST_MARKS = (
 )
 """What a body is counted by before it is read, with the most of it: what takes time in JSON is not text."""
 
-_MOST_QUOTED = 100
-"""Characters of a wrong value that its error repeats."""
-
 
 async def read_json_object(request: Request) -> dict[str, Any]:
     """Return the JSON object that a request carries.
@@ -50,7 +47,7 @@ async def read_json_object(request: Request) -> dict[str, Any]:
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json":
         raise InvalidRequest(
-            f"the content type is {content_type[:_MOST_QUOTED]!r}; send JSON as 'application/json'",
+            f"the content type is {content_type[:MAX_QUOTED]!r}; send JSON as 'application/json'",
             code="invalid_content_type",
         )
     raw = await _read_body(request)
@@ -125,14 +122,14 @@ def parse_body(
 
 def _first_error(error: ValidationError) -> InvalidRequest:
     first, *others = error.errors(include_url=False)
-    location = [part[:_MOST_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
+    location = [part[:MAX_QUOTED] if isinstance(part, str) else part for part in first["loc"]]
     field = _param(location)
     if first["type"] == "missing":
         name = _dotted(location)
         return InvalidRequest(f"{name} is missing", param=name, code="missing_required_parameter")
     if first["type"] == "extra_forbidden":
         name = _dotted(location)
-        name = name[:_MOST_QUOTED]
+        name = name[:MAX_QUOTED]
         return InvalidRequest(f"unknown field {name!r}; leave it out", param=name, code="unknown_parameter")
     if first["type"] == "value_error":
         return InvalidRequest(str(first["ctx"]["error"]), param=field, code="invalid_value")
@@ -166,7 +163,7 @@ def _param(location: Sequence[int | str]) -> str | None:
         if isinstance(part, int) or not (part.isidentifier() and _is_field(part)):
             break
         names.append(part)
-    return ".".join(names)[:_MOST_QUOTED] or None
+    return ".".join(names)[:MAX_QUOTED] or None
 
 
 def _dotted(location: Sequence[int | str]) -> str:
@@ -190,7 +187,7 @@ def unknown_model(name: str, served: Sequence[str]) -> ApiError:
     """Return the error for a model that is not served here."""
     return ApiError(
         404,
-        f"the model {name[:_MOST_QUOTED]!r} does not exist; this server has {', '.join(map(repr, served))}",
+        f"the model {name[:MAX_QUOTED]!r} does not exist; this server has {', '.join(map(repr, served))}",
         code="model_not_found",
         param="model",
     )

@@ -12,6 +12,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option, part
 from onbeat.server.slo_defaults import SLODefaults, key_digest
 
+MAX_QUOTED = 100
+"""Characters of a caller's names and paths that errors repeat; no field of any API has a name as long."""
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request."""
 

@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.config import MAX_QUOTED
 from onbeat.server.errors import unsupported
 
 HARMLESS = frozenset(
@@ -25,9 +26,6 @@ HARMLESS = frozenset(
     )
 )
 """Accepted with any value: they change nothing about the text."""
-
-_LONGEST_NAME = 100
-"""Characters of a name that are looked at and repeated; no field of any API has one as long."""
 
 _OFF: tuple[Any, ...] = (None, False)
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
@@ -161,11 +159,11 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
         )
     for name in unknown:
         if near := near_match(name.lower(), honoured, likeness=_LIKENESS):
-            path = (where + name)[:_LONGEST_NAME]
+            path = (where + name)[:MAX_QUOTED]
             raise InvalidRequest(
                 f"unknown field {path!r}; did you mean {near!r}?", param=path, code="unknown_parameter"
             )
-    return [(where + name)[:_LONGEST_NAME] for name in unknown]
+    return [(where + name)[:MAX_QUOTED] for name in unknown]
 
 
 def asks_not_to_think(body: Mapping[str, Any]) -> bool:
@@ -190,7 +188,7 @@ def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
 
 def near_match(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
     """Return the known name that was probably meant. Of a long name only the start is compared."""
-    start = name[:_LONGEST_NAME]
+    start = name[:MAX_QUOTED]
     return next(iter(difflib.get_close_matches(start, list(known), n=1, cutoff=likeness)), None)
 
 

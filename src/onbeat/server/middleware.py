@@ -16,6 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.config import MAX_QUOTED
 from onbeat.server.context import HttpContext, put_context
 from onbeat.server.disconnect import ClientGone
 from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
@@ -32,8 +33,6 @@ _MOST_NAMED = 1000
 """Ignored fields that the log names; a scan with made-up names says nothing after these."""
 _PROBES = frozenset(("/health", "/ping", "/ready", "/load", "/metrics"))
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-_MOST_QUOTED = 100
-"""Characters of a path that its error repeats."""
 
 OPEN_PATHS = frozenset(
     ("/health", "/ping", "/ready", "/load", "/version", "/metrics", "/docs", "/openapi.json")
@@ -162,7 +161,7 @@ class PathCheck:
             await self._app(scope, receive, send)
             return
         error = InvalidRequest(
-            f"the path {scope['path'][:_MOST_QUOTED]!r} holds a control character; send it without",
+            f"the path {scope['path'][:MAX_QUOTED]!r} holds a control character; send it without",
             code="invalid_path",
         )
         await error_response(error)(scope, receive, send)

@@ -149,8 +149,9 @@ class EventLoop:
             self._close(index, offered, now)
         if replica.next_time < inf:
             heappush(self._steps, (replica.next_time, index))
+        if self._transfer is None:
+            return
         for fetch in replica.scheduler.take_kv_fetches():
-            assert self._transfer is not None
             end = now + self._transfer.seconds(fetch.request.num_external_tokens)
             self._num_transfers += 1
             heappush(self._transfers, (end, self._num_transfers, fetch.request.request_id, index))

@@ -9,7 +9,8 @@ import pytest
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.replica.slo import composer
-from onbeat.scheduler.replica.slo.composer import BEST_EFFORT_STEPS, EARNED_SHARE, GAP_QUANTILE
+from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS
+from onbeat.scheduler.replica.slo.composer import EARNED_SHARE, GAP_QUANTILE
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 

@@ -31,13 +31,7 @@ class WorkEstimate:
     def decode(self, num_prompt_tokens: int) -> float:
         """Return the request's share of the steps that generate the mean number of tokens."""
         context = num_prompt_tokens + int(self._mean_output_tokens / 2)
-        shape = BatchShape(
-            num_new_tokens=_TYPICAL_BATCH,
-            num_sequences=_TYPICAL_BATCH,
-            num_decodes=_TYPICAL_BATCH,
-            decode_context_tokens=_TYPICAL_BATCH * (context + 1),
-            num_lm_head_rows=_TYPICAL_BATCH,
-        )
+        shape = BatchShape.of_decodes(_TYPICAL_BATCH, _TYPICAL_BATCH * (context + 1))
         return self._mean_output_tokens * predict_step(self._step_time, shape) / _TYPICAL_BATCH
 
 

@@ -24,13 +24,7 @@ def full_step(token_budget: int, *, max_num_seqs: int, context_tokens: int) -> B
     max_num_seqs : decodes in the step.
     context_tokens : context that each decode reads, and that is already cached before the chunk.
     """
-    shape = BatchShape(
-        num_new_tokens=max_num_seqs,
-        num_sequences=max_num_seqs,
-        num_decodes=max_num_seqs,
-        decode_context_tokens=max_num_seqs * (context_tokens + 1),
-        num_lm_head_rows=max_num_seqs,
-    )
+    shape = BatchShape.of_decodes(max_num_seqs, max_num_seqs * (context_tokens + 1))
     if token_budget > max_num_seqs:
         shape.add(context_tokens, token_budget - max_num_seqs, samples=True)
     return shape

@@ -209,8 +209,7 @@ class Admission:
 
     def _queued_work(self, queue: _Queue, rank: float) -> float:
         """Return the seconds of work of the prompts of a lower rank that wait."""
-        num_tokens, num_pairs = queue.plan.waiting.work_below(rank)
-        return self._work.token * num_tokens + self._work.pair * num_pairs
+        return self._work.of_sums(*queue.plan.waiting.work_below(rank))
 
     def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""

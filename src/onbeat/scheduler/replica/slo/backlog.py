@@ -25,8 +25,10 @@ _MEMORY_SECONDS = 30.0
 """Time constant of the pace."""
 _PRIOR_SECONDS = 0.1
 """What "prompts get all the time" weighs before anything was seen."""
-_SLOWEST = 0.01
-"""Best effort goes first in one step of a hundred (`composer.BEST_EFFORT_STEPS`), however busy it is."""
+BEST_EFFORT_STEPS = 100
+"""In one step of so many best effort goes before prompts with deadlines: it never starves."""
+_SLOWEST = 1 / BEST_EFFORT_STEPS
+"""The pace of best effort however busy it is."""
 OVERDUE = 1.5
 """Times the bound that a request waits before it is ended. Above the errors of predictions, so that nobody is
 ended who was told right: it takes prompts with deadlines that came later and left nothing over."""
@@ -87,8 +89,7 @@ class Backlog:
         begun = begun_left_over = 0.0
         num_left_over = plan.waiting.left_over.num_requests
         for admission in (*plan.admissions, *plan.kv_fetches):
-            num_tokens, num_pairs = admission.state.queued_work
-            seconds = self._work.token * num_tokens + self._work.pair * num_pairs
+            seconds = self._work.of_sums(*admission.state.queued_work)
             begun += seconds
             if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
                 begun_left_over += seconds
@@ -160,7 +161,7 @@ class Backlog:
         return max(min(wait - bound.seconds, until_short), SHORTEST_RETRY)
 
     def _seconds(self, work: QueuedWork) -> float:
-        return self._work.token * work.num_tokens + self._work.pair * work.num_pairs
+        return self._work.of_sums(work.num_tokens, work.num_pairs)
 
 
 def _waits_since(state: RequestState) -> float:

@@ -11,7 +11,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.parts import QueueOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission
-from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
+from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS, Backlog, QueueBound
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
@@ -32,8 +32,6 @@ PACED_SHARE = 2 / 3
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
 """A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
-BEST_EFFORT_STEPS = 100
-"""In one step of so many best effort goes before prompts with deadlines: it never starves."""
 MOST_BEST_EFFORT = 32
 """Best-effort prompts that a plan looks at: more than a step holds."""
 

@@ -85,13 +85,7 @@ def decode_shape(states: Iterable[RequestState]) -> BatchShape:
     for state in states:
         num += 1
         context += state.num_computed_tokens
-    return BatchShape(
-        num_new_tokens=num,
-        num_sequences=num,
-        num_decodes=num,
-        decode_context_tokens=context + num,
-        num_lm_head_rows=num,
-    )
+    return BatchShape.of_decodes(num, context + num)
 
 
 def prefill_jobs(

@@ -103,7 +103,7 @@ class PrefillWork:
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[chunk] - self.seconds(chunk, 0))
-        few, many = (self.of(_decodes(num, _CONTEXT)) for num in (16, 32))
+        few, many = (self.of(BatchShape.of_decodes(num, num * _CONTEXT)) for num in (16, 32))
         self.decode_seconds = max(0.0, (many - few) / 16)
 
     def of(self, shape: BatchShape) -> float:
@@ -117,6 +117,10 @@ class PrefillWork:
     def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return the work of `num_tokens` after `num_cached_tokens`."""
         return num_tokens * (self.token + self.pair * (num_cached_tokens + 0.5 * num_tokens))
+
+    def of_sums(self, num_tokens: float, num_pairs: float) -> float:
+        """Return the work of several prompts, from the sums of their `RequestState.queued_work`."""
+        return self.token * num_tokens + self.pair * num_pairs
 
     def idle_seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return about how long the tokens take where nothing else runs."""
@@ -152,13 +156,3 @@ class PrefillWork:
         shape = BatchShape()
         shape.add(num_cached, num_tokens, samples=True)
         return self.of(shape)
-
-
-def _decodes(num: int, context: int) -> BatchShape:
-    return BatchShape(
-        num_new_tokens=num,
-        num_sequences=num,
-        num_decodes=num,
-        decode_context_tokens=num * context,
-        num_lm_head_rows=num,
-    )
