@@ -19,8 +19,6 @@ import asyncio
 import json
 import os
 import random
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,9 +30,12 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 from rich.progress import Progress
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # started as a script, it finds what the tests have
+
+from tests.cpu.e2e.program import ServerProgram, serving
+from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 CONFIGURATIONS: dict[str, tuple[str, ...]] = {
     "slo": (),
@@ -62,7 +63,7 @@ CONFIGURATIONS: dict[str, tuple[str, ...]] = {
 """Name -> flags."""
 SMALL = (
     *("--load-format", "dummy", "--dtype", "float32", "--max-model-len", "512", "--threads", "1"),
-    *("--kv-cache-memory-bytes", "100K", "--max-num-seqs", "32", "--no-log-requests", "--port", "0"),
+    *("--kv-cache-memory-bytes", "200K", "--max-num-seqs", "32", "--no-log-requests"),
 )
 NUM_PROMPTS = 64
 """Different ones, so that answers can be compared with those before."""
@@ -70,24 +71,7 @@ MOST_SLOPE = 1.0
 """MB of resident memory for each 100,000 requests."""
 WARM_SHARE = 0.3
 """Of a configuration's requests, before which memory does not count: caches fill up."""
-_START_SECONDS, _PATIENCE_SECONDS = 60.0, 300.0
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 257,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "bos_token_id": 256,
-    "eos_token_id": 256,
-}
+_PATIENCE_SECONDS = 300.0
 
 
 @dataclass(slots=True)
@@ -247,102 +231,61 @@ def _stream(body: bytes) -> tuple[dict[int, str], list[str], Any]:
     return texts, reasons, None
 
 
-class Server:
-    """A running `onbeat serve` and its engine process."""
+def processes(server: ServerProgram) -> dict[str, int]:
+    """Return the ids of the server's process and of its engine's."""
+    return {"server": server.process.pid, "engine": server.engine_pid}
 
-    def __init__(self, model: Path, flags: Sequence[str]) -> None:
-        command = [sys.executable, "-m", "onbeat.cli.main", "serve", str(model), *SMALL, *flags]
-        self._log = model.with_suffix(".log")
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(command, stderr=log, start_new_session=True)
-        self.url = self._wait()
 
-    def _wait(self) -> str:
-        deadline = time.monotonic() + _START_SECONDS
-        while time.monotonic() < deadline and self._process.poll() is None:
-            if found := re.search(r"ready in .*?(https?://[\d.:]+)", self.log()):
-                return found[1]
-            time.sleep(0.05)
-        raise SystemExit(f"the server did not start:\n{self.log()}")
+def memory(server: ServerProgram) -> dict[str, float]:
+    """Return the resident megabytes of each process."""
+    page = os.sysconf("SC_PAGE_SIZE") / 1e6
+    return {
+        name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
+        for name, pid in processes(server).items()
+    }
 
-    def log(self) -> str:
-        """Return what it has written."""
-        return self._log.read_text()
 
-    def processes(self) -> dict[str, int]:
-        """Return the server's and the engine's process ids."""
-        pid = self._process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        engines = [
-            int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ]
-        return {"server": pid, "engine": engines[0]}
-
-    def memory(self) -> dict[str, float]:
-        """Return the resident megabytes of each process."""
-        page = os.sysconf("SC_PAGE_SIZE") / 1e6
-        return {
-            name: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * page
-            for name, pid in self.processes().items()
-        }
-
-    def handles(self) -> dict[str, int]:
-        """Return how many files and threads each process has."""
-        return {
-            f"{name} {what}": len(os.listdir(f"/proc/{pid}/{what}"))
-            for name, pid in self.processes().items()
-            for what in ("fd", "task")
-        }
-
-    async def metrics(self) -> dict[str, float]:
-        """Return the sums of all metrics."""
-        async with aiohttp.ClientSession() as session, session.get(f"{self.url}/metrics") as reply:
-            text = await reply.text()
-        sums: dict[str, float] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-        return sums
-
-    def stop(self) -> int:
-        """End it; return its exit code."""
-        self._process.terminate()
-        return self._process.wait(60)
+def handles(server: ServerProgram) -> dict[str, int]:
+    """Return how many files and threads each process has."""
+    return {
+        f"{name} {what}": len(os.listdir(f"/proc/{pid}/{what}"))
+        for name, pid in processes(server).items()
+        for what in ("fd", "task")
+    }
 
 
 async def soak(name: str, model: Path, args: argparse.Namespace, num_requests: int, advance: Any) -> Report:
     """Run one configuration."""
     report = Report(name)
     started = time.monotonic()
-    server = Server(model, CONFIGURATIONS[name])
     samples: list[tuple[int, dict[str, float]]] = []
     every = max(1, num_requests // 200)
     num_done = 0
+    with serving(model, *SMALL, *CONFIGURATIONS[name]) as server:
 
-    def on_request(_number: int) -> None:
-        nonlocal num_done
-        num_done += 1
-        advance(1)
-        if num_done % every == 0:
-            samples.append((num_done, server.memory()))
+        def on_request(_number: int) -> None:
+            nonlocal num_done
+            num_done += 1
+            advance(1)
+            if num_done % every == 0:
+                samples.append((num_done, memory(server)))
 
-    load = Soak(server.url, report, args.seed, with_priority="priority" in name)
-    try:
+        load = Soak(server.url, report, args.seed, with_priority="priority" in name)
         await load.run(min(200, num_requests), args.concurrency, lambda _number: None)
         await _settle(server, report)
-        before = server.handles()
+        before = handles(server)
         await load.run(num_requests, args.concurrency, on_request)
         await _settle(server, report)
-        report.preempted = (await server.metrics()).get("onbeat_preemptions_total", 0.0)
-        for what, count in server.handles().items():
+        found = await asyncio.to_thread(server.metrics)
+        report.preempted = found.get("onbeat_preemptions_total", 0.0)
+        for what, count in handles(server).items():
             if count > before[what] + 2:
                 report.fault(f"{what}: {before[what]} before, {count} after")
-    finally:
-        code = server.stop()
-    if code:
-        report.fault(f"exit code {code}: {server.log()[-500:]}")
-    if "Traceback" in server.log():
-        report.fault(f"a traceback in the log: {server.log()[-1000:]}")
+        server.process.terminate()
+        if code := server.exit_code(timeout=60):
+            report.fault(f"exit code {code}: {server.lines[-10:]}")
+        if any("Traceback" in line for line in server.lines):
+            report.fault(f"a traceback in the log: {server.lines[-20:]}")
     report.memory = _slopes(samples, num_requests)
     for process, slope in report.memory.items():
         if slope > MOST_SLOPE and num_requests >= args.least_for_memory:
@@ -351,13 +294,13 @@ async def soak(name: str, model: Path, args: argparse.Namespace, num_requests: i
     return report
 
 
-async def _settle(server: Server, report: Report) -> None:
+async def _settle(server: ServerProgram, report: Report) -> None:
     """Wait until nothing runs, waits or holds a block."""
     names = ("onbeat_requests_running", "onbeat_requests_waiting", "onbeat_kv_blocks_used")
     deadline = time.monotonic() + 30
     left: dict[str, float] = {}
     while time.monotonic() < deadline:
-        found = await server.metrics()
+        found = await asyncio.to_thread(server.metrics)
         left = {name: found[name] for name in names if found[name]}
         if not left:
             return
@@ -374,21 +317,6 @@ def _slopes(samples: Sequence[tuple[int, dict[str, float]]], num_requests: int) 
         name: round(float(np.polyfit(counts, [memory[name] for _, memory in late], 1)[0]), 3)
         for name in late[0][1]
     }
-
-
-def write_model(path: Path) -> Path:
-    """Write a tiny model of which every byte is a token."""
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(_CONFIG))
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(path / "tokenizer.json"))
-    settings = {"eos_token": "<end>", "chat_template": "{{ messages[0]['content'] }}"}
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    return path
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -414,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     reports = []
     with tempfile.TemporaryDirectory() as folder, Progress() as progress:
-        model = write_model(Path(folder) / "tiny")
+        model = write_tiny_directory(Path(folder) / "tiny", num_hidden_layers=1)
         each = args.requests // len(names)
         bar = progress.add_task("", total=each * len(names))
         for name in names:
