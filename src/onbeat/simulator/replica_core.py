@@ -124,7 +124,7 @@ class ReplicaCore:
         self.num_steps += num_steps
         _add_work(self._work, step.shape, first_context=step.first_context, num_steps=num_steps)
         sampled = self.sampler.sample(scheduled, num_steps)
-        outputs = self.scheduler.update(scheduled, sampled, now)
+        outputs = self.scheduler.update(scheduled, sampled, now, ends)
         if started is not None and (scheduled.admitted or scheduled.shape.num_chunks):
             started += self.deliveries.first(outputs)
         finished = self.deliveries.take(outputs, ends)
