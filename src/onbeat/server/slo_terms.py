@@ -12,12 +12,12 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.server.config import ServerConfig
 from onbeat.server.fields import near_match
-from onbeat.server.slo_defaults import ClassTerms, KeyTerms, SLODefaults, key_digest
+from onbeat.server.slo_defaults import ClassDefaults, KeyDefaults, SLODefaults, key_digest
 from onbeat.server.slo_fields import CLASS_OF_TIER, PromiseFields, SLOFields
 from onbeat.server.slo_headers import bearer_key, read_tbt, read_tenant, read_ttft
 
-_NO_KEY_TERMS = KeyTerms()
-_NO_CLASS_TERMS = ClassTerms(slo=SLO())
+_NO_KEY_DEFAULTS = KeyDefaults()
+_NO_CLASS_DEFAULTS = ClassDefaults(slo=SLO())
 _NOTHING_STATED = SLOFields.model_validate({})
 
 
@@ -46,12 +46,12 @@ def read_terms(fields: PromiseFields, headers: Headers, config: ServerConfig) ->
     defaults = config.slo
     stated = fields.slo or _NOTHING_STATED
     key = bearer_key(headers) if config.api_keys else None
-    key_terms = _NO_KEY_TERMS if key is None else defaults.keys.get(key_digest(key), _NO_KEY_TERMS)
+    key_terms = _NO_KEY_DEFAULTS if key is None else defaults.keys.get(key_digest(key), _NO_KEY_DEFAULTS)
     named = _named_class(fields, stated, defaults) or key_terms.slo_class
     slo = _stated_objectives(fields, stated, headers)
     if named is None:
         slo, named = _filled(slo, defaults.slo), defaults.slo_class
-    class_terms = _NO_CLASS_TERMS if named is None else defaults.classes[named]
+    class_terms = _NO_CLASS_DEFAULTS if named is None else defaults.classes[named]
     slo = _filled(slo, class_terms.slo)
     weights = (stated.weight, key_terms.weight, class_terms.weight)
     return Terms(

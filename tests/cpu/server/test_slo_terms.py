@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.server.config import ServerConfig
-from onbeat.server.slo_defaults import ClassTerms, KeyTerms, SLODefaults, built_in_classes, key_digest
+from onbeat.server.slo_defaults import ClassDefaults, KeyDefaults, SLODefaults, built_in_classes, key_digest
 from onbeat.server.slo_fields import PromiseFields
 from onbeat.server.slo_terms import Terms, read_terms
 
@@ -22,11 +22,11 @@ CONFIG = ServerConfig(
     slo=SLODefaults(
         classes=built_in_classes()
         | {
-            "chat": ClassTerms(slo=SLO(ttft=0.3, tbt=0.03, e2e=30.0), weight=4.0, shed=ShedMode.REJECT),
-            "slow": ClassTerms(slo=SLO(e2e=60.0)),
+            "chat": ClassDefaults(slo=SLO(ttft=0.3, tbt=0.03, e2e=30.0), weight=4.0, shed=ShedMode.REJECT),
+            "slow": ClassDefaults(slo=SLO(e2e=60.0)),
         },
         slo=SLO(ttft=9.0, tbt=0.9),
-        keys={key_digest("secret"): KeyTerms(slo_class="chat", weight=7.0)},
+        keys={key_digest("secret"): KeyDefaults(slo_class="chat", weight=7.0)},
     ),
 )
 PLAIN = ServerConfig()
@@ -214,7 +214,7 @@ def test_a_wrong_header_counts_even_where_another_goes_before_it() -> None:
     "fields",
     [
         {"slo_class": "chta"},
-        {"keys": {key_digest("k"): KeyTerms(slo_class="chta")}},
+        {"keys": {key_digest("k"): KeyDefaults(slo_class="chta")}},
         {"mode": "median"},
     ],
 )
@@ -225,12 +225,12 @@ def test_defaults_that_name_what_does_not_exist_are_refused(fields: dict[str, An
 
 def test_terms_of_a_key_that_opens_nothing_are_refused() -> None:
     with pytest.raises(ConfigError, match="opens nothing here"):
-        ServerConfig(api_keys=("a",), slo=SLODefaults(keys={key_digest("b"): KeyTerms(weight=2.0)}))
+        ServerConfig(api_keys=("a",), slo=SLODefaults(keys={key_digest("b"): KeyDefaults(weight=2.0)}))
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, 1000.5, float("nan"), float("inf")])
 def test_weights_have_a_range(weight: float) -> None:
     with pytest.raises(ConfigError, match="weight is"):
-        ClassTerms(slo=SLO(ttft=1.0), weight=weight)
+        ClassDefaults(slo=SLO(ttft=1.0), weight=weight)
     with pytest.raises(ConfigError, match="weight is"):
-        KeyTerms(weight=weight)
+        KeyDefaults(weight=weight)
