@@ -19,11 +19,10 @@ from onbeat.server.answer_head import NO_EXTRAS, Extras
 from onbeat.server.choice import Choice, ChoiceDelta, ShownToken
 from onbeat.server.context import HttpContext, context_of
 from onbeat.server.disconnect import ClientGone, cancelled_on_disconnect
-from onbeat.server.errors import error_reply
+from onbeat.server.errors import error_reply, predicted_ttft_header
 from onbeat.server.generation import Generator, TextOptions
 from onbeat.server.lifecycle import Lifecycle
 from onbeat.server.slo_answer import slo_report
-from onbeat.server.slo_headers import predicted_ttft_header
 from onbeat.server.usage import usage_of
 
 logger = logging.getLogger("onbeat.server")

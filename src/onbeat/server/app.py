@@ -17,7 +17,7 @@ from onbeat.core.errors import OnbeatError
 from onbeat.core.protocols import EngineClient, Tokenizer
 from onbeat.server.config import ServerConfig
 from onbeat.server.engine_watch import EngineWatch
-from onbeat.server.errors import handle_error
+from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
 from onbeat.server.lifecycle import Lifecycle
@@ -35,7 +35,6 @@ from onbeat.server.prompts import PromptEncoder
 from onbeat.server.routes_models import model_routes
 from onbeat.server.routes_openai import REQUEST_BODIES, openai_routes
 from onbeat.server.services import Services
-from onbeat.server.slo_headers import PREDICTED_TTFT_HEADER
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 

@@ -19,6 +19,8 @@ class HttpContext:
     endpoint: str
     """The route, or `unmatched`: a name from a small set, fit for a metric label."""
     started: float = field(default_factory=time.monotonic)
+    key_digest: str | None = None
+    """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
     status: int = 0
     completion_id: str | None = None
     """The id of the answer (`chatcmpl-...`); the engine's request ids start with it."""

@@ -42,10 +42,11 @@ from onbeat.core.errors import (
     SLOUnattainable,
 )
 from onbeat.core.request import Request as EngineRequest
-from onbeat.server.slo_headers import predicted_ttft_header
 
 CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
+
+PREDICTED_TTFT_HEADER = "x-onbeat-predicted-ttft-ms"
 
 RETRY_AFTER_SECONDS = 1
 RETRY_AFTER_RESTART_SECONDS = 5
@@ -166,6 +167,16 @@ def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
             "slo": {**objectives, "class": request.slo_class},
         },
     )
+
+
+def predicted_ttft_header(predicted: float | None) -> Mapping[str, str]:
+    """Return the header that tells a prediction, if there is one; answers have it as well as refusals.
+
+    Parameters
+    ----------
+    predicted : seconds from the request's arrival to its first token.
+    """
+    return {} if predicted is None else {PREDICTED_TTFT_HEADER: f"{predicted * 1e3:.1f}"}
 
 
 def _retry_headers(seconds: float) -> dict[str, str]:

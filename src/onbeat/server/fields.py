@@ -101,6 +101,13 @@ _UNUSED_WITH: Mapping[str, tuple[str, str]] = {
 }
 """Fields that ask for nothing where another field has a certain value."""
 
+_INSIDE_SLO: Mapping[str, str] = {
+    **dict.fromkeys(("ttft_ms", "ttft_slo_ms"), "slo.ttft_ms"),
+    **dict.fromkeys(("tbt_ms", "tpot_ms", "tpot_slo_ms"), "slo.tbt_ms"),
+    **dict.fromkeys(("e2e_ms", "ttlt_slo_ms"), "slo.e2e_ms"),
+}
+"""Names of objectives outside of `slo`, xLLM's among them, and what they mean."""
+
 _LIKENESS = 0.8
 """From here on two names differ by a slip of the pen. `cache_prompt` and `cache_salt` are at 0.64,
 `max_new_tokens` and `max_tokens` at 0.83."""
@@ -158,7 +165,8 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
             code="unknown_parameter",
         )
     for name in unknown:
-        if near := near_match(name.lower(), honoured, likeness=_LIKENESS):
+        meant = _INSIDE_SLO.get(name) if "slo" in honoured else None
+        if near := meant or near_match(name.lower(), honoured, likeness=_LIKENESS):
             path = (where + name)[:MAX_QUOTED]
             raise InvalidRequest(
                 f"unknown field {path!r}; did you mean {near!r}?", param=path, code="unknown_parameter"

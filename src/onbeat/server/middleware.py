@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_QUOTED
-from onbeat.server.context import HttpContext, put_context
+from onbeat.server.context import HttpContext, context_of, put_context
 from onbeat.server.disconnect import ClientGone
 from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
-from onbeat.server.slo_headers import bearer_key
+from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")
 
@@ -171,6 +171,11 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(f"{DOCS_FILES}/")
 
 
+def _bearer_key(headers: Headers) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 class ApiKeys:
     """Lets in only those who carry a key, where keys are set, but for `OPEN_PATHS`."""
 
@@ -179,8 +184,12 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = not self._keys or scope["type"] != "http" or _is_open(scope["path"])
-        if is_open or self._is_known(bearer_key(Headers(scope=scope))):
+        if not self._keys or scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        key = _bearer_key(Headers(scope=scope))
+        if self._is_known(key):
+            context_of(scope).key_digest = key_digest(key)
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -191,8 +200,8 @@ class ApiKeys:
         )
         await error_response(error)(scope, receive, send)
 
-    def _is_known(self, key: str | None) -> bool:
-        given = (key or "").encode(errors="replace")
+    def _is_known(self, key: str) -> bool:
+        given = key.encode(errors="replace")
         # every key is compared, each in constant time: the time tells nothing about them
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return any(matches)

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.middleware import OPEN_PATHS
-from onbeat.server.slo_headers import LONGEST_TENANT, TBT_HEADERS, TENANT_HEADER, TTFT_HEADERS
+from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 
 _COMPONENT = "#/components/schemas/{model}"
 
@@ -24,12 +24,12 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def slo_headers() -> list[dict[str, Any]]:
-    """Return the description of the headers that say what a request is promised, and for whom it is."""
+    """Return the description of the headers that say a request's objectives, and for whom it is."""
     objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}
     tenant = {"type": "string", "maxLength": LONGEST_TENANT}
     described = [
-        *((name, "TTFT objective, milliseconds", objective) for name in TTFT_HEADERS),
-        *((name, "TBT objective, milliseconds", objective) for name in TBT_HEADERS),
+        (TTFT_HEADER, "TTFT objective, milliseconds", objective),
+        (TBT_HEADER, "TBT objective, milliseconds", objective),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
     ]
     return [

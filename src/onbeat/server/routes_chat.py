@@ -16,11 +16,11 @@ from onbeat.server.fields import asks_not_to_think
 from onbeat.server.format_chat import ChatFormat
 from onbeat.server.generation import TextOptions
 from onbeat.server.messages import template_messages
+from onbeat.server.objectives import request_objectives
 from onbeat.server.prompts import EncodeOptions, chat_prompt, fit_max_tokens, truncation
 from onbeat.server.protocol_chat import ChatCompletionRequest, RenderedChat, check_chat
 from onbeat.server.sampling_fields import SamplingFields, check_common, sampling_params
 from onbeat.server.services import Services, make_choices
-from onbeat.server.slo_terms import read_terms
 
 
 async def answer_chat(request: Request, services: Services) -> AnswerResponse:
@@ -38,7 +38,7 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
     model = services.check_model(body.model)
     check_common(body, services.config, services.info)
     check_chat(body, services.config)
-    terms = read_terms(body, request.headers, services.config)
+    objectives = request_objectives(body, request.headers, context.key_digest, services.config.slo)
     prompt = await _encode(body, await render_chat(body, raw, services, context), services)
     max_tokens = fit_max_tokens(
         len(prompt),
@@ -62,7 +62,12 @@ async def answer_chat(request: Request, services: Services) -> AnswerResponse:
         completion_id=head.completion_id,
         arrival=arrival,
         choices=make_choices(
-            body, [prompt], [sampling], completion_id=head.completion_id, arrival=arrival, terms=terms
+            body,
+            [prompt],
+            [sampling],
+            completion_id=head.completion_id,
+            arrival=arrival,
+            objectives=objectives,
         ),
         text_options=text_options(body),
         answer_format=ChatFormat(head, options, services.tokenizer, services.config.response_role),

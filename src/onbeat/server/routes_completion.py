@@ -12,12 +12,12 @@ from onbeat.server.answer_head import AnswerOptions
 from onbeat.server.body import parse_body, read_json_object
 from onbeat.server.context import context_of
 from onbeat.server.format_completion import CompletionFormat
+from onbeat.server.objectives import request_objectives
 from onbeat.server.prompts import EncodeOptions, fit_max_tokens, truncation
 from onbeat.server.protocol_completion import CompletionRequest, PromptInput, check_completion
 from onbeat.server.routes_chat import text_options
 from onbeat.server.sampling_fields import check_common, sampling_params
 from onbeat.server.services import Services, make_choices
-from onbeat.server.slo_terms import read_terms
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
@@ -33,14 +33,13 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
     services.lifecycle.check_open()
     raw = await read_json_object(request)
     arrival = time.monotonic()
+    context = context_of(request.scope)
     # best_of = n ranks nothing
-    body = parse_body(
-        CompletionRequest, raw, context_of(request.scope), extra_no_ops={"best_of": raw.get("n")}
-    )
+    body = parse_body(CompletionRequest, raw, context, extra_no_ops={"best_of": raw.get("n")})
     model = services.check_model(body.model)
     check_common(body, services.config, services.info, num_prompts=len(body.prompt))
     check_completion(body, services.config)
-    terms = read_terms(body, request.headers, services.config)
+    objectives = request_objectives(body, request.headers, context.key_digest, services.config.slo)
     encode_options = _encode_options(body, services)
     prompts = await services.encoder.encode_all(body.prompt, encode_options)
     samplings = [_sampling(body, services, len(token_ids)) for token_ids in prompts]
@@ -60,7 +59,7 @@ async def answer_completion(request: Request, services: Services) -> AnswerRespo
         completion_id=head.completion_id,
         arrival=arrival,
         choices=make_choices(
-            body, prompts, samplings, completion_id=head.completion_id, arrival=arrival, terms=terms
+            body, prompts, samplings, completion_id=head.completion_id, arrival=arrival, objectives=objectives
         ),
         text_options=text_options(body),
         answer_format=CompletionFormat(head, options, services.tokenizer, echoes),

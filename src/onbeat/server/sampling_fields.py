@@ -22,7 +22,7 @@ from onbeat.core.protocols import EngineInfo, Tokenizer
 from onbeat.core.request import SamplingParams
 from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.fields import quoted, with_one_unknown
-from onbeat.server.slo_fields import PromiseFields
+from onbeat.server.objectives import ObjectiveFields
 
 _SEED_MASK = 2**63 - 1
 _INT64 = 2**63
@@ -79,7 +79,7 @@ class StreamOptions(BaseModel):
         return with_one_unknown(value, cls.model_fields)
 
 
-class SamplingFields(PromiseFields):
+class SamplingFields(ObjectiveFields):
     """Fields of both completion endpoints. Null means the default everywhere."""
 
     model_config = ConfigDict(strict=True)

@@ -17,9 +17,9 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.engine_watch import EngineWatch
 from onbeat.server.generation import Generator
 from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.objectives import RequestObjectives
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.sampling_fields import SamplingFields, seed_of_choice
-from onbeat.server.slo_terms import Terms
 from onbeat.text.chat_template import ChatTemplate
 
 
@@ -77,7 +77,7 @@ def make_choices(
     *,
     completion_id: str,
     arrival: float,
-    terms: Terms,
+    objectives: RequestObjectives,
 ) -> list[Choice]:
     """Return `n` choices for each prompt; each is a request of its own to the engine.
 
@@ -87,7 +87,7 @@ def make_choices(
     prompts, samplings : token ids of each prompt and how to sample its first choice.
     completion_id : the answer's id; the requests' ids start with it.
     arrival : when the whole request had been received.
-    terms : what each choice is promised.
+    objectives : of each choice.
     """
     choices: list[Choice] = []
     is_single = len(prompts) * fields.num_choices == 1
@@ -104,11 +104,11 @@ def make_choices(
                 arrival=arrival,
                 priority=fields.priority or 0,
                 cache_salt=fields.cache_salt,
-                slo=terms.slo,
-                slo_class=terms.slo_class,
-                weight=terms.weight,
-                tenant=terms.tenant,
-                shed=terms.shed,
+                slo=objectives.slo,
+                slo_class=objectives.slo_class,
+                weight=objectives.weight,
+                tenant=objectives.tenant,
+                shed=objectives.shed,
             )
             choices.append(
                 Choice(
