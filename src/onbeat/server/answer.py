@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,12 +17,10 @@ from onbeat.core.errors import OnbeatError
 from onbeat.core.slo import SLOMode
 from onbeat.server import sse
 from onbeat.server.answer_head import NO_EXTRAS, Extras
-from onbeat.server.choice import Choice, ChoiceDelta, ShownToken
-from onbeat.server.context import HttpContext, context_of
-from onbeat.server.disconnect import ClientGone, cancelled_on_disconnect
-from onbeat.server.errors import error_reply, predicted_ttft_header
-from onbeat.server.generation import Generator, TextOptions
+from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
+from onbeat.server.generation import Choice, ChoiceDelta, Generator, ShownToken, TextOptions
 from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.slo_answer import slo_report
 from onbeat.server.usage import usage_of
 
@@ -92,7 +91,7 @@ class AnswerResponse(Response):
         last = b""
         try:
             with self._lifecycle.generation():
-                async with cancelled_on_disconnect(receive), aclosing(deltas):
+                async with _cancelled_on_disconnect(receive), aclosing(deltas):
                     last = await (
                         self._stream(deltas, send, context) if job.stream else self._collect(deltas)
                     )
@@ -183,3 +182,35 @@ def _predicted_ttft(choices: Sequence[Choice]) -> Mapping[str, str]:
 
 def _code_of(error: Exception) -> str:
     return str(orjson.loads(error_reply(error).body)["error"]["code"])
+
+
+@asynccontextmanager
+async def _cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+    """Cancel what the block awaits when the client closes the connection.
+
+    The request's body must have been read: what arrives after it is the end of the connection.
+
+    Raises
+    ------
+    ClientGone : instead of the cancellation, when the client was its cause.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    is_gone = False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        is_gone = True
+        task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if is_gone and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
+    finally:
+        watcher.cancel()

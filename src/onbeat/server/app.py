@@ -16,11 +16,10 @@ from onbeat import __version__
 from onbeat.core.errors import OnbeatError
 from onbeat.core.protocols import EngineClient, Tokenizer
 from onbeat.server.config import ServerConfig
-from onbeat.server.engine_watch import EngineWatch
 from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.generation import Generator
 from onbeat.server.health import health_routes
-from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.middleware import (
     DOCS_FILES,
     IGNORED_FIELDS_HEADER,

@@ -13,10 +13,9 @@ from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
-from onbeat.server.context import HttpContext
-from onbeat.server.disconnect import ClientGone
-from onbeat.server.errors import ApiError
+from onbeat.server.errors import ApiError, ClientGone
 from onbeat.server.fields import check_fields, quoted
+from onbeat.server.middleware import HttpContext
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

@@ -84,6 +84,10 @@ class ApiError(RequestRejected):
         self.details = dict(details or {})
 
 
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
 class ErrorReply(NamedTuple):
     """An error as a client sees it."""
 

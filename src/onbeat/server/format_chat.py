@@ -10,7 +10,7 @@ import orjson
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.answer import FinishedChoice
 from onbeat.server.answer_head import AnswerHead, AnswerOptions, Extras
-from onbeat.server.choice import ChoiceDelta
+from onbeat.server.generation import ChoiceDelta
 from onbeat.server.logprobs import chat_logprobs
 from onbeat.server.sse import ChunkTemplate, event
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from onbeat import __version__
 from onbeat.core.errors import EngineDead
 from onbeat.server.errors import engine_hangs
-from onbeat.server.schemas import EngineLoad, VersionInfo, error_answers
+from onbeat.server.openapi import EngineLoad, VersionInfo, error_answers
 from onbeat.server.services import Services
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
-from onbeat.server.choice import ShownToken
+from onbeat.server.generation import ShownToken
 
 _LOWEST = -9999.0
 """Stands for minus infinity, which JSON lacks (OpenAI's value)."""

@@ -11,11 +11,11 @@ from starlette.requests import Request
 from onbeat.server.answer import AnswerResponse, Job
 from onbeat.server.answer_head import AnswerOptions
 from onbeat.server.body import parse_body, read_json_object
-from onbeat.server.context import HttpContext, context_of
 from onbeat.server.fields import asks_not_to_think
 from onbeat.server.format_chat import ChatFormat
 from onbeat.server.generation import TextOptions
 from onbeat.server.messages import template_messages
+from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.prompts import EncodeOptions, chat_prompt, fit_max_tokens, truncation
 from onbeat.server.protocol_chat import ChatCompletionRequest, RenderedChat, check_chat

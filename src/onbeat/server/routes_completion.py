@@ -10,8 +10,8 @@ from onbeat.core.request import SamplingParams
 from onbeat.server.answer import AnswerResponse, Job
 from onbeat.server.answer_head import AnswerOptions
 from onbeat.server.body import parse_body, read_json_object
-from onbeat.server.context import context_of
 from onbeat.server.format_completion import CompletionFormat
+from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.prompts import EncodeOptions, fit_max_tokens, truncation
 from onbeat.server.protocol_completion import CompletionRequest, PromptInput, check_completion

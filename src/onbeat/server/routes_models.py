@@ -8,7 +8,7 @@ import orjson
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from onbeat.server.schemas import ModelCard, ModelList, error_answers
+from onbeat.server.openapi import ModelCard, ModelList, error_answers
 from onbeat.server.services import Services
 
 

@@ -8,7 +8,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from onbeat.server.openapi import json_body, slo_headers
+from onbeat.server.openapi import (
+    ChatCompletion,
+    Completion,
+    Detokenized,
+    Tokens,
+    error_answers,
+    json_body,
+    slo_headers,
+)
 from onbeat.server.protocol_chat import ChatCompletionRequest
 from onbeat.server.protocol_completion import CompletionRequest
 from onbeat.server.routes_chat import answer_chat
@@ -19,7 +27,6 @@ from onbeat.server.routes_tokenize import (
     answer_detokenize,
     answer_tokenize,
 )
-from onbeat.server.schemas import ChatCompletion, Completion, Detokenized, Tokens, error_answers
 from onbeat.server.services import Services
 
 REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)

@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import parse_body, read_json_object
-from onbeat.server.context import context_of
 from onbeat.server.messages import ChatMessages
+from onbeat.server.middleware import context_of
 from onbeat.server.prompts import EncodeOptions
 from onbeat.server.protocol_chat import check_rendering
 from onbeat.server.routes_chat import render_chat

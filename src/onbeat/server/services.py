@@ -12,11 +12,9 @@ from onbeat.core.protocols import EngineClient, EngineInfo, Tokenizer
 from onbeat.core.request import Request, SamplingParams
 from onbeat.server.answer_head import AnswerHead
 from onbeat.server.body import unknown_model
-from onbeat.server.choice import Choice
 from onbeat.server.config import ServerConfig
-from onbeat.server.engine_watch import EngineWatch
-from onbeat.server.generation import Generator
-from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.generation import Choice, Generator
+from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.objectives import RequestObjectives
 from onbeat.server.prompts import PromptEncoder
 from onbeat.server.sampling_fields import SamplingFields, seed_of_choice

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import GAP_PERCENTILE, TOLERANCE, good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.server.choice import Choice
+from onbeat.server.generation import Choice
 
 
 def slo_report(choices: Sequence[Choice], mode: SLOMode) -> dict[str, Any] | None:

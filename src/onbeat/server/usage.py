@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from onbeat.server.choice import Choice
+from onbeat.server.generation import Choice
 
 
 def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:

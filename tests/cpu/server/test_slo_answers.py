@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
-from onbeat.server.choice import Choice
+from onbeat.server.generation import Choice
 from onbeat.server.slo_answer import slo_report
 from onbeat.server.slo_defaults import SLODefaults
 from tests.cpu.server.promising_engine import PromisingEngine
