@@ -92,6 +92,7 @@ class ErrorReply(NamedTuple):
     """An error as a client sees it."""
 
     status: int
+    code: str
     body: bytes
     """JSON: `{"error": {"message", "type", "param", "code"}}`, and what the kind of error adds."""
     headers: dict[str, str]
@@ -107,9 +108,10 @@ def error_reply(error: Exception) -> ErrorReply:
     param: str | None = None
     headers: dict[str, str] = {}
     details: dict[str, Any] = {}
+    message = str(error)
     match error:
         case ApiError():
-            status, code, param = error.status, error.code, error.param
+            status, code, param = error.status, error.code or "", error.param
             headers, details = error.headers, error.details
         case Overloaded():
             status, code, param = 503, error.code or "server_overloaded", error.param
@@ -127,8 +129,9 @@ def error_reply(error: Exception) -> ErrorReply:
         case HTTPException():
             return _http_exception_reply(error)
         case _:
-            return ErrorReply(500, error_body(500, "the server failed on this request", "internal_error"), {})
-    return ErrorReply(status, error_body(status, str(error), code, param, details), headers)
+            status, code = 500, "internal_error"
+            message = "the server failed on this request"
+    return ErrorReply(status, code, error_body(status, message, code, param, details), headers)
 
 
 def _http_exception_reply(error: HTTPException) -> ErrorReply:
@@ -137,7 +140,7 @@ def _http_exception_reply(error: HTTPException) -> ErrorReply:
     messages = {404: "there is no such path; GET /docs lists them", 405: "this path has no such method"}
     message = messages.get(error.status_code, str(error.detail))
     return ErrorReply(
-        error.status_code, error_body(error.status_code, message, code), dict(error.headers or {})
+        error.status_code, code, error_body(error.status_code, message, code), dict(error.headers or {})
     )
 
 

@@ -42,6 +42,12 @@ class ShownToken:
     """Characters of the answer before it."""
     logprobs: TokenLogprobs | None
 
+    @property
+    def known_logprobs(self) -> TokenLogprobs:
+        """Those of a token for which they were asked."""
+        assert self.logprobs is not None, "the engine was asked for log-probabilities"
+        return self.logprobs
+
 
 @dataclass(slots=True, kw_only=True)
 class Choice:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import re
 import time
 import uuid
@@ -57,9 +58,12 @@ class HttpContext:
     key_digest: str | None = None
     """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
     status: int = 0
-    completion_id: str | None = None
-    """The id of the answer (`chatcmpl-...`); the engine's request ids start with it."""
+    arrival: float = math.nan
+    """When its whole body had come."""
+    completion_id: str = ""
+    """The id of the answer (`chatcmpl-...`), if one was asked for; the engine's request ids start with it."""
     num_prompt_tokens: int = 0
+    """0 where no answer was begun."""
     num_output_tokens: int = 0
     ttft: float | None = None
     """Seconds from arrival to the first delivery of any choice."""
@@ -177,7 +181,7 @@ def _request_id(scope: Scope) -> str:
 
 def _access_line(method: str, context: HttpContext) -> str:
     parts = [f"{context.request_id} {method} {context.endpoint} {context.status}"]
-    if context.completion_id is not None:
+    if context.num_prompt_tokens:
         parts.append(f"id={context.completion_id}")
         parts.append(f"prompt_tokens={context.num_prompt_tokens} output_tokens={context.num_output_tokens}")
     if context.ttft is not None:

@@ -75,6 +75,8 @@ class SLOFields(BaseModel):
 
 
 _NOTHING_STATED = SLOFields.model_validate({})
+_NO_KEY_DEFAULTS = KeyDefaults()
+_NO_CLASS_DEFAULTS = ClassDefaults(slo=SLO())
 
 
 class ObjectiveFields(BaseModel):
@@ -114,13 +116,13 @@ def request_objectives(
     InvalidRequest : a header is out of range, whether or not it counts, or there is no such class.
     """
     body = fields.slo or _NOTHING_STATED
-    of_key = defaults.keys.get(key_digest or "", KeyDefaults())
+    of_key = defaults.keys.get(key_digest or "", _NO_KEY_DEFAULTS)
     named = _class_of_body(fields, defaults.classes) or of_key.slo_class
     slo = SLO(ttft=_seconds(body.ttft_ms), tbt=_seconds(body.tbt_ms), e2e=_seconds(body.e2e_ms))
     slo = _filled(slo, SLO(ttft=_header(headers, TTFT_HEADER), tbt=_header(headers, TBT_HEADER)))
     if named is None:
         slo, named = _filled(slo, defaults.slo), defaults.slo_class
-    of_class = ClassDefaults(slo=SLO()) if named is None else defaults.classes[named]
+    of_class = _NO_CLASS_DEFAULTS if named is None else defaults.classes[named]
     slo = _filled(slo, of_class.slo)
     weights = (body.weight, of_key.weight, of_class.weight)
     return RequestObjectives(

@@ -26,7 +26,36 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def slo_headers() -> list[dict[str, Any]]:
+_STREAM: dict[str, Any] = {
+    "description": "The whole answer, or with `stream` server-sent events that end with `data: [DONE]`",
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "description": "One event; `data` is a chunk as JSON, an error body, or [DONE]",
+                "properties": {"data": {"type": "string"}},
+                "required": ["data"],
+            }
+        }
+    },
+}
+
+
+def generation_route(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a completion endpoint, as arguments of FastAPI's route.
+
+    Bodies are parsed by hand: FastAPI would accept NaN and answer mistakes with its own 422.
+    """
+    errors = error_answers(400, 401, 404, 413, 429, 500, 503, 504)
+    return {
+        "tags": ["generation"],
+        "response_model": answer,
+        "responses": {200: _STREAM, **errors},
+        "openapi_extra": {**json_body(body), "parameters": _slo_headers()},
+    }
+
+
+def _slo_headers() -> list[dict[str, Any]]:
     """Return the description of the headers that say a request's objectives, and for whom it is."""
     objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}
     tenant = {"type": "string", "maxLength": LONGEST_TENANT}

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
+from onbeat.server.answer_report import slo_report
 from onbeat.server.generation import Choice
-from onbeat.server.slo_answer import slo_report
 from onbeat.server.slo_defaults import SLODefaults
 from tests.cpu.server.promising_engine import PromisingEngine
 from tests.cpu.server.running import HELLO, Served
