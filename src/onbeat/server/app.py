@@ -119,7 +119,7 @@ def create_app(
         app.include_router(router)
     for kind in (OnbeatError, HTTPException):
         app.add_exception_handler(kind, handle_error)
-    describe(app, REQUEST_BODIES, needs_key=bool(config.api_keys))
+    describe(app, REQUEST_BODIES, vocab_size=info.vocab_size, needs_key=bool(config.api_keys))
     _add_middleware(app, config, telemetry)
     return app
 

@@ -21,6 +21,7 @@ from onbeat.server.middleware import context_of
 _Model = TypeVar("_Model", bound=BaseModel)
 
 _JSON_WORDS = {
+    "bool_type": "it should be true or false",
     "dict_type": "it should be an object",
     "model_type": "it should be an object",
     "list_type": "it should be an array",

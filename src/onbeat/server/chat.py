@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter
@@ -28,8 +28,8 @@ from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.config import ServerConfig
 from onbeat.server.generation import ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
+    WHOLE,
     GenerationRequest,
-    Whole,
     check_common,
     encode_options,
     engine_requests,
@@ -48,10 +48,10 @@ class ChatCompletionRequest(GenerationRequest):
     """The template writes them itself."""
 
     messages: ChatMessages
-    max_completion_tokens: Whole | None = Field(None, ge=1)
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Goes before the deprecated `max_tokens`."""
     logprobs: bool | None = None
-    top_logprobs: Whole | None = Field(None, ge=0)
+    top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     """Go on writing the last message instead of answering it."""

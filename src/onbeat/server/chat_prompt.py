@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_MESSAGES
@@ -25,7 +33,11 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[
+        Literal["system", "developer", "user", "assistant", "tool", "function"],
+        WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]}),
+    ]
+    """Those of tools are refused by name."""
     content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
     """Text, or content parts of type `text`, which become lines, as vLLM joins them."""
     name: str | None = None

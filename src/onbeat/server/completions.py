@@ -30,8 +30,8 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
 from onbeat.server.generation import ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
+    WHOLE,
     GenerationRequest,
-    Whole,
     check_common,
     encode_options,
     engine_requests,
@@ -39,10 +39,10 @@ from onbeat.server.generation_request import (
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import Completion, generation_route
-from onbeat.server.prompts import EncodeOptions, PromptInput
+from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services
 
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TOKEN_IDS = {"type": "array", "items": TOKEN_ID_SCHEMA, "minItems": 1}
 _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
@@ -84,8 +84,8 @@ class CompletionRequest(GenerationRequest):
     prompt: Annotated[list[PromptInput], PlainValidator(_checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
     echo: bool | None = None
     """Put the prompt before the answer."""
-    logprobs: Whole | None = Field(None, ge=0)
-    best_of: Whole | None = None
+    logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
+    best_of: Annotated[int, WHOLE] | None = None
     """Ranks nothing where it equals `n`, and is refused otherwise."""
 
     @property

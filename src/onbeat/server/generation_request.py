@@ -26,17 +26,27 @@ from onbeat.server.fields import quoted, with_one_unknown
 from onbeat.server.generation import TextOptions
 from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives
-from onbeat.server.prompts import EncodeOptions, check_token_ids
+from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 
 _SEED_MASK = 2**63 - 1
 _INT64 = 2**63
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
-TokenIds = Annotated[list[int], Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)]
 
 _BIAS = {"type": "number", "minimum": -100, "maximum": 100}
 _BIAS_SCHEMA = WithJsonSchema(
-    {"anyOf": [{"type": "object", "additionalProperties": _BIAS}, {"type": "null"}], "default": None}
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+                "additionalProperties": _BIAS,
+            },
+            {"type": "null"},
+        ],
+        "default": None,
+    }
 )
 
 
@@ -61,8 +71,8 @@ def _whole(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-"""An integer, which JSON may write as 5.0: some languages have no other numbers."""
+WHOLE = BeforeValidator(_whole)
+"""Of integers, which JSON may write as 5.0: some languages have no other numbers."""
 
 
 class StreamOptions(BaseModel):
@@ -96,35 +106,35 @@ class GenerationRequest(ObjectiveFields):
 
     model: str | None = None
     """One of /v1/models; the served model if absent."""
-    n: Whole | None = Field(None, ge=1)
+    n: Annotated[int, Field(ge=1), WHOLE] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Whole | None = Field(None, ge=1)
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: Whole | None = Field(None, ge=-1, lt=2**31)
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     """-1 and 0 keep all tokens."""
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    seed: Whole | None = Field(None, ge=-_INT64, lt=_INT64)
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64), WHOLE] | None = None
     stop: (
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
     ) = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
-    min_tokens: Whole | None = Field(None, ge=0)
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     logit_bias: Annotated[dict[int, float] | None, PlainValidator(_checked_bias), _BIAS_SCHEMA] = None
     """Token id (in JSON a string) to the value added to its logit."""
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    truncate_prompt_tokens: Whole | None = Field(None, ge=-1)
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
     """Keep only this many of the prompt's last tokens; -1 keeps what fits."""
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: Whole | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
     """Lower is earlier; needs the priority scheduling policy unless 0."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
 

@@ -6,6 +6,7 @@ The models of answers are documentation only: no answer is made through them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any, Literal
 
 from fastapi import FastAPI
@@ -16,6 +17,7 @@ from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.middleware import OPEN_PATHS
 from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
+from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
 _COMPONENT = "#/components/schemas/{model}"
 
@@ -70,13 +72,14 @@ def _slo_headers() -> list[dict[str, Any]]:
     ]
 
 
-def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool) -> None:
+def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int, needs_key: bool) -> None:
     """Let an application describe the bodies it parses by hand, and its API key.
 
     Parameters
     ----------
     app : changed in place.
     bodies : the models that `json_body` was called with.
+    vocab_size : token ids are below.
     needs_key : whether the guarded paths need an API key.
     """
 
@@ -85,6 +88,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(_body_schemas(bodies))
+            _bound_token_ids(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)  # FastAPI's 422, which this server never sends
             _finish_operations(schema, needs_key=needs_key)
@@ -97,7 +101,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool
 def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     for model in bodies:
-        schema = model.model_json_schema(ref_template=_COMPONENT)
+        schema = deepcopy(model.model_json_schema(ref_template=_COMPONENT))  # it holds constants of ours
         schemas.update(schema.pop("$defs", {}))
         for name in HARMLESS - schema["properties"].keys():
             schema["properties"][name] = {"description": "Accepted, without effect"}
@@ -108,6 +112,15 @@ def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
             }
         schemas[model.__name__] = schema
     return schemas
+
+
+def _bound_token_ids(node: Any, vocab_size: int) -> None:
+    """Give all token ids within a description their largest value."""
+    if isinstance(node, dict) and node.items() >= TOKEN_ID_SCHEMA.items():
+        node["maximum"] = vocab_size - 1
+    elif isinstance(node, dict | list):
+        for each in node.values() if isinstance(node, dict) else node:
+            _bound_token_ids(each, vocab_size)
 
 
 def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
 from onbeat.core.protocols import Tokenizer
@@ -17,6 +19,10 @@ _INLINE_CHARACTERS = 2048
 
 _SUSPECT_CHARACTERS = 2**18
 """Texts from here on are first held against the longest text that the context could ever hold."""
+
+TOKEN_ID_SCHEMA = {"type": "integer", "format": "token-id", "minimum": 0}
+"""Of the API's description, which adds the largest."""
+TokenId = Annotated[int, WithJsonSchema(TOKEN_ID_SCHEMA)]
 
 PromptInput = str | list[int]
 """Text, or token ids."""

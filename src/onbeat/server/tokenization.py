@@ -14,16 +14,19 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import read_body
 from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
-from onbeat.server.prompts import EncodeOptions, check_token_ids
+from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services
+
+_EITHER: list[Any] = [
+    {"required": [one], "properties": {one: {"type": kind}, other: {"type": "null"}}}
+    for one, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+]
 
 
 class TokenizeRequest(BaseModel):
     """A text, or a chat, whose tokens are wanted."""
 
-    model_config = ConfigDict(
-        strict=True, json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
-    )
+    model_config = ConfigDict(strict=True, json_schema_extra={"oneOf": _EITHER})
 
     model: str | None = None
     prompt: str | None = None
@@ -42,7 +45,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
 def tokenizer_routes(services: Services) -> APIRouter:
