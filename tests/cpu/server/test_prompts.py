@@ -52,7 +52,9 @@ async def test_long_texts_are_tokenized_off_the_event_loop(
     assert tokenizer.threads[1].startswith("onbeat-encode")
 
 
-async def test_hopeless_texts_are_not_tokenized(encoder: PromptEncoder, tokenizer: WatchedTokenizer) -> None:
+async def test_texts_that_cannot_fit_are_not_tokenized(
+    encoder: PromptEncoder, tokenizer: WatchedTokenizer
+) -> None:
     with pytest.raises(PromptTooLong):
         await encoder.encode("x" * 300_000, PLAIN)
     assert tokenizer.threads == []

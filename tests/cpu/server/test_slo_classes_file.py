@@ -1,4 +1,4 @@
-"""The file with classes of objectives and the terms of API keys."""
+"""The file with classes of objectives and the defaults of API keys."""
 
 from __future__ import annotations
 
