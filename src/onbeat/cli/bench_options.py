@@ -149,8 +149,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         "--send-slo",
         choices=SEND_SLO,
         default="auto",
-        help="in the body, as x-slo-ttft-ms and x-slo-tpot-ms headers, or not at all; auto: in the body if "
-        "the server says that it is onbeat (default: auto)",
+        help="in the body, as x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms headers, or not at all; auto: in "
+        "the body if the server says that it is onbeat (default: auto)",
     )
     telling.add_argument(
         "--shed", action="store_true", help="ask it to refuse requests that it predicts to be late"

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
-        engine = replace(engine_config(args, files), slo_classes=config.slo.promises())
+        engine = replace(engine_config(args, files), slo_classes=config.slo.objectives_by_class())
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
 
