@@ -28,6 +28,8 @@ from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefault
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
 TBT_HEADER = "x-llm-d-slo-tpot-ms"
+OLD_NAMES = {TTFT_HEADER: "x-slo-ttft-ms", TBT_HEADER: "x-slo-tpot-ms"}
+"""As the first versions of llm-d's gateway had them; clients such as inference-perf still send these."""
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
 LONGEST_TENANT = 128
 
@@ -190,6 +192,8 @@ def _header(headers: Headers, name: str) -> float | None:
     Whatever a gateway makes of its own mistakes (0, a negative number, an overflow), it never becomes the
     most urgent request.
     """
+    if name not in headers:
+        name = OLD_NAMES[name]
     if name not in headers:
         return None
     text = headers[name].strip()

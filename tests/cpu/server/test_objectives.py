@@ -52,6 +52,7 @@ HEADERS = {"x-llm-d-slo-ttft-ms": "400", "x-llm-d-slo-tpot-ms": "40"}
         # field by field: each comes from the first that states it
         ({"slo": {"ttft_ms": 100}}, HEADERS, KEY, SLO(ttft=0.1, tbt=0.04, e2e=30.0)),
         ({"slo": {"e2e_ms": 1000}}, {"x-llm-d-slo-ttft-ms": "500"}, KEY, SLO(ttft=0.5, tbt=0.03, e2e=1.0)),
+        ({"slo": {"e2e_ms": 1000}}, {"x-slo-ttft-ms": "500"}, KEY, SLO(ttft=0.5, tbt=0.03, e2e=1.0)),
         ({"slo": {"tbt_ms": 10}}, {}, None, SLO(ttft=9.0, tbt=0.01)),
         # a class gives what nobody states, wherever it is named; server defaults then stay out
         ({"slo": {"class": "slow"}}, {}, None, SLO(e2e=60.0)),

@@ -127,7 +127,7 @@ async def test_an_unknown_class_lists_those_there_are(served: Served) -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "X-LLM-D-SLO-TPOT-MS"])
+@pytest.mark.parametrize("name", ["x-llm-d-slo-ttft-ms", "X-LLM-D-SLO-TPOT-MS", "x-slo-tpot-ms"])
 @pytest.mark.parametrize("value", ["0", "-1", "18446744073709551615", "soon", ""])
 async def test_wrong_headers_are_named_and_never_urgent(
     served: Served, engine: FakeEngine, path: str, name: str, value: str
