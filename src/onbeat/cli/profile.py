@@ -19,7 +19,7 @@ from onbeat.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel
-    from onbeat.engine.profiling.profiler import ProfilePlan, ProfileResult
+    from onbeat.engine.profiling.profiler import ProfileResult, ProfileSettings
 
 NAME = "profile"
 HELP = "measure a model's step times on this machine, and fit what predicts them"
@@ -88,12 +88,12 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     loaded = prepare_model(engine_config(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
-    plan = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
+    settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with _progress_bar(console) as bar:
         task = bar.add_task("measuring steps", total=1.0)
-        result = profile_model(loaded, plan, lambda share: bar.update(task, completed=share))
+        result = profile_model(loaded, settings, lambda share: bar.update(task, completed=share))
         bar.update(task, completed=1.0, description="measured and fitted")
-    _say_what_was_cut(loaded, plan, result, console)
+    _say_what_was_cut(loaded, settings, result, console)
     return result
 
 
@@ -110,14 +110,14 @@ def _progress_bar(console: Console) -> Progress:
 
 
 def _say_what_was_cut(
-    loaded: LoadedModel, plan: ProfilePlan, result: ProfileResult, console: Console
+    loaded: LoadedModel, settings: ProfileSettings, result: ProfileResult, console: Console
 ) -> None:
     from onbeat.engine.profiling.campaign import MIN_RUNS
 
     in_cache = loaded.limits.num_blocks * loaded.limits.block_size
-    if in_cache > plan.max_context_tokens:
+    if in_cache > settings.max_context_tokens:
         console.print(
-            f"batches had up to {plan.max_context_tokens:,} tokens of context; the KV cache holds "
+            f"batches had up to {settings.max_context_tokens:,} tokens of context; the KV cache holds "
             f"{in_cache:,} (--max-context-tokens measures further)",
             markup=False,
         )

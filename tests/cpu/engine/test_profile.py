@@ -31,7 +31,7 @@ from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.fit import FitTarget, fit_best
 from onbeat.engine.profiling.limits import measure_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.profiling.profiler import ProfilePlan, profile_model
+from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.step_time_spec import known_device, model_spec_of
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.device_spec import cpu_device
@@ -42,7 +42,7 @@ from onbeat.perfmodel.profile_file import read_profile, write_profile
 from onbeat.perfmodel.shapes import draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
 
-SHORT = ProfilePlan(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
+SHORT = ProfileSettings(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
 LIMITS = BatchLimits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=200, max_context_tokens=1000)
 
 

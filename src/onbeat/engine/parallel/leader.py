@@ -17,7 +17,7 @@ from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.parallel.group import RankGroup, RanksLost
+from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
 from onbeat.engine.parallel.messages import Loaded, RankJob, Scrub, Started, ToRank, inputs_for_ranks
 from onbeat.engine.parallel.part import load_part
 from onbeat.engine.parallel.shards import Shard
@@ -140,7 +140,7 @@ def _load_together(job: RankJob, checkpoint: Checkpoint, workers: Workers) -> Fo
     workers.wait_for(Started)  # one that cannot even start is noticed before the others wait for it
     try:
         own = load_part(job, checkpoint, RankGroup(job.shard, job.meeting_file))
-    except RanksLost as error:
+    except RanksUnreachable as error:
         raise workers.give_up(error) from error
     workers.wait_for(Loaded)
     return own

@@ -54,7 +54,7 @@ class StepTimer:
 
     def time(self, batch: MeasuredBatch) -> float:
         """Run a batch once and return its seconds; blocks lie scattered, as in a cache that has been used."""
-        rows, admitted = self._plan(batch)
+        rows, admitted = self._schedule(batch)
         # A runner that proposes does a little more for every row, which plain steps are not to be charged.
         has_drafts = any(row.num_drafts for row in batch.rows)
         self._runner.proposer = self._given_drafts if has_drafts else None
@@ -79,7 +79,9 @@ class StepTimer:
         if self._is_on_cuda:
             torch.cuda.synchronize()  # a step that samples nothing returns before the device is done
 
-    def _plan(self, batch: MeasuredBatch) -> tuple[tuple[ScheduledRequest, ...], tuple[AdmittedRequest, ...]]:
+    def _schedule(
+        self, batch: MeasuredBatch
+    ) -> tuple[tuple[ScheduledRequest, ...], tuple[AdmittedRequest, ...]]:
         self._rng.shuffle(self._blocks)
         first_block = 0
         rows, admitted = [], []

@@ -158,7 +158,7 @@ class RequestState:
         self.num_computed_tokens = num_computed
 
     def receive_kv(self) -> int:
-        """Take its external tokens as come, or as lost; return how many there were."""
+        """Count its external tokens as fetched, or as not to be had; return how many there were."""
         num_external_tokens, self.num_external_tokens = self.num_external_tokens, 0
         return num_external_tokens
 

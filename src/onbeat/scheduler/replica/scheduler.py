@@ -148,7 +148,7 @@ class Scheduler:
         return self._relegation.take_expired()
 
     def state(self) -> SchedulerState | None:
-        """Return how queues and promises stand; None where the policy keeps no deadlines."""
+        """Return how queues and objectives stand; None where the policy keeps no deadlines."""
         if self._slo is None:
             return None
         now = max(self._last_plan, self._busy_until if self._in_flight else self._last_update)
@@ -367,7 +367,7 @@ class Scheduler:
         return output
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
-        """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
+        """Hold a delivery against its deadline, and tell the caller whether it is relegated."""
         if self._slo is None:
             state.slo.note_delivery(now)
             return

@@ -22,8 +22,8 @@ from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _TRY_AGAIN_SECONDS = 30.0
-"""How often an idle replica takes a request that it thinks infeasible, lest a model that is too pessimistic
-refuses what would teach it better."""
+"""How often an idle replica takes a request that it predicts to be infeasible: otherwise a model that is too
+pessimistic would reject what could correct it."""
 
 StepLimit = Callable[[RunningView, float, float], float]
 """(running requests, seconds of their decodes, start) -> seconds that a step may take."""
@@ -38,13 +38,13 @@ class Outlook:
     ttft : seconds from its arrival, were it taken in its turn.
     delays_others : whether prompts behind it that would be in time no longer were.
     slows_streams : whether the running streams with it no longer fit the tightest TBT objective.
-    is_left_over : whether it would be served from what others leave.
+    runs_as_best_effort : whether it would be served as best effort.
     """
 
     ttft: float
     delays_others: bool
     slows_streams: bool
-    is_left_over: bool
+    runs_as_best_effort: bool
 
 
 class _Queue(NamedTuple):
@@ -60,9 +60,9 @@ class _Queue(NamedTuple):
 
 
 class Admission:
-    """Predicts the TTFT of every arrival, and refuses those who would rather be refused than served late.
+    """Predicts the TTFT of every arrival, and rejects those that ask to be rejected rather than served late.
 
-    Those who would be served from what others leave are refused where too many wait for that already.
+    Those that would be served as best effort are rejected where too many wait for that already.
 
     Parameters
     ----------
@@ -88,15 +88,15 @@ class Admission:
 
         Raises
         ------
-        SLOUnattainable : it is to be refused where its objective cannot be kept, and that is so.
-        Overloaded : it would be served from what others leave, and too many wait for that.
+        SLOUnattainable : it asks to be rejected where its objective cannot be kept, and that is so.
+        Overloaded : it would be served as best effort, and too many wait for that.
         """
         outlook = self._look(state, plan, max(plan.now, busy_until))
         slo = state.slo
         slo.predicted_ttft = outlook.ttft
         objective = slo.ttft_deadline - state.request.arrival
         keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
-        if outlook.is_left_over or (keeps_turn and outlook.ttft > objective):
+        if outlook.runs_as_best_effort or (keeps_turn and outlook.ttft > objective):
             refusal = self._backlog.refusal(plan.waiting, keeps_turn=keeps_turn)
             if refusal is not None:
                 raise refusal
@@ -105,7 +105,7 @@ class Admission:
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
             if outlook.ttft > objective:
                 self._last_try = plan.now
-                slo.give_up()
+                slo.relegate()
             return
         if outlook.ttft > objective or outlook.delays_others:
             self._refuse(outlook, objective)
@@ -145,12 +145,12 @@ class Admission:
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
         queue = _Queue(plan, view, jobs, start + 0.5 * room.length, room)  # as the policy plans
         own = Job(state.slo.ttft_deadline, seconds, state)
-        before, delays_others, is_left_over = self._before(own, queue)
+        before, delays_others, runs_as_best_effort = self._before(own, queue)
         wait = room.finish_seconds(before + seconds, seconds + sum(job.seconds for job in jobs))
-        if plan.running or jobs:  # whoever comes meanwhile may fill its last step
+        if plan.running or jobs:  # a later arrival may fill its last step
             wait = max(wait, 0.5 * room.length + room.drain_seconds(before + seconds))
         ttft = start - state.request.arrival + wait
-        return Outlook(ttft, delays_others, self._slows_streams(state, view), is_left_over)
+        return Outlook(ttft, delays_others, self._slows_streams(state, view), runs_as_best_effort)
 
     def _before(self, own: Job, queue: _Queue) -> tuple[float, bool, bool]:
         """Return the seconds of work before that of an arrival.
@@ -169,7 +169,7 @@ class Admission:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
         if own.state.request.shed is ShedMode.REJECT:
-            # Whoever was accepted stays: the arrival must find its place among them.
+            # Accepted requests stay: the arrival must find its place among them.
             end = queue.start + before / room.share
             return before, self._delays_others(own, everyone[place + 1 :], end, room), False
         kept, left_behind = select_feasible(

@@ -14,7 +14,7 @@ class DraftState:
     num_accepted: int = 0
     """Of these, tokens that became output."""
     num_ready: int | None = None
-    """Drafts that the proposer has for its next step; None where it can make any number, or nobody knows."""
+    """Drafts that the proposer has for its next step; None where it makes any number or none are known."""
     num_read: int = 0
     """Its tokens that a model which makes drafts has read once all planned steps have run."""
     read_life: int = 0
