@@ -119,7 +119,7 @@ def test_the_lowest_queue_is_preempted_where_blocks_run_out():
 
 
 def test_nobody_starves_while_short_ones_keep_coming():
-    """New requests that alone are more than the machine can do: the long request gets its turns all the same."""
+    """New requests that alone are more than the machine can do: the long request gets its turns."""
     model = FakeStepTime()
     tagged = make_request("tagged", 600, 20)
     others = [make_request(f"r{i}", 40, 4, arrival=i * 6e-3) for i in range(4000)]
