@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import add_config_flag, count
-from onbeat.cli.engine_args import add_model_arguments, engine_config, find_model
+from onbeat.cli.engine_args import add_model_arguments, check_packages, engine_config, find_model
 from onbeat.cli.options import add_options
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
@@ -64,8 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
-    from onbeat.cli.extras import check_packages
-
     check_packages("profile", _PACKAGES)
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
     if not args.seconds > 0:
@@ -131,8 +129,7 @@ def _say_what_was_cut(
 
 def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
     from onbeat.cli.profile_output import print_summary, write_report
-    from onbeat.engine.profiling.store import profiles_dir
-    from onbeat.perfmodel.profile_file import profile_path, write_profile
+    from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
 
     path = args.output or profile_path(profiles_dir(), result.profile.key)
     try:

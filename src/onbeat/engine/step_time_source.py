@@ -9,7 +9,6 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
-from onbeat.engine.profiling.store import profiles_dir
 from onbeat.engine.speculation.build import DraftModelBuilder
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
@@ -20,7 +19,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
-from onbeat.perfmodel.profile_file import find_profile, profile_path, read_profile
+from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
 from onbeat.perfmodel.speculative import BatchWork, SpeculativeStepTime, SpeculativeWork
 from onbeat.perfmodel.utilisation import StepWork
 

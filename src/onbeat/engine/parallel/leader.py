@@ -18,8 +18,8 @@ from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
+from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.messages import Loaded, RankJob, Scrub, Started, ToRank, inputs_for_ranks
-from onbeat.engine.parallel.part import load_part
 from onbeat.engine.parallel.shards import Shard
 from onbeat.engine.parallel.workers import Workers
 from onbeat.engine.weights import Checkpoint

@@ -11,8 +11,8 @@ import torch
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.load import open_weights
 from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
+from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.messages import Failed, Loaded, RankJob, Scrub, Started, ToRank
-from onbeat.engine.parallel.part import load_part
 
 logger = logging.getLogger("onbeat.engine")
 
