@@ -59,6 +59,15 @@ class _Queue(NamedTuple):
     room: Room
 
 
+class _Place(NamedTuple):
+    """Where an arrival stands among the prompts."""
+
+    seconds_before: float
+    """Of work that is done before its own."""
+    delays_others: bool = False
+    runs_as_best_effort: bool = False
+
+
 class Admission:
     """Predicts the TTFT of every arrival, and rejects those that ask to be rejected rather than served late.
 
@@ -145,44 +154,41 @@ class Admission:
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
         queue = _Queue(plan, view, jobs, start + 0.5 * room.length, room)  # as the policy plans
         own = Job(state.slo.ttft_deadline, seconds, state)
-        before, delays_others, runs_as_best_effort = self._before(own, queue)
-        wait = room.finish_seconds(before + seconds, seconds + sum(job.seconds for job in jobs))
+        place = self._place(own, queue)
+        wait = room.finish_seconds(place.seconds_before + seconds, seconds + sum(job.seconds for job in jobs))
         if plan.running or jobs:  # a later arrival may fill its last step
-            wait = max(wait, 0.5 * room.length + room.drain_seconds(before + seconds))
+            wait = max(wait, 0.5 * room.length + room.drain_seconds(place.seconds_before + seconds))
         ttft = start - state.request.arrival + wait
-        return Outlook(ttft, delays_others, self._slows_streams(state, view), runs_as_best_effort)
+        return Outlook(ttft, place.delays_others, self._slows_streams(state, view), place.runs_as_best_effort)
 
-    def _before(self, own: Job, queue: _Queue) -> tuple[float, bool, bool]:
-        """Return the seconds of work before that of an arrival.
-
-        Beside it, whether the arrival delays others, and whether it is served from what they leave.
-        """
+    def _place(self, own: Job, queue: _Queue) -> _Place:
+        """Return where an arrival stands among the prompts."""
         jobs, room = queue.jobs, queue.room
         if own.deadline == inf:
-            return self._all_work(queue), False, True
+            return _Place(self._all_work(queue), runs_as_best_effort=True)
         everyone = list(jobs)
         insort(everyone, own, key=lambda job: job.deadline)
-        place = next(index for index, job in enumerate(everyone) if job is own)
-        before = sum(job.seconds for job in everyone[:place])
-        is_behind_all = place == len(jobs) >= MOST_JOBS
+        index = next(index for index, job in enumerate(everyone) if job is own)
+        before = sum(job.seconds for job in everyone[:index])
+        is_behind_all = index == len(jobs) >= MOST_JOBS
         if is_behind_all:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
         if own.state.request.shed is ShedMode.REJECT:
             # Accepted requests stay: the arrival must find its place among them.
             end = queue.start + before / room.share
-            return before, self._delays_others(own, everyone[place + 1 :], end, room), False
+            return _Place(before, delays_others=self._delays_others(own, everyone[index + 1 :], end, room))
         kept, left_behind = select_feasible(
             everyone, start=queue.start, share=room.share, worth=self._tracker.worth, order=self._shed_order
         )
         if own in left_behind:
-            return self._all_work(queue), False, True
+            return _Place(self._all_work(queue), runs_as_best_effort=True)
         if left_behind:
             before -= sum(job.seconds for job in left_behind if job.deadline < own.deadline)
         elif not is_behind_all:
             turns = shortest_first(kept, start=queue.start, share=room.share)
             before = sum(job.seconds for job in turns[: turns.index(own)])
-        return max(0.0, before), False, False
+        return _Place(max(0.0, before))
 
     def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
         """Whether prompts behind an arrival are late because of it.
