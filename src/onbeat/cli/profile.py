@@ -110,6 +110,7 @@ def _progress_bar(console: Console) -> Progress:
 def _say_what_was_cut(
     loaded: LoadedModel, settings: ProfileSettings, result: ProfileResult, console: Console
 ) -> None:
+    from onbeat.engine.profiling.batches import BatchLimits
     from onbeat.engine.profiling.campaign import MIN_RUNS
 
     in_cache = loaded.limits.num_blocks * loaded.limits.block_size
@@ -117,6 +118,13 @@ def _say_what_was_cut(
         console.print(
             f"batches had up to {settings.max_context_tokens:,} tokens of context; the KV cache holds "
             f"{in_cache:,} (--max-context-tokens measures further)",
+            markup=False,
+        )
+    measured = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=settings.max_context_tokens)
+    if measured.max_num_seqs < loaded.limits.max_num_seqs:
+        console.print(
+            f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs}, since the KV "
+            f"cache holds {in_cache:,} tokens (more --kv-cache-memory-bytes measures further)",
             markup=False,
         )
     if result.runs_per_batch < MIN_RUNS:

@@ -90,6 +90,18 @@ def test_batches_keep_the_limits(seqs, extra, length, context, seed):
         assert sum(cached + new for cached, new, *_ in batch.rows) <= max(context, 2 * seqs)
 
 
+@pytest.mark.parametrize(("num_blocks", "num_rows"), [(3, 1), (40, 18), (300, 135), (600, 256)])
+def test_a_cache_that_is_small_for_its_slots_still_gives_batches_context(loaded, num_blocks, num_rows):
+    sizes = {"num_blocks": num_blocks, "max_model_len": min(256, 16 * num_blocks)}
+    config = replace(loaded.limits, max_num_seqs=256, max_num_batched_tokens=512, **sizes)
+    limits = BatchLimits.of_scheduler(config, max_context_tokens=2**15)
+    assert limits.max_num_seqs == num_rows
+    assert limits.max_context_tokens >= 0.4 * num_blocks * config.block_size
+    batches = corner_batches(limits, 4) + verify_batches(limits, 4)
+    batches += mixed_batches(limits, 8) + random_batches(limits, 8, 0)
+    assert num_blocks_for(batches, config.block_size) <= num_blocks
+
+
 def test_batches_cover_what_steps_are_made_of():
     shapes = [batch.shape for batch in corner_batches(LIMITS, 4) + mixed_batches(LIMITS, 16)]
     assert {(shape.num_decodes > 0, shape.num_chunks > 0) for shape in shapes} == {
