@@ -123,7 +123,7 @@ def _say_what_was_cut(
     measured = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=settings.max_context_tokens)
     if measured.max_num_seqs < loaded.limits.max_num_seqs:
         console.print(
-            f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs}, since the KV "
+            f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs}, as the KV "
             f"cache holds {in_cache:,} tokens (more --kv-cache-memory-bytes measures further)",
             markup=False,
         )

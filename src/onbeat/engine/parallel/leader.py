@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import torch
@@ -17,6 +15,7 @@ from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.owned_folder import OwnedFolder
 from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
 from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.messages import Loaded, RankJob, Scrub, Started, ToRank, inputs_for_ranks
@@ -121,8 +120,8 @@ def start_ranks(
     EngineDead : a rank has failed or ended.
     """
     size = config.tensor_parallel_size
-    with TemporaryDirectory(prefix="onbeat-ranks-") as folder:
-        meeting_file = Path(folder) / "meeting"
+    with OwnedFolder() as folder:
+        meeting_file = folder / "meeting"
         first, *others = (
             RankJob(config, device, Shard(rank, size), meeting_file, num_blocks, block_size)
             for rank in range(size)
