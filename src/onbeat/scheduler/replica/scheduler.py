@@ -367,7 +367,7 @@ class Scheduler:
         return output
 
     def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
-        """Hold a delivery against its deadline, and tell the caller whether it is relegated."""
+        """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
         if self._slo is None:
             state.slo.note_delivery(now)
             return
