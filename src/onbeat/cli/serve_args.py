@@ -16,7 +16,7 @@ API_KEY_VARIABLE = "ONBEAT_API_KEY"
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what requests are promised, and how the server listens, whom it lets in, what it tells."""
+    """Add the objectives of requests, and how the server listens, whom it lets in, what it tells."""
     add_options(parser, SLO)
     add_options(parser, SLODefaults, only=("slo_class", "shed"))
     find_group(parser, OBJECTIVES).add_argument(

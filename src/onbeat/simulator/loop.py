@@ -21,9 +21,9 @@ class EventLoop:
 
     At each instant, steps end first, by ascending replica, and what they have prepared for another replica
     is queued there; then KV arrives; then replicas join or leave; then requests are sent, those of a closed
-    loop that another's end lets go included, and taken or refused; then replicas plan, give up requests that
-    have waited in vain, and begin to pull KV for those that they have given blocks. So the outcome depends
-    neither on the order in which events were found, nor on whether a run of steps was taken at once.
+    loop that another's end lets go included, and admitted or rejected; then replicas plan, end requests that
+    have waited for too long, and begin to fetch KV for those that they have given blocks. So the outcome
+    depends neither on the order in which events were found, nor on whether a run of steps was taken at once.
 
     Parameters
     ----------

@@ -11,22 +11,22 @@ from onbeat.metrics.record import RequestRecord
 
 
 def add_outcomes(
-    summary: dict[str, Any], records: Sequence[RequestRecord], is_hopeless: Callable[[RequestRecord], bool]
+    summary: dict[str, Any], records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
 ) -> None:
-    """Tell refused, expired, relegated, failed and hopeless requests apart, in a summary and in its classes.
+    """Tell rejected, expired, relegated, failed and infeasible requests apart, in a summary and its classes.
 
     Parameters
     ----------
     summary : of `metrics.summary.summarise`; keys are those of `onbeat bench serve`.
-    is_hopeless : whether even an idle machine would miss a request's objectives.
+    is_infeasible : whether even an idle machine would miss a request's objectives.
     """
-    summary |= _of_some(summary, records, is_hopeless)
+    summary |= _of_some(summary, records, is_infeasible)
     for name, own in summary["classes"].items():
-        own |= _of_some(own, [record for record in records if record.request_class == name], is_hopeless)
+        own |= _of_some(own, [record for record in records if record.request_class == name], is_infeasible)
 
 
 def _of_some(
-    summary: dict[str, Any], records: Sequence[RequestRecord], is_hopeless: Callable[[RequestRecord], bool]
+    summary: dict[str, Any], records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
 ) -> dict[str, Any]:
     num_expired = sum(record.finish_reason == FinishReason.EXPIRED for record in records)
     num_admitted = summary["offered"] - summary["rejected"]
@@ -37,7 +37,7 @@ def _of_some(
         "relegated": sum(record.is_relegated for record in records),
         "admitted": num_admitted,
         "attainment_admitted": None if num_good is None or not num_admitted else num_good / num_admitted,
-        "hopeless": None if num_good is None else sum(map(is_hopeless, records)),
+        "hopeless": None if num_good is None else sum(map(is_infeasible, records)),
         "median_predicted_ttft_error": _median_prediction_error(records),
     }
 

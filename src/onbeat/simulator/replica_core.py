@@ -107,7 +107,7 @@ class ReplicaCore:
         return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, counts, predicted)
 
     def expire(self, now: float) -> list[OfferedRequest]:
-        """Return the requests that the last plan has given up."""
+        """Return the requests that the last plan has ended."""
         return self.deliveries.expire(self.scheduler.take_expired(), now)
 
     def end_step(
@@ -172,7 +172,7 @@ class StepNoise:
     """Log-normal factors with mean 1, each a function of (seed, replica, step) alone.
 
     They do not depend on the order in which they are asked for, so runs are equal whatever is looked at
-    ahead, and two policies on one replica meet the same luck in their n-th step.
+    ahead, and two policies on one replica meet the same noise in their n-th step.
 
     Parameters
     ----------

@@ -25,7 +25,7 @@ def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
 
 
-def test_without_flags_nothing_is_promised() -> None:
+def test_without_flags_there_are_no_objectives() -> None:
     plain = defaults()
     assert plain == SLODefaults()
     assert (plain.slo.is_empty, plain.slo_class, plain.shed, plain.mode) == (
@@ -47,7 +47,7 @@ def test_flags_become_defaults() -> None:
     assert given.objectives_by_class() == {"default": given.slo, "batch": SLO_CLASSES["batch"]}
 
 
-def test_only_classes_in_use_are_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_classes_in_use_have_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM_A_KEY", "team-a")
     file = tmp_path / "classes.yaml"
     file.write_text(

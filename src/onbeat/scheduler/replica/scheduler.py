@@ -154,7 +154,7 @@ class Scheduler:
         return self._relegation.take_expired()
 
     def state(self) -> SchedulerState | None:
-        """Return how queues and promises stand; None where the policy keeps no deadlines."""
+        """Return how queues and objectives stand; None where the policy keeps no deadlines."""
         if self._slo is None:
             return None
         now = max(self._last_plan, self._busy_until if self._in_flight else self._last_update)
