@@ -92,7 +92,7 @@ OBJECTIVES = st.sampled_from(
     noise=st.sampled_from([0.0, 0.3]),
     context=st.sampled_from([4.7e-8, 2e-5]),
 )
-@examples(400)
+@examples(200)
 def test_runs_equal_single_steps_of_policies_that_learn_step_times(
     load, slos, policy, mode, num_blocks, num_replicas, noise, context
 ):
