@@ -54,7 +54,7 @@ def probe(
     first = next(name for name in fleet.servers if name != "slo")
     with fleet.servers[first].turn() as url:
         full = Load(seed=seed, seconds=0, concurrency=FULL_BATCH, num_prompts=3 * FULL_BATCH)
-        throughput = client.run(url, full).summary["request_throughput"]
+        throughput = client.run(url, full).summary.counts.request_throughput
     print(f"a full batch of {FULL_BATCH} on {first}: {throughput:.2f} req/s", flush=True)
     ramp = (RAMP[0] * throughput, RAMP[1] * throughput)
     probes = {}
@@ -87,7 +87,8 @@ def climb(
             load = Load(seed=seed, seconds=seconds, rate=rate, classes=classes)
             with fleet.servers[name].turn() as url:
                 result = context.client.run(url, load)
-            point = Point(index, rate, result.summary["offered"], result.summary["good"])
+            summary = result.summary
+            point = Point(index, rate, summary.counts.num_offered, summary.score.own.num_good)
             points[name].append(point)
             ladders[name].note(point.attainment)
             runs.append(Scores(result, {"server": name, "round": index, "rate": rate}).as_dict())

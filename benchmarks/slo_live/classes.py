@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass
 from slo_live import plots
@@ -91,7 +92,7 @@ def classes_file(classes: Sequence[SLOClass]) -> Iterator[Path]:
 
 def of_classes(result: Result) -> dict[str, Any]:
     keys = ("offered", "good", "attainment", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms")
-    return {name: {key: own.get(key) for key in keys} for name, own in result.summary["classes"].items()}
+    return {name: {key: own.get(key) for key in keys} for name, own in result_keys(result)["classes"].items()}
 
 
 def attainment(runs: Sequence[dict[str, Any]], server: str, name: str) -> float:

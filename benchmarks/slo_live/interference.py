@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from onbeat.bench.saved import result_keys
 from slo_live import plots
 from slo_live.book import markdown_table, middle, percent
 from slo_live.context import Context
@@ -49,7 +50,9 @@ def run(context: Context) -> None:
 
 def of_groups(result: Result) -> dict[str, Any]:
     keys = ("mean_ttft_ms", "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "attainment")
-    return {f"{name}_{key}": own.get(key) for name, own in result.summary["groups"].items() for key in keys}
+    return {
+        f"{name}_{key}": own.get(key) for name, own in result_keys(result)["groups"].items() for key in keys
+    }
 
 
 def report(context: Context, rate: float, runs: list[dict[str, Any]], gaps: dict[str, np.ndarray]) -> None:

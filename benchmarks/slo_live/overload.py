@@ -45,8 +45,8 @@ def run(context: Context) -> None:
                 results.append((name, index, result))
                 summary = result.summary
                 print(
-                    f"round {index} {name}: {percent(summary['attainment_admitted'])} of "
-                    f"{summary['admitted']} admitted good, {summary['rejected']} refused",
+                    f"round {index} {name}: {percent(summary.attainment_admitted)} of "
+                    f"{summary.counts.num_admitted} admitted good, {summary.counts.num_rejected} refused",
                     flush=True,
                 )
     report(context, rate, results)
@@ -92,7 +92,7 @@ def pooled(results: list[Result]) -> dict[str, Any]:
     records = [record for result in results for record in result.records]
     admitted = [record for record in records if record.status is not Status.REJECTED]
     times = np.array([r.response_time for r in records if r.status is Status.REJECTED]) * 1e3
-    good = sum(result.summary["good"] for result in results)
+    good = sum(result.summary.score.own.num_good for result in results)
     return {
         "admitted": len(admitted),
         "attainment_admitted": good / len(admitted) if admitted else None,

@@ -15,10 +15,9 @@ from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from onbeat.bench.config import BenchConfig, RunConfig
-    from onbeat.bench.record import RequestRecord
+    from onbeat.bench.result import BenchResult
     from onbeat.cli.bench_progress import BenchProgress
     from onbeat.core.protocols import Tokenizer
-    from onbeat.report.result import RunResult
 
 NAME = "bench"
 HELP = "load any OpenAI-compatible server and report its latency"
@@ -72,15 +71,15 @@ def _serve(args: argparse.Namespace) -> int:
     return _exit_code(results)
 
 
-def _exit_code(results: list[RunResult[RequestRecord]]) -> int:
+def _exit_code(results: list[BenchResult]) -> int:
     """Return 130 of an interrupted bench, 1 where nothing but failures came of a run, else 0.
 
     A run whose requests were all refused is a measurement; one whose requests all failed is none.
     """
-    summaries = [result.summary for result in results]
-    if any(summary["interrupted"] for summary in summaries):
+    if any(result.is_interrupted for result in results):
         return INTERRUPTED
-    return FAILED if any(summary["failed"] == summary["offered"] for summary in summaries) else 0
+    counts = [result.summary.counts for result in results]
+    return FAILED if any(own.num_failed == own.num_offered for own in counts) else 0
 
 
 def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:
@@ -114,7 +113,7 @@ def _load_tokenizer(path: Path | None) -> Tokenizer | None:
 
 async def _measure(
     bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: BenchProgress
-) -> list[RunResult[RequestRecord]]:
+) -> list[BenchResult]:
     """Measure; Ctrl-C ends the current run early and keeps what it has measured, if anything."""
     from onbeat.bench.session import run_bench
 
@@ -135,7 +134,7 @@ async def _measure(
         return []
 
 
-def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+def _show(args: argparse.Namespace, results: list[BenchResult]) -> None:
     from onbeat.bench.outcome_table import outcome_tables
     from onbeat.bench.result import group_errors
     from onbeat.cli import bench_settings as settings
@@ -147,8 +146,8 @@ def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> 
     percentiles = settings.summary_options(args).percentiles
     if len(results) == 1:
         tables = run_tables(results[0], settings.table_metrics(args), percentiles)
-        summary = results[0].summary
-        for table in (*tables, *outcome_tables(summary), *breakdown_tables(summary)):
+        breakdown = breakdown_tables(results[0].summary.breakdown)
+        for table in (*tables, *outcome_tables(results[0]), *breakdown):
             console.print(table)
     else:
         console.print(sweep_table(results))
@@ -156,19 +155,17 @@ def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> 
         if errors:
             console.print(error_table(errors))
     for result in results:
-        if line := worst_decile_line(result.summary):
+        if line := worst_decile_line(result.summary.breakdown):
             title = f"{result.title}: " if len(results) > 1 else ""
             console.print(title + line, markup=False, highlight=False)
     for warning in merge_warnings(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
-    if any(result.summary["interrupted"] for result in results):
+    if any(result.is_interrupted for result in results):
         console.print("interrupted: this is a partial result", style="bold yellow")
 
 
-def _save(
-    args: argparse.Namespace, bench: BenchConfig, results: list[RunResult[RequestRecord]], console: Console
-) -> None:
-    from onbeat.bench.result import default_file_name, to_document
+def _save(args: argparse.Namespace, bench: BenchConfig, results: list[BenchResult], console: Console) -> None:
+    from onbeat.bench.saved import default_file_name, to_document
     from onbeat.report.result import write_document
 
     document = to_document(results, detailed=args.save_detailed)
@@ -188,14 +185,12 @@ def _saves_under_name(args: argparse.Namespace) -> bool:
     return bool(args.save_result or args.append_result or args.result_filename)
 
 
-def _report(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+def _report(args: argparse.Namespace, results: list[BenchResult]) -> None:
     from onbeat.bench.outcome_table import outcome_notes
     from onbeat.cli import bench_settings as settings
     from onbeat.report.run_report import write_report
 
-    noted = [
-        replace(result, warnings=(*result.warnings, *outcome_notes(result.summary))) for result in results
-    ]
+    noted = [replace(result, warnings=(*result.warnings, *outcome_notes(result))) for result in results]
     hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
     shown = {
         name: str(value) if isinstance(value, Path) else value
@@ -209,8 +204,9 @@ def _report(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -
 def _compare(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from onbeat.bench.compare import compare, read_runs
+    from onbeat.bench.compare import compare
     from onbeat.bench.comparison_table import comparison_table
+    from onbeat.bench.saved import read_runs
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
     comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))

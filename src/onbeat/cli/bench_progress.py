@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from onbeat.bench.config import RunConfig
 from onbeat.bench.record import RequestRecord
-from onbeat.report.result import RunResult
+from onbeat.bench.result import BenchResult
 
 
 class BenchProgress:
@@ -67,6 +67,6 @@ class BenchProgress:
             self._bar.update(self._task, note=f"{self._num_lost} not completed ({record.cause})")
         self._bar.advance(self._task)
 
-    def on_result(self, result: RunResult[RequestRecord]) -> None:
-        rate = result.summary["output_throughput"]
+    def on_result(self, result: BenchResult) -> None:
+        rate = result.summary.counts.output_throughput
         self._bar.update(self._task, note=f"{rate:,.0f} output tok/s")

@@ -49,8 +49,8 @@ class CapacityProgress:
         if isinstance(event, Trial):
             met = "kept" if event.verdict.is_met else "missed"
             note = f"{event.rate:.3g} requests/s {met}: {event.verdict.reason}"
-        else:
-            note = f"{event.level.name}: {event.summary['output_throughput_per_gpu']:,.0f} tokens/s per GPU"
+        elif event.run is not None:  # one that cannot run is not reported
+            note = f"{event.level.name}: {event.run.output_throughput_per_gpu:,.0f} tokens/s per GPU"
         self._bar.update(self._task, note=f"{case_name(self._labels[index])}: {note}")
 
     def on_result(self, _index: int, _result: object) -> None:

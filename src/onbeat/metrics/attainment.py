@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,15 +61,6 @@ class Attainment:
     def goodput(self) -> float | None:
         """Good requests per second; None without requests that have objectives."""
         return self.num_good / self.duration if self.num_offered else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the keys of a saved result."""
-        return {
-            "attainment": self.attainment,
-            "goodput": self.goodput,
-            "good": self.num_good,
-            "offered_with_slo": self.num_offered,
-        }
 
 
 @dataclass(frozen=True, slots=True)

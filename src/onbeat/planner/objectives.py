@@ -30,8 +30,8 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
+from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import percentile
 from onbeat.planner.hopeless import Allowance, allowed_above
 from onbeat.planner.objective import Objective, unfinished
 from onbeat.planner.share_objectives import DEFAULT_SHARE, AttainmentObjective, DistServeObjective

@@ -1,15 +1,12 @@
-"""Who pays where not all requests are good, as a sentence and rows of tables.
-
-Both are made from the keys of a saved result (`metrics.breakdown`).
-"""
+"""Who pays where not all requests are good (`metrics.breakdown`), as a sentence and rows of tables."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from rich.table import Table
 
+from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
 from onbeat.report.table import number, rows_table
+from onbeat.report.table import percent as exact_percent
 from onbeat.report.units import duration, percent, short
 
 DECILES_TITLE = "Objectives by length of prompt"
@@ -19,56 +16,60 @@ DECILE_COLUMNS = ("prompt tokens", *_OUTCOME_COLUMNS)
 TENANT_COLUMNS = ("tenant", "prompt tokens", *_OUTCOME_COLUMNS)
 
 
-def worst_decile_line(summary: dict[str, Any]) -> str | None:
+def worst_decile_line(breakdown: Breakdown) -> str | None:
     """Return which prompts have the least attainment, and their longest wait; None of nothing to compare."""
-    worst = summary["worst_decile"]
+    worst = breakdown.worst_decile
     if worst is None:
         return None
-    seconds = worst["longest_wait_ms"] / 1e3
+    seconds = worst.longest_wait
     wait = duration(seconds) if seconds < 1 else f"{short(seconds)} s"  # minutes would hide how far it is off
     return (
-        f"Worst decile (prompts of {prompt_span(worst)} tokens): {percent(worst['attainment'])} good, "
+        f"Worst decile (prompts of {prompt_span(worst)} tokens): {percent(worst.attainment)} good, "
         f"longest wait {wait}"
     )
 
 
-def decile_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def decile_rows(breakdown: Breakdown) -> list[tuple[str, ...]]:
     """Return one row a decile of prompt length, as `DECILE_COLUMNS` names it; none of fewer than two."""
-    deciles = summary["attainment_by_prompt_decile"]
+    deciles = breakdown.deciles
     return [(prompt_span(own), *_cells(own)) for own in deciles if len(deciles) > 1]
 
 
-def tenant_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+def tenant_rows(breakdown: Breakdown) -> list[tuple[str, ...]]:
     """Return one row a tenant, as `TENANT_COLUMNS` names it; none of fewer than two."""
-    tenants = summary["attainment_by_tenant"]
-    return [(_tenant_name(own), prompt_span(own), *_cells(own)) for own in tenants if len(tenants) > 1]
+    tenants = breakdown.tenants
+    return [
+        (_tenant_name(own), prompt_span(own.outcome), *_cells(own.outcome))
+        for own in tenants
+        if len(tenants) > 1
+    ]
 
 
-def breakdown_tables(summary: dict[str, Any]) -> list[Table]:
+def breakdown_tables(breakdown: Breakdown) -> list[Table]:
     """Return the tables of one run for a terminal; none where there is nothing to compare."""
     sections = (
-        (DECILES_TITLE, DECILE_COLUMNS, decile_rows(summary)),
-        (TENANTS_TITLE, TENANT_COLUMNS, tenant_rows(summary)),
+        (DECILES_TITLE, DECILE_COLUMNS, decile_rows(breakdown)),
+        (TENANTS_TITLE, TENANT_COLUMNS, tenant_rows(breakdown)),
     )
     return [rows_table(f"{title} (times in ms)", columns, rows) for title, columns, rows in sections if rows]
 
 
-def prompt_span(own: dict[str, Any]) -> str:
+def prompt_span(own: GroupOutcome) -> str:
     """Return the lengths of the prompts of a group, in words."""
-    shortest, longest = own["min_prompt_tokens"], own["max_prompt_tokens"]
+    shortest, longest = own.min_prompt_tokens, own.max_prompt_tokens
     return f"{shortest:,}" if shortest == longest else f"{shortest:,} to {longest:,}"
 
 
-def _cells(own: dict[str, Any]) -> tuple[str, ...]:
+def _cells(own: GroupOutcome) -> tuple[str, ...]:
     return (
-        number(own["offered"]),
-        f"{own['attainment']:.1%}",
-        number(own["longest_wait_ms"]),
-        number(own["median_ttft_ms"]),
+        number(own.num_offered),
+        exact_percent(own.attainment),
+        number(own.longest_wait * 1e3),
+        number(None if own.median_ttft is None else own.median_ttft * 1e3),
     )
 
 
-def _tenant_name(own: dict[str, Any]) -> str:
-    if own["num_tenants"] > 1:
-        return f"({own['num_tenants']:,} others)"
-    return own["tenant"] or "(nobody named)"
+def _tenant_name(own: TenantOutcome) -> str:
+    if own.num_tenants > 1:
+        return f"({own.num_tenants:,} others)"
+    return own.tenant or "(nobody named)"

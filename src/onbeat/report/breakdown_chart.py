@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from onbeat.metrics.breakdown import Breakdown
 from onbeat.report.breakdown import prompt_span
 from onbeat.report.charts import LOST_COLOUR, STREAM_COLOUR, WAIT_COLOUR
 from onbeat.report.page import Figure
 
 
-def decile_figure(summary: dict[str, Any]) -> Figure | None:
+def decile_figure(breakdown: Breakdown) -> Figure | None:
     """Return attainment and longest wait of each decile of prompt length; None of fewer than two."""
-    deciles = summary["attainment_by_prompt_decile"]
+    deciles = breakdown.deciles
     if len(deciles) < 2:
         return None
     spans = [prompt_span(own) for own in deciles]
-    is_worst = [own == summary["worst_decile"] for own in deciles]
+    is_worst = [own == breakdown.worst_decile for own in deciles]
     data = [
         {
             "type": "bar",
             "name": "good",
             "x": spans,
-            "y": [round(own["attainment"] * 100, 2) for own in deciles],
-            "customdata": [own["offered"] for own in deciles],
+            "y": [round(own.attainment * 100, 2) for own in deciles],
+            "customdata": [own.num_offered for own in deciles],
             "marker": {
                 "color": [LOST_COLOUR if worst else STREAM_COLOUR for worst in is_worst],
                 "opacity": 0.7,  # the line in front of the bars must be seen
@@ -34,7 +33,7 @@ def decile_figure(summary: dict[str, Any]) -> Figure | None:
             "mode": "lines+markers",
             "name": "longest wait",
             "x": spans,
-            "y": [round(own["longest_wait_ms"] / 1e3, 4) for own in deciles],
+            "y": [round(own.longest_wait, 4) for own in deciles],
             "yaxis": "y2",
             "line": {"color": WAIT_COLOUR, "width": 2},
             "marker": {"size": 9, "line": {"color": "#ffffff", "width": 1}},

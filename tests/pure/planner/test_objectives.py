@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.metrics.summary import percentile
+from onbeat.metrics.distribution import percentile
 from onbeat.planner.hopeless import Hopeless, HopelessWatch, allowed_above
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import OBJECTIVES, SarathiObjective, VidurObjective, parse_objective
