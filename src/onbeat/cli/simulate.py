@@ -47,17 +47,18 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.cli.simulate_options import replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
-    from onbeat.cli.workload_settings import offered_load, tightest_tbt
+    from onbeat.cli.workload import WorkloadOptions, offered_load
     from onbeat.metrics.summary import SummaryOptions
     from onbeat.simulator.setup import build_for_load
 
     console = Console(stderr=True, highlight=False)
     settings = replica_settings(args)
+    workload = read_options(args, WorkloadOptions)
     require_jobs(args.jobs)
     simulation, load = build_for_load(
         settings,
-        lambda max_model_len: offered_load(args, max_model_len=max_model_len, seed=args.seed),
-        tbt=tightest_tbt(args),
+        lambda max_model_len: offered_load(workload, max_model_len=max_model_len, seed=workload.seed),
+        tbt=workload.objectives.tightest_tbt(),
     )
     check_writable({f"--{name}": getattr(args, name) for name in OUTPUTS})
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
