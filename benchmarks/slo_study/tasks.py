@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 
+from onbeat.planner.capacity import service_rate
 from onbeat.planner.parallel import TaskContext
-from onbeat.planner.service_rate import service_rate
 from slo_study.cells import (
     CELLS,
     FAMILIES,

@@ -181,8 +181,7 @@ def _shown_settings(args: argparse.Namespace) -> dict[str, Any]:
 def _compare(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from onbeat.bench.compare import compare
-    from onbeat.bench.comparison_table import comparison_table
+    from onbeat.bench.compare import compare, comparison_table
     from onbeat.bench.saved import read_runs
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)

@@ -15,8 +15,7 @@ from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
 from onbeat.planner.cases import Labels
-from onbeat.planner.grid import ReplicaCase, settings_grid
-from onbeat.planner.idle_case import HopelessOn
+from onbeat.planner.grid import HopelessOn, ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective

@@ -12,9 +12,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.attainment import TOLERANCE, Flags, good_requests, has_objectives
 from onbeat.metrics.record import RequestRecord
-from onbeat.planner.hopeless import Allowance
-from onbeat.planner.objective import unfinished
-from onbeat.planner.verdict import Measure, Verdict, verdict_of
+from onbeat.planner.objective import Allowance, Measure, Verdict, unfinished, verdict_of
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 

@@ -15,11 +15,11 @@ from onbeat.report.breakdown import (
     DECILES_TITLE,
     TENANT_COLUMNS,
     TENANTS_TITLE,
+    decile_figure,
     decile_rows,
     tenant_rows,
     worst_decile_line,
 )
-from onbeat.report.breakdown_chart import decile_figure
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.result import AnyResult, RunHeader, merge_warnings
 from onbeat.report.table import (

@@ -8,8 +8,7 @@ import orjson
 import pytest
 from rich.console import Console
 
-from onbeat.bench.compare import Comparison, Row, compare
-from onbeat.bench.comparison_table import comparison_table
+from onbeat.bench.compare import Comparison, Row, compare, comparison_table
 from onbeat.bench.config import LoadConfig
 from onbeat.bench.saved import SavedRun, read_runs, to_document
 from onbeat.core.errors import ConfigError

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from onbeat.bench.client import refusal
 from onbeat.bench.outcome_table import outcome_notes, outcome_tables
-from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.refusal import refusal
+from onbeat.bench.record import RequestRecord, ServerVerdict, Status
 from onbeat.bench.result import BenchResult
 from onbeat.bench.saved import result_keys
-from onbeat.bench.verdict import ServerVerdict
 from onbeat.core.slo import SLO
 from tests.pure.bench.results import failure, make_records, make_result
 

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from onbeat.bench.config import LoadConfig
-from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.record import RequestRecord, ServerVerdict, Status
 from onbeat.bench.result import BenchResult
 from onbeat.bench.saved import read_runs, to_document
-from onbeat.bench.verdict import ServerVerdict
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
-from onbeat.report.breakdown import decile_rows, tenant_rows, worst_decile_line
-from onbeat.report.breakdown_chart import decile_figure
+from onbeat.report.breakdown import decile_figure, decile_rows, tenant_rows, worst_decile_line
 
 
 def group(shortest: int, longest: int, **fields: Any) -> GroupOutcome:
