@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from harness import plots
+from harness.pages import markdown_table, percent
+
 from onbeat.workload.slo_classes import SLOClass
-from slo_live import plots
-from slo_live.book import markdown_table, percent
 from slo_live.context import Context
 from slo_live.load import Load, Scores, good_flags, one_class
 from slo_live.search import Capacity, Ladder, Point, crossing, ramp_crossing, without_each_round
@@ -119,7 +120,7 @@ def report(
     run_rows = [
         [r["server"], r["round"] + 1, r["rate"], r["offered"], *shares(r), *latencies(r)] for r in runs
     ]
-    image = plots.save(draw(points, found, level), context.book.images / "slo-live-capacity.png")
+    image = plots.save(draw(points, found, level), context.page.images / "slo-live-capacity.png")
     text = f"""{context.objectives}; prompts of 100 to 600 tokens, outputs of 20 to 100; Poisson arrivals;
 attainment in `{context.client.slo_mode}` mode. Each server climbs its own ladder of rates (6 % a rung), up
 after a run of at least {level:.0%}, else down; capacity is where the pooled attainment crosses {level:.0%}.
@@ -136,7 +137,7 @@ Every run:
 
 {markdown_table(RUN_COLUMNS, run_rows)}
 """
-    context.book.write(
+    context.page.write(
         "capacity",
         HEADING,
         text,
