@@ -34,7 +34,7 @@ from peers.stage import TURNS, Stage, open_stage
 from peers.tuning import tune
 from peers.workload import MIN_REQUESTS, QUICK_REQUESTS, Cell, make_cells
 
-from onbeat.bench.promise import SEND_SLO
+from onbeat.bench.objectives import SEND_SLO
 from onbeat.hub.resolve import resolve_model
 from onbeat.text.tokenizer import load_tokenizer
 

@@ -10,10 +10,10 @@ from typing import Any
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.config import TargetConfig
 from onbeat.bench.feed import PromptFeed
+from onbeat.bench.objectives import RequestObjectives, SendSLO, choose_transport
 from onbeat.bench.outcomes import summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
-from onbeat.bench.promise import Promises, SendSLO, choose_transport
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
 from onbeat.bench.saved import error_keys
@@ -134,7 +134,7 @@ class LoadClient:
             )
             client = StreamingClient(session, endpoint, count_tokens=self._count_tokens)
             feed = PromptFeed(
-                workload, promises=Promises(self._classes, len(workload), self._seed), limit=limit
+                workload, objectives=RequestObjectives(self._classes, len(workload), self._seed), limit=limit
             )
             await feed.fill()
             plan = LoadPlan(offsets=None, max_concurrency=concurrency)

@@ -123,11 +123,11 @@ def report(context: Context, rate: float, classes: Sequence[SLOClass], runs: lis
         columns += [f"{each.name}: good", "TTFT P50, ms", "TBT P99, ms"]
     columns.append(f"keeps {level:.0%} of")
     image = plots.save(draw(runs, servers, classes, level), context.page.images / "slo-live-classes.png")
-    promised = "; ".join(
+    asked = "; ".join(
         f"`{each.name}` TTFT {(each.slo.ttft or 0) * 1e3:.0f} ms, TBT {(each.slo.tbt or 0) * 1e3:.0f} ms"
         for each in classes
     )
-    text = f"""{promised} (half of the requests each); {rate:.2f} requests/s in all, the lengths of (i).
+    text = f"""{asked} (half of the requests each); {rate:.2f} requests/s in all, the lengths of (i).
 All budgets of sarathi in the first round, the {NUM_KEPT} best in the others; latencies are means over runs.
 
 {markdown_table(columns, rows)}

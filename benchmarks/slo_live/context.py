@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.pages import REPOSITORY
 
-from onbeat.bench.promise import SEND_SLO
+from onbeat.bench.objectives import SEND_SLO
 from onbeat.core.slo import SLO_MODES
 from slo_live.load import Client
 from slo_live.page import StudyPage

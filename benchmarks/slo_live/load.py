@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
-from onbeat.bench.promise import SendSLO
+from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import BenchResult
 from onbeat.bench.saved import error_keys, result_keys

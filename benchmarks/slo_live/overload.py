@@ -1,4 +1,4 @@
-"""(iv) Twice the load that can be served: who is admitted keeps the promise, the others hear so at once."""
+"""(iv) Twice the load that can be served: who is admitted is served in time, others are refused at once."""
 
 from __future__ import annotations
 

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 import orjson
 
+from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.promise import SLOTransport
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource, milliseconds
 from onbeat.bench.stream import AnswerStream, StreamError, error_code, error_text
 
@@ -38,7 +38,7 @@ class Endpoint:
     payload: PayloadBuilder
     headers: dict[str, str] = field(default_factory=dict)
     objectives: SLOTransport = field(default_factory=SLOTransport)
-    """How the server hears of what its requests are promised."""
+    """How the server hears of the objectives of its requests."""
     timeout: float = 6 * 3600.0
     """Longest time one request may take, seconds."""
 

@@ -112,7 +112,7 @@ class RequestRecord:
     tenant: str | None = None
     """For whom it is, where the run's classes say."""
     weight: float = 1.0
-    """Worth of keeping its promise beside those of others."""
+    """Worth of keeping its objectives beside those of others."""
     group: str | None = None
     """Kind of prompt, where a data set mixes several."""
     verdict: ServerVerdict | None = None

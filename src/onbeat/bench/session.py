@@ -15,9 +15,9 @@ from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_ses
 from onbeat.bench.config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
 from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.feed import PromptFeed
+from onbeat.bench.objectives import RequestObjectives, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
-from onbeat.bench.promise import Promises, choose_transport
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.bench.result import BenchResult, build_result
 from onbeat.bench.runner import LoadPlan, LoadRunner
@@ -146,7 +146,7 @@ async def _run(
     if bench.num_warmups:
         progress.on_phase(f"warming up with {bench.num_warmups} requests")
         await _warm_up(bench, run, client, tools, stop)
-    feed = PromptFeed(workload, promises=Promises(bench.slo_classes, len(workload), bench.seed))
+    feed = PromptFeed(workload, objectives=RequestObjectives(bench.slo_classes, len(workload), bench.seed))
     await feed.fill()
     runner = LoadRunner(client.send, plan, on_end=progress.on_request)
     drafts_before = await look_at_drafts(server.session, bench.target)

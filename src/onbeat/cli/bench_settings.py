@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.bench.config import BenchConfig, TargetConfig
+from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
-from onbeat.bench.promise import SendSLO
 from onbeat.cli.bench_load import DatasetOptions, LoadOptions, numbers, split_list
 from onbeat.cli.workload import ObjectiveOptions
 from onbeat.core.errors import ConfigError

@@ -103,7 +103,7 @@ def _rate_steps(text: str) -> tuple[RateStep, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveOptions:
-    """What is promised to requests."""
+    """The objectives of requests."""
 
     slo: SLO = part(SLO)
     slo_config: str | None = option(

@@ -1,4 +1,4 @@
-r"""Whether requests got what they were promised.
+r"""Whether requests kept their objectives.
 
 A request with arrival $a$, objectives ttft, tbt and e2e, and deliveries at $t_1 \le \dots \le t_m$ is
 *good* if it completed, $t_1 - a \le$ ttft, $t_m - a \le$ e2e, and its tokens came in time, in one of two
@@ -93,12 +93,12 @@ def judge(requests: Sequence[MeasuredRequest], *, mode: SLOMode = "stream") -> J
     ------
     ConfigError : an unknown mode.
     """
-    promised = [request for request in requests if has_objectives(request)]
-    return JudgedRequests(promised, good_requests(promised, mode=mode))
+    judged = [request for request in requests if has_objectives(request)]
+    return JudgedRequests(judged, good_requests(judged, mode=mode))
 
 
 def has_objectives(request: MeasuredRequest) -> bool:
-    """Return whether anything was promised."""
+    """Return whether a request has an objective."""
     return request.slo is not None and not request.slo.is_empty
 
 
@@ -148,7 +148,7 @@ def _score(chunk: DeliveryChunk, mode: SLOMode) -> Flags:
 
 
 def _limits(requests: Sequence[MeasuredRequest]) -> Iterator[tuple[float, float, float]]:
-    """Yield ttft, tbt and e2e of each request; infinity where nothing is promised."""
+    """Yield ttft, tbt and e2e of each request; infinity where there is no objective."""
     nothing = SLO()
     for request in requests:
         slo = request.slo or nothing

@@ -1,4 +1,4 @@
-"""Prometheus names for promises, and for what the policy does to keep them."""
+"""Prometheus names for objectives, and for what the policy does to keep them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,9 @@ def _policy(counts: PolicyCounts) -> Iterator[Metric]:
     if state is not None:
         yield counter("onbeat_requests_relegated", "Requests turned into best effort", state.num_relegated)
         yield counter(
-            "onbeat_requests_lost", "Running requests that could no longer keep their promise", state.num_lost
+            "onbeat_requests_lost",
+            "Running requests that could no longer keep their objectives",
+            state.num_lost,
         )
 
 

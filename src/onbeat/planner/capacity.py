@@ -167,7 +167,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
 
 
 def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> str:
-    """Return what binds, with the numbers of a whole run: the search gives lost ones up early."""
+    """Return what binds, with the numbers of a whole run: the search ends a run that misses early."""
     if not bracket.is_finished or bracket.high == inf:
         return bracket.limit
     load = task.load.at_rate(bracket.high)

@@ -35,7 +35,7 @@ class Measure:
 
     @property
     def pressure(self) -> float:
-        """How near the limit is: above 1 it is missed. Shares count what is lost, not what is kept."""
+        """How near the limit is: above 1 it is missed. Shares count what is missed, not what is kept."""
         value, limit = (self.value, self.limit) if self.unit == "s" else (1 - self.value, 1 - self.limit)
         return value / limit if limit > 0 else (inf if value > 0 else 0.0)
 
@@ -79,7 +79,7 @@ def verdict_of(measures: tuple[Measure, ...]) -> Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """So many may miss a limit; with one more, the objective is lost whatever comes."""
+    """So many may miss a limit; with one more, the objective is missed whatever comes."""
 
     what: str
     """`gaps above 100 ms`"""
@@ -111,7 +111,7 @@ class Objective(Protocol):
         ...
 
     def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
-        """Return what the objective allows of a run of this load; beyond that it is lost for certain.
+        """Return what the objective allows of a run of this load; beyond that it is missed for certain.
 
         Raises
         ------

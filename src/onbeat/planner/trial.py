@@ -1,4 +1,4 @@
-"""One run of a load, judged; given up as soon as its objective is lost for certain."""
+"""One run of a load, judged; ended as soon as its objective is missed for certain."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_trial(
 
     Parameters
     ----------
-    to_the_end : finish a run that is lost, for the sake of its numbers.
+    to_the_end : finish a run that misses its objective, for the sake of its numbers.
 
     Raises
     ------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
-from onbeat.report.charts import LOST_COLOUR, STREAM_COLOUR, WAIT_COLOUR
+from onbeat.report.charts import MISSED_COLOUR, STREAM_COLOUR, WAIT_COLOUR
 from onbeat.report.page import Figure
 from onbeat.report.table import number, rows_table
 from onbeat.report.table import percent as exact_percent
@@ -92,7 +92,7 @@ def decile_figure(breakdown: Breakdown) -> Figure | None:
             "y": [round(own.attainment * 100, 2) for own in deciles],
             "customdata": [own.num_offered for own in deciles],
             "marker": {
-                "color": [LOST_COLOUR if worst else STREAM_COLOUR for worst in is_worst],
+                "color": [MISSED_COLOUR if worst else STREAM_COLOUR for worst in is_worst],
                 "opacity": 0.7,  # the line in front of the bars must be seen
             },
             "hovertemplate": "%{y:.1f} % of %{customdata:,} requests<extra>%{x} tokens</extra>",

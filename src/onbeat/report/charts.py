@@ -33,7 +33,7 @@ COLOURS = ("#4c8dff", "#f2a23a", "#2fb58a", "#b07cf0", "#ef6f6c", "#35b6d4", "#d
 QUEUE_COLOUR = "#9aa3ad"
 WAIT_COLOUR = "#f2a23a"
 STREAM_COLOUR = "#4c8dff"
-LOST_COLOUR = "#ef6f6c"
+MISSED_COLOUR = "#ef6f6c"
 
 VISIBLE_SECONDS = 1e-3
 """A shorter wait is too thin to draw."""
@@ -180,7 +180,7 @@ def timeline_figure(result: AnyResult) -> Figure | None:
         "waiting in the client": (QUEUE_COLOUR, [], []),
         "sent, no token yet": (WAIT_COLOUR, [], []),
         "streaming": (STREAM_COLOUR, [], []),
-        "not completed": (LOST_COLOUR, [], []),
+        "not completed": (MISSED_COLOUR, [], []),
     }
     for row, record in enumerate(records):
         for name, begin, end in _spans(record):
@@ -242,7 +242,7 @@ def gaps_figure(result: AnyResult) -> Figure | None:
             "hovertemplate": "%{y:.1f} ms at %{x:.2f} s<extra></extra>",
         }
     ]
-    for level, colour in ((50, COLOURS[2]), (99, LOST_COLOUR)):
+    for level, colour in ((50, COLOURS[2]), (99, MISSED_COLOUR)):
         data.append(
             {
                 "type": "scatter",

@@ -29,7 +29,7 @@ from onbeat.report.table import (
     latency_columns,
     latency_rows,
     machine_rows,
-    num_lost,
+    num_not_completed,
     number,
     percent,
     summary_rows,
@@ -209,7 +209,7 @@ def _sweep_table(results: Sequence[AnyResult]) -> str:
             [
                 result.title,
                 number(result.summary.counts.num_completed),
-                number(num_lost(result.summary)),
+                number(num_not_completed(result.summary)),
                 *(number(values[place]) for _, values in columns),
                 percent(result.summary.score.attainment, digits=0),
             ]

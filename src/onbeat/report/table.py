@@ -218,7 +218,7 @@ def sweep_columns(results: Sequence[AnyResult]) -> list[tuple[str, list[float | 
     return columns
 
 
-def num_lost(summary: RunSummary) -> int:
+def num_not_completed(summary: RunSummary) -> int:
     """Return how many requests failed or were rejected."""
     return summary.counts.num_failed + summary.counts.num_rejected
 
@@ -235,8 +235,8 @@ def sweep_table(results: Sequence[AnyResult]) -> Table:
     if has_goodput:
         table.add_column("good", justify="right")
     for place, result in enumerate(results):
-        lost = num_lost(result.summary)
-        done = number(result.summary.counts.num_completed) + (f" (-{lost})" if lost else "")
+        missing = num_not_completed(result.summary)
+        done = number(result.summary.counts.num_completed) + (f" (-{missing})" if missing else "")
         cells = [number(values[place]) for _, values in columns]
         if has_goodput:
             cells.append(percent(result.summary.score.attainment, digits=0))

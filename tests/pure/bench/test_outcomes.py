@@ -19,7 +19,7 @@ from tests.pure.bench.results import failure, make_records, make_result
 EASY, HARD = SLO(ttft=10.0, tbt=1.0), SLO(ttft=0.001)
 
 
-def promised(count: int, *, hard: int = 0, **options: Any) -> list[RequestRecord]:
+def answered(count: int, *, hard: int = 0, **options: Any) -> list[RequestRecord]:
     records = make_records(count, **options)
     for position, record in enumerate(records):
         record.slo = HARD if position < hard else EASY
@@ -45,7 +45,7 @@ def shown(result: BenchResult) -> str:
 
 def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
     records = [
-        *promised(6, hard=2),
+        *answered(6, hard=2),
         refused(6, 0.01, Status.REJECTED, predicted_ttft=3.0, retry_after=1.0),
         refused(7, 0.03, Status.REJECTED, predicted_ttft=5.0),
         refused(8, 0.5, Status.EXPIRED),
@@ -55,7 +55,7 @@ def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
 
     counts = [summary[key] for key in ("offered", "completed", "rejected", "expired", "failed", "admitted")]
     assert counts == [10, 6, 2, 1, 1, 8]
-    assert summary["attainment"] == pytest.approx(4 / 9)  # the failure was promised nothing
+    assert summary["attainment"] == pytest.approx(4 / 9)  # the failure had no objectives
     assert summary["attainment_admitted"] == pytest.approx(4 / 8)
     assert summary["median_rejection_ms"] == pytest.approx(20)
     assert summary["max_rejection_ms"] == pytest.approx(30)
@@ -65,7 +65,7 @@ def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
 
 
 def test_each_class_has_its_own_counts() -> None:
-    records = [*promised(4, hard=1), refused(4, 0.01, Status.REJECTED)]
+    records = [*answered(4, hard=1), refused(4, 0.01, Status.REJECTED)]
     classes = result_keys(make_result(records))["classes"]
 
     assert (classes["easy"]["rejected"], classes["easy"]["attainment_admitted"]) == (1, 1.0)
@@ -74,7 +74,7 @@ def test_each_class_has_its_own_counts() -> None:
 
 
 def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
-    records = promised(5, hard=1)
+    records = answered(5, hard=1)
     for position, record in enumerate(records[:4]):
         record.verdict = ServerVerdict(
             is_met=position != 3,
@@ -91,7 +91,7 @@ def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
 
 
 def test_without_verdicts_nothing_is_said_of_them() -> None:
-    assert result_keys(make_result(promised(3)))["server_verdicts"] is None
+    assert result_keys(make_result(answered(3)))["server_verdicts"] is None
 
 
 def test_a_verdict_with_odd_fields_is_read_as_far_as_it_goes() -> None:
@@ -101,7 +101,7 @@ def test_a_verdict_with_odd_fields_is_read_as_far_as_it_goes() -> None:
 
 
 def test_groups_of_prompts_have_latencies_of_their_own() -> None:
-    records = promised(8)
+    records = answered(8)
     for record in records:
         record.group = "long" if record.index % 4 == 3 else "short"
     groups = result_keys(make_result(records))["groups"]
@@ -112,7 +112,7 @@ def test_groups_of_prompts_have_latencies_of_their_own() -> None:
 
 
 def test_tables_and_notes_show_what_became_of_requests() -> None:
-    records = [*promised(4), refused(4, 0.004, Status.REJECTED, predicted_ttft=2.0)]
+    records = [*answered(4), refused(4, 0.004, Status.REJECTED, predicted_ttft=2.0)]
     records[0].group = "short"
     records[0].verdict = ServerVerdict(is_met=True, ttft=0.05)
     result = make_result(records)
@@ -125,7 +125,7 @@ def test_tables_and_notes_show_what_became_of_requests() -> None:
 
 def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None:
     """A server counts its chat template too, of the prompts that it answers: no reason to part them."""
-    records = [*promised(10), *(refused(index, 0.01, Status.REJECTED) for index in range(10, 20))]
+    records = [*answered(10), *(refused(index, 0.01, Status.REJECTED) for index in range(10, 20))]
     for record in records[:10]:
         record.num_prompt_tokens += 11
     summary = result_keys(make_result(records))
