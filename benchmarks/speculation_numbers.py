@@ -57,14 +57,14 @@ LOADS: Mapping[str, Acceptance] = {
 
 
 def kept(value: float) -> AbstractContextManager[object]:
-    return mock.patch.object(goodput, "AcceptanceBook", partial(acceptance.AcceptanceBook, kept=value))
+    return mock.patch.object(goodput, "AcceptanceRates", partial(acceptance.AcceptanceRates, kept=value))
 
 
 def initial(value: float) -> AbstractContextManager[object]:
-    def make_book(_configured: float) -> acceptance.AcceptanceBook:
-        return acceptance.AcceptanceBook(value)
+    def make_rates(_configured: float) -> acceptance.AcceptanceRates:
+        return acceptance.AcceptanceRates(value)
 
-    return mock.patch.object(goodput, "AcceptanceBook", make_book)
+    return mock.patch.object(goodput, "AcceptanceRates", make_rates)
 
 
 NUMBERS: Mapping[str, tuple[float, Change, tuple[float, ...]]] = {

@@ -9,7 +9,7 @@ from onbeat.core.step import StepStats
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.load import LoadedModel
-from onbeat.engine.step_time_choice import choose_step_time
+from onbeat.engine.step_time_source import choose_step_time
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 from .driver import TimedForward, no_collection

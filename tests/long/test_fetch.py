@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub.cache import cached_file, models_dir
 from onbeat.hub.fetch import fetch_known_model
 from onbeat.hub.files import FetchStatus, no_progress
-from onbeat.hub.known import KNOWN_MODELS
+from onbeat.hub.known import KNOWN_MODELS, cached_file, models_dir
 from tests.long.wheels import make_known_model
 
 

@@ -7,8 +7,7 @@ import pytest
 
 from onbeat.cli import models
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub.cache import models_dir
-from onbeat.hub.known import KNOWN_MODELS
+from onbeat.hub.known import KNOWN_MODELS, models_dir
 from tests.long.wheels import make_known_model
 
 

@@ -11,7 +11,7 @@ import pytest
 from onbeat.cli.main import main
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = ("README.md", "docs/simulation.md", "docs/slo.md")
+DOCUMENTS = ("README.md", "docs/simulation.md", "docs/capacity.md", "docs/slo.md")
 SHORTER = {
     "simulate": ["--num-prompts", "40"],
     "capacity": ["--num-prompts", "20", "--tolerance", "0.9"],

@@ -18,8 +18,8 @@ SEND_SLO: tuple[SendSLO, ...] = get_args(SendSLO)
 UNNAMED_CLASS = "default"
 """Class of objectives that come from flags: a name of our own tables, which no server knows."""
 
-TTFT_HEADER = "x-slo-ttft-ms"
-TPOT_HEADER = "x-slo-tpot-ms"
+TTFT_HEADER = "x-llm-d-slo-ttft-ms"
+TPOT_HEADER = "x-llm-d-slo-tpot-ms"
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
 
 
@@ -29,7 +29,7 @@ class SLOTransport:
 
     Parameters
     ----------
-    how : `body` is an object `slo`, `headers` are those that inference-perf sends, `none` keeps the
+    how : `body` is an object `slo`, `headers` are llm-d's, `none` keeps the
         objectives to the client, which scores by them all the same.
     asks_to_shed : ask the server to refuse the request where it predicts that its TTFT cannot be kept.
     """

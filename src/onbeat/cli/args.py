@@ -42,7 +42,11 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults where there is one to show."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, False, argparse.SUPPRESS) or isinstance(action.default, (list, tuple)):
+        default = action.default
+        # By identity: a default of 0 equals False, and is one to show.
+        if default is None or default is False or default == argparse.SUPPRESS:
+            return action.help
+        if isinstance(default, (list, tuple)):
             return action.help
         return super()._get_help_string(action)
 

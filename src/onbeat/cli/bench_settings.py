@@ -231,8 +231,8 @@ class BenchOptions:
     send_slo: SendSLO = option(
         "auto",
         group="what the server is told of objectives",
-        help="in the body, as x-slo-ttft-ms and x-slo-tpot-ms headers, or not at all; auto: in the body if "
-        "the server says that it is onbeat (default: auto)",
+        help="in the body, as x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms headers, or not at all; auto: in "
+        "the body if the server says that it is onbeat (default: auto)",
     )
     shed: bool = option(
         default=False,

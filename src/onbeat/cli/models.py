@@ -11,9 +11,8 @@ from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRem
 from rich.progress import Progress as ProgressBar
 from rich.table import Table
 
-from onbeat.hub.cache import cached_file, models_dir
 from onbeat.hub.files import FetchStatus, Progress
-from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel
+from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, cached_file, models_dir
 from onbeat.hub.resolve import resolve_model
 
 NAME = "models"

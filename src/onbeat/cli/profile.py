@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from onbeat.cli.args import add_config_flag, count
-from onbeat.cli.engine_args import add_model_arguments, engine_config, find_model
+from onbeat.cli.engine_args import add_model_arguments, check_packages, engine_config, find_model
 from onbeat.cli.options import add_options
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel
-    from onbeat.engine.profiling.profiler import ProfilePlan, ProfileResult
+    from onbeat.engine.profiling.profiler import ProfileResult, ProfileSettings
 
 NAME = "profile"
 HELP = "measure a model's step times on this machine, and fit what predicts them"
@@ -64,8 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Profile; return the exit code."""
-    from onbeat.cli.extras import check_packages
-
     check_packages("profile", _PACKAGES)
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
     if not args.seconds > 0:
@@ -88,12 +86,12 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     loaded = prepare_model(engine_config(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
-    plan = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
+    settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with _progress_bar(console) as bar:
         task = bar.add_task("measuring steps", total=1.0)
-        result = profile_model(loaded, plan, lambda share: bar.update(task, completed=share))
+        result = profile_model(loaded, settings, lambda share: bar.update(task, completed=share))
         bar.update(task, completed=1.0, description="measured and fitted")
-    _say_what_was_cut(loaded, plan, result, console)
+    _say_what_was_cut(loaded, settings, result, console)
     return result
 
 
@@ -110,15 +108,23 @@ def _progress_bar(console: Console) -> Progress:
 
 
 def _say_what_was_cut(
-    loaded: LoadedModel, plan: ProfilePlan, result: ProfileResult, console: Console
+    loaded: LoadedModel, settings: ProfileSettings, result: ProfileResult, console: Console
 ) -> None:
+    from onbeat.engine.profiling.batches import BatchLimits
     from onbeat.engine.profiling.campaign import MIN_RUNS
 
     in_cache = loaded.limits.num_blocks * loaded.limits.block_size
-    if in_cache > plan.max_context_tokens:
+    if in_cache > settings.max_context_tokens:
         console.print(
-            f"batches had up to {plan.max_context_tokens:,} tokens of context; the KV cache holds "
+            f"batches had up to {settings.max_context_tokens:,} tokens of context; the KV cache holds "
             f"{in_cache:,} (--max-context-tokens measures further)",
+            markup=False,
+        )
+    measured = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=settings.max_context_tokens)
+    if measured.max_num_seqs < loaded.limits.max_num_seqs:
+        console.print(
+            f"batches had up to {measured.max_num_seqs} requests of {loaded.limits.max_num_seqs}, as the KV "
+            f"cache holds {in_cache:,} tokens (more --kv-cache-memory-bytes measures further)",
             markup=False,
         )
     if result.runs_per_batch < MIN_RUNS:
@@ -131,8 +137,7 @@ def _say_what_was_cut(
 
 def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
     from onbeat.cli.profile_output import print_summary, write_report
-    from onbeat.engine.profiling.store import profiles_dir
-    from onbeat.perfmodel.profile_file import profile_path, write_profile
+    from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
 
     path = args.output or profile_path(profiles_dir(), result.profile.key)
     try:

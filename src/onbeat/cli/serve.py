@@ -19,8 +19,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from onbeat.cli.args import add_config_flag
-from onbeat.cli.engine_args import add_model_arguments, add_text_arguments, engine_config, find_model
-from onbeat.cli.extras import check_packages
+from onbeat.cli.engine_args import (
+    add_model_arguments,
+    add_text_arguments,
+    check_packages,
+    engine_config,
+    find_model,
+)
 from onbeat.cli.options import add_options
 from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
 from onbeat.cli.vllm_flags import take_vllm_flags
@@ -69,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     with ExitStack() as stack:
         sock = stack.enter_context(bind(config))  # a busy port is known before a model is loaded
         files = _find_model(args, console)
-        engine = replace(engine_config(args, files), slo_classes=config.slo.promises())
+        engine = replace(engine_config(args, files), slo_classes=config.slo.objectives_by_class())
         _set_up_logging(args.log_level)
         return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
 

@@ -10,14 +10,13 @@ from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import OBJECTIVES, SLO
 from onbeat.server.config import ServerConfig
-from onbeat.server.slo_classes_file import ClassesFile, read_classes_file
-from onbeat.server.slo_defaults import SLODefaults
+from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
 
 API_KEY_VARIABLE = "ONBEAT_API_KEY"
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what requests are promised, and how the server listens, whom it lets in, what it tells."""
+    """Add the objectives of requests, and how the server listens, whom it lets in, what it tells."""
     add_options(parser, SLO)
     add_options(parser, SLODefaults, only=("slo_class", "shed"))
     find_group(parser, OBJECTIVES).add_argument(

@@ -205,8 +205,8 @@ def _warnings(
             f"{num_relegated:,} requests were relegated to best effort, {num_expired:,} were given up in the "
             "queue"
         )
-    if num_hopeless := outcomes.whole.num_hopeless:
-        yield f"{num_hopeless:,} requests are hopeless: even an idle machine would miss their objectives"
+    if num_infeasible := outcomes.whole.num_infeasible:
+        yield f"{num_infeasible:,} requests are hopeless: even an idle machine would miss their objectives"
 
 
 def result_keys(run: SimulatedRun) -> dict[str, Any]:
@@ -268,7 +268,7 @@ def _outcome_keys(summary: GroupSummary, outcomes: GroupOutcomes) -> dict[str, A
         "relegated": outcomes.num_relegated,
         "admitted": summary.counts.num_admitted,
         "attainment_admitted": summary.attainment_admitted,
-        "hopeless": outcomes.num_hopeless,
+        "hopeless": outcomes.num_infeasible,
         "median_predicted_ttft_error": outcomes.median_predicted_ttft_error,
     }
 

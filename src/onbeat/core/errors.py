@@ -65,7 +65,7 @@ class Overloaded(RequestRejected):
     Parameters
     ----------
     message : what is full, and what to do.
-    retry_after : seconds after which there is predicted to be room; None where nobody predicts it.
+    retry_after : seconds after which there is predicted to be room; None without a prediction.
     """
 
     def __init__(

@@ -147,13 +147,13 @@ class Request:
     keeps_kv: bool = False
     """Whether its KV outlives it until `Scheduler.release_kv`, for another replica to fetch."""
     slo: SLO | None = None
-    """What was promised; None promises nothing. Only policies that plan with deadlines look at it."""
+    """Its objectives; None where it has none. Only policies that plan with deadlines look at it."""
     slo_class: str | None = None
     """Name of its class of objectives."""
     weight: float = 1.0
-    """Worth of keeping its promise beside that of others, above 0; the larger, the more important."""
+    """Worth of keeping its objectives beside those of others, above 0; the larger, the more important."""
     tenant: str | None = None
-    """Who shares what is scarce fairly with other tenants; None is one tenant of its own."""
+    """Shares scarce capacity fairly with other tenants; None is one tenant of its own."""
     shed: ShedMode = ShedMode.RELEGATE
     """What to do where its TTFT objective is predicted to be missed."""
 

@@ -1,4 +1,4 @@
-"""What a request was promised."""
+"""Latency objectives (SLO) of requests, and what becomes of requests that cannot meet them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _objective(name: str, help: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SLO:
-    """The latency objectives of one request, seconds; None promises nothing.
+    """The latency objectives of one request, seconds; None is no objective.
 
     The deadline of token k (0 is the first) is `max(arrival + ttft, first token) + k * tbt`: a stream that
     is ahead of its deadlines may use that slack, one that starts late is not late for ever.
@@ -51,7 +51,7 @@ class SLO:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is promised."""
+        """Whether there is no objective."""
         return self.ttft is None and self.tbt is None and self.e2e is None
 
 
@@ -67,18 +67,18 @@ class ShedMode(StrEnum):
     """What becomes of a request that is predicted to miss its TTFT objective."""
 
     OFF = "off"
-    """Nobody asks: it keeps its turn, by its deadline, even when that has passed."""
+    """It keeps its turn, by its deadline, even when that has passed."""
     RELEGATE = "relegate"
-    """It is served as best effort, from what is left over."""
+    """It is served as best effort, in time that others leave."""
     REJECT = "reject"
-    """It is refused at once with the predicted wait; queued past its deadline, it ends without an answer."""
+    """It is rejected on arrival with the predicted wait; one that becomes infeasible is ended."""
 
 
 ShedOrder = Literal["most", "longest-wait"]
 SHED_ORDERS: tuple[ShedOrder, ...] = get_args(ShedOrder)
-"""Whom to leave behind where not all prompts can be in time: `most`, those with the most work, so that as
-many as possible are in time; `longest-wait`, those that came last, so that who has waited keeps its turn
-however long its prompt is."""
+"""Which prompts to leave behind where not all can be in time: `most`, those with the most work, so that as
+many as possible are in time; `longest-wait`, those that came last, so that a request that has waited
+keeps its turn however long its prompt is."""
 DEFAULT_SHED_ORDER: ShedOrder = "most"
 DEFAULT_QUEUE_SECONDS = 60.0
 """Longest predicted wait for which a request is taken that is not in time: so long do proxies wait for the
@@ -87,7 +87,7 @@ first byte of an answer (docs/decisions/queue-bound.md)."""
 SLOMode = Literal["stream", "gap"]
 SLO_MODES: tuple[SLOMode, ...] = get_args(SLOMode)
 """What keeping the TBT objective means: `stream`, 99 % of the tokens by their deadlines, so that a stream may
-use slack that it has earned; `gap`, the P99 of the request's own gaps between deliveries within it."""
+use the slack that it has; `gap`, the P99 of the request's own gaps between deliveries within it."""
 
 
 def slo_mode_option() -> Any:
@@ -107,6 +107,6 @@ def shed_option() -> Any:
         ShedMode.RELEGATE,
         group=OBJECTIVES,
         help="a request that slo predicts to miss its TTFT objective, and that does not say what it wants, "
-        "takes its turn all the same (off), is served from what others leave (relegate), or is refused with "
-        "429 (reject)",
+        "takes its turn all the same (off), is served as best effort (relegate), or is rejected with 429 "
+        "(reject)",
     )

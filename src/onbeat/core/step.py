@@ -143,8 +143,8 @@ class SchedulerOutput:
     """How often the step may run before anything but token counts changes.
 
     Above 1 only where `Scheduler.schedule` was asked for it: a step of decodes alone, none of which ends or
-    lacks a KV block sooner. Whoever runs it n times gives `Scheduler.update` n tokens a row; the n-th run's
-    shape has `(n - 1) * num_lm_head_rows` more `decode_context_tokens`.
+    lacks a KV block sooner. Running it n times gives `Scheduler.update` n tokens a row; the n-th run's shape
+    has `(n - 1) * num_lm_head_rows` more `decode_context_tokens`.
     """
     budget: float | None = None
     """Time that the policy allowed the step, seconds; None where it plans by tokens, or nothing bound it."""
@@ -228,7 +228,7 @@ class StepStats:
     budget_request_id: str | None = None
     """The request whose deadline set the budget."""
     scheduler: SchedulerState | None = None
-    """Queues and promises after the step; None where the policy keeps no deadlines."""
+    """Queues and objectives after the step; None where the policy keeps no deadlines."""
     drafts: DraftStats | None = None
     """None where nothing is speculated, or the step had no decode row."""
 
@@ -240,8 +240,8 @@ class SchedulerState:
     num_best_effort: int = 0
     """Requests, waiting or running, that are served as best effort: relegated, or without objectives."""
     num_relegated: int = 0
-    """Requests relegated so far: at arrival, or since they could not make it any more."""
-    num_lost: int = 0
+    """Requests relegated so far: at arrival, or when they became infeasible."""
+    num_missed: int = 0
     """Running requests so far whose stream could no longer keep its objective."""
     num_rejected: dict[str, int] = field(default_factory=dict)
     """Reason (`slo_unattainable`, `deadline_exceeded`, `queue_too_long`) -> requests so far."""

@@ -14,9 +14,9 @@ from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
 from onbeat.engine.native.packing import LAYER_NORMS, WeightPacker
-from onbeat.engine.native.plan import PLAIN_LAYOUTS, WeightPlan
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 
@@ -100,7 +100,7 @@ class NativeBackend:
     ----------
     library : what runs.
     checkpoint, device : the weights, and type and threads.
-    plan : how each matrix keeps its numbers.
+    layouts : how each matrix keeps its numbers.
     """
 
     # Threads of torch wait for their next work at full speed, on the cores that the engine computes with.
@@ -108,20 +108,20 @@ class NativeBackend:
     torch_threads = 1
 
     def __init__(
-        self, library: NativeLibrary, checkpoint: Checkpoint, device: DeviceConfig, plan: WeightPlan
+        self, library: NativeLibrary, checkpoint: Checkpoint, device: DeviceConfig, layouts: WeightLayouts
     ) -> None:
         self._library = library
         self._checkpoint = checkpoint
         self._device = device
-        self._plan = plan
-        self.weights_format: str | None = plan.number_format()
-        self.embedding_format: str | None = plan.embedding_format()
+        self._layouts = layouts
+        self.weights_format: str | None = layouts.number_format()
+        self.embedding_format: str | None = layouts.embedding_format()
         self.description = (
             f"by the native engine ({library.instruction_sets[0]}, {self.weights_format} weights)"
         )
 
     def weight_bytes(self) -> int:
-        return self._plan.num_bytes()
+        return self._layouts.num_bytes()
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of_model(
@@ -135,7 +135,7 @@ class NativeBackend:
         # Already now: its threads would wait for one another in each of thousands of small conversions.
         torch.set_num_threads(self.torch_threads)
         num_threads = self._device.num_threads
-        packer = WeightPacker(self._library, self._checkpoint, self._plan, num_threads=num_threads)
+        packer = WeightPacker(self._library, self._checkpoint, self._layouts, num_threads=num_threads)
         options = NativeOptions(
             dtype=self._device.dtype, num_blocks=num_blocks, block_size=block_size, num_threads=num_threads
         )
@@ -156,8 +156,8 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
     else:
         found = _usable_library(checkpoint, device)
     if isinstance(found, NativeLibrary):
-        plan = WeightPlan(checkpoint, dtype=device.dtype, quantization=config.quantization)
-        return NativeBackend(found, checkpoint, device, plan)
+        layouts = WeightLayouts(checkpoint, dtype=device.dtype, quantization=config.quantization)
+        return NativeBackend(found, checkpoint, device, layouts)
     if config.backend == "native":
         raise ConfigError(f"the native engine cannot run: {found.reason}; leave --backend out to use torch")
     if config.quantization == "int8":

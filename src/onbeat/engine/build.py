@@ -15,7 +15,7 @@ from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.footprint import short_memory_in_words
 from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
-from onbeat.engine.step_time_choice import StepTime, choose_step_time
+from onbeat.engine.step_time_source import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
@@ -52,7 +52,7 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         ThreadExecutor(runner, check_alive=runner.forward.check_alive, on_shutdown=partial(_close, runner)),
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
-        rest=partial(_touch_ahead, runner),
+        idle_work=partial(_touch_ahead, runner),
         watch=step_time.watch,
     )
     return core, info

@@ -12,7 +12,6 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 
 import zmq
@@ -42,6 +41,7 @@ from onbeat.engine.messages import (
     decode_from_engine,
     encode,
 )
+from onbeat.engine.owned_folder import OwnedFolder
 from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_process
 from onbeat.engine.rejection import Rejected, unpack_rejection
 
@@ -124,8 +124,8 @@ class ProcessEngineClient:
         EngineDead : the process ended or failed.
         """
         _check_length_of_socket_paths()
-        self._folder = tempfile.TemporaryDirectory(prefix="onbeat-")
-        folder = Path(self._folder.name)
+        self._folder = OwnedFolder()
+        folder = self._folder.path
         addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
         self._context = zmq.asyncio.Context()
         # A connecting socket without a limit queues messages at once, also before the engine has bound:
@@ -260,7 +260,7 @@ class ProcessEngineClient:
         self._outbox.close()
         self._inbox.close()
         self._context.term()
-        self._folder.cleanup()
+        self._folder.close()
 
     # --- messages -------------------------------------------------------------------------------------
 

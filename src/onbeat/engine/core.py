@@ -43,7 +43,7 @@ class EngineCore:
         host's work behind the device. The loop is the same.
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
-    rest : what there is to do while nothing runs: called over and over, returns whether it did anything.
+    idle_work : what there is to do while nothing runs: called over and over, returns whether it did anything.
     watch : judges what each step reached of the device; None where the device's limits are not known.
     """
 
@@ -55,7 +55,7 @@ class EngineCore:
         max_in_flight_steps: int = 1,
         clock: Callable[[], float] = time.monotonic,
         recorder: RecordWriter | None = None,
-        rest: Callable[[], bool] = lambda: False,
+        idle_work: Callable[[], bool] = lambda: False,
         watch: StepWatch | None = None,
     ) -> None:
         self.scheduler = scheduler
@@ -63,7 +63,7 @@ class EngineCore:
         self._max_in_flight_steps = max_in_flight_steps
         self._clock = clock
         self._recorder = recorder
-        self._rest = rest
+        self._idle_work = idle_work
         self._watch = watch
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
@@ -134,7 +134,7 @@ class EngineCore:
         return self.collect()
 
     def take_expired(self) -> StepOutputs | None:
-        """Return the last outputs of requests that the scheduler has given up; None where there are none."""
+        """Return the last outputs of requests that were ended in the queue; None where there are none."""
         if not self._expired:
             return None
         expired, self._expired = self._expired, []
@@ -144,9 +144,9 @@ class EngineCore:
         """Raise `EngineDead` if no step can run any more; call it while none does."""
         self._executor.check_alive()
 
-    def rest(self) -> bool:
+    def do_idle_work(self) -> bool:
         """Use a moment without work; return whether there was something to do. No step may be under way."""
-        return self._rest()
+        return self._idle_work()
 
     def shutdown(self) -> None:
         """Wait for steps in flight and let the executor go."""

@@ -14,7 +14,7 @@ from onbeat.engine.backend import Backend
 from onbeat.engine.device import FreeMemory, free_memory
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.speculation.build import ProposerPlan
+from onbeat.engine.speculation.build import ProposerBuilder
 from onbeat.engine.weights import parameter_shapes
 
 _START_BYTES = 160 * 2**20
@@ -43,7 +43,7 @@ class Footprint:
 
     @classmethod
     def of(
-        cls, config: ModelConfig, backend: Backend, proposer: ProposerPlan | None, block_size: int
+        cls, config: ModelConfig, backend: Backend, proposer: ProposerBuilder | None, block_size: int
     ) -> Footprint:
         """Return what a model will take, and what its backend and a proposer will."""
         largest = max(math.prod(shape) for shape in parameter_shapes(config).values())

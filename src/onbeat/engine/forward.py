@@ -123,7 +123,7 @@ class TorchForward:
         wants_logits: bool,  # noqa: ARG002 -- always computed
     ) -> StepLogits:
         """Run one step; see `ForwardPass.run`."""
-        context = ForwardContext(self.attention, self.attention.plan(inputs.attention))
+        context = ForwardContext(self.attention, self.attention.prepare(inputs.attention))
         hidden_TD = self.model.forward(
             torch.from_numpy(inputs.token_ids_T).to(self.device),
             torch.from_numpy(inputs.positions_T).to(self.device),

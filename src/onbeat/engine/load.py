@@ -15,7 +15,7 @@ from onbeat.engine.forward import ForwardPass
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
-from onbeat.engine.speculation.build import ProposerPlan, Target, plan_proposer
+from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
 from onbeat.scheduler.config import SchedulerConfig
@@ -42,7 +42,7 @@ class LoadedModel:
     """Number format of most weights; None where they are of the device's type."""
     embedding_format: str | None
     """Of the LM head, likewise."""
-    proposer: ProposerPlan | None = None
+    proposer: ProposerBuilder | None = None
     """What proposes drafts; None where nothing does."""
 
 
@@ -55,7 +55,7 @@ class ModelLoader:
     device: DeviceConfig
     limits: SchedulerConfig
     backend: Backend
-    proposer: ProposerPlan | None = None
+    proposer: ProposerBuilder | None = None
 
     def load(self, on_progress: OnProgress) -> LoadedModel:
         """Load the weights, make the KV cache, and run a first step.
@@ -113,7 +113,7 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     checkpoint = open_weights(config)
     backend = choose_backend(config, checkpoint, device)
     target = Target(checkpoint.config, device)
-    proposer = plan_proposer(config, target, open_weights)
+    proposer = choose_proposer(config, target, open_weights)
     limits = resolve_limits(
         config,
         checkpoint.config,
@@ -167,7 +167,7 @@ def open_weights(config: EngineConfig) -> Checkpoint:
     return open_checkpoint(config.model)
 
 
-def _describe_proposer(proposer: ProposerPlan, limits: SchedulerConfig) -> str:
+def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> str:
     """Say what proposes drafts, how many, and what memory it takes of its own."""
     assert limits.speculation is not None
     weights, blocks = proposer.weight_bytes(), limits.num_blocks * proposer.block_bytes(limits.block_size)

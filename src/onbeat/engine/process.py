@@ -118,7 +118,7 @@ class _EngineLoop:
             if not core.has_work:
                 core.scheduler.check_invariants()
                 core.check_alive()
-                if not self._wait.for_message(0 if core.rest() else WAKE_SECONDS):
+                if not self._wait.for_message(0 if core.do_idle_work() else WAKE_SECONDS):
                     continue
             self._read_inbox()
             launched = core.launch()

@@ -24,7 +24,7 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     predicted_ttft: float = 0.0
     """Seconds; of `SLOUnattainable` alone."""
     retry_after: float | None = None
-    """Seconds; of `SLOUnattainable` and `Overloaded`, None where nobody predicts it."""
+    """Seconds; of `SLOUnattainable` and `Overloaded`, None without a prediction."""
 
 
 def pack_rejection(request_id: str, error: RequestRejected) -> Rejected:

@@ -1,4 +1,4 @@
-"""An engine in the terms of step-time models: sizes, number formats, device, and the key of its profile."""
+"""What step-time models need of an engine: sizes, number formats, device, and the key of its profile."""
 
 from __future__ import annotations
 

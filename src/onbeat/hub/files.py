@@ -1,4 +1,4 @@
-"""What finding a model yields, and what it reports on the way."""
+"""What finding a model yields, what it reports on the way, and what a directory may lack."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ Progress: TypeAlias = Callable[[FetchStatus], None]
 
 def no_progress(status: FetchStatus) -> None:
     """Show nothing."""
+
+
+def missing_from(directory: Path, *, weights: bool) -> list[str]:
+    """Return what serving needs and a Hugging Face directory lacks, in words.
+
+    Parameters
+    ----------
+    weights : whether weights are needed (random ones need none). Pickled weights count as present:
+        opening them explains why they are refused.
+    """
+    missing = [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]
+    has_weights = any(
+        next(directory.glob(f"*.{suffix}"), None) for suffix in ("safetensors", "bin", "pt", "pth")
+    )
+    if weights and not has_weights:
+        missing.append("*.safetensors")
+    return missing

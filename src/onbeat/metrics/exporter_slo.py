@@ -129,7 +129,7 @@ def _policy(counts: PolicyCounts) -> Iterator[Metric]:
         yield counter(
             "onbeat_requests_lost",
             "Running requests that could no longer keep their objectives",
-            state.num_lost,
+            state.num_missed,
         )
 
 

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter_speculation import positions
-from onbeat.metrics.families import Labels, counter, counters, gauge, histogram
+from onbeat.metrics.families import Labels, counter, counters, gauge, gauges, histogram
 from onbeat.metrics.speculation_counts import SpeculationCounts
 
 FINISHES = ("stop", "length", "abort", "error")
@@ -33,6 +33,9 @@ def _scalars(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
     usage = counts.num_used_blocks / counts.num_blocks if counts.num_blocks else 0.0
     yield gauge("vllm:num_requests_running", "As in vLLM", counts.num_running, labels)
     yield gauge("vllm:num_requests_waiting", "As in vLLM", counts.num_waiting, labels)
+    waiting = {(*labels.values(), "capacity"): counts.num_waiting, (*labels.values(), "deferred"): 0}
+    name = "vllm:num_requests_waiting_by_reason"
+    yield gauges(name, "As in vLLM; here all wait for capacity", (*labels, "reason"), waiting)
     yield gauge("vllm:kv_cache_usage_perc", "As in vLLM: 1 is full", usage, labels)
     yield counter("vllm:prompt_tokens", "As in vLLM", counts.num_prompt_tokens, labels)
     yield counter("vllm:prompt_tokens_cached", "As in vLLM", counts.num_cached_tokens, labels)
@@ -68,6 +71,7 @@ def _histograms(counts: RunCounts, labels: Labels) -> Iterator[Metric]:
         ("request_inference_time_seconds", counts.inference),
         ("request_prompt_tokens", counts.prompt_lengths),
         ("request_generation_tokens", counts.output_lengths),
+        ("request_num_preemptions", counts.request_preemptions),
         ("iteration_tokens_total", counts.step_tokens),
     ):
         yield histogram(f"vllm:{name}", "As in vLLM", values, labels)

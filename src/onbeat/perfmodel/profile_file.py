@@ -36,9 +36,17 @@ __all__ = [
     "find_profile",
     "limited_device",
     "profile_path",
+    "profiles_dir",
     "read_profile",
     "write_profile",
 ]
+
+
+def profiles_dir() -> Path:
+    """Return the directory of profiles: `$XDG_CACHE_HOME/onbeat/profiles`, or under `~/.cache`."""
+    # The XDG specification: a relative path is invalid and must be ignored.
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat" / "profiles"
 
 
 def profile_path(directory: Path, key: ProfileKey) -> Path:

@@ -126,7 +126,7 @@ class RecordWriter:
             call["priority"] = request.priority
         if chain is not None and (hashes := chain.extend(request.prompt_token_ids)):
             call["block_hashes"] = hashes
-        _put_promise(call, request)
+        _put_objectives(call, request)
         if refusal is not None:
             call["refused"] = [refusal.code]
             if isinstance(refusal, SLOUnattainable):
@@ -304,7 +304,7 @@ def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
     return lambda header: RecordWriter(sink, header)
 
 
-def _put_promise(call: dict[str, Any], request: Request) -> None:
+def _put_objectives(call: dict[str, Any], request: Request) -> None:
     """Put in what decides how a request is treated beside others; defaults are left out."""
     if (slo := request.slo) is not None:
         call["slo"] = [slo.ttft, slo.tbt, slo.e2e]

@@ -46,7 +46,7 @@ class SpeculationConfig:
     num_speculative_tokens: int
     """Most drafts of a request in one step, at least 1."""
     draft_length: DraftLength = "adaptive"
-    """`adaptive`: as many as promise the most tokens per second, down to none. `fixed`: always the most."""
+    """`adaptive`: as many as give the most tokens per second, down to none. `fixed`: always the most."""
     runs_model: bool = False
     """Whether a model makes the drafts, one forward pass for each position."""
     max_catch_up_tokens: int = 0

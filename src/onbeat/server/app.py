@@ -15,12 +15,12 @@ from starlette.middleware.cors import CORSMiddleware
 from onbeat import __version__
 from onbeat.core.errors import OnbeatError
 from onbeat.core.protocols import EngineClient, Tokenizer
+from onbeat.server.chat import ChatCompletionRequest, chat_routes
+from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.config import ServerConfig
-from onbeat.server.engine_watch import EngineWatch
-from onbeat.server.errors import handle_error
+from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.generation import Generator
-from onbeat.server.health import health_routes
-from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.middleware import (
     DOCS_FILES,
     IGNORED_FIELDS_HEADER,
@@ -32,11 +32,10 @@ from onbeat.server.middleware import (
 )
 from onbeat.server.openapi import describe
 from onbeat.server.prompts import PromptEncoder
-from onbeat.server.routes_models import model_routes
-from onbeat.server.routes_openai import REQUEST_BODIES, openai_routes
 from onbeat.server.services import Services
-from onbeat.server.slo_headers import PREDICTED_TTFT_HEADER
+from onbeat.server.status import health_routes, model_routes
 from onbeat.server.telemetry import Telemetry
+from onbeat.server.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_routes
 from onbeat.text.chat_template import ChatTemplate
 
 ENDPOINTS = OPEN_PATHS | {
@@ -44,6 +43,7 @@ ENDPOINTS = OPEN_PATHS | {
     *("/tokenize", "/detokenize"),
 }
 """The paths that the log and the metrics tell apart."""
+REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
 EXPOSED_HEADERS = (
     *("x-request-id", "openai-processing-ms", "retry-after", "retry-after-ms"),
     *(PREDICTED_TTFT_HEADER, IGNORED_FIELDS_HEADER),
@@ -109,7 +109,9 @@ def create_app(
     app.state.watch = services.watch
     app.state.telemetry = telemetry
     for router in (
-        openai_routes(services),
+        chat_routes(services),
+        completion_routes(services),
+        tokenizer_routes(services),
         model_routes(services),
         health_routes(services),
         telemetry.routes(),
@@ -117,7 +119,7 @@ def create_app(
         app.include_router(router)
     for kind in (OnbeatError, HTTPException):
         app.add_exception_handler(kind, handle_error)
-    describe(app, REQUEST_BODIES, needs_key=bool(config.api_keys))
+    describe(app, REQUEST_BODIES, vocab_size=info.vocab_size, needs_key=bool(config.api_keys))
     _add_middleware(app, config, telemetry)
     return app
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,14 +14,14 @@ from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
-from onbeat.server.context import HttpContext
-from onbeat.server.disconnect import ClientGone
-from onbeat.server.errors import ApiError
+from onbeat.server.errors import ApiError, ClientGone
 from onbeat.server.fields import check_fields, quoted
+from onbeat.server.middleware import context_of
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 _JSON_WORDS = {
+    "bool_type": "it should be true or false",
     "dict_type": "it should be an object",
     "model_type": "it should be an object",
     "list_type": "it should be an array",
@@ -34,15 +35,31 @@ _MOST_MARKS = (
 """What a body is counted by before it is read, with the most of it: what takes time in JSON is not text."""
 
 
-async def read_json_object(request: Request) -> dict[str, Any]:
-    """Return the JSON object that a request carries.
+async def read_body(request: Request, model: type[_Model]) -> _Model:
+    """Return the body of a request as a checked model.
+
+    The request's context gets the time of its arrival and the names of the fields that are ignored.
 
     Raises
     ------
-    InvalidRequest : another content type, not UTF-8, not JSON (NaN and Infinity are not JSON), not an object.
+    InvalidRequest : it is no JSON object (NaN and Infinity are not JSON), or a field is misspelt, missing,
+        unsupported or wrong.
     ApiError : it holds so many values that reading it would hold up all other requests (413).
     ClientGone : the connection closed before the body was complete.
     """
+    context = context_of(request.scope)
+    body = await _read_json_object(request)
+    context.arrival = time.monotonic()
+    kept, ignored = check_fields(body, model.model_fields)
+    context.ignored_fields += ignored
+    try:
+        # models add what they ignore inside of objects
+        return model.model_validate(kept, context=context.ignored_fields)
+    except ValidationError as error:
+        raise _first_error(error) from error
+
+
+async def _read_json_object(request: Request) -> dict[str, Any]:
     content_type = request.headers.get("content-type", "")
     media_type = content_type.partition(";")[0].strip().lower()
     if media_type != "application/json":
@@ -90,34 +107,6 @@ async def _read_body(request: Request) -> bytes:
         chunks.append(message.get("body", b""))
         more = message.get("more_body", False)
     return b"".join(chunks)
-
-
-def parse_body(
-    model: type[_Model],
-    body: Mapping[str, Any],
-    context: HttpContext,
-    *,
-    extra_no_ops: Mapping[str, Any] | None = None,
-) -> _Model:
-    """Return a body as a checked model.
-
-    Parameters
-    ----------
-    model : what the endpoint takes.
-    body : the parsed JSON object.
-    context : gets the names of the fields that are ignored.
-    extra_no_ops : further (field, the one value it may have), which depend on the request.
-
-    Raises
-    ------
-    InvalidRequest : a field is misspelt, unsupported, missing or wrong.
-    """
-    kept, ignored = check_fields(body, model.model_fields, extra_no_ops=extra_no_ops or {})
-    context.ignored_fields += ignored
-    try:
-        return model.model_validate(kept)
-    except ValidationError as error:
-        raise _first_error(error) from error
 
 
 def _first_error(error: ValidationError) -> InvalidRequest:
@@ -181,13 +170,3 @@ def _is_field(part: int | str) -> bool:
 def _json_type(value: object) -> str:
     names = {list: "array", str: "string", bool: "boolean", type(None): "null"}
     return names.get(type(value), "number")
-
-
-def unknown_model(name: str, served: Sequence[str]) -> ApiError:
-    """Return the error for a model that is not served here."""
-    return ApiError(
-        404,
-        f"the model {name[:MAX_QUOTED]!r} does not exist; this server has {', '.join(map(repr, served))}",
-        code="model_not_found",
-        param="model",
-    )

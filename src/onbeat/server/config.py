@@ -99,7 +99,7 @@ class ServerConfig:
     log_requests: bool = _option(default=True, help="one line a request")
     metrics_aliases: Literal["vllm"] | None = _option(None, help="export metrics under these names too")
     slo: SLODefaults = field(default_factory=SLODefaults)
-    """What requests are promised that do not say it themselves."""
+    """What requests get that do not state it themselves: objectives, class, weight."""
     response_role: str = "assistant"
 
     def __post_init__(self) -> None:
@@ -115,7 +115,7 @@ class ServerConfig:
             raise ConfigError("an API key is empty or not ASCII; leave it out or choose another")
         if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:
             raise ConfigError(
-                "terms are given for an API key that opens nothing here; add it to the API keys"
+                "defaults are given for an API key that opens nothing here; add it to the API keys"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")

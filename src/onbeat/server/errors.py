@@ -42,10 +42,11 @@ from onbeat.core.errors import (
     SLOUnattainable,
 )
 from onbeat.core.request import Request as EngineRequest
-from onbeat.server.slo_headers import predicted_ttft_header
 
 CLIENT_GONE = 499
 """Logged and counted, never sent: the client closed the connection before it had its answer."""
+
+PREDICTED_TTFT_HEADER = "x-onbeat-predicted-ttft-ms"
 
 RETRY_AFTER_SECONDS = 1
 RETRY_AFTER_RESTART_SECONDS = 5
@@ -83,10 +84,15 @@ class ApiError(RequestRejected):
         self.details = dict(details or {})
 
 
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
 class ErrorReply(NamedTuple):
     """An error as a client sees it."""
 
     status: int
+    code: str
     body: bytes
     """JSON: `{"error": {"message", "type", "param", "code"}}`, and what the kind of error adds."""
     headers: dict[str, str]
@@ -102,9 +108,10 @@ def error_reply(error: Exception) -> ErrorReply:
     param: str | None = None
     headers: dict[str, str] = {}
     details: dict[str, Any] = {}
+    message = str(error)
     match error:
         case ApiError():
-            status, code, param = error.status, error.code, error.param
+            status, code, param = error.status, error.code or "", error.param
             headers, details = error.headers, error.details
         case Overloaded():
             status, code, param = 503, error.code or "server_overloaded", error.param
@@ -122,8 +129,9 @@ def error_reply(error: Exception) -> ErrorReply:
         case HTTPException():
             return _http_exception_reply(error)
         case _:
-            return ErrorReply(500, error_body(500, "the server failed on this request", "internal_error"), {})
-    return ErrorReply(status, error_body(status, str(error), code, param, details), headers)
+            status, code = 500, "internal_error"
+            message = "the server failed on this request"
+    return ErrorReply(status, code, error_body(status, message, code, param, details), headers)
 
 
 def _http_exception_reply(error: HTTPException) -> ErrorReply:
@@ -132,7 +140,7 @@ def _http_exception_reply(error: HTTPException) -> ErrorReply:
     messages = {404: "there is no such path; GET /docs lists them", 405: "this path has no such method"}
     message = messages.get(error.status_code, str(error.detail))
     return ErrorReply(
-        error.status_code, error_body(error.status_code, message, code), dict(error.headers or {})
+        error.status_code, code, error_body(error.status_code, message, code), dict(error.headers or {})
     )
 
 
@@ -166,6 +174,16 @@ def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
             "slo": {**objectives, "class": request.slo_class},
         },
     )
+
+
+def predicted_ttft_header(predicted: float | None) -> Mapping[str, str]:
+    """Return the header that tells a prediction, if there is one; answers have it as well as refusals.
+
+    Parameters
+    ----------
+    predicted : seconds from the request's arrival to its first token.
+    """
+    return {} if predicted is None else {PREDICTED_TTFT_HEADER: f"{predicted * 1e3:.1f}"}
 
 
 def _retry_headers(seconds: float) -> dict[str, str]:

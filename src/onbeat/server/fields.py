@@ -101,6 +101,13 @@ _UNUSED_WITH: Mapping[str, tuple[str, str]] = {
 }
 """Fields that ask for nothing where another field has a certain value."""
 
+_INSIDE_SLO: Mapping[str, str] = {
+    **dict.fromkeys(("ttft_ms", "ttft_slo_ms"), "slo.ttft_ms"),
+    **dict.fromkeys(("tbt_ms", "tpot_ms", "tpot_slo_ms"), "slo.tbt_ms"),
+    **dict.fromkeys(("e2e_ms", "ttlt_slo_ms"), "slo.e2e_ms"),
+}
+"""Names of objectives outside of `slo`, xLLM's among them, and what they mean."""
+
 _LIKENESS = 0.8
 """From here on two names differ by a slip of the pen. `cache_prompt` and `cache_salt` are at 0.64,
 `max_new_tokens` and `max_tokens` at 0.83."""
@@ -109,16 +116,13 @@ _MOST_UNKNOWN = 32
 """Unknown names in one place of a request: each is compared with all known ones, and named in a header."""
 
 
-def check_fields(
-    body: Mapping[str, Any], honoured: Collection[str], *, extra_no_ops: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
+def check_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the honoured fields of a body, and the names of those that are ignored.
 
     Parameters
     ----------
     body : the parsed JSON object.
     honoured : fields that the endpoint understands.
-    extra_no_ops : further (field, the one value it may have), which depend on the request.
 
     Raises
     ------
@@ -131,9 +135,13 @@ def check_fields(
             kept[name] = value
         elif name in NO_OP_VALUES:
             if not _is_unused(name, body):
-                _check_no_op(name, value, (*NO_OP_VALUES[name], *_one_of(extra_no_ops, name)))
+                _check_no_op(name, value, NO_OP_VALUES[name])
         elif name not in HARMLESS:
             unknown.append(name)
+    if "chat_template_kwargs" in honoured and _asks_not_to_think(body):
+        variables = kept.get("chat_template_kwargs")
+        if variables is None or isinstance(variables, dict):
+            kept["chat_template_kwargs"] = {"enable_thinking": False, **(variables or {})}
     return kept, ignorable(unknown, honoured)
 
 
@@ -158,7 +166,8 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
             code="unknown_parameter",
         )
     for name in unknown:
-        if near := near_match(name.lower(), honoured, likeness=_LIKENESS):
+        meant = _INSIDE_SLO.get(name) if "slo" in honoured else None
+        if near := meant or near_match(name.lower(), honoured, likeness=_LIKENESS):
             path = (where + name)[:MAX_QUOTED]
             raise InvalidRequest(
                 f"unknown field {path!r}; did you mean {near!r}?", param=path, code="unknown_parameter"
@@ -166,13 +175,9 @@ def ignorable(unknown: Collection[str], honoured: Collection[str], *, where: str
     return [(where + name)[:MAX_QUOTED] for name in unknown]
 
 
-def asks_not_to_think(body: Mapping[str, Any]) -> bool:
-    """Return whether a checked body asks for an answer without reasoning before it."""
+def _asks_not_to_think(body: Mapping[str, Any]) -> bool:
+    """Return whether a body asks for an answer without reasoning before it."""
     return any(body.get(name) in values for name, values in _NO_THINKING.items())
-
-
-def _one_of(values: Mapping[str, Any], name: str) -> tuple[Any, ...]:
-    return (values[name],) if name in values else ()
 
 
 def _is_unused(name: str, body: Mapping[str, Any]) -> bool:

@@ -1,23 +1,87 @@
-"""One choice of an answer: deliveries of the engine in, pieces of text out."""
+"""The choices of an answer: deliveries of the engine in, pieces of text out."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
+from array import array
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from onbeat.core.errors import EngineError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
-from onbeat.core.request import FinishReason, RequestOutput, TokenLogprobs
+from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.tracker import RequestTracker
-from onbeat.server.choice import Choice, ChoiceDelta, ShownToken
 from onbeat.server.errors import unattainable
 from onbeat.server.lifecycle import Lifecycle
-from onbeat.server.merge import held_until_all_begin, merge
 from onbeat.text.stream import TextStream
+
+
+@dataclass(slots=True)
+class ChoiceDelta:
+    """What one delivery adds to a choice: never nothing."""
+
+    choice: Choice
+    text: str
+    tokens: list[ShownToken]
+    token_ids: list[int]
+    """The new output tokens, a stop token included."""
+    finish_reason: str | None
+    """`stop` or `length` on the last delta."""
+
+
+@dataclass(slots=True)
+class ShownToken:
+    """A token of the answer. The stop token that ended it is not one."""
+
+    token_id: int
+    text_offset: int
+    """Characters of the answer before it."""
+    logprobs: TokenLogprobs | None
+
+    @property
+    def known_logprobs(self) -> TokenLogprobs:
+        """Those of a token for which they were asked."""
+        assert self.logprobs is not None, "the engine was asked for log-probabilities"
+        return self.logprobs
+
+
+@dataclass(slots=True, kw_only=True)
+class Choice:
+    """One choice of an answer while it is generated."""
+
+    index: int
+    prompt_index: int
+    request: Request
+    is_streamed: bool
+    """Whether the caller sees each delivery."""
+    delivery_times: array[float] = field(default_factory=lambda: array("d"))
+    """When the engine delivered tokens, seconds of the monotonic clock."""
+    delivery_sizes: array[int] = field(default_factory=lambda: array("I"))
+    """Tokens of each delivery."""
+    predicted_ttft: float | None = None
+    """What the engine predicted at the arrival, seconds."""
+    is_relegated: bool = False
+    """Whether the engine has given its objectives up."""
+    num_output_tokens: int = 0
+    num_drafted_tokens: int = 0
+    """Draft tokens that the engine verified for it."""
+    num_accepted_tokens: int = 0
+    """Of the output tokens, those that were drafts: not those behind the end of the answer."""
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop string, or the caller's stop token, that ended it."""
+    token_ids: list[int] = field(default_factory=list)
+    """All output tokens."""
+
+    @property
+    def first_delivery(self) -> float | None:
+        """When the first tokens came, seconds of the monotonic clock."""
+        return self.delivery_times[0] if self.delivery_times else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,9 +232,9 @@ class Generator:
         if len(streams) == 1:
             together = streams[0]
         elif any(choice.request.shed is ShedMode.REJECT for choice in choices):
-            together = held_until_all_begin(merge(streams), len(streams))
+            together = _held_until_all_begin(_merged(streams), len(streams))
         else:
-            together = merge(streams)
+            together = _merged(streams)
         async with aclosing(together) as deltas:
             async for delta in deltas:
                 yield delta
@@ -210,3 +274,57 @@ class Generator:
         # Only now: after a stop string the engine must not go on while the client is slow to read.
         if last is not None:
             yield last
+
+
+async def _merged(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:
+    """Stream what several generators make, as it comes; the first error ends all of them."""
+    # bounded: a client that reads slowly holds the choices back instead of filling memory
+    queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
+
+    async def pump(stream: AsyncGenerator[ChoiceDelta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    await queue.put(delta)
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    num_running = len(tasks)
+    try:
+        while num_running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_running -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _held_until_all_begin(
+    deltas: AsyncGenerator[ChoiceDelta, None], num_choices: int
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Stream deltas, the first one only when each choice has one.
+
+    The engine may refuse a choice after it has begun another; the answer must not have its status by then.
+    """
+    held: list[ChoiceDelta] = []
+    begun: set[int] = set()
+    async with aclosing(deltas):
+        async for delta in deltas:
+            if len(begun) == num_choices:
+                yield delta
+                continue
+            held.append(delta)
+            begun.add(delta.choice.index)
+            if len(begun) == num_choices:
+                for each in held:
+                    yield each
+                held.clear()

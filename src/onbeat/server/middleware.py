@@ -1,4 +1,4 @@
-"""What happens to every HTTP request, as plain ASGI: no task and no copy per message.
+"""What happens to every HTTP request, and what is known of it, as plain ASGI: no task, no copy per message.
 
 From the outside in: `RequestLog` (id, access log, counters, last resort for bugs), Starlette's CORS,
 `PathCheck`, `ApiKeys`, `BodyLimit`.
@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 import re
+import time
 import uuid
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_QUOTED
-from onbeat.server.context import HttpContext, put_context
-from onbeat.server.disconnect import ClientGone
-from onbeat.server.errors import CLIENT_GONE, ApiError, error_response
-from onbeat.server.slo_headers import bearer_key
+from onbeat.server.errors import CLIENT_GONE, ApiError, ClientGone, error_response
+from onbeat.server.slo_defaults import key_digest
 
 logger = logging.getLogger("onbeat.server")
 
@@ -40,6 +41,49 @@ OPEN_PATHS = frozenset(
 """The paths that need no API key, beside the files of the page of `/docs`. All others do, those that do not
 exist included."""
 DOCS_FILES = "/docs/static"
+
+
+_CONTEXT = "onbeat"
+
+
+@dataclass(slots=True)
+class HttpContext:
+    """One HTTP request, from its first byte to the end of the answer. Times are of the monotonic clock."""
+
+    request_id: str
+    """The caller's `x-request-id`, or one of ours."""
+    endpoint: str
+    """The route, or `unmatched`: a name from a small set, fit for a metric label."""
+    started: float = field(default_factory=time.monotonic)
+    key_digest: str | None = None
+    """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
+    status: int = 0
+    arrival: float = math.nan
+    """When its whole body had come."""
+    completion_id: str = ""
+    """The id of the answer (`chatcmpl-...`), if one was asked for; the engine's request ids start with it."""
+    num_prompt_tokens: int = 0
+    """0 where no answer was begun."""
+    num_output_tokens: int = 0
+    ttft: float | None = None
+    """Seconds from arrival to the first delivery of any choice."""
+    finish: str | None = None
+    """Finish reasons of the choices, comma separated."""
+    error_code: str | None = None
+    ignored_fields: list[str] = field(default_factory=list)
+    """Paths of fields that nobody knows and the answer does not depend on."""
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the request's first byte."""
+        return time.monotonic() - self.started
+
+
+def context_of(scope: Scope) -> HttpContext:
+    """Return the context that the outermost middleware attached."""
+    context = scope[_CONTEXT]
+    assert isinstance(context, HttpContext)
+    return context
 
 
 class RequestLog:
@@ -72,7 +116,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         context = HttpContext(_request_id(scope), self._endpoint(scope["path"]))
-        put_context(scope, context)
+        scope[_CONTEXT] = context
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -119,14 +163,14 @@ class RequestLog:
 
     def _name_ignored(self, context: HttpContext) -> None:
         """Say once of each field that nobody knows it."""
-        for field in map(_printable, context.ignored_fields):
-            if field not in self._named and len(self._named) < _MOST_NAMED:
-                self._named.add(field)
-                logger.warning("%s: unknown field %s is ignored (said once)", context.endpoint, field)
+        for path in map(_printable, context.ignored_fields):
+            if path not in self._named and len(self._named) < _MOST_NAMED:
+                self._named.add(path)
+                logger.warning("%s: unknown field %s is ignored (said once)", context.endpoint, path)
 
 
 def _printable(name: str) -> str:
-    """Return the name of a field as a header and a line of the log may hold it."""
+    """Return the name of a path as a header and a line of the log may hold it."""
     return _UNFIT.sub("?", name[:100])
 
 
@@ -137,7 +181,7 @@ def _request_id(scope: Scope) -> str:
 
 def _access_line(method: str, context: HttpContext) -> str:
     parts = [f"{context.request_id} {method} {context.endpoint} {context.status}"]
-    if context.completion_id is not None:
+    if context.num_prompt_tokens:
         parts.append(f"id={context.completion_id}")
         parts.append(f"prompt_tokens={context.num_prompt_tokens} output_tokens={context.num_output_tokens}")
     if context.ttft is not None:
@@ -171,6 +215,11 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(f"{DOCS_FILES}/")
 
 
+def _bearer_key(headers: Headers) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
 class ApiKeys:
     """Lets in only those who carry a key, where keys are set, but for `OPEN_PATHS`."""
 
@@ -179,8 +228,12 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = not self._keys or scope["type"] != "http" or _is_open(scope["path"])
-        if is_open or self._is_known(bearer_key(Headers(scope=scope))):
+        if not self._keys or scope["type"] != "http" or _is_open(scope["path"]):
+            await self._app(scope, receive, send)
+            return
+        key = _bearer_key(Headers(scope=scope))
+        if self._is_known(key):
+            context_of(scope).key_digest = key_digest(key)
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -191,8 +244,8 @@ class ApiKeys:
         )
         await error_response(error)(scope, receive, send)
 
-    def _is_known(self, key: str | None) -> bool:
-        given = (key or "").encode(errors="replace")
+    def _is_known(self, key: str) -> bool:
+        given = key.encode(errors="replace")
         # every key is compared, each in constant time: the time tells nothing about them
         matches = [hmac.compare_digest(given, known) for known in self._keys]
         return any(matches)

@@ -1,18 +1,23 @@
-"""The description at /openapi.json, where FastAPI cannot find it by itself."""
+"""The description at /openapi.json, where FastAPI cannot find it by itself: bodies, headers, answers.
+
+The models of answers are documentation only: no answer is made through them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from copy import deepcopy
+from typing import Any, Literal
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.middleware import OPEN_PATHS
-from onbeat.server.slo_headers import LONGEST_TENANT, TBT_HEADERS, TENANT_HEADER, TTFT_HEADERS
+from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
+from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
 _COMPONENT = "#/components/schemas/{model}"
 
@@ -23,13 +28,42 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def slo_headers() -> list[dict[str, Any]]:
-    """Return the description of the headers that say what a request is promised, and for whom it is."""
+_STREAM: dict[str, Any] = {
+    "description": "The whole answer, or with `stream` server-sent events that end with `data: [DONE]`",
+    "content": {
+        "text/event-stream": {
+            "schema": {
+                "type": "object",
+                "description": "One event; `data` is a chunk as JSON, an error body, or [DONE]",
+                "properties": {"data": {"type": "string"}},
+                "required": ["data"],
+            }
+        }
+    },
+}
+
+
+def generation_route(body: type[BaseModel], answer: type[BaseModel]) -> dict[str, Any]:
+    """Return the description of a completion endpoint, as arguments of FastAPI's route.
+
+    Bodies are parsed by hand: FastAPI would accept NaN and answer mistakes with its own 422.
+    """
+    errors = error_answers(400, 401, 404, 413, 429, 500, 503, 504)
+    return {
+        "tags": ["generation"],
+        "response_model": answer,
+        "responses": {200: _STREAM, **errors},
+        "openapi_extra": {**json_body(body), "parameters": _slo_headers()},
+    }
+
+
+def _slo_headers() -> list[dict[str, Any]]:
+    """Return the description of the headers that say a request's objectives, and for whom it is."""
     objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}
     tenant = {"type": "string", "maxLength": LONGEST_TENANT}
     described = [
-        *((name, "TTFT objective, milliseconds", objective) for name in TTFT_HEADERS),
-        *((name, "TBT objective, milliseconds", objective) for name in TBT_HEADERS),
+        (TTFT_HEADER, "TTFT objective, milliseconds", objective),
+        (TBT_HEADER, "TBT objective, milliseconds", objective),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
     ]
     return [
@@ -38,13 +72,14 @@ def slo_headers() -> list[dict[str, Any]]:
     ]
 
 
-def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool) -> None:
+def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, vocab_size: int, needs_key: bool) -> None:
     """Let an application describe the bodies it parses by hand, and its API key.
 
     Parameters
     ----------
     app : changed in place.
     bodies : the models that `json_body` was called with.
+    vocab_size : token ids are below.
     needs_key : whether the guarded paths need an API key.
     """
 
@@ -53,6 +88,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool
             schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
             schemas = schema.setdefault("components", {}).setdefault("schemas", {})
             schemas.update(_body_schemas(bodies))
+            _bound_token_ids(schemas, vocab_size)
             for name in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(name, None)  # FastAPI's 422, which this server never sends
             _finish_operations(schema, needs_key=needs_key)
@@ -65,7 +101,7 @@ def describe(app: FastAPI, bodies: Iterable[type[BaseModel]], *, needs_key: bool
 def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     schemas: dict[str, Any] = {}
     for model in bodies:
-        schema = model.model_json_schema(ref_template=_COMPONENT)
+        schema = deepcopy(model.model_json_schema(ref_template=_COMPONENT))  # it holds constants of ours
         schemas.update(schema.pop("$defs", {}))
         for name in HARMLESS - schema["properties"].keys():
             schema["properties"][name] = {"description": "Accepted, without effect"}
@@ -78,6 +114,15 @@ def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     return schemas
 
 
+def _bound_token_ids(node: Any, vocab_size: int) -> None:
+    """Give all token ids within a description their largest value."""
+    if isinstance(node, dict) and node.items() >= TOKEN_ID_SCHEMA.items():
+        node["maximum"] = vocab_size - 1
+    elif isinstance(node, dict | list):
+        for each in node.values() if isinstance(node, dict) else node:
+            _bound_token_ids(each, vocab_size)
+
+
 def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:
     for path, operations in schema["paths"].items():
         for operation in operations.values():
@@ -86,3 +131,180 @@ def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:
                 operation["security"] = [{"ApiKey": []}]
     if needs_key:
         schema["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+
+
+class Objectives(BaseModel):
+    """What a request was held to."""
+
+    slo_class: str | None = Field(alias="class")
+    ttft_ms: float | None
+    tbt_ms: float | None
+    e2e_ms: float | None
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: Literal["invalid_request_error", "rate_limit_error", "server_error"]
+    param: str | None
+    code: str | None
+    reason: str | None = None
+    predicted_ttft_ms: float | None = None
+    slo: Objectives | None = None
+
+
+class ErrorBody(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorDetail
+
+
+class PromptTokensDetails(BaseModel):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    reasoning_tokens: int
+    accepted_prediction_tokens: int = Field(
+        description="Of the completion tokens, those that were proposed as drafts; 0 without speculation"
+    )
+    rejected_prediction_tokens: int = Field(
+        description="Draft tokens that are not in the answer; they are not completion tokens"
+    )
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AnswerMessage(BaseModel):
+    role: str
+    content: str
+
+
+class _Choice(BaseModel):
+    index: int
+    finish_reason: Literal["stop", "length"]
+    stop_reason: int | str | None
+    token_ids: list[int] | None = None
+
+
+class ChatChoice(_Choice):
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+
+
+class SLOReport(BaseModel):
+    """How the objectives were kept; of several choices, by the worst."""
+
+    slo_class: str | None = Field(alias="class")
+    ttft_ms: float | None
+    tbt_p99_ms: float | None
+    token_attainment: float | None
+    met: bool
+    predicted_ttft_ms: float | None
+    relegated: bool
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+    slo: SLOReport | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(_Choice):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: list[int] | None = None
+
+
+class Completion(BaseModel):
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    slo: SLOReport | None = None
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Tokens(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(BaseModel):
+    prompt: str
+
+
+class EngineLoad(BaseModel):
+    server_load: int
+
+
+class VersionInfo(BaseModel):
+    version: str
+
+
+_MEANINGS = {
+    400: "The request is malformed, asks for something unsupported, or does not fit the context",
+    401: "The API key is missing or wrong",
+    404: "There is no such model",
+    413: "The body is over the limit",
+    429: "The server sheds this request; see Retry-After",
+    500: "The engine failed on this request",
+    503: "The server is overloaded, shutting down, or its engine is dead",
+    504: "The TTFT objective is out of reach after a wait in the queue",
+}
+
+
+def error_answers(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the documentation of error answers."""
+    return {status: {"model": ErrorBody, "description": _MEANINGS[status]} for status in statuses}

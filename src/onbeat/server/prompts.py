@@ -1,18 +1,17 @@
-"""From what a caller sent to the token ids that the engine gets, without blocking other requests."""
+"""From text to the token ids that the engine gets, without blocking other requests."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
+
+from pydantic import WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
 from onbeat.core.protocols import Tokenizer
-from onbeat.server.errors import ApiError
-from onbeat.server.protocol_completion import PromptInput
-from onbeat.server.sampling_fields import check_token_ids
 from onbeat.text.chat_template import ChatTemplate
 
 _INLINE_CHARACTERS = 2048
@@ -21,7 +20,12 @@ _INLINE_CHARACTERS = 2048
 _SUSPECT_CHARACTERS = 2**18
 """Texts from here on are first held against the longest text that the context could ever hold."""
 
-_CONTINUE_MARK = "\ue000onbeat-continue\ue000 "
+TOKEN_ID_SCHEMA = {"type": "integer", "format": "token-id", "minimum": 0}
+"""Of the API's description, which adds the largest."""
+TokenId = Annotated[int, WithJsonSchema(TOKEN_ID_SCHEMA)]
+
+PromptInput = str | list[int]
+"""Text, or token ids."""
 
 _T = TypeVar("_T")
 
@@ -146,85 +150,12 @@ class PromptEncoder:
             )
 
 
-async def chat_prompt(
-    encoder: PromptEncoder,
-    template: ChatTemplate | None,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool = False,
-    variables: dict[str, Any] | None = None,
-) -> str:
-    """Return a chat as the text that the model completes.
-
-    Raises
-    ------
-    ApiError : the model has no chat template.
-    InvalidRequest : the template refuses these messages.
-    """
-    if template is None:
-        raise ApiError(
-            400,
-            "this model has no chat template (it is a base model); use /v1/completions, or serve with "
-            "--chat-template",
-            code="no_chat_template",
-        )
-    named = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-    if not continue_final_message:
-        return await encoder.render(template, messages, named)
-    final = {**messages[-1], "content": messages[-1]["content"] + _CONTINUE_MARK}
-    return _cut_at_mark(await encoder.render(template, [*messages[:-1], final], named))
-
-
-def _cut_at_mark(rendered: str) -> str:
-    """Drop what a template puts after the final message: its end token, a line feed."""
-    mark = _CONTINUE_MARK.rstrip()
-    start = rendered.rfind(mark)
-    if start < 0:
+def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:
+    """Check that token ids are in the vocabulary."""
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
         raise InvalidRequest(
-            "the chat template does not show the final message, so it cannot be continued",
-            param="continue_final_message",
-        )
-    text = rendered[:start]
-    # A template that strips messages took the mark's trailing space; it would have stripped the text's too.
-    return text if rendered.startswith(_CONTINUE_MARK, start) else text.rstrip()
-
-
-def fit_max_tokens(
-    num_prompt_tokens: int, *, asked: int | None, default: int, max_model_len: int, param: str
-) -> int:
-    """Return how many output tokens a request may have.
-
-    Parameters
-    ----------
-    num_prompt_tokens : tokens of the prompt.
-    asked : the caller's limit, which must fit beside the prompt.
-    default : the limit without one, cut to what fits.
-    max_model_len : most tokens of prompt and output.
-    param : the prompt's field, for errors.
-
-    Raises
-    ------
-    PromptTooLong : the prompt leaves no room, or less than was asked for.
-    """
-    room = max_model_len - num_prompt_tokens
-    if room < 1:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens; this model takes at most {max_model_len} with the "
-            "answer. Shorten it",
+            f"{param} holds the token id {low if low < 0 else high}; this model's vocabulary is 0 to "
+            f"{vocab_size - 1}",
             param=param,
         )
-    if asked is not None and asked > room:
-        raise PromptTooLong(
-            f"the prompt has {num_prompt_tokens} tokens and {asked} more are asked for; this model takes at "
-            f"most {max_model_len} together. Shorten the prompt or ask for at most {room}",
-            param=param,
-        )
-    return min(default, room) if asked is None else asked
-
-
-def truncation(asked: int | None, *, max_model_len: int, max_tokens: int | None) -> int | None:
-    """Return how many prompt tokens to keep; `asked` is the field `truncate_prompt_tokens`."""
-    if asked == -1:
-        return max(max_model_len - (max_tokens or 1), 1)
-    return asked

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from onbeat import __version__
 from onbeat.core.protocols import EngineClient, EngineInfo, Tokenizer
-from onbeat.core.request import Request, SamplingParams
-from onbeat.server.answer_head import AnswerHead
-from onbeat.server.body import unknown_model
-from onbeat.server.choice import Choice
-from onbeat.server.config import ServerConfig
-from onbeat.server.engine_watch import EngineWatch
+from onbeat.server.config import MAX_QUOTED, ServerConfig
+from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator
-from onbeat.server.lifecycle import Lifecycle
+from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.prompts import PromptEncoder
-from onbeat.server.sampling_fields import SamplingFields, seed_of_choice
-from onbeat.server.slo_terms import Terms
 from onbeat.text.chat_template import ChatTemplate
 
 
@@ -57,62 +47,11 @@ class Services:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
-            raise unknown_model(name, self.model_names)
+            raise ApiError(
+                404,
+                f"the model {name[:MAX_QUOTED]!r} does not exist; this server has "
+                f"{', '.join(map(repr, self.model_names))}",
+                code="model_not_found",
+                param="model",
+            )
         return name
-
-    def new_head(self, prefix: str, model: str) -> AnswerHead:
-        """Return the head of a new answer with an id of its own."""
-        return AnswerHead(
-            completion_id=f"{prefix}-{uuid.uuid4().hex}",
-            created=int(time.time()),
-            model=model,
-            fingerprint=f"onbeat-{__version__}",
-        )
-
-
-def make_choices(
-    fields: SamplingFields,
-    prompts: Sequence[Sequence[int]],
-    samplings: Sequence[SamplingParams],
-    *,
-    completion_id: str,
-    arrival: float,
-    terms: Terms,
-) -> list[Choice]:
-    """Return `n` choices for each prompt; each is a request of its own to the engine.
-
-    Parameters
-    ----------
-    fields : the caller's.
-    prompts, samplings : token ids of each prompt and how to sample its first choice.
-    completion_id : the answer's id; the requests' ids start with it.
-    arrival : when the whole request had been received.
-    terms : what each choice is promised.
-    """
-    choices: list[Choice] = []
-    is_single = len(prompts) * fields.num_choices == 1
-    for prompt_index, (token_ids, sampling) in enumerate(zip(prompts, samplings, strict=True)):
-        prompt_token_ids = tuple(token_ids)
-        for choice in range(fields.num_choices):
-            index = len(choices)
-            request = Request(
-                request_id=completion_id if is_single else f"{completion_id}-{index}",
-                prompt_token_ids=prompt_token_ids,
-                sampling=replace(sampling, seed=seed_of_choice(sampling.seed, choice))
-                if choice
-                else sampling,
-                arrival=arrival,
-                priority=fields.priority or 0,
-                cache_salt=fields.cache_salt,
-                slo=terms.slo,
-                slo_class=terms.slo_class,
-                weight=terms.weight,
-                tenant=terms.tenant,
-                shed=terms.shed,
-            )
-            choices.append(
-                Choice(
-                    index=index, prompt_index=prompt_index, request=request, is_streamed=bool(fields.stream)
-                )
-            )
-    return choices

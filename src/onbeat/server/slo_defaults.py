@@ -1,21 +1,34 @@
-"""What requests are promised that say little or nothing: classes, the terms of API keys, the server's own."""
+"""What requests are held to that say little or nothing: classes, defaults of API keys, the server's own.
+
+All is the configuration of the server's owner: flags, and a YAML file (`read_classes_file`). What a request
+says itself goes before it (`objectives`).
+"""
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode, shed_option, slo_mode_option
+from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_name, read_number, read_objectives, read_yaml
 
 LARGEST_WEIGHT = 1000.0
 
+_SECTIONS = ("classes", "api_keys")
+_CLASS_KEYS = ("name", *OBJECTIVE_KEYS, "weight", "shed")
+_KEY_KEYS = ("key_sha256", "key_env", "class", "weight")
+_DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClassTerms:
-    """What a class of requests is promised. None leaves a matter to the server.
+class ClassDefaults:
+    """What the requests of a class get that do not state it. None leaves a matter to the server.
 
     Raises
     ------
@@ -31,7 +44,7 @@ class ClassTerms:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KeyTerms:
+class KeyDefaults:
     """What the requests of one API key are given unless they say otherwise.
 
     Raises
@@ -46,9 +59,9 @@ class KeyTerms:
         check_weight(self.weight)
 
 
-def built_in_classes() -> dict[str, ClassTerms]:
+def built_in_classes() -> dict[str, ClassDefaults]:
     """Return the classes that every server knows."""
-    return {name: ClassTerms(slo=slo) for name, slo in SLO_CLASSES.items()}
+    return {name: ClassDefaults(slo=slo) for name, slo in SLO_CLASSES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +73,7 @@ class SLODefaults:
     ConfigError : a class that does not exist is named, or an unknown mode.
     """
 
-    classes: Mapping[str, ClassTerms] = field(default_factory=built_in_classes)
+    classes: Mapping[str, ClassDefaults] = field(default_factory=built_in_classes)
     slo: SLO = field(default_factory=SLO)
     """Objectives of requests whose class nobody named; each yields to what the request says itself."""
     slo_class: str | None = option(
@@ -72,29 +85,27 @@ class SLODefaults:
     )
     shed: ShedMode = shed_option()
     mode: SLOMode = slo_mode_option()
-    keys: Mapping[str, KeyTerms] = field(default_factory=dict)
-    """SHA-256 of an API key, hexadecimal -> terms of its requests."""
+    keys: Mapping[str, KeyDefaults] = field(default_factory=dict)
+    """SHA-256 of an API key, hexadecimal -> what its requests get."""
 
     def __post_init__(self) -> None:
         check(self, SLODefaults)
-        named = {self.slo_class, *(terms.slo_class for terms in self.keys.values())} - {None}
+        named = {self.slo_class, *(key.slo_class for key in self.keys.values())} - {None}
         if unknown := sorted(str(name) for name in named - self.classes.keys()):
             raise ConfigError(
                 f"there is no class {unknown[0]!r} of objectives; known are {', '.join(sorted(self.classes))}"
             )
 
-    def promises(self) -> dict[str, SLO]:
-        """Return what its owner has this server promise, by class; its own defaults as `default`.
+    def objectives_by_class(self) -> dict[str, SLO]:
+        """Return the objectives that its owner has configured, by class; those of no class as `default`.
 
         A class built in counts where a flag or a key names it, or a file changes it.
         """
         own = {} if self.slo.is_empty else {"default": self.slo}
         built_in = built_in_classes()
-        named = {self.slo_class, *(terms.slo_class for terms in self.keys.values())}
+        named = {self.slo_class, *(key.slo_class for key in self.keys.values())}
         return own | {
-            name: terms.slo
-            for name, terms in self.classes.items()
-            if name in named or terms != built_in.get(name)
+            name: its.slo for name, its in self.classes.items() if name in named or its != built_in.get(name)
         }
 
 
@@ -107,3 +118,130 @@ def check_weight(weight: float | None) -> None:
 def key_digest(key: str) -> str:
     """Return the SHA-256 of an API key, hexadecimal: the form in which keys are kept and compared."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassesFile:
+    """What such a file says, the built-in classes included."""
+
+    classes: Mapping[str, ClassDefaults] = field(default_factory=built_in_classes)
+    keys: Mapping[str, KeyDefaults] = field(default_factory=dict)
+    """SHA-256 of an API key, hexadecimal -> what its requests get."""
+
+
+def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile:
+    """Return the classes and keys of a file.
+
+    Either list may be left out. The built-in classes stay unless a class of the file has their name; one that
+    gives no objectives keeps those built in. A key is named by its hash or by the environment variable that
+    holds it, so that the file holds no secret::
+
+        classes:
+          - {name: chat, ttft_ms: 800, tbt_ms: 60, weight: 2, shed: true}
+          - {name: batch, weight: 0.5}
+        api_keys:
+          - {key_env: TEAM_A_KEY, class: chat}
+          - {key_sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08, weight: 3}
+
+    Parameters
+    ----------
+    path : the YAML file.
+    environment : where `key_env` finds keys.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, or an entry is wrong; the message names it.
+    """
+    content = read_yaml(path)
+    sections = content.keys() if isinstance(content, dict) else set()
+    if not sections or sections - set(_SECTIONS):
+        raise ConfigError(
+            f"{path} must have 'classes:', a list of {{{', '.join(_CLASS_KEYS)}}}, or 'api_keys:', a list of "
+            f"{{{', '.join(_KEY_KEYS)}}}, and nothing else"
+        )
+    try:
+        return ClassesFile(
+            classes=built_in_classes() | _read_classes(_entries(content, "classes")),
+            keys=_read_keys(_entries(content, "api_keys"), environment),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _entries(content: Mapping[str, Any], section: str) -> list[Any]:
+    entries = content.get(section, [])
+    if not isinstance(entries, list) or (section in content and not entries):
+        raise ConfigError(f"{section} must be a list with an entry or more, got {entries!r}")
+    return entries
+
+
+def _read_classes(entries: list[Any]) -> dict[str, ClassDefaults]:
+    classes: dict[str, ClassDefaults] = {}
+    for entry in entries:
+        name = read_name(entry, _CLASS_KEYS)
+        if not name or name in classes:
+            raise ConfigError(f"class {name!r} has no name, or one that another has; give each its own")
+        classes[name] = _read_class(name, entry)
+    return classes
+
+
+def _read_class(name: str, entry: Mapping[str, Any]) -> ClassDefaults:
+    shed = entry.get("shed")
+    if not (shed is None or isinstance(shed, bool)):
+        raise ConfigError(f"shed of class {name!r} must be true (refuse) or false (relegate), got {shed!r}")
+    weight = None if entry.get("weight") is None else read_number(name, "weight", entry)
+    try:
+        return ClassDefaults(
+            slo=read_objectives(name, entry),
+            weight=weight,
+            shed=None if shed is None else ShedMode.REJECT if shed else ShedMode.RELEGATE,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"class {name!r}: {error}") from error
+
+
+def _read_keys(entries: list[Any], environment: Mapping[str, str]) -> dict[str, KeyDefaults]:
+    keys: dict[str, KeyDefaults] = {}
+    for number, entry in enumerate(entries):
+        where = f"api_keys[{number}]"
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{where} must be a mapping, got {type(entry).__name__}")
+        if unknown := sorted(map(str, entry.keys() - set(_KEY_KEYS))):
+            raise ConfigError(f"{where} has an unknown key {unknown[0]!r}; known are {', '.join(_KEY_KEYS)}")
+        digest = _digest(where, entry, environment)
+        if digest in keys:
+            raise ConfigError(f"{where} is the same API key as an entry before; name each key once")
+        keys[digest] = _key_defaults(where, entry)
+    return keys
+
+
+def _digest(where: str, entry: Mapping[str, Any], environment: Mapping[str, str]) -> str:
+    """Return the hash of the key that an entry names. No message repeats what may be a key by mistake."""
+    digest, variable = entry.get("key_sha256"), entry.get("key_env")
+    if (digest is None) == (variable is None):
+        raise ConfigError(f"{where} must have either key_sha256 or key_env")
+    if digest is not None:
+        if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise ConfigError(
+                f"key_sha256 of {where} is not 64 hexadecimal digits in quotes; "
+                "make it with: printf %s KEY | sha256sum"
+            )
+        return digest.lower()
+    key = environment.get(variable) if isinstance(variable, str) else None
+    if not key:
+        raise ConfigError(f"key_env of {where} names no environment variable that is set")
+    return key_digest(key)
+
+
+def _key_defaults(where: str, entry: Mapping[str, Any]) -> KeyDefaults:
+    name, weight = entry.get("class"), entry.get("weight")
+    if name is None and weight is None:
+        raise ConfigError(f"{where} gives its key nothing; give a class, a weight or both")
+    if not (name is None or isinstance(name, str)):
+        raise ConfigError(f"the class of {where} must be a name, got {name!r}")
+    if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
+        raise ConfigError(f"the weight of {where} must be a number, got {weight!r}")
+    try:
+        return KeyDefaults(slo_class=name, weight=weight)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

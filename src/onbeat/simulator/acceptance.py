@@ -1,4 +1,4 @@
-"""Which drafts turn out right in a simulated run."""
+"""Which drafts are accepted in a simulated run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Acceptance:
         seed: int,
         num_speculative_tokens: int,
     ) -> RequestDrafts:
-        """Return the luck of one request: a function of (seed, row, place of the token) and the rate alone.
+        """Return which drafts a request accepts: a function of (seed, row, place of the token) and the rate.
 
         So it is the same whatever policy and however many drafts a step is planned with, and a token that is
         guessed at one rate is guessed at every higher one.
@@ -97,7 +97,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class RequestDrafts:
-    """The luck of one request, by the place of an output token, from 0."""
+    """Which drafts one request accepts, by the place of an output token, from 0."""
 
     num_right: list[int]
     """Drafts in a row that are right from this token on."""

@@ -36,7 +36,7 @@ def simulate(
     device : an id such as `h100-sxm`.
     trace : a file of any kind that `onbeat simulate --trace` reads; it is replayed in its own time.
     load : requests from elsewhere, such as `onbeat.make_load`; either this or `trace`.
-    slo : what requests are promised, for their records and for an automatic token budget; `load` may bring
+    slo : objectives of the requests, for their records and for an automatic token budget; `load` may bring
         classes of its own instead.
     **settings : of `onbeat.simulator.setup.ReplicaSettings` and its limits: `policy`, `replicas`, `router`,
         `tensor_parallel`, `max_num_seqs`, `max_num_batched_tokens`, `max_concurrency` and others.

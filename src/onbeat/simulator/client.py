@@ -35,7 +35,7 @@ class OfferedRequest:
     routing: RoutingRequest | None = None
     """What the router was told, where it wants to hear of the end."""
     drafts: RequestDrafts | None = None
-    """Its luck with drafts, once it has been drawn."""
+    """Which drafts for it are accepted, once that has been drawn."""
 
 
 class Clients:

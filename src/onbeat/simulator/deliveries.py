@@ -74,7 +74,7 @@ class Deliveries:
         return finished
 
     def expire(self, outputs: Iterable[RequestOutput], now: float) -> list[OfferedRequest]:
-        """Write that requests were given up in the queue; return them."""
+        """Write that requests were ended in the queue; return them."""
         expired = []
         for output in outputs:
             offered = self._open.pop(output.request_id)

@@ -121,7 +121,7 @@ class PoolDispatcher:
         return self._router.route_prompt(routing), OfferedRequest(offered.index, part, record, routing)
 
     def move_on(self, replica: int, offered: OfferedRequest, now: float) -> tuple[int, OfferedRequest] | None:
-        """Return a decode replica for a prompt that is done, and the rest of the request."""
+        """Return a decode replica for a prompt that is done, and the part of the request that is left."""
         if not offered.request.keeps_kv:
             return None
         request_id, record, routing = offered.request.request_id, offered.record, offered.routing

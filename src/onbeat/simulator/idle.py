@@ -1,4 +1,4 @@
-"""Which requests no policy could serve in time, since even an idle replica could not."""
+"""Which requests are infeasible: even an idle replica would miss their objectives."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class IdleReplica:
         self._answers: dict[tuple[SLO, int, int], bool] = {}
 
     def __call__(self, record: RequestRecord) -> bool:
-        """Return whether a request was hopeless; one without objectives is not."""
+        """Return whether a request was infeasible; one without objectives is not."""
         if record.slo is None:
             return False
         num_output_tokens = record.offered_output_tokens
         if num_output_tokens is None:
             num_output_tokens = record.num_output_tokens
-        return self.is_hopeless(record.slo, record.num_prompt_tokens, num_output_tokens)
+        return self.is_infeasible(record.slo, record.num_prompt_tokens, num_output_tokens)
 
-    def is_hopeless(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int = 2) -> bool:
+    def is_infeasible(self, slo: SLO, num_prompt_tokens: int, num_output_tokens: int = 2) -> bool:
         """Return whether the objectives are out of reach.
 
         Parameters
@@ -67,9 +67,9 @@ class IdleReplica:
         return predict_step(self._step_time, shape) + self._host_overhead
 
 
-def is_hopeless(step_time: StepTimeModel, slo: SLO, num_prompt_tokens: int) -> bool:
+def is_infeasible(step_time: StepTimeModel, slo: SLO, num_prompt_tokens: int) -> bool:
     """Return whether an idle replica misses an objective of a request with several output tokens.
 
     For many requests, keep an `IdleReplica`: it remembers.
     """
-    return IdleReplica(step_time).is_hopeless(slo, num_prompt_tokens)
+    return IdleReplica(step_time).is_infeasible(slo, num_prompt_tokens)

@@ -21,9 +21,9 @@ class EventLoop:
 
     At each instant, steps end first, by ascending replica, and what they have prepared for another replica
     is queued there; then KV arrives; then replicas join or leave; then requests are sent, those of a closed
-    loop that another's end lets go included, and taken or refused; then replicas plan, give up requests that
-    have waited in vain, and begin to pull KV for those that they have given blocks. So the outcome depends
-    neither on the order in which events were found, nor on whether a run of steps was taken at once.
+    loop that another's end lets go included, and admitted or rejected; then replicas plan, end requests that
+    have waited for too long, and begin to fetch KV for those that they have given blocks. So the outcome
+    depends neither on the order in which events were found, nor on whether a run of steps was taken at once.
 
     Parameters
     ----------
@@ -87,7 +87,7 @@ class EventLoop:
 
     def _end_steps(self, now: float) -> list[int]:
         """Call the replicas that wait for this instant; return who has something new to plan with."""
-        steps, clients, placement = self._steps, self._clients, self._placement
+        steps, placement = self._steps, self._placement
         called: list[int] = []
         moved: list[tuple[int, OfferedRequest]] = []
         while steps and steps[0][0] <= now:
@@ -95,7 +95,7 @@ class EventLoop:
             replica = self._replicas[index]
             if replica.next_time != now:
                 continue  # out of date
-            finished = replica.end(now, clients.next_time)
+            finished = replica.end(now)
             called.append(index)
             if replica.started:
                 placement.on_first_tokens(index, replica.started)
@@ -144,7 +144,7 @@ class EventLoop:
         """Start a step where the replica is free, and the transfers that its plan makes room for."""
         replica, next_arrival = self._replicas[index], self._clients.next_time
         if replica.next_time <= now:  # a run that was cut at this very instant; none of it ends
-            replica.end(now, next_arrival)
+            replica.end(now)
         for offered in replica.start(now, next_arrival):
             self._close(index, offered, now)
         if replica.next_time < inf:

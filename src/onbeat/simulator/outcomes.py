@@ -17,7 +17,7 @@ class GroupOutcomes:
 
     num_relegated: int
     """Ended as best effort."""
-    num_hopeless: int | None
+    num_infeasible: int | None
     """Even an idle machine would miss their objectives; None where no request carries any."""
     median_predicted_ttft_error: float | None
     """Median of |predicted - actual| / actual TTFT; None where nothing was predicted."""
@@ -25,7 +25,7 @@ class GroupOutcomes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOutcomes:
-    """A run whose refused, expired, relegated, failed and hopeless requests are told apart."""
+    """A run whose rejected, expired, relegated, failed and infeasible requests are told apart."""
 
     summary: RunSummary
     """Expired requests are counted apart from failed ones."""
@@ -35,32 +35,32 @@ class RunOutcomes:
 
 
 def tell_outcomes(
-    summary: RunSummary, records: Sequence[RequestRecord], is_hopeless: Callable[[RequestRecord], bool]
+    summary: RunSummary, records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
 ) -> RunOutcomes:
-    """Tell refused, expired, relegated, failed and hopeless requests apart, in a run and in its classes.
+    """Tell rejected, expired, relegated, failed and infeasible requests apart, in a run and in its classes.
 
     Parameters
     ----------
     summary : of the same records.
-    is_hopeless : whether even an idle machine would miss a request's objectives.
+    is_infeasible : whether even an idle machine would miss a request's objectives.
     """
     expired = [record for record in records if record.finish_reason == FinishReason.EXPIRED]
     return RunOutcomes(
         summary=with_expired(summary, expired),
-        whole=_of_some(summary, records, is_hopeless),
+        whole=_of_some(summary, records, is_infeasible),
         classes={
-            name: _of_some(own, [record for record in records if record.request_class == name], is_hopeless)
+            name: _of_some(own, [record for record in records if record.request_class == name], is_infeasible)
             for name, own in summary.classes.items()
         },
     )
 
 
 def _of_some(
-    summary: GroupSummary, records: Sequence[RequestRecord], is_hopeless: Callable[[RequestRecord], bool]
+    summary: GroupSummary, records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
 ) -> GroupOutcomes:
     return GroupOutcomes(
         num_relegated=sum(record.is_relegated for record in records),
-        num_hopeless=None if summary.score.num_good is None else sum(map(is_hopeless, records)),
+        num_infeasible=None if summary.score.num_good is None else sum(map(is_infeasible, records)),
         median_predicted_ttft_error=_median_prediction_error(records),
     )
 

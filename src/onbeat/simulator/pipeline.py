@@ -52,7 +52,7 @@ class PipelineReplica:
     def interrupt(self, now: float) -> None:
         """Do nothing: each micro-batch is planned anew."""
 
-    def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:  # noqa: ARG002 (nothing is ahead)
+    def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the micro-batches that leave the last stage now."""
         finished: list[OfferedRequest] = []
         self.started = []

@@ -43,7 +43,7 @@ class VirtualReplica(Protocol):
         """Plan anew after the step under way: the scheduler has been told of something."""
         ...
 
-    def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:
+    def end(self, now: float) -> list[OfferedRequest]:
         """End what is due; return the requests that ended."""
         ...
 
@@ -88,7 +88,9 @@ class SerialReplica:
         self._overhead = config.host_overhead
         self._repeats = observer is None or not observer.wants_every_step
         self._tells_first_tokens = not is_alone
-        self._lookahead = 1 if is_alone else _STEPS_AT_ONCE
+        self._is_alone = is_alone
+        self._learns = self.scheduler.step_time_model is not None
+        self._lookahead = 1 if is_alone or self._learns else _STEPS_AT_ONCE
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
         self._ends: array[float] = array("d")
@@ -103,27 +105,45 @@ class SerialReplica:
 
     def interrupt(self, now: float) -> None:
         """Stop a run under way at the end of its current step."""
-        if self._step is not None and (self._num_left or len(self._ends) > 1):
-            del self._ends[bisect_left(self._ends, now) + 1 :]
-            self._num_left = 0
-            self.next_time = self._ends[-1]
+        step, ends = self._step, self._ends
+        if step is None or not (self._num_left or len(ends) > 1):
+            return
+        del ends[bisect_left(ends, now) + 1 :]
+        self._num_left = 0
+        self.next_time = ends[-1]
+        if self._learns:
+            self._catch_up(step, now)
 
-    def end(self, now: float, next_arrival: float) -> list[OfferedRequest]:
-        """Take the results of the step or run that ends now, or look further ahead in a run that goes on."""
+    def _catch_up(self, step: StepUnderWay, now: float) -> None:
+        """Let the scheduler of a run that was cut see what has been delivered by now."""
+        ends, last, shape = self._ends, None, step.shape.copy()
+        if ends[-1] > now:  # but for the step under way
+            if len(ends) == 1:
+                return
+            last = ends.pop()
+        self._core.end_step(step, ends, None)  # nobody ends before the end of a run
+        self._step, self.next_time = None, inf
+        if last is not None:
+            self._step, self.next_time = self._core.plan(ends[-1]), last
+            self._ends = array("d", [last])
+            assert self._step is not None
+            assert self._step.shape == shape, "the policy would not have run this step again"
+
+    def end(self, now: float) -> list[OfferedRequest]:
+        """Take the results of the step or run that ends now."""
         step = self._step
         if self.started:
             self.started = []
-        if step is None or now < self.next_time:
-            return []
-        if self._num_left:
-            self._look_ahead(step, now, next_arrival)
+        if step is None or now < self.next_time or self._num_left:
             return []
         self._step, self.next_time = None, inf
         return self._core.end_step(step, self._ends, self.started if self._tells_first_tokens else None)
 
     def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
-        """Plan the next step and predict when it ends."""
+        """Plan the next step and predict when it ends, or look further ahead in a run that goes on."""
         if self._step is not None:
+            if self._num_left and self.next_time <= now:
+                self._look_ahead(self._step, now, next_arrival)
             return []
         core = self._core
         core.begin_work(now)
@@ -150,7 +170,17 @@ class SerialReplica:
         ends, num_left = self._ends, self._num_left
         num_rows = shape.num_lm_head_rows
         num_free = num_left - self._lookahead
+        # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
+        is_shared = self._learns and not self._is_alone
+        learner = self.scheduler if self._learns else None
         while num_left:
+            if not ends:
+                pass
+            elif learner is None:
+                shape.decode_context_tokens += num_rows
+            elif not learner.run_again(step.scheduled, end):
+                num_left = 0
+                break
             seconds = step_time(shape)
             if not 0.0 < seconds < inf:
                 refuse_prediction(seconds, shape)
@@ -159,9 +189,7 @@ class SerialReplica:
             end = end + (seconds + overhead)
             ends.append(end)
             num_left -= 1
-            if num_left:  # else the scheduler, which learns from this step, finds it as it planned it
-                shape.decode_context_tokens += num_rows  # of the step after this one
-            if end >= next_arrival and num_left <= num_free:
+            if num_left <= num_free and (end >= next_arrival or is_shared):
                 break
         self._num_left = num_left
         self.next_time = end

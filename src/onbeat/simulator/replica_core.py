@@ -107,7 +107,7 @@ class ReplicaCore:
         return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, counts, predicted)
 
     def expire(self, now: float) -> list[OfferedRequest]:
-        """Return the requests that the last plan has given up."""
+        """Return the requests that the last plan has ended."""
         return self.deliveries.expire(self.scheduler.take_expired(), now)
 
     def end_step(
@@ -124,7 +124,7 @@ class ReplicaCore:
         self.num_steps += num_steps
         _add_work(self._work, step.shape, first_context=step.first_context, num_steps=num_steps)
         sampled = self.sampler.sample(scheduled, num_steps)
-        outputs = self.scheduler.update(scheduled, sampled, now)
+        outputs = self.scheduler.update(scheduled, sampled, now, ends)
         if started is not None and (scheduled.admitted or scheduled.shape.num_chunks):
             started += self.deliveries.first(outputs)
         finished = self.deliveries.take(outputs, ends)
@@ -172,7 +172,7 @@ class StepNoise:
     """Log-normal factors with mean 1, each a function of (seed, replica, step) alone.
 
     They do not depend on the order in which they are asked for, so runs are equal whatever is looked at
-    ahead, and two policies on one replica meet the same luck in their n-th step.
+    ahead, and two policies on one replica meet the same noise in their n-th step.
 
     Parameters
     ----------

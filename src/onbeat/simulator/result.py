@@ -96,7 +96,7 @@ class SimulationResult:
 
     @property
     def num_expired(self) -> int:
-        """Requests given up in the queue, since their TTFT deadline had passed."""
+        """Requests ended in the queue, since their TTFT deadline had passed."""
         return sum(record.finish_reason == FinishReason.EXPIRED for record in self.records)
 
     @property

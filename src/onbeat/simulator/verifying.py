@@ -17,7 +17,7 @@ _ORDINARY = STOP + 1
 
 
 class VerifyingSampler:
-    """Lets each row that verifies have as many tokens as its request's luck says.
+    """Gives each row that verifies one token, and one more for each draft that its request accepts.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ class VerifyingSampler:
         )
 
     def _drafts(self, offered: OfferedRequest) -> RequestDrafts:
-        """Return a request's luck, which is drawn when it is first asked for."""
+        """Return which drafts a request accepts; drawn when it is first asked for."""
         if offered.drafts is None:
             num_output_tokens = offered.record.offered_output_tokens
             assert num_output_tokens is not None

@@ -61,8 +61,8 @@ async def test_headers_instead_of_the_body() -> None:
         send_slo="headers",
     )
 
-    assert [headers.get("x-slo-ttft-ms") for headers in fake.headers] == ["5000"] * 2
-    assert all("x-slo-tpot-ms" not in headers for headers in fake.headers)
+    assert [headers.get("x-llm-d-slo-ttft-ms") for headers in fake.headers] == ["5000"] * 2
+    assert all("x-llm-d-slo-tpot-ms" not in headers for headers in fake.headers)
 
 
 async def test_the_verdict_of_the_last_chunk_is_kept_and_compared() -> None:

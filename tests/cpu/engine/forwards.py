@@ -12,9 +12,9 @@ from onbeat.engine.config import Quantization
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.models.model import Model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
+from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.packing import NativeWeights, WeightPacker
-from onbeat.engine.native.plan import WeightPlan
 from onbeat.engine.weights import Checkpoint
 
 
@@ -36,8 +36,8 @@ def pack(
     quantization: Quantization = "none",
     num_threads: int = 1,
 ) -> NativeWeights:
-    plan = WeightPlan(checkpoint, dtype=dtype, quantization=quantization)
-    return WeightPacker(library, checkpoint, plan, num_threads=num_threads).pack()
+    layouts = WeightLayouts(checkpoint, dtype=dtype, quantization=quantization)
+    return WeightPacker(library, checkpoint, layouts, num_threads=num_threads).pack()
 
 
 def on_native(

@@ -145,5 +145,7 @@ def run_backend(
     )
     q = torch.cat([q for q, _, _ in tensors])
     with torch.inference_mode():
-        out = backend.run(layer_index, q.to(device), new_k.to(device), new_v.to(device), backend.plan(batch))
+        out = backend.run(
+            layer_index, q.to(device), new_k.to(device), new_v.to(device), backend.prepare(batch)
+        )
     return out.cpu()

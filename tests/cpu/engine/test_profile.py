@@ -31,7 +31,7 @@ from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.fit import FitTarget, fit_best
 from onbeat.engine.profiling.limits import measure_limits
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.profiling.profiler import ProfilePlan, profile_model
+from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
 from onbeat.engine.step_time_spec import known_device, model_spec_of
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.device_spec import cpu_device
@@ -42,7 +42,7 @@ from onbeat.perfmodel.profile_file import read_profile, write_profile
 from onbeat.perfmodel.shapes import draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
 
-SHORT = ProfilePlan(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
+SHORT = ProfileSettings(seconds=0.7, num_levels=3, num_mixed=8, num_held_back=6, max_context_tokens=1024)
 LIMITS = BatchLimits(max_num_seqs=16, max_num_batched_tokens=64, max_model_len=200, max_context_tokens=1000)
 
 
@@ -88,6 +88,18 @@ def test_batches_keep_the_limits(seqs, extra, length, context, seed):
         assert all(cached + new <= max(length, 2) for cached, new, *_ in batch.rows)
         assert all(row.num_drafts in (0, row.num_new_tokens - 1) for row in batch.rows)
         assert sum(cached + new for cached, new, *_ in batch.rows) <= max(context, 2 * seqs)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_rows"), [(3, 1), (40, 18), (300, 135), (600, 256)])
+def test_a_cache_that_is_small_for_its_slots_still_gives_batches_context(loaded, num_blocks, num_rows):
+    sizes = {"num_blocks": num_blocks, "max_model_len": min(256, 16 * num_blocks)}
+    config = replace(loaded.limits, max_num_seqs=256, max_num_batched_tokens=512, **sizes)
+    limits = BatchLimits.of_scheduler(config, max_context_tokens=2**15)
+    assert limits.max_num_seqs == num_rows
+    assert limits.max_context_tokens >= 0.4 * num_blocks * config.block_size
+    batches = corner_batches(limits, 4) + verify_batches(limits, 4)
+    batches += mixed_batches(limits, 8) + random_batches(limits, 8, 0)
+    assert num_blocks_for(batches, config.block_size) <= num_blocks
 
 
 def test_batches_cover_what_steps_are_made_of():

@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from onbeat.engine.models.registry import build_model
+from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary
-from onbeat.engine.native.plan import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, on_torch, pack

@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.config import Quantization
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
+from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import PackedMatrix
 from onbeat.engine.native.packing import NativeWeights
-from onbeat.engine.native.plan import WeightPlan
 from onbeat.engine.native.structures import Store
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint
 from onbeat.hub.files import ModelFiles
@@ -223,14 +223,14 @@ def test_the_plan_knows_the_memory_beforehand(
     tmp_path: Path,
 ) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1"})
-    plan = WeightPlan(checkpoint, dtype=dtype, quantization=quantization)
-    assert (plan.number_format(), plan.embedding_format()) == formats
+    layouts = WeightLayouts(checkpoint, dtype=dtype, quantization=quantization)
+    assert (layouts.number_format(), layouts.embedding_format()) == formats
     weights = pack(native_library, checkpoint, dtype=dtype, quantization=quantization)
-    assert 0.7 * weights.num_bytes < plan.num_bytes() < 1.3 * weights.num_bytes
+    assert 0.7 * weights.num_bytes < layouts.num_bytes() < 1.3 * weights.num_bytes
 
 
 def test_the_plan_knows_the_format_of_the_head(tmp_path: Path) -> None:
     checkpoint = write_and_open(tmp_path / "model.gguf", {"": "Q4_1", "output": "Q8_0"})
     assert not checkpoint.config.tie_word_embeddings
-    plan = WeightPlan(checkpoint, dtype=torch.bfloat16, quantization="auto")
-    assert plan.embedding_format() == "int8"
+    layouts = WeightLayouts(checkpoint, dtype=torch.bfloat16, quantization="auto")
+    assert layouts.embedding_format() == "int8"

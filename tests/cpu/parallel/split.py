@@ -16,9 +16,9 @@ from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.parallel.group import RankGroup
+from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.leader import LeadingForward
 from onbeat.engine.parallel.messages import RankJob, ToRank
-from onbeat.engine.parallel.part import load_part
 from onbeat.engine.parallel.rank import serve_steps
 from onbeat.engine.weights import Checkpoint
 from onbeat.hub.files import ModelFiles

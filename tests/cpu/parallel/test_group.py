@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onbeat.engine.layers.linear import PlainLinear
-from onbeat.engine.parallel.group import RankGroup, RanksLost
+from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
 from onbeat.engine.parallel.layers import SplitAmongRanks
 from onbeat.engine.parallel.shards import Shard, vocabulary_rows
 from tests.cpu.parallel.threads import run_ranks
@@ -51,7 +51,7 @@ def test_a_rank_that_goes_away_is_noticed_at_once() -> None:
     def work(group: RankGroup) -> str:
         if group.shard.rank == 2:
             return "gone"  # nothing holds the group any more: its connections close, as when a process ends
-        with pytest.raises(RanksLost, match="exchange with the other ranks failed"):
+        with pytest.raises(RanksUnreachable, match="exchange with the other ranks failed"):
             group.sum_up(torch.zeros(4))
         return "noticed"
 
@@ -65,12 +65,12 @@ def test_a_rank_that_does_not_answer_is_given_up() -> None:
         if group.shard.rank == 1:
             time.sleep(1.5)
             return
-        with pytest.raises(RanksLost):
+        with pytest.raises(RanksUnreachable):
             group.sum_up(torch.zeros(4))
 
     run_ranks(2, work, timeout=0.5)
 
 
 def test_ranks_that_do_not_come_are_given_up(tmp_path) -> None:
-    with pytest.raises(RanksLost):
+    with pytest.raises(RanksUnreachable):
         RankGroup(Shard(0, 2), tmp_path / "meeting", timeout=0.3)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +15,7 @@ from typing import Any
 import pytest
 
 from onbeat.server.config import ConnectionLimits
+from onbeat.server.connection import BoundedConnection
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import FakeEngine
 
@@ -214,3 +218,15 @@ async def test_one_connection_more_than_may_be_is_refused() -> None:
 async def test_what_is_not_http_is_refused_in_words() -> None:
     async with limited(ConnectionLimits()) as served, connected(served, b"hello\r\n\r\n") as client:
         assert error_of(await client.end()) == (400, "malformed_request")
+
+
+async def test_nothing_is_kept_of_a_connection_that_was_reset_after_its_answer() -> None:
+    async with limited(ConnectionLimits()) as served:
+        for _ in range(5):
+            async with connected(served, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n") as client:
+                await client.reader.readuntil(b"\r\n\r\n")
+                linger = struct.pack("ii", 1, 0)  # closing resets the connection
+                client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        async with asyncio.timeout(2):  # less than connections are kept alive for
+            while any(isinstance(each, BoundedConnection) for each in gc.get_objects()):
+                await asyncio.sleep(0.05)

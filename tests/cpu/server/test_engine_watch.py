@@ -17,7 +17,7 @@ import pytest
 from onbeat.core.protocols import EnginePulse
 from onbeat.engine.client import ProcessEngineClient
 from onbeat.server.config import HangLimits, ServerConfig
-from onbeat.server.engine_watch import find_hang
+from onbeat.server.lifecycle import find_hang
 from onbeat.server.run import bind, serve
 from tests.cpu.server.running import Served, make_app, serving
 from tests.fake_runner import build_fake_engine

@@ -185,3 +185,12 @@ async def test_refusal_parts_hold_text(served: Served, engine: FakeEngine) -> No
     parts = [{"type": "refusal", "refusal": "I cannot"}]
     await served.post(CHAT, {"messages": [*HELLO, {"role": "assistant", "content": parts}, *HELLO]})
     assert b"[assistant]I cannot" in bytes(engine.requests[0].prompt_token_ids)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("name", ["logprobs", "stream", "ignore_eos"])
+async def test_a_boolean_in_quotes_is_refused_by_name(served: Served, path: str, name: str) -> None:
+    answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: "true"})
+    assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", name)
+    wanted = "a valid integer" if (path, name) == (TEXT, "logprobs") else "true or false"
+    assert answer.error["message"] == f"{name} is 'true'; it should be {wanted}"

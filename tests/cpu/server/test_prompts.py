@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
-from onbeat.server.prompts import EncodeOptions, PromptEncoder, chat_prompt, fit_max_tokens
+from onbeat.server.chat_prompt import chat_prompt
+from onbeat.server.generation_request import fit_max_tokens
+from onbeat.server.prompts import EncodeOptions, PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer
 
@@ -50,7 +52,9 @@ async def test_long_texts_are_tokenized_off_the_event_loop(
     assert tokenizer.threads[1].startswith("onbeat-encode")
 
 
-async def test_hopeless_texts_are_not_tokenized(encoder: PromptEncoder, tokenizer: WatchedTokenizer) -> None:
+async def test_texts_that_cannot_fit_are_not_tokenized(
+    encoder: PromptEncoder, tokenizer: WatchedTokenizer
+) -> None:
     with pytest.raises(PromptTooLong):
         await encoder.encode("x" * 300_000, PLAIN)
     assert tokenizer.threads == []

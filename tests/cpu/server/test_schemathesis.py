@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
+import jsonschema_rs
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, assume, settings
@@ -13,9 +15,11 @@ from schemathesis.specs.openapi import checks
 
 from onbeat.server.config import ServerConfig
 from tests.cpu.server.running import make_app
-from tests.fakes_engine import FakeEngine
+from tests.fakes_engine import VOCAB_SIZE, FakeEngine
 
 APP = make_app(FakeEngine(max_model_len=256), ServerConfig(log_requests=False, max_n=4))
+# each case would start and end the application, and what has ended does not start again
+APP.router.lifespan_context = lambda _: nullcontext()
 CHECKS: list[Any] = [
     not_a_server_error,
     checks.status_code_conformance,
@@ -66,3 +70,52 @@ def test_the_description_is_honest_about_errors(path: str) -> None:
     for status in responses.keys() - {"200"}:
         reference = responses[status]["content"]["application/json"]["schema"]["$ref"]
         assert reference == "#/components/schemas/ErrorBody"
+
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        ("CompletionRequest", {"prompt": []}),
+        ("CompletionRequest", {"prompt": [VOCAB_SIZE]}),
+        ("CompletionRequest", {"prompt": [[1], [-1]]}),
+        ("CompletionRequest", {"prompt": "a", "stop_token_ids": [VOCAB_SIZE]}),
+        ("CompletionRequest", {"prompt": "a", "allowed_token_ids": []}),
+        ("CompletionRequest", {"prompt": "a", "logit_bias": {"a": 1}}),
+        ("CompletionRequest", {"prompt": "a", "max_tokens": 0}),
+        ("ChatCompletionRequest", {"messages": []}),
+        ("ChatCompletionRequest", {"messages": [{"role": "tool", "content": "hi"}]}),
+        ("ChatCompletionRequest", {"messages": CHAT, "top_logprobs": -1}),
+        ("ChatCompletionRequest", {"messages": CHAT, "logprobs": "true"}),
+        ("TokenizeRequest", {}),
+        ("TokenizeRequest", {"prompt": None, "messages": None}),
+        ("TokenizeRequest", {"prompt": "a", "messages": CHAT}),
+        ("DetokenizeRequest", {"tokens": [-1]}),
+        ("DetokenizeRequest", {"tokens": [VOCAB_SIZE]}),
+    ],
+    ids=str,
+)
+def test_the_description_excludes_what_is_refused(model: str, body: dict[str, Any]) -> None:
+    assert not is_described(model, body)
+
+
+@pytest.mark.parametrize(
+    ("model", "body"),
+    [
+        ("CompletionRequest", {"prompt": [[1], [VOCAB_SIZE - 1]], "logit_bias": {"7": 1}, "max_tokens": 5.0}),
+        ("ChatCompletionRequest", {"messages": CHAT, "top_logprobs": 0, "slo": None}),
+        ("TokenizeRequest", {"prompt": "a", "messages": None}),
+        ("TokenizeRequest", {"messages": CHAT}),
+        ("DetokenizeRequest", {"tokens": []}),
+    ],
+    ids=str,
+)
+def test_the_description_includes_what_is_taken(model: str, body: dict[str, Any]) -> None:
+    assert is_described(model, body)
+
+
+def is_described(model: str, body: dict[str, Any]) -> bool:
+    components = {"components": APP.openapi()["components"]}
+    return jsonschema_rs.is_valid({**components, "$ref": f"#/components/schemas/{model}"}, body)

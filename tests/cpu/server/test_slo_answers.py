@@ -1,4 +1,4 @@
-"""What answers say of the promise that was made for them."""
+"""What answers say of their objectives."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
-from onbeat.server.choice import Choice
-from onbeat.server.slo_answer import slo_report
+from onbeat.server.answer_report import slo_report
+from onbeat.server.generation import Choice
 from onbeat.server.slo_defaults import SLODefaults
-from tests.cpu.server.promising_engine import PromisingEngine
+from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import HELLO, Served
 
 CHAT = "/v1/chat/completions"
@@ -25,13 +25,13 @@ KEYS = {"class", "ttft_ms", "tbt_p99_ms", "token_attainment", "met", "predicted_
 
 
 @pytest.fixture
-def engine() -> PromisingEngine:
-    return PromisingEngine()
+def engine() -> PredictingEngine:
+    return PredictingEngine()
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})])
 async def test_a_whole_answer_says_how_it_went(
-    served: Served, engine: PromisingEngine, path: str, body: dict[str, Any]
+    served: Served, engine: PredictingEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.predicted_ttft = 0.0125
     answer = await served.post(path, {**body, "slo": LOOSE | {"class": "batch"}})
@@ -46,7 +46,7 @@ async def test_a_whole_answer_says_how_it_went(
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})])
 async def test_the_last_chunk_says_how_it_went(
-    served: Served, engine: PromisingEngine, path: str, body: dict[str, Any]
+    served: Served, engine: PredictingEngine, path: str, body: dict[str, Any]
 ) -> None:
     engine.relegates = True
     events = await served.events(path, {**body, "slo": LOOSE})
@@ -68,12 +68,12 @@ async def test_with_usage_the_usage_chunk_is_the_last(served: Served, continuous
     assert events[-2]["usage"]["completion_tokens"] == 14
 
 
-async def test_a_stream_without_objectives_says_nothing(served: Served, engine: PromisingEngine) -> None:
+async def test_a_stream_without_objectives_says_nothing(served: Served, engine: PredictingEngine) -> None:
     events = await served.events(CHAT, {"messages": HELLO})
     assert not any("slo" in event for event in events[:-1])
 
 
-async def test_a_missed_promise_is_not_met(served: Served, engine: PromisingEngine) -> None:
+async def test_a_missed_objective_is_not_met(served: Served, engine: PredictingEngine) -> None:
     engine.script.seconds_per_step = 0.02
     events = await served.events(TEXT, {"prompt": "a", "slo": TIGHT})
     slo = events[-2]["slo"]
@@ -85,7 +85,7 @@ async def test_a_missed_promise_is_not_met(served: Served, engine: PromisingEngi
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_predictions_go_in_a_header_even_without_objectives(
-    served: Served, engine: PromisingEngine, stream: bool
+    served: Served, engine: PredictingEngine, stream: bool
 ) -> None:
     engine.predicted_ttft = 0.25
     answer = await served.post(CHAT, {"messages": HELLO, "stream": stream})
@@ -93,7 +93,7 @@ async def test_predictions_go_in_a_header_even_without_objectives(
     assert b'"slo"' not in answer.body
 
 
-async def test_without_a_prediction_there_is_no_header(served: Served, engine: PromisingEngine) -> None:
+async def test_without_a_prediction_there_is_no_header(served: Served, engine: PredictingEngine) -> None:
     engine.predicted_ttft = float("inf")
     answer = await served.post(CHAT, {"messages": HELLO, "slo": LOOSE})
     assert "x-onbeat-predicted-ttft-ms" not in answer.headers
@@ -205,7 +205,7 @@ def test_of_several_choices_the_worst_counts() -> None:
     assert report(late_first, late_tokens, good)["class"] == "class-2"
 
 
-def test_nothing_promised_is_nothing_said() -> None:
+def test_without_objectives_nothing_is_said() -> None:
     empty = choice([0.1], slo=SLO())
     assert slo_report([empty], "stream") is None
 

@@ -1,4 +1,4 @@
-"""The file with classes of objectives and the terms of API keys."""
+"""The file with classes of objectives and the defaults of API keys."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
-from onbeat.server.slo_classes_file import ClassesFile, read_classes_file
-from onbeat.server.slo_defaults import ClassTerms, KeyTerms, key_digest
+from onbeat.server.slo_defaults import ClassDefaults, ClassesFile, KeyDefaults, key_digest, read_classes_file
 
 DIGEST = key_digest("team-b")
 
@@ -35,14 +34,14 @@ def test_a_full_file(tmp_path: Path) -> None:
         TEAM_A_KEY="team-a",
     )
     assert file.classes == {
-        "interactive": ClassTerms(slo=SLO(ttft=0.3)),
-        "standard": ClassTerms(slo=SLO_CLASSES["standard"]),
-        "batch": ClassTerms(slo=SLO_CLASSES["batch"], weight=0.5, shed=ShedMode.RELEGATE),
-        "chat": ClassTerms(slo=SLO(ttft=0.8, tbt=0.06, e2e=30.0), weight=2.0, shed=ShedMode.REJECT),
+        "interactive": ClassDefaults(slo=SLO(ttft=0.3)),
+        "standard": ClassDefaults(slo=SLO_CLASSES["standard"]),
+        "batch": ClassDefaults(slo=SLO_CLASSES["batch"], weight=0.5, shed=ShedMode.RELEGATE),
+        "chat": ClassDefaults(slo=SLO(ttft=0.8, tbt=0.06, e2e=30.0), weight=2.0, shed=ShedMode.REJECT),
     }
     assert file.keys == {
-        key_digest("team-a"): KeyTerms(slo_class="chat"),
-        DIGEST: KeyTerms(slo_class="batch", weight=3.0),
+        key_digest("team-a"): KeyDefaults(slo_class="chat"),
+        DIGEST: KeyDefaults(slo_class="batch", weight=3.0),
     }
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
-from tests.cpu.server.promising_engine import PromisingEngine
+from tests.cpu.server.predicting_engine import PredictingEngine
 from tests.cpu.server.running import HELLO, Served, parse_events, until
 
 CHAT = "/v1/chat/completions"
@@ -26,14 +26,14 @@ def shed(retry_after: float = 1.25, predicted_ttft: float = 0.8125) -> SLOUnatta
 
 
 @pytest.fixture
-def engine() -> PromisingEngine:
-    return PromisingEngine()
+def engine() -> PredictingEngine:
+    return PredictingEngine()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "body"), [(CHAT, {"messages": HELLO}), (TEXT, {"prompt": "a"})])
 async def test_shed_requests_get_429_and_the_prediction(
-    served: Served, engine: PromisingEngine, path: str, body: dict[str, Any], stream: bool
+    served: Served, engine: PredictingEngine, path: str, body: dict[str, Any], stream: bool
 ) -> None:
     engine.refusals[""] = shed()
     answer = await served.post(path, {**body, "slo": SLO, "stream": stream})
@@ -65,7 +65,7 @@ async def test_shed_requests_get_429_and_the_prediction(
     ],
 )
 async def test_retry_after_is_whole_seconds_of_at_least_one(
-    served: Served, engine: PromisingEngine, seconds: float, retry_after: str, retry_after_ms: str
+    served: Served, engine: PredictingEngine, seconds: float, retry_after: str, retry_after_ms: str
 ) -> None:
     engine.refusals[""] = shed(seconds)
     answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO})
@@ -74,7 +74,7 @@ async def test_retry_after_is_whole_seconds_of_at_least_one(
 
 @pytest.mark.parametrize("predicted", [math.inf, math.nan])
 async def test_a_prediction_without_end_is_null(
-    served: Served, engine: PromisingEngine, predicted: float
+    served: Served, engine: PredictingEngine, predicted: float
 ) -> None:
     engine.refusals[""] = shed(predicted_ttft=predicted)
     answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO})
@@ -84,7 +84,7 @@ async def test_a_prediction_without_end_is_null(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_deadline_that_passes_in_the_queue_is_a_504(
-    served: Served, engine: PromisingEngine, stream: bool
+    served: Served, engine: PredictingEngine, stream: bool
 ) -> None:
     engine.expires, engine.predicted_ttft = ("",), 0.4
     answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO, "stream": stream})
@@ -98,7 +98,7 @@ async def test_a_deadline_that_passes_in_the_queue_is_a_504(
 
 
 async def test_an_engine_that_raises_for_a_passed_deadline_is_a_504_too(
-    served: Served, engine: PromisingEngine
+    served: Served, engine: PredictingEngine
 ) -> None:
     engine.refusals[""] = SLOUnattainable(
         "late", predicted_ttft=0.4, retry_after=3.0, code="deadline_exceeded"
@@ -108,7 +108,7 @@ async def test_an_engine_that_raises_for_a_passed_deadline_is_a_504_too(
     assert (answer.headers["retry-after"], answer.headers["retry-after-ms"]) == ("3", "3000")
 
 
-async def test_a_full_queue_is_a_503(served: Served, engine: PromisingEngine) -> None:
+async def test_a_full_queue_is_a_503(served: Served, engine: PredictingEngine) -> None:
     engine.refusals[""] = Overloaded("8 requests wait, the limit", code="server_overloaded")
     answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO})
     assert answer.status == 503
@@ -117,7 +117,7 @@ async def test_a_full_queue_is_a_503(served: Served, engine: PromisingEngine) ->
 
 
 async def test_a_queue_that_is_too_long_is_a_503_that_says_when_there_is_room(
-    served: Served, engine: PromisingEngine
+    served: Served, engine: PredictingEngine
 ) -> None:
     engine.refusals[""] = Overloaded("a minute's wait", code="server_overloaded", retry_after=2.25)
     answer = await served.post(CHAT, {"messages": HELLO})
@@ -127,7 +127,7 @@ async def test_a_queue_that_is_too_long_is_a_503_that_says_when_there_is_room(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_one_that_waited_and_would_have_to_wait_for_too_long_is_a_503(
-    served: Served, engine: PromisingEngine, stream: bool
+    served: Served, engine: PredictingEngine, stream: bool
 ) -> None:
     engine.expires, engine.room_in = ("",), 7.5
     answer = await served.post(CHAT, {"messages": HELLO, "slo": SLO, "stream": stream})
@@ -141,7 +141,7 @@ REFUSED = [("refusals", 429, "slo_unattainable"), ("expires", 504, "deadline_exc
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("how", "status", "code"), REFUSED)
 async def test_one_refused_choice_refuses_the_request_and_aborts_the_others(
-    served: Served, engine: PromisingEngine, how: str, status: int, code: str, stream: bool
+    served: Served, engine: PredictingEngine, how: str, status: int, code: str, stream: bool
 ) -> None:
     if how == "refusals":
         engine.refusals["-1"] = shed()
@@ -157,7 +157,7 @@ async def test_one_refused_choice_refuses_the_request_and_aborts_the_others(
 
 
 async def test_choices_that_may_not_be_refused_stream_as_they_come(
-    served: Served, engine: PromisingEngine
+    served: Served, engine: PredictingEngine
 ) -> None:
     engine.refusals["-1"] = shed()
     engine.wait = 0.5  # the other choice has begun by then
@@ -170,7 +170,7 @@ async def test_choices_that_may_not_be_refused_stream_as_they_come(
     assert (error["error"]["code"], done) == ("slo_unattainable", "[DONE]")
 
 
-async def test_choices_that_may_be_refused_arrive_whole(served: Served, engine: PromisingEngine) -> None:
+async def test_choices_that_may_be_refused_arrive_whole(served: Served, engine: PredictingEngine) -> None:
     events = await served.events(CHAT, {"messages": HELLO, "slo": SLO, "n": 3})
     texts = ["", "", ""]
     for event in events[:-1]:
@@ -179,7 +179,7 @@ async def test_choices_that_may_be_refused_arrive_whole(served: Served, engine: 
     assert texts == ["Hello, world!"] * 3
 
 
-async def test_the_official_client_sees_the_refusal(served: Served, engine: PromisingEngine) -> None:
+async def test_the_official_client_sees_the_refusal(served: Served, engine: PredictingEngine) -> None:
     engine.refusals[""] = shed()
     with pytest.raises(openai.RateLimitError) as refused:
         await served.client.chat.completions.create(
@@ -190,7 +190,7 @@ async def test_the_official_client_sees_the_refusal(served: Served, engine: Prom
     assert refused.value.body["predicted_ttft_ms"] == 812.5
 
 
-async def test_refusals_are_counted(served: Served, engine: PromisingEngine) -> None:
+async def test_refusals_are_counted(served: Served, engine: PredictingEngine) -> None:
     engine.refusals[""] = shed()
     await served.post(CHAT, {"messages": HELLO, "slo": SLO})
     engine.refusals.clear()

@@ -10,8 +10,7 @@ import pytest
 from onbeat import __version__
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.tracker import RequestTracker
-from onbeat.server.choice import Choice
-from onbeat.server.generation import Generator, TextOptions
+from onbeat.server.generation import Choice, Generator, TextOptions
 from onbeat.server.lifecycle import Lifecycle
 from tests.cpu.server.running import HELLO, Served, parse_events
 from tests.fakes_engine import EOS, ByteTokenizer, FakeEngine

@@ -208,7 +208,9 @@ def test_the_step_time_model_knows_the_drafts(folder: Path, method: str, tmp_pat
     config = config_of(folder, METHODS[method](folder), record=record, **ADAPTIVE)
     core, info = build_engine(config, lambda _: None)
     assert info.speculation == method
-    while core.rest():  # an idle engine takes memory ahead, the draft model's too, and comes to an end
+    while (
+        core.do_idle_work()
+    ):  # an idle engine takes memory ahead, the draft model's too, and comes to an end
         pass
     model = core.scheduler.step_time_model
     assert isinstance(model, SpeculativeStepTime) == (method != "ngram")

@@ -50,7 +50,7 @@ def test_a_class_made_of_flags_has_no_name_for_the_server() -> None:
 def test_headers_carry_ttft_and_tpot() -> None:
     transport = SLOTransport(how="headers")
 
-    assert transport.headers(record(TIGHT)) == {"x-slo-ttft-ms": "250", "x-slo-tpot-ms": "50"}
+    assert transport.headers(record(TIGHT)) == {"x-llm-d-slo-ttft-ms": "250", "x-llm-d-slo-tpot-ms": "50"}
     assert transport.body(record(TIGHT)) == {}
 
 

@@ -46,6 +46,13 @@ def sub_parser(*names: str) -> argparse.ArgumentParser:
     return parser
 
 
+def test_help_shows_defaults_of_zero_and_no_false_ones() -> None:
+    text = " ".join(sub_parser("simulate").format_help().split())
+    assert "decides lengths, arrivals and classes (default: 0)" in text
+    assert "default: False" not in text
+    assert "default: None" not in text
+
+
 def test_every_flag_of_serve_is_explained() -> None:
     assert [action.dest for action in sub_parser("serve")._actions if not action.help] == []
 

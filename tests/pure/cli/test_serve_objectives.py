@@ -13,7 +13,7 @@ from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.hub.files import ModelFiles
-from onbeat.server.slo_defaults import KeyTerms, SLODefaults, key_digest
+from onbeat.server.slo_defaults import KeyDefaults, SLODefaults, key_digest
 
 
 def defaults(*arguments: str) -> SLODefaults:
@@ -25,7 +25,7 @@ def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
 
 
-def test_without_flags_nothing_is_promised() -> None:
+def test_without_flags_there_are_no_objectives() -> None:
     plain = defaults()
     assert plain == SLODefaults()
     assert (plain.slo.is_empty, plain.slo_class, plain.shed, plain.mode) == (
@@ -34,7 +34,7 @@ def test_without_flags_nothing_is_promised() -> None:
         ShedMode.RELEGATE,
         "stream",
     )
-    assert plain.promises() == {}
+    assert plain.objectives_by_class() == {}
 
 
 def test_flags_become_defaults() -> None:
@@ -44,10 +44,10 @@ def test_flags_become_defaults() -> None:
     )
     assert given.slo == SLO(ttft=0.5, tbt=0.0505, e2e=10.0)
     assert (given.slo_class, given.mode, given.shed) == ("batch", "gap", ShedMode.REJECT)
-    assert given.promises() == {"default": given.slo, "batch": SLO_CLASSES["batch"]}
+    assert given.objectives_by_class() == {"default": given.slo, "batch": SLO_CLASSES["batch"]}
 
 
-def test_only_classes_in_use_are_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_classes_in_use_have_objectives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEAM_A_KEY", "team-a")
     file = tmp_path / "classes.yaml"
     file.write_text(
@@ -55,7 +55,7 @@ def test_only_classes_in_use_are_promised(tmp_path: Path, monkeypatch: pytest.Mo
         "api_keys: [{key_env: TEAM_A_KEY, class: interactive}]"
     )
     given = defaults("--slo-classes", str(file), "--api-key", "team-a")
-    assert given.promises().keys() == {"chat", "batch", "interactive"}
+    assert given.objectives_by_class().keys() == {"chat", "batch", "interactive"}
 
 
 def test_the_classes_file_names_classes_and_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +64,7 @@ def test_the_classes_file_names_classes_and_keys(tmp_path: Path, monkeypatch: py
     file.write_text("classes: [{name: chat, ttft_ms: 800}]\napi_keys: [{key_env: TEAM_A_KEY, class: chat}]")
     given = defaults("--slo-classes", str(file), "--slo-class", "chat", "--api-key", "team-a", "team-b")
     assert given.classes["chat"].slo == SLO(ttft=0.8)
-    assert given.keys == {key_digest("team-a"): KeyTerms(slo_class="chat")}
+    assert given.keys == {key_digest("team-a"): KeyDefaults(slo_class="chat")}
     with pytest.raises(ConfigError, match="an API key that opens nothing here"):
         defaults("--slo-classes", str(file), "--api-key", "team-b")
 

@@ -16,6 +16,7 @@ from tests.pure.metrics.runs import output, request, run_one, stats
 VLLM_NAMES = {
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
+    "vllm:num_requests_waiting_by_reason",
     "vllm:kv_cache_usage_perc",
     "vllm:prompt_tokens_total",
     "vllm:prompt_tokens_cached_total",
@@ -34,6 +35,7 @@ VLLM_NAMES = {
     "vllm:request_inference_time_seconds",
     "vllm:request_prompt_tokens",
     "vllm:request_generation_tokens",
+    "vllm:request_num_preemptions",
     "vllm:iteration_tokens_total",
 }
 """As vLLM's dashboards ask for them."""
@@ -181,6 +183,10 @@ def test_vllm_names_appear_only_when_asked_for(counts: RunCounts) -> None:
     assert aliased["vllm:iteration_tokens_total_sum"] == 6 + 3  # of the prompt, and one a step
     assert aliased["vllm:kv_cache_usage_perc"] == pytest.approx(0.02)
     assert aliased["vllm:request_success_total{finished_reason=length}"] == 1
+    waiting = aliased["vllm:num_requests_waiting"]
+    assert aliased["vllm:num_requests_waiting_by_reason{reason=capacity}"] == waiting
+    assert aliased["vllm:num_requests_waiting_by_reason{reason=deferred}"] == 0
+    assert aliased["vllm:request_num_preemptions_count"] == 1
 
 
 @given(st.lists(st.floats(0, 100)), st.lists(st.floats(0.001, 50), min_size=1, unique=True).map(sorted))

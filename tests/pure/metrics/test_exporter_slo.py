@@ -150,7 +150,7 @@ def test_a_caller_who_leaves_counts_against_the_server_only_once_it_was_late(lef
 def test_plans_are_counted() -> None:
     server = FakeServer()
     state = SchedulerState(
-        num_best_effort=3, num_relegated=5, num_lost=2, decode_slacks=[-0.15, 0.015, 0.045, 0.3]
+        num_best_effort=3, num_relegated=5, num_missed=2, decode_slacks=[-0.15, 0.015, 0.045, 0.3]
     )
     common = {"num_running": 1, "scheduler": state}
     server.open("r", 0.0)

@@ -97,7 +97,7 @@ def test_decisions_are_counted_since_the_start() -> None:
     server, history = FakeServer(), ServerHistory()
     server.open("r", 0.0)
     server.tracker.refuse("r", SLOUnattainable("no", predicted_ttft=5.0), 0.1)
-    state = SchedulerState(num_relegated=4, num_lost=2, utilisation=0.8, predicted_wait=0.3)
+    state = SchedulerState(num_relegated=4, num_missed=2, utilisation=0.8, predicted_wait=0.3)
     server.open("s", 0.0)
     server.step(0.0, 0.5, num_preemptions=1, num_running=0, num_waiting=1, scheduler=state)
     look(history, server, 1.0)

@@ -49,7 +49,7 @@ class MisjudgedDriver(TimedDriver):
         check_budget(scheduled, self.believed, self.scheduler.config.slo_mode)
 
     def is_good(self, request_id: str) -> bool:
-        """Whether a request got what it was promised, as `metrics.attainment` counts it for streams."""
+        """Whether a request met its objectives, as `metrics.attainment` counts it for streams."""
         if request_id in self.rejected or request_id in self.relegated:
             return False
         late = [seconds > 1e-9 for seconds in self.lateness(request_id)]

@@ -1,4 +1,4 @@
-"""A driver that knows when each step was planned, and who got what was promised."""
+"""A driver that knows when each step was planned, and which requests met their objectives."""
 
 from __future__ import annotations
 

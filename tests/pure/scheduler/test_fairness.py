@@ -115,7 +115,7 @@ def test_who_comes_back_keeps_its_debt() -> None:
     assert counters.counter("b") == 1000
 
 
-def test_after_a_pause_of_all_a_newcomer_starts_where_the_last_to_leave_stands() -> None:
+def test_after_a_pause_of_all_a_new_tenant_starts_where_the_last_to_leave_stands() -> None:
     counters = TenantCounters()
     counters.on_arrival("a")
     counters.on_leave("a")
@@ -162,7 +162,7 @@ calls = st.lists(
 
 @examples(200)
 @given(calls=calls)
-def test_no_counter_falls_and_nobody_who_waits_lies_below_a_newcomer(calls: list[tuple[str, int]]) -> None:
+def test_no_counter_falls_and_nobody_who_waits_lies_below_a_new_tenant(calls: list[tuple[str, int]]) -> None:
     counters = TenantCounters()
     waiting = [0] * 8
     before = {str(index): 0.0 for index in range(8)}
@@ -186,7 +186,7 @@ def test_no_counter_falls_and_nobody_who_waits_lies_below_a_newcomer(calls: list
             mean = sum(after[name] for name in backlogged) / len(backlogged)
             for name in backlogged:
                 assert counters.share(name) == pytest.approx((after[name] - mean) / 8192)
-                assert after[name] >= counters.counter("newcomer")
+                assert after[name] >= counters.counter("new")
 
 
 def test_remembers_few_of_those_that_are_away() -> None:
@@ -199,9 +199,9 @@ def test_remembers_few_of_those_that_are_away() -> None:
         counters.on_prefill(tenant, index)
         counters.on_leave(tenant)
         counters.on_arrival("waits")
-    # kept: those with the largest debts; the others count as standing where a newcomer is put
+    # kept: those with the largest debts; the others count as standing where a new tenant is put
     assert counters.counter("t0999") == 100 + 999
-    assert counters.counter("t0001") == counters.counter("newcomer") == 100
+    assert counters.counter("t0001") == counters.counter("new") == 100
     assert len(counters) <= 12
     assert counters.counter("waits") == 100
 

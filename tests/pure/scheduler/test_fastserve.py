@@ -83,7 +83,7 @@ def test_a_short_prompt_passes_long_ones_that_came_before():
     assert next(iter(rows_of(driver))) == "short"
 
 
-def test_a_newcomer_takes_the_slot_of_one_that_has_had_much_service():
+def test_a_new_request_takes_the_slot_of_one_that_has_had_much_service():
     driver = driver_for(make_request("old", 10, 400), max_num_seqs=1)
     for _ in range(50):
         driver.step()
@@ -119,7 +119,7 @@ def test_the_lowest_queue_is_preempted_where_blocks_run_out():
 
 
 def test_nobody_starves_while_short_ones_keep_coming():
-    """Newcomers that alone are more than the machine can do: the long request gets its turns all the same."""
+    """New requests that alone are more than the machine can do: the long request gets its turns."""
     model = FakeStepTime()
     tagged = make_request("tagged", 600, 20)
     others = [make_request(f"r{i}", 40, 4, arrival=i * 6e-3) for i in range(4000)]

@@ -93,5 +93,5 @@ def test_it_speaks_exactly_when_an_objective_is_missed(
 
 
 @pytest.mark.parametrize("classes", [{}, {"c": SLO()}])
-def test_nothing_promised_is_nothing_missed(classes: dict[str, SLO]) -> None:
+def test_without_objectives_none_is_missed(classes: dict[str, SLO]) -> None:
     assert idle_misses(LinearStepTime(100.0, 1.0), classes) == []

@@ -186,27 +186,27 @@ class TestRelegation:
 
     def test_who_cannot_be_in_time_falls_behind_all_others_once(self):
         driver = driver_for(
-            make_request("hopeless", 1000, 2, slo=SLO(ttft=0.1)),  # 1000 / 8500 s are more
+            make_request("infeasible", 1000, 2, slo=SLO(ttft=0.1)),  # 1000 / 8500 s are more
             make_request("fine", 900, 2, slo=SLO(ttft=900.0)),
             make_request("none", 100, 2),
             **LONG,
         )
         driver.step()
-        assert list(rows_of(driver)) == ["fine", "none", "hopeless"]
+        assert list(rows_of(driver)) == ["fine", "none", "infeasible"]
         assert driver.scheduler.num_relegated == 1
         driver.serve([])
         assert driver.scheduler.num_relegated == 1
-        assert driver.finished["hopeless"] is FinishReason.LENGTH
+        assert driver.finished["infeasible"] is FinishReason.LENGTH
 
     def test_relegated_ones_wait_for_all_others_in_later_steps(self):
         few = {"num_blocks": 64, "max_num_seqs": 1}
         driver = driver_for(make_request("running", 10, 5, slo=LOOSE), **few)
         driver.step()
-        driver.add(make_request("hopeless", 900, 2, arrival=driver.now, slo=SLO(ttft=0.01)))
+        driver.add(make_request("infeasible", 900, 2, arrival=driver.now, slo=SLO(ttft=0.01)))
         driver.step()
         driver.add(make_request("fine", 10, 2, arrival=driver.now, slo=LOOSE))
         driver.serve([])
-        assert driver.finish_order == ["running", "fine", "hopeless"]
+        assert driver.finish_order == ["running", "fine", "infeasible"]
         assert driver.scheduler.num_relegated == 1
 
     def test_whoever_holds_kv_is_not_relegated(self):
@@ -217,8 +217,8 @@ class TestRelegation:
         assert driver.scheduler.num_relegated == 0
 
     def test_one_that_asks_to_be_refused_ends_instead(self):
-        hopeless = make_request("a", 1000, 2, slo=SLO(ttft=0.1), shed=ShedMode.REJECT)
-        driver = driver_for(hopeless)
+        infeasible = make_request("a", 1000, 2, slo=SLO(ttft=0.1), shed=ShedMode.REJECT)
+        driver = driver_for(infeasible)
         driver.serve([])
         assert driver.finished == {"a": FinishReason.EXPIRED}
 

@@ -91,14 +91,14 @@ def test_a_queue_a_hundred_times_as_long_is_planned_and_joined_at_the_same_cost(
             assert (len(plan.admissions) > 0) == has_room
             looks.num_of.clear()
             model.num_asked = 0
-            newcomer = make_request(
-                "newcomer", 100, 5, arrival=scheduler._last_update, slo=OBJECTIVES, shed=ShedMode.RELEGATE
+            new = make_request(
+                "new", 100, 5, arrival=scheduler._last_update, slo=OBJECTIVES, shed=ShedMode.RELEGATE
             )
-            scheduler.add(newcomer, scheduler._last_update)
+            scheduler.add(new, scheduler._last_update)
             costs[num_waiting] = [*planning, looks.total, len(looks.num_of), model.num_asked]
     short, long = costs[200], costs[20_000]
     assert all(b <= 1.02 * a + 25 for a, b in zip(short[:3], long[:3], strict=True)), (short, long)
-    # Of one bucket of the queue, those are summed up that are due before the newcomer.
+    # Of one bucket of the queue, those are summed up that are due before the new one.
     most = 2 * BUCKET + 100
     assert all(b <= a + most for a, b in zip(short[3:5], long[3:5], strict=True)), (short, long)
     assert long[5] == short[5], "what the model is asked"

@@ -164,10 +164,10 @@ def test_finding_a_place_takes_a_bisection():
         queue.push(make_waiting(float(index * 7919 % 20_000), index, num_prompt=1))
     for state in queue:
         state.sort_key = Key(state.sort_key)
-    newcomer = make_waiting(1e4 + 0.5, 20_000)
-    newcomer.sort_key = Key(newcomer.sort_key)
-    queue.push(newcomer)
-    queue.remove(newcomer)
+    new = make_waiting(1e4 + 0.5, 20_000)
+    new.sort_key = Key(new.sort_key)
+    queue.push(new)
+    queue.remove(new)
     assert Key.num_compared < 80
 
 

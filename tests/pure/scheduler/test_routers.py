@@ -14,7 +14,7 @@ from onbeat.scheduler.cluster.routers import (
     LeastOutstanding,
     LeastWork,
     PrefixAffinity,
-    RandomChoice,
+    RandomRouter,
     RoundRobin,
     RoutingRequest,
     make_router,
@@ -32,10 +32,10 @@ def test_round_robin_takes_turns():
 
 def test_random_choice_depends_on_seed_and_id_alone():
     ids = [f"r{index}" for index in range(3000)]
-    first = [RandomChoice(4, seed=1).route(request(each)) for each in ids]
-    backwards = [RandomChoice(4, seed=1).route(request(each)) for each in reversed(ids)]
+    first = [RandomRouter(4, seed=1).route(request(each)) for each in ids]
+    backwards = [RandomRouter(4, seed=1).route(request(each)) for each in reversed(ids)]
     assert first == backwards[::-1]
-    assert first != [RandomChoice(4, seed=2).route(request(each)) for each in ids]
+    assert first != [RandomRouter(4, seed=2).route(request(each)) for each in ids]
     assert all(650 < count < 850 for count in Counter(first).values())
 
 

@@ -1,4 +1,4 @@
-"""What newcomers are told to expect, against what then happens; who is refused, and when again not."""
+"""The TTFT predicted on arrival against what then happens, and which requests are rejected."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from onbeat.core.step import BatchShape
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 ROOMY = {"num_blocks": 4096, "max_num_seqs": 64}
-HOPELESS = SLO(ttft=2e-3, tbt=0.1)
+INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)
 """Shorter than the prompts here take on an idle machine."""
 
 
@@ -181,7 +181,7 @@ class TestRefusal:
         errors += [driver.ask(f"q{i}", 900, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(3)]
         assert any(error is not None and "running streams" in str(error) for error in errors)
 
-    @pytest.mark.parametrize("slo", [HOPELESS, SLO(ttft=0.5), SLO(e2e=0.1), None], ids=str)
+    @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=0.5), SLO(e2e=0.1), None], ids=str)
     @pytest.mark.parametrize("shed", [ShedMode.RELEGATE, ShedMode.OFF])
     def test_who_did_not_ask_for_it_is_never_refused(self, shed, slo):
         driver = Watch()
@@ -252,12 +252,12 @@ class TestExpiry:
 
 
 class TestIdleReplica:
-    def test_tries_a_hopeless_request_now_and_then(self):
+    def test_tries_an_infeasible_request_now_and_then(self):
         driver = Watch()
         taken = []
         for second in range(0, 100, 5):
             driver.now = float(second)
-            if driver.ask(f"r{second}", 900, slo=HOPELESS) is None:
+            if driver.ask(f"r{second}", 900, slo=INFEASIBLE) is None:
                 taken.append(second)
             driver.serve([])
         assert taken == [0, 35, 70]
@@ -266,17 +266,17 @@ class TestIdleReplica:
     def test_does_not_try_while_it_has_others_to_serve(self):
         driver = Watch()
         driver.crowd(1)
-        assert driver.ask("waiting", 900, slo=HOPELESS) is not None
+        assert driver.ask("waiting", 900, slo=INFEASIBLE) is not None
         driver.step()
-        assert driver.ask("running", 900, slo=HOPELESS) is not None
+        assert driver.ask("running", 900, slo=INFEASIBLE) is not None
 
     def test_a_request_that_it_can_serve_is_no_try(self):
         driver = Watch()
         assert driver.ask("easy", 100, slo=SLO(ttft=1.0)) is None
         driver.serve([])
-        assert driver.ask("hopeless", 900, slo=HOPELESS) is None
+        assert driver.ask("infeasible", 900, slo=INFEASIBLE) is None
         driver.serve([])
-        assert driver.ask("another", 900, slo=HOPELESS) is not None
+        assert driver.ask("another", 900, slo=INFEASIBLE) is not None
 
     def test_keeps_whom_it_takes_though_it_has_just_learnt_that_it_is_faster(self):
         """What steps take, and what prompts cost, must come from the same state of the model."""

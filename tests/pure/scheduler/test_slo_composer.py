@@ -66,7 +66,7 @@ class TestBudget:
         return max(driver.model.step_time(step.shape) for step in beside) / 0.012
 
     @pytest.mark.parametrize("slo", [None, SLO(ttft=3.0)], ids=["none", "no tbt"])
-    def test_nothing_is_bounded_where_nothing_is_promised(self, slo):
+    def test_nothing_is_bounded_without_objectives(self, slo):
         driver = Watch()
         driver.serve([make_request(f"r{i}", 300, 5, slo=slo) for i in range(3)])
         assert {(step.budget, step.budget_request_id) for step in driver.log} == {(None, None)}

@@ -1,4 +1,4 @@
-"""Deadlines of tokens, and when a promise is broken for good."""
+"""Deadlines of tokens, and when an objective is missed for good."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class TestStream:
         assert state.next_deadline == 12.0
         assert deadlines_after(state, 10.5, 10.6, 12.1) == pytest.approx([12.1, 12.2, 12.3])
 
-    def test_a_first_token_that_comes_late_ends_the_promise(self):
+    def test_a_first_token_that_comes_late_misses_the_objective(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1))
         assert state.note_delivery(12.5)
         assert state.is_best_effort
@@ -190,7 +190,7 @@ class TestDueWithTokensInFlight:
     @pytest.mark.parametrize("mode", SLO_MODES)
     def test_nothing_is_due_of_best_effort_or_without_an_objective(self, mode):
         state = make_state(self.slo, mode)
-        state.give_up()
+        state.relegate()
         assert state.due(1, 10.0) == make_state(None, mode).due(1, 10.0) == inf
         no_tbt = make_state(SLO(ttft=2.0), mode)
         no_tbt.note_delivery(11.0)
@@ -207,11 +207,11 @@ class TestGivingUp:
         for _ in range(num_allowed):
             assert not state.note_delivery(state.next_deadline + 1.0)
         assert not state.is_best_effort
-        assert state.note_delivery(state.next_deadline + 1.0), "this one breaks the promise"
+        assert state.note_delivery(state.next_deadline + 1.0), "this one misses the objective"
         assert state.is_best_effort
         assert state.next_deadline == inf
 
-    def test_a_promise_is_broken_once(self):
+    def test_an_objective_is_missed_once(self):
         state = make_state(SLO(ttft=2.0, tbt=0.1))
         assert [state.note_delivery(50.0 + index) for index in range(4)] == [True] + 3 * [False]
 
@@ -237,7 +237,7 @@ class TestQueueRank:
     def test_whoever_is_given_up_loses_its_place(self):
         state = make_state(SLO(ttft=2.0))
         assert state.rank == 12.0
-        state.give_up()
+        state.relegate()
         assert state.rank == BEST_EFFORT_RANK
 
     def test_whoever_waits_again_goes_by_its_next_token(self):
@@ -248,13 +248,13 @@ class TestQueueRank:
 
 class TestLeftOver:
     def test_is_who_has_no_objective_or_has_missed_it(self):
-        assert make_state(None).is_left_over
-        assert make_state(SLO()).is_left_over
+        assert make_state(None).runs_as_best_effort
+        assert make_state(SLO()).runs_as_best_effort
         for slo in (SLO(ttft=1.0), SLO(tbt=0.1), SLO(e2e=1.0)):
             state = make_state(slo)
-            assert not state.is_left_over
-            state.give_up()
-            assert state.is_left_over
+            assert not state.runs_as_best_effort
+            state.relegate()
+            assert state.runs_as_best_effort
 
 
 def test_a_prediction_is_told_once():

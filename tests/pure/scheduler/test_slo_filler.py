@@ -176,7 +176,7 @@ class TestBlocks:
         driver.add(make_request("tight", 100, 1, slo=SLO(ttft=0.5, tbt=0.05), arrival=driver.now))
         driver.add(make_request("none", 261, 1, arrival=driver.now))
         slo = SLO(ttft=0.1, tbt=6e-3)
-        driver.add(make_request("hopeless", 736, 35, slo=slo, salt="shared", arrival=driver.now))
+        driver.add(make_request("infeasible", 736, 35, slo=slo, salt="shared", arrival=driver.now))
         driver.abort("long")
         driver.serve([])
         assert len(driver.finished) == 6

@@ -10,7 +10,7 @@ from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
-HOPELESS = SLO(ttft=2e-3, tbt=0.1)
+INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)
 
 
 class Watch(TimedDriver):
@@ -52,10 +52,10 @@ class TestLost:
     def test_prompts_that_cannot_be_in_time_come_after_those_that_can(self):
         driver = Watch()
         now = driver.pass_first_step()
-        lost = [relegatable(f"l{i}", 500, 2, slo=HOPELESS, arrival=now) for i in range(3)]
+        late = [relegatable(f"l{i}", 500, 2, slo=INFEASIBLE, arrival=now) for i in range(3)]
         slo = SLO(ttft=1.0, tbt=0.1)
         others = [relegatable(f"r{i}", 500, 2, slo=slo, arrival=now) for i in range(3)]
-        driver.serve([*lost, *others])
+        driver.serve([*late, *others])
         assert max(driver.times[f"r{i}"][0] for i in range(3)) < min(
             driver.times[f"l{i}"][0] for i in range(3)
         )
@@ -65,20 +65,20 @@ class TestLost:
     def test_they_are_served_in_the_order_in_which_they_came(self):
         driver = Watch()
         now = driver.pass_first_step()
-        slos = [HOPELESS, SLO(ttft=1e-3), SLO(ttft=0.03), None, HOPELESS]
-        lost = [relegatable(f"l{i}", 500, 2, slo=slo, arrival=now + 1e-3 * i) for i, slo in enumerate(slos)]
+        slos = [INFEASIBLE, SLO(ttft=1e-3), SLO(ttft=0.03), None, INFEASIBLE]
+        late = [relegatable(f"l{i}", 500, 2, slo=slo, arrival=now + 1e-3 * i) for i, slo in enumerate(slos)]
         busy = relegatable("busy", 900, 2, slo=SLO(ttft=1.0), arrival=now)
-        driver.serve([busy, *lost])
+        driver.serve([busy, *late])
         assert driver.first_scheduled == ["before", "busy", *(f"l{i}" for i in range(5))]
 
     def test_time_that_streams_leave_is_theirs(self):
         driver = Watch()
         streams = [relegatable(f"s{i}", 20, 200, slo=SLO(ttft=0.1, tbt=0.01)) for i in range(4)]
-        driver.serve([*streams, relegatable("lost", 900, 2, slo=HOPELESS, arrival=0.1)])
-        assert driver.times["lost"][-1] < driver.times["s0"][-1]
+        driver.serve([*streams, relegatable("late", 900, 2, slo=INFEASIBLE, arrival=0.1)])
+        assert driver.times["late"][-1] < driver.times["s0"][-1]
         assert all(driver.is_good(f"s{i}") for i in range(4))
 
-    def test_a_stream_that_breaks_its_promise_bounds_no_step_any_more(self):
+    def test_a_stream_that_misses_its_objective_bounds_no_step_any_more(self):
         driver = Watch()
         driver.add(relegatable("r", 10, 60, slo=SLO(ttft=0.1, tbt=3e-3)))
         driver.serve([], until=0.05)
@@ -86,14 +86,14 @@ class TestLost:
         driver.serve([])
         assert driver.log[-1].budget is None
         assert driver.relegated == {"r"}
-        assert (driver.state.num_lost, driver.state.num_relegated) == (1, 0)
+        assert (driver.state.num_missed, driver.state.num_relegated) == (1, 0)
         assert len(driver.outputs["r"]) == 60
 
-    def test_a_promise_that_was_never_made_is_not_broken(self):
+    def test_without_an_objective_none_is_missed(self):
         driver = Watch()
         driver.serve([relegatable(f"r{i}", 900, 5) for i in range(5)])
         assert not driver.relegated
-        assert driver.state.num_relegated == driver.state.num_lost == 0
+        assert driver.state.num_relegated == driver.state.num_missed == 0
 
 
 class TestTenants:
@@ -168,8 +168,8 @@ class TestState:
         driver = Watch()
         driver.add(relegatable("good", 100, 30, slo=SLO(ttft=1.0, tbt=0.1)))
         driver.step()
-        driver.add(relegatable("relegated", 900, 2, slo=HOPELESS))
-        driver.add(relegatable("refused", 900, 2, slo=HOPELESS, shed=ShedMode.REJECT))
+        driver.add(relegatable("relegated", 900, 2, slo=INFEASIBLE))
+        driver.add(relegatable("refused", 900, 2, slo=INFEASIBLE, shed=ShedMode.REJECT))
         driver.add(relegatable("expires", 100, 2, slo=SLO(ttft=1.0), shed=ShedMode.REJECT))
         driver.now += 3.0
         driver.serve([])
@@ -227,5 +227,5 @@ class TestState:
         assert predicted == pytest.approx(driver.times["r4"][0], rel=0.25)
         assert now < predicted
 
-    def test_a_policy_without_promises_has_no_state(self):
+    def test_a_policy_without_deadlines_has_no_state(self):
         assert TimedDriver(make_config("sarathi"), FakeStepTime()).scheduler.state() is None

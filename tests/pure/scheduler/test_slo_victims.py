@@ -55,29 +55,29 @@ class TestMakeRoom:
     @pytest.mark.parametrize("order", list(permutations(range(6)))[::120])
     def test_those_go_first_who_lose_least(self, order):
         plan, victims = started(*(SIX[index] for index in order))
-        newcomer = make_state(make_request("newcomer", 1000, 1))
-        assert victims.make_room(newcomer, plan.running)
+        new = make_state(make_request("new", 1000, 1))
+        assert victims.make_room(new, plan.running)
         assert names(plan.victims) == ORDER
 
     @pytest.mark.parametrize(("num_prompt", "num_gone"), [(300, 0), (400, 1), (500, 2), (600, 3)])
     def test_no_more_than_need_be(self, num_prompt, num_gone):
         """Each holds 7 of 64 blocks; 22 are free."""
         plan, victims = started(*SIX)
-        assert victims.make_room(make_state(make_request("newcomer", num_prompt, 1)), plan.running)
+        assert victims.make_room(make_state(make_request("new", num_prompt, 1)), plan.running)
         assert names(plan.victims) == ORDER[:num_gone]
 
     def test_nobody_in_vain(self):
         plan, victims = started(*SIX)
         pool = plan.running[:3]
-        assert not victims.make_room(make_state(make_request("newcomer", 1000, 1)), pool)
-        assert not victims.make_room(make_state(make_request("newcomer", 10, 1)), [])
+        assert not victims.make_room(make_state(make_request("new", 1000, 1)), pool)
+        assert not victims.make_room(make_state(make_request("new", 10, 1)), [])
         assert plan.victims == []
         assert plan.num_blocks_left == 22
 
     def test_for_a_slot_one_is_enough(self):
         plan, victims = started(*SIX, max_num_seqs=6)
         assert plan.num_slots_left == 0
-        assert victims.make_room(make_state(make_request("newcomer", 10, 1)), plan.running)
+        assert victims.make_room(make_state(make_request("new", 10, 1)), plan.running)
         assert names(plan.victims) == ORDER[:1]
         assert plan.num_slots_left == 1
 
@@ -86,7 +86,7 @@ class TestMakeRoom:
         states = by_name(plan)
         states["best effort, later"].is_in_flight = True
         states["best effort"].num_in_flight_tokens = 1
-        assert victims.make_room(make_state(make_request("newcomer", 400, 1)), plan.running)
+        assert victims.make_room(make_state(make_request("new", 400, 1)), plan.running)
         assert names(plan.victims) == ["rich"]
 
 
@@ -97,11 +97,11 @@ class TestSlack:
         long = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075))
         short = make_request("short", 20, 50, slo=SLO(ttft=0.11, tbt=0.075))
         plan, victims = started(long, short, slo_mode=mode)
-        assert victims.make_room(make_state(make_request("newcomer", 500, 1)), plan.running)
+        assert victims.make_room(make_state(make_request("new", 500, 1)), plan.running)
         assert names(plan.victims) == ["short"], "the long one could not be back in time"
         with_less = make_request("long", 500, 50, slo=SLO(ttft=0.11, tbt=0.075), weight=0.1)
         plan, victims = started(with_less, short, slo_mode=mode)
-        assert victims.make_room(make_state(make_request("newcomer", 500, 1)), plan.running)
+        assert victims.make_room(make_state(make_request("new", 500, 1)), plan.running)
         assert names(plan.victims) == ["short"], "whatever that one is worth"
 
 

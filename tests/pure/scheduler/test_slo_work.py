@@ -239,7 +239,7 @@ class TestRunningView:
 
     def test_who_has_no_deadline_is_loose_and_who_wants_more_is_a_prefill(self):
         loose, missed = self.make_stream("loose", None), self.make_stream("missed", SLO(ttft=1.0, tbt=0.1))
-        missed.slo.give_up()
+        missed.slo.relegate()
         prefill = self.make_stream("prefill", SLO(ttft=1.0))
         prefill.num_computed_tokens = 3
         view = RunningView([loose, prefill, missed], 0.0)

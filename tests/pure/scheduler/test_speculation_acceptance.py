@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import SLOState
-from onbeat.scheduler.replica.speculation.acceptance import KEPT, AcceptanceBook
+from onbeat.scheduler.replica.speculation.acceptance import KEPT, AcceptanceRates
 from tests.pure.scheduler.speculating import make_request
 
 
@@ -26,7 +26,7 @@ def draw_accepted(random: Random, acceptance: float, num_drafts: int) -> int:
     return num
 
 
-def feed(book: AcceptanceBook, state: RequestState, accepted: list[int], num_drafts: int) -> None:
+def feed(book: AcceptanceRates, state: RequestState, accepted: list[int], num_drafts: int) -> None:
     """A row of one step after the other."""
     for num in accepted:
         book.begin_step()
@@ -38,7 +38,7 @@ def feed(book: AcceptanceBook, state: RequestState, accepted: list[int], num_dra
 def test_follows_a_step_of_acceptance(kept, num_drafts):
     estimates = []
     for seed in range(100):
-        random, book, state = Random(seed), AcceptanceBook(0.5, kept=kept), make_state()
+        random, book, state = Random(seed), AcceptanceRates(0.5, kept=kept), make_state()
         feed(book, state, [draw_accepted(random, 0.9, num_drafts) for _ in range(200)], num_drafts)
         feed(book, state, [draw_accepted(random, 0.3, num_drafts) for _ in range(150)], num_drafts)
         estimates.append(book.of(state))
@@ -46,7 +46,7 @@ def test_follows_a_step_of_acceptance(kept, num_drafts):
 
 
 def test_follows_a_regular_feed():
-    book, state = AcceptanceBook(0.5), make_state()
+    book, state = AcceptanceRates(0.5), make_state()
     feed(book, state, [1, 1, 1, 1, 0, 1, 1, 1, 1, 1] * 20, 1)
     assert book.of(state) == pytest.approx(0.9, abs=0.05)
     feed(book, state, [0, 1, 0, 0, 1, 0, 0, 1, 0, 0] * 15, 1)
@@ -56,13 +56,13 @@ def test_follows_a_regular_feed():
 @pytest.mark.parametrize("num_drafts", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8])
 def test_is_not_biased_by_the_number_of_drafts(num_drafts, acceptance):
-    random, book, state = Random(0), AcceptanceBook(0.5, kept=1.0), make_state()
+    random, book, state = Random(0), AcceptanceRates(0.5, kept=1.0), make_state()
     feed(book, state, [draw_accepted(random, acceptance, num_drafts) for _ in range(4000)], num_drafts)
     assert book.of(state) == pytest.approx(acceptance, abs=0.025)
 
 
 def test_a_new_request_is_like_others_of_its_class():
-    book = AcceptanceBook(0.5)
+    book = AcceptanceRates(0.5)
     for index in range(20):
         feed(book, make_state(f"a{index}", "edit"), [4, 4, 3, 4, 4], 4)
         feed(book, make_state(f"b{index}", "chat"), [0, 0, 1, 0, 0], 4)
@@ -74,11 +74,11 @@ def test_a_new_request_is_like_others_of_its_class():
 
 
 def test_begins_with_what_was_configured():
-    assert AcceptanceBook(0.37).of(make_state()) == pytest.approx(0.37)
+    assert AcceptanceRates(0.37).of(make_state()) == pytest.approx(0.37)
 
 
 def test_a_new_request_follows_its_class_while_it_has_shown_nothing():
-    book, idle = AcceptanceBook(0.9), make_state("idle")
+    book, idle = AcceptanceRates(0.9), make_state("idle")
     before = book.of(idle)
     feed(book, make_state("busy"), [0] * 200, 1)
     assert book.of(idle) < 0.2 < before
@@ -89,7 +89,7 @@ def test_what_is_old_gives_way_to_a_probe():
     state = make_state()
     moved = []
     for num_idle in (0, 400):
-        book = AcceptanceBook(0.5)
+        book = AcceptanceRates(0.5)
         feed(book, state, [0] * 300, 1)
         for _ in range(num_idle):
             book.begin_step()
@@ -101,7 +101,7 @@ def test_what_is_old_gives_way_to_a_probe():
 
 @given(st.lists(st.tuples(st.integers(0, 16), st.integers(0, 16), st.integers(0, 60)), max_size=200))
 def test_is_a_probability_that_only_drafts_move(rows):
-    book, state = AcceptanceBook(0.5), make_state()
+    book, state = AcceptanceRates(0.5), make_state()
     for num_drafted, num_accepted, num_steps in rows:
         before = book.of(state)
         for _ in range(num_steps):
@@ -119,7 +119,7 @@ def test_is_a_probability_that_only_drafts_move(rows):
 
 
 def test_what_is_ready_for_the_next_step_is_kept():
-    book, state = AcceptanceBook(0.5), make_state()
+    book, state = AcceptanceRates(0.5), make_state()
     book.observe(state, num_drafted=0, num_accepted=0, num_available=2)
     assert state.draft.num_ready == 2
     book.observe(state, num_drafted=1, num_accepted=0, num_available=None)

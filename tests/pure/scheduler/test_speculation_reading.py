@@ -149,7 +149,7 @@ def test_nothing_is_read_while_prompts_wait() -> None:
 
 
 def test_what_is_read_fits_the_time_that_streams_have() -> None:
-    """A stream that is served faster than it was promised has more time with each token."""
+    """A stream that is served faster than its objective has more time with each token."""
     driver = ReadingDriver(policy="slo", reading=1e-3)
     driver.add(make_request("r", 200, 100, slo=SLO(ttft=10.0, tbt=0.02)))
     driver.run()

@@ -42,7 +42,7 @@ def test_counts_what_was_delivered_not_what_came_behind_the_end():
     assert stats.accepted_at == [1, 1, 1]
 
 
-def test_leaves_out_chunks_and_newcomers():
+def test_leaves_out_chunks_and_admissions():
     request = make_request("new", 5, 2)
     rows = [
         decode("a", 0),

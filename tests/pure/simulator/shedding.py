@@ -38,7 +38,7 @@ class SheddingScheduler(Scheduler):
             self._table.drop(state)
         return super().schedule(now)
 
-    def update(self, scheduled, result, now):
+    def update(self, scheduled, result, now, ends=None):
         outputs = super().update(scheduled, result, now)
         for output in outputs:
             state = self._states.get(output.request_id)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.simulator.idle import IdleReplica, is_hopeless
+from onbeat.simulator.idle import IdleReplica, is_infeasible
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, make_config, make_load
@@ -33,35 +33,35 @@ def slow_time() -> ShapeTime:
 )
 def test_a_prompt_of_100_tokens_by_hand(slo, is_out_of_reach):
     """0.11 s for the prompt in one step; 0.01 + 0.001 + 0.0101 s for the first decode."""
-    assert is_hopeless(slow_time(), slo, 100) is is_out_of_reach
+    assert is_infeasible(slow_time(), slo, 100) is is_out_of_reach
 
 
 def test_a_single_token_has_no_gap_to_miss():
     idle = IdleReplica(slow_time())
-    assert idle.is_hopeless(SLO(tbt=0.001), 100, 2)
-    assert not idle.is_hopeless(SLO(tbt=0.001), 100, 1)
+    assert idle.is_infeasible(SLO(tbt=0.001), 100, 2)
+    assert not idle.is_infeasible(SLO(tbt=0.001), 100, 1)
 
 
 def test_the_end_comes_after_all_decodes():
     idle = IdleReplica(slow_time())
-    assert not idle.is_hopeless(SLO(e2e=0.1101), 100, 1)
-    assert idle.is_hopeless(SLO(e2e=0.1), 100, 1)
-    assert not idle.is_hopeless(SLO(e2e=0.5), 100, 10)
-    assert idle.is_hopeless(SLO(e2e=0.5), 100, 50)
+    assert not idle.is_infeasible(SLO(e2e=0.1101), 100, 1)
+    assert idle.is_infeasible(SLO(e2e=0.1), 100, 1)
+    assert not idle.is_infeasible(SLO(e2e=0.5), 100, 10)
+    assert idle.is_infeasible(SLO(e2e=0.5), 100, 50)
 
 
 def test_the_host_takes_its_time_too():
-    assert not IdleReplica(slow_time()).is_hopeless(SLO(ttft=0.12), 100)
-    assert IdleReplica(slow_time(), host_overhead=0.02).is_hopeless(SLO(ttft=0.12), 100)
+    assert not IdleReplica(slow_time()).is_infeasible(SLO(ttft=0.12), 100)
+    assert IdleReplica(slow_time(), host_overhead=0.02).is_infeasible(SLO(ttft=0.12), 100)
 
 
 def test_it_remembers():
     model = slow_time()
     idle = IdleReplica(model)
     for num_output_tokens in (2, 30, 400):
-        idle.is_hopeless(SLO(ttft=1.0, tbt=1.0), 100, num_output_tokens)
+        idle.is_infeasible(SLO(ttft=1.0, tbt=1.0), 100, num_output_tokens)
     assert model.num_predictions == 2
-    idle.is_hopeless(SLO(ttft=1.0, tbt=1.0), 101, 5)
+    idle.is_infeasible(SLO(ttft=1.0, tbt=1.0), 101, 5)
     assert model.num_predictions == 4
 
 
@@ -72,8 +72,8 @@ def test_it_remembers():
     tbt=st.floats(0.01, 0.04),
     e2e=st.none() | st.floats(0.05, 1.5),
 )
-def test_nobody_serves_a_hopeless_request_in_time(prompt, output, ttft, tbt, e2e):
-    """Alone on a replica that may run its whole prompt at once: hopeless is never good."""
+def test_no_policy_serves_an_infeasible_request_in_time(prompt, output, ttft, tbt, e2e):
+    """Alone on a replica that may run its whole prompt at once: infeasible is never good."""
     slo = SLO(ttft=ttft, tbt=tbt, e2e=e2e)
     load = make_load([prompt], [output], [0.0]).with_classes([SLOClass(name="one", slo=slo)], seed=0)
     config = make_config(scheduler={"max_num_batched_tokens": 256})

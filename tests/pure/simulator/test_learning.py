@@ -30,7 +30,7 @@ class Listening(FakeStepTime):
 @pytest.mark.parametrize("policy", sorted(name for name in POLICIES if POLICIES[name]().needs_step_time))
 @pytest.mark.parametrize("mode", ["stream", "gap"])
 def test_a_device_as_predicted_is_found_to_be_as_predicted(policy, mode):
-    """A step that takes a millionth longer than planned would break the promise of every stream in it."""
+    """A step that takes a millionth longer than planned would make every stream in it miss its objective."""
     load = random_load(60, rate=60, seed=3, prompt=120).with_classes(
         (SLOClass(name="all", slo=SLO(ttft=0.5, tbt=0.02), share=1.0),), seed=0
     )

@@ -64,13 +64,13 @@ def test_each_outcome_is_counted_once_in_all_and_by_class():
     assert whole.median_predicted_ttft_error == pytest.approx((0.1 + 0.5) / 2)
     slow_counts = counted(summary.classes["slow"])
     assert slow_counts == {"offered": 3, "completed": 1, "rejected": 0, "expired": 1, "failed": 1}
-    assert (slow.num_relegated, slow.num_hopeless, slow.median_predicted_ttft_error) == (0, 0, None)
-    assert whole.num_hopeless == outcomes.classes["fast"].num_hopeless == 1
+    assert (slow.num_relegated, slow.num_infeasible, slow.median_predicted_ttft_error) == (0, 0, None)
+    assert whole.num_infeasible == outcomes.classes["fast"].num_infeasible == 1
 
 
 def test_without_objectives_there_is_no_share():
     record = make_record("length")
     record.slo = record.request_class = None
     outcomes = tell_outcomes(summarise([record], duration=2.0), [record], lambda record: True)
-    assert outcomes.summary.attainment_admitted is outcomes.whole.num_hopeless is None
+    assert outcomes.summary.attainment_admitted is outcomes.whole.num_infeasible is None
     assert outcomes.classes == outcomes.summary.classes == {}

@@ -12,7 +12,7 @@ from onbeat.simulator.simulate import simulate
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, make_config, make_load
 
-PROMISE = SLO(ttft=1.0, tbt=0.2)
+OBJECTIVES = SLO(ttft=1.0, tbt=0.2)
 SECONDS = 60.0
 
 
@@ -74,22 +74,22 @@ def test_without_objectives_the_longest_wait_is_the_bound(load):
 
 
 def test_with_objectives_goodput_is_kept():
-    free, result = overload(PROMISE, None), overload(PROMISE, DEFAULT_QUEUE_SECONDS)
+    free, result = overload(OBJECTIVES, None), overload(OBJECTIVES, DEFAULT_QUEUE_SECONDS)
     assert longest_wait(free) > 1.7 * DEFAULT_QUEUE_SECONDS
-    assert longest_wait(result) < 1.5 * DEFAULT_QUEUE_SECONDS + PROMISE.ttft + 1.0
+    assert longest_wait(result) < 1.5 * DEFAULT_QUEUE_SECONDS + OBJECTIVES.ttft + 1.0
     assert num_good(result) >= num_good(free) > 200
     assert result.duration < 0.7 * free.duration
 
 
 def test_an_overload_without_end_does_not_stretch_the_wait():
-    result = overload(PROMISE, 20.0, seconds=80.0)
-    assert longest_wait(result) < 1.5 * 20.0 + PROMISE.ttft + 1.0
+    result = overload(OBJECTIVES, 20.0, seconds=80.0)
+    assert longest_wait(result) < 1.5 * 20.0 + OBJECTIVES.ttft + 1.0
     waits = [record.end - record.arrival for record in result.records if record.finish_reason == "expired"]
-    assert max(waits) < 1.5 * 20.0 + PROMISE.ttft + 1.0
-    assert num_good(result) >= 0.99 * num_good(overload(PROMISE, None, seconds=80.0))
+    assert max(waits) < 1.5 * 20.0 + OBJECTIVES.ttft + 1.0
+    assert num_good(result) >= 0.99 * num_good(overload(OBJECTIVES, None, seconds=80.0))
 
 
-@pytest.mark.parametrize("slo", [None, PROMISE], ids=["no objective", "objective"])
+@pytest.mark.parametrize("slo", [None, OBJECTIVES], ids=["no objective", "objective"])
 def test_below_capacity_nobody_is_refused(slo):
     result = overload(slo, DEFAULT_QUEUE_SECONDS, rate=7.0)
     assert result.num_rejected == result.num_expired == 0

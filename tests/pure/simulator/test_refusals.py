@@ -1,4 +1,4 @@
-"""Requests that a replica does not take, or gives up: none is lost, and clients go on."""
+"""Requests that a replica rejects, or ends in the queue: none disappears, and clients go on."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class TestShedding:
         assert outcomes(simulate(load, config, ShapeTime(lambda shape: 0.1))) == {"length": 100}
 
 
-def test_requests_carry_what_they_were_promised(monkeypatch):
+def test_requests_carry_their_objectives(monkeypatch):
     added = []
 
     class Listening(Scheduler):

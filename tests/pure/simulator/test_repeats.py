@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.core.slo import SLO
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.simulate import simulate
+from onbeat.workload.slo_classes import SLOClass
 from tests.examples import examples
 from tests.pure.simulator.loads import (
     ShapeTime,
@@ -73,6 +75,53 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
     assert at_once.replicas == one_by_one.replicas
     assert at_once.num_steps == len(observer.steps)
     assert at_once.duration == one_by_one.duration
+
+
+OBJECTIVES = st.sampled_from(
+    [None, SLO(ttft=0.5, tbt=0.05), SLO(ttft=2.0, tbt=0.02), SLO(tbt=0.009), SLO(ttft=0.1), SLO(e2e=3.0)]
+)
+
+
+@given(
+    load=loads(),
+    slos=st.lists(OBJECTIVES, min_size=1, max_size=3),
+    policy=st.sampled_from(sorted(name for name in POLICIES if POLICIES[name]().needs_step_time)),
+    mode=st.sampled_from(["stream", "gap"]),
+    num_blocks=st.integers(16, 40),
+    num_replicas=st.integers(1, 2),
+    noise=st.sampled_from([0.0, 0.3]),
+    context=st.sampled_from([4.7e-8, 2e-5]),
+)
+@examples(400)
+def test_runs_equal_single_steps_of_policies_that_learn_step_times(
+    load, slos, policy, mode, num_blocks, num_replicas, noise, context
+):
+    """Objectives are kept and missed, and the time of a step grows beyond the tightest while it is run."""
+    offered, is_closed = load
+    shares = [1 / len(slos)] * len(slos)
+    classes = tuple(
+        SLOClass(name=f"c{index}", slo=slo, share=share)
+        for index, (slo, share) in enumerate(zip(slos, shares, strict=True))
+    )
+    offered = offered.with_classes(classes, seed=1)
+    config = make_config(
+        policy,
+        scheduler={"num_blocks": num_blocks, "slo_mode": mode},
+        num_replicas=num_replicas,
+        router="least-work",
+        host_overhead=1e-3,
+        max_concurrency=5 if is_closed else None,
+        step_noise=noise,
+    )
+    model = ShapeTime(
+        lambda shape: 5e-3 + 2.7e-5 * shape.num_new_tokens + context * shape.decode_context_tokens
+    )
+    observer = StepByStep()
+    one_by_one = simulate(offered, config, model, observer=observer)
+    at_once = simulate(offered, config, model)
+    assert at_once.records == one_by_one.records
+    assert at_once.replicas == one_by_one.replicas
+    assert at_once.num_steps == len(observer.steps)
 
 
 @pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name]().needs_step_time))

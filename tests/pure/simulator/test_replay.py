@@ -315,10 +315,10 @@ def test_policies_that_plan_by_time_are_simulated_with_the_model_they_had(path: 
     assert forecast_with_recorded_times(recording, history, config).num_matched_steps == len(history.steps)
 
 
-def test_a_simulation_of_a_record_promises_what_the_record_promised(path: Path, monkeypatch) -> None:
+def test_a_simulation_of_a_record_has_the_objectives_of_the_record(path: Path, monkeypatch) -> None:
     """What was refused is left out; limits of the queue refuse nothing a second time."""
     tight = SLO(ttft=0.5, tbt=0.2)
-    promises: list[dict[str, Any]] = [
+    treatments: list[dict[str, Any]] = [
         {"slo": tight, "slo_class": "a", "weight": 2.0, "shed": ShedMode.RELEGATE},
         {"slo": tight, "weight": 2.0},
         {},
@@ -327,7 +327,7 @@ def test_a_simulation_of_a_record_promises_what_the_record_promised(path: Path, 
     run = start_run(path, config)
     for index in range(9):
         request = make_request(f"r{index}", 20, 10, arrival=run.now)
-        run.add(replace(request, **promises[index % 3]))
+        run.add(replace(request, **treatments[index % 3]))
         run.step()
     run.finish()
     recording = Recording(path)
@@ -345,7 +345,7 @@ def test_a_simulation_of_a_record_promises_what_the_record_promised(path: Path, 
     assert settings.shed is ShedMode.RELEGATE
     assert {(each.slo, each.weight) for each in load.classes} == {(tight, 2.0), (SLO(), 1.0)}
     rejected = [request.record.is_rejected for request in history.requests]
-    wanted = [promises[index % 3].get("slo", SLO()) for index in range(9) if not rejected[index]]
+    wanted = [treatments[index % 3].get("slo", SLO()) for index in range(9) if not rejected[index]]
     assert [load.slo(row) for row in range(len(load))] == wanted
 
 

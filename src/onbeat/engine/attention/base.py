@@ -1,6 +1,6 @@
 """The seam between models and attention implementations.
 
-A backend owns the KV cache and its layout. `plan` does a step's host work once; `run` is called per layer.
+A backend owns the KV cache and its layout. `prepare` does a step's host work once; `run` is called per layer.
 
 Legend: T tokens of the step, R rows, S request slots, B blocks of a table, N query heads, K KV heads,
 H head width.
@@ -42,7 +42,7 @@ class AttentionBackend(Protocol):
     @property
     def name(self) -> str: ...
 
-    def plan(self, batch: AttentionBatch) -> Any:
+    def prepare(self, batch: AttentionBatch) -> Any:
         """Return what `run` needs for this step; only this backend looks into it."""
         ...
 

@@ -18,7 +18,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from onbeat.engine.attention.base import AttentionBatch, IntArray
-from onbeat.engine.attention.sdpa_plan import FoldedGroup, LongChunk, PlanConfig, SdpaPlan, WindowPlanner
+from onbeat.engine.attention.sdpa_metadata import (
+    FoldedGroup,
+    LongChunk,
+    SdpaMetadata,
+    SdpaSizes,
+    WindowGrouping,
+)
 from onbeat.engine.kv_cache import LayerKVCache
 from onbeat.engine.model_config import ModelConfig
 
@@ -53,7 +59,7 @@ class TorchSdpaBackend:
         self.prefers_products = (
             layers[0].k_BKSH.device.type == "cpu" and layers[0].k_BKSH.dtype == torch.bfloat16
         )
-        self.plan_config = PlanConfig(
+        self.sizes = SdpaSizes(
             block_size=block_size,
             num_kv_heads=config.num_kv_heads,
             num_query_groups=config.num_heads // config.num_kv_heads,
@@ -63,25 +69,25 @@ class TorchSdpaBackend:
             device=layers[0].k_BKSH.device,
         )
 
-    def plan(self, batch: AttentionBatch) -> SdpaPlan:
+    def prepare(self, batch: AttentionBatch) -> SdpaMetadata:
         """Group the rows and build the masks, once for all layers of the same window."""
-        blocks_T, offsets_T = np.divmod(batch.slot_mapping_T, self.plan_config.block_size)
+        blocks_T, offsets_T = np.divmod(batch.slot_mapping_T, self.sizes.block_size)
         windows = {
-            window: WindowPlanner(self.plan_config, batch, window).plan()
+            window: WindowGrouping(self.sizes, batch, window).metadata()
             for window in dict.fromkeys(self.windows)
         }
         cache_BKSH = self.layers[0].k_BKSH
-        max_pieces = max(plan.max_pieces for plan in windows.values())
+        max_pieces = max(metadata.max_pieces for metadata in windows.values())
         workspace_PSH = cache_BKSH.new_empty(2, max_pieces, *cache_BKSH.shape[2:])
-        return SdpaPlan(
-            torch.from_numpy(blocks_T).to(self.plan_config.device),
-            torch.from_numpy(offsets_T).to(self.plan_config.device),
+        return SdpaMetadata(
+            torch.from_numpy(blocks_T).to(self.sizes.device),
+            torch.from_numpy(offsets_T).to(self.sizes.device),
             windows,
             (workspace_PSH[0], workspace_PSH[1]),
         )
 
     def run(
-        self, layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: SdpaPlan
+        self, layer_index: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, metadata: SdpaMetadata
     ) -> Tensor:
         """Store keys and values, then attend group by group; returns [T, N, H]."""
         cache = self.layers[layer_index]
@@ -89,21 +95,21 @@ class TorchSdpaBackend:
         cache.k_BKSH.transpose(1, 2).index_put_(where, k_TKH)
         cache.v_BKSH.transpose(1, 2).index_put_(where, v_TKH)
         source = GatherSource(cache, metadata.workspace)
-        plan = metadata.windows[self.windows[layer_index]]
+        window = metadata.windows[self.windows[layer_index]]
         num_tokens = q_TNH.shape[0]
         out_TNH = q_TNH.new_empty(num_tokens + 1, *q_TNH.shape[1:])
-        for group in plan.folded:
+        for group in window.folded:
             mixed_TNH = self._attend_folded(group, q_TNH, source)
             if group.target_tokens is None:
                 return mixed_TNH
             out_TNH.index_copy_(0, group.target_tokens, mixed_TNH)
-        for chunk in plan.chunks:
+        for chunk in window.chunks:
             self._attend_chunk(chunk, q_TNH, source, out_TNH)
         return out_TNH[:num_tokens]
 
     def scrub(self, block_ids: IntArray) -> None:
         """Replace what is not finite in some blocks by 0."""
-        ids = torch.from_numpy(block_ids).to(self.plan_config.device)
+        ids = torch.from_numpy(block_ids).to(self.sizes.device)
         for cache in self.layers:
             for part in cache:
                 part.index_copy_(0, ids, part.index_select(0, ids).nan_to_num_(0.0, 0.0, 0.0))

@@ -21,9 +21,9 @@ from onbeat.engine.forward import StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.layers.rotary import inverse_frequencies
 from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
 from onbeat.engine.native.packing import FloatArray, LayerWeights, NativeWeights
-from onbeat.engine.native.plan import PLAIN_LAYOUTS
 from onbeat.engine.native.structures import (
     ACTIVATIONS,
     MOST_QKV,

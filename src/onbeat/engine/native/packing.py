@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import Family
+from onbeat.engine.native.layouts import WeightLayouts
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
-from onbeat.engine.native.plan import WeightPlan
 from onbeat.engine.native.structures import Source, Store
 from onbeat.engine.weights import Checkpoint, parameter_shapes
 
@@ -120,18 +120,18 @@ class WeightPacker:
     ----------
     library : whose matrices they are.
     checkpoint : gives each parameter once.
-    plan : how each matrix keeps its numbers.
+    layouts : how each matrix keeps its numbers.
     num_threads : threads that share the work.
     """
 
     def __init__(
-        self, library: NativeLibrary, checkpoint: Checkpoint, plan: WeightPlan, *, num_threads: int
+        self, library: NativeLibrary, checkpoint: Checkpoint, layouts: WeightLayouts, *, num_threads: int
     ) -> None:
         self._library = library
         self._checkpoint = checkpoint
         self._config = checkpoint.config
         self._shapes = parameter_shapes(checkpoint.config)
-        self._plan = plan
+        self._layouts = layouts
         self._num_threads = num_threads
 
     def pack(self) -> NativeWeights:
@@ -148,7 +148,7 @@ class WeightPacker:
             layers=[self._layer(index) for index in range(config.num_layers)],
             lm_head=embedding if config.tie_word_embeddings else self._rows("lm_head.weight"),
             final_norm=self._norm("model.norm"),
-            intermediate_size=self._plan.intermediate_size,
+            intermediate_size=self._layouts.intermediate_size,
         )
 
     def _layer(self, index: int) -> LayerWeights:
@@ -161,11 +161,12 @@ class WeightPacker:
         )
         return LayerWeights(
             qkv=tuple(
-                self._rows(*names) for names in self._plan.split([f"{name}.weight" for name in projections])
+                self._rows(*names)
+                for names in self._layouts.split([f"{name}.weight" for name in projections])
             ),
             o=self._rows(f"{attention}.o_proj.weight"),
             gate_up=self._gate_up(f"{prefix}.mlp"),
-            down=self._rows(f"{prefix}.mlp.down_proj.weight", num_inputs=self._plan.intermediate_size),
+            down=self._rows(f"{prefix}.mlp.down_proj.weight", num_inputs=self._layouts.intermediate_size),
             qkv_bias=self._bias(*projections) if config.attention_bias else None,
             o_bias=self._bias(f"{attention}.o_proj") if config.attention_output_bias else None,
             attention_norm=self._norm(f"{prefix}.{names.attention}"),
@@ -193,12 +194,12 @@ class WeightPacker:
             Part(f"{prefix}.gate_proj.weight", gates),
             Part(f"{prefix}.up_proj.weight", gates + INTERLEAVED_ROWS),
         ]
-        return self._fuse(parts, 2 * self._plan.intermediate_size, num_inputs)
+        return self._fuse(parts, 2 * self._layouts.intermediate_size, num_inputs)
 
     def _fuse(self, parts: Sequence[Part], num_outputs: int, num_inputs: int) -> PackedMatrix:
         """Pack parts in the first layout that takes them all."""
         names = [part.name for part in parts]
-        for layout in self._plan.layouts(names):
+        for layout in self._layouts.layouts(names):
             matrix = self._create(names, layout, num_outputs=num_outputs, num_inputs=num_inputs)
             if all(self._pack_part(matrix, part) for part in parts) and self._pack_padding(matrix, parts):
                 return matrix
@@ -211,13 +212,13 @@ class WeightPacker:
         try:
             return PackedMatrix(self._library, layout, num_outputs=num_outputs, num_inputs=num_inputs)
         except ModelLoadError as error:
-            cure = "; serve without quantization int8" if self._plan.quantization == "int8" else ""
+            cure = "; serve without quantization int8" if self._layouts.quantization == "int8" else ""
             raise ModelLoadError(f"{', '.join(names)}: {error}{cure}") from error
 
     def _pack_part(self, matrix: PackedMatrix, part: Part) -> bool:
         quantized = None
-        if matrix.layout != self._plan.plain:
-            quantized = self._plan.quantized_rows(part.name)
+        if matrix.layout != self._layouts.plain:
+            quantized = self._layouts.quantized_rows(part.name)
         if quantized is not None:
             return matrix.pack(
                 quantized.data,

@@ -18,7 +18,7 @@ TIMEOUT_SECONDS = 120.0
 """How long a rank waits for the others in one exchange: far more than a layer of the longest step takes."""
 
 
-class RanksLost(OnbeatError):
+class RanksUnreachable(OnbeatError):
     """An exchange failed: another rank has ended or hangs."""
 
 
@@ -37,7 +37,7 @@ class RankGroup:
 
     Raises
     ------
-    RanksLost : the others did not come in time.
+    RanksUnreachable : the others did not come in time.
     """
 
     def __init__(self, shard: Shard, meeting_file: Path, timeout: float = TIMEOUT_SECONDS) -> None:
@@ -48,7 +48,7 @@ class RankGroup:
         options = gloo._Options()
         options._timeout = timedelta(seconds=timeout)
         options._devices = [gloo.create_device(hostname="127.0.0.1")]
-        self._gloo: Any = _or_lost(lambda: gloo(store, shard.rank, shard.size, options))
+        self._gloo: Any = _or_unreachable(lambda: gloo(store, shard.rank, shard.size, options))
 
     def sum_up(self, partial: Tensor) -> Tensor:
         """Add up the ranks' tensors, the same on every rank to the last bit.
@@ -62,7 +62,7 @@ class RankGroup:
         bfloat16 is added in float32 and rounded once, so that the result depends little on the group's size.
         """
         total = partial.float() if partial.dtype == torch.bfloat16 else partial
-        _or_lost(lambda: self._gloo.allreduce([total]).wait())
+        _or_unreachable(lambda: self._gloo.allreduce([total]).wait())
         return total.to(partial.dtype)
 
     def gather(self, part: Tensor) -> list[Tensor]:
@@ -70,12 +70,12 @@ class RankGroup:
         parts = [torch.empty_like(part) for _ in range(self.shard.size)] if self.shard.is_first else []
         options = dist.GatherOptions()
         options.rootRank = 0
-        _or_lost(lambda: self._gloo.gather([parts] if parts else [], [part], options).wait())
+        _or_unreachable(lambda: self._gloo.gather([parts] if parts else [], [part], options).wait())
         return parts
 
 
-def _or_lost(exchange: Callable[[], Any]) -> Any:
+def _or_unreachable(exchange: Callable[[], Any]) -> Any:
     try:
         return exchange()
     except RuntimeError as error:  # torch's DistError and its kin are RuntimeErrors
-        raise RanksLost(f"an exchange with the other ranks failed: {error}") from error
+        raise RanksUnreachable(f"an exchange with the other ranks failed: {error}") from error

@@ -1,4 +1,4 @@
-"""Products that are split among the ranks of a group.
+"""A rank's part of a model, whose products are split among the ranks of a group.
 
 Legend: T tokens or sampling rows, I input width, V vocabulary, W a rank's share of it, D model width.
 """
@@ -10,9 +10,13 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
+from onbeat.engine.forward import TorchForward
 from onbeat.engine.layers.linear import Linear
+from onbeat.engine.models.registry import build_model
 from onbeat.engine.parallel.group import RankGroup
-from onbeat.engine.parallel.shards import vocabulary_rows
+from onbeat.engine.parallel.messages import RankJob
+from onbeat.engine.parallel.shards import ShardedCheckpoint, vocabulary_rows
+from onbeat.engine.weights import Checkpoint
 
 
 class SplitAmongRanks:
@@ -72,3 +76,25 @@ class JoinedLinear:
         for start, part in zip(range(0, self.vocab_size, self.width), parts, strict=False):
             logits_TV[:, start : start + self.width] = part[:, : self.vocab_size - start]
         return logits_TV
+
+
+def load_part(job: RankJob, checkpoint: Checkpoint, group: RankGroup) -> TorchForward:
+    """Load one rank's weights and make its KV cache.
+
+    Parameters
+    ----------
+    job : what to load.
+    checkpoint : of the whole model.
+    group : the rank's connections to the others; every step of the result needs all of them.
+
+    Raises
+    ------
+    ModelLoadError : a weight is missing or cannot be read.
+    """
+    model = build_model(
+        ShardedCheckpoint(checkpoint, job.shard),
+        dtype=job.device.dtype,
+        device=job.device.device,
+        ranks=SplitAmongRanks(group, checkpoint.config.vocab_size),
+    )
+    return TorchForward(model, num_blocks=job.num_blocks, block_size=job.block_size)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Protocol
 
 import torch
@@ -17,9 +15,10 @@ from onbeat.engine.device import DeviceConfig
 from onbeat.engine.forward import ForwardPass, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
-from onbeat.engine.parallel.group import RankGroup, RanksLost
+from onbeat.engine.owned_folder import OwnedFolder
+from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
+from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.messages import Loaded, RankJob, Scrub, Started, ToRank, inputs_for_ranks
-from onbeat.engine.parallel.part import load_part
 from onbeat.engine.parallel.shards import Shard
 from onbeat.engine.parallel.workers import Workers
 from onbeat.engine.weights import Checkpoint
@@ -121,8 +120,8 @@ def start_ranks(
     EngineDead : a rank has failed or ended.
     """
     size = config.tensor_parallel_size
-    with TemporaryDirectory(prefix="onbeat-ranks-") as folder:
-        meeting_file = Path(folder) / "meeting"
+    with OwnedFolder() as folder:
+        meeting_file = folder / "meeting"
         first, *others = (
             RankJob(config, device, Shard(rank, size), meeting_file, num_blocks, block_size)
             for rank in range(size)
@@ -140,7 +139,7 @@ def _load_together(job: RankJob, checkpoint: Checkpoint, workers: Workers) -> Fo
     workers.wait_for(Started)  # one that cannot even start is noticed before the others wait for it
     try:
         own = load_part(job, checkpoint, RankGroup(job.shard, job.meeting_file))
-    except RanksLost as error:
+    except RanksUnreachable as error:
         raise workers.give_up(error) from error
     workers.wait_for(Loaded)
     return own

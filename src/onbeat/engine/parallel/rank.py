@@ -10,9 +10,9 @@ import torch
 
 from onbeat.engine.forward import ForwardPass
 from onbeat.engine.load import open_weights
-from onbeat.engine.parallel.group import RankGroup, RanksLost
+from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
+from onbeat.engine.parallel.layers import load_part
 from onbeat.engine.parallel.messages import Failed, Loaded, RankJob, Scrub, Started, ToRank
-from onbeat.engine.parallel.part import load_part
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -28,7 +28,7 @@ def run_rank(connection: Connection) -> None:
         serve_steps(connection, forward)
     except (EOFError, ConnectionError):
         return  # the first rank has closed the connection, or has ended
-    except RanksLost as error:
+    except RanksUnreachable as error:
         _say(connection, Failed(str(error), is_consequence=True))
     except Exception as error:  # the outermost loop of this process: the first rank reports what it says
         logger.exception("a tensor-parallel rank failed")
@@ -44,7 +44,7 @@ def serve_steps(connection: Connection, forward: ForwardPass) -> None:
     Raises
     ------
     EOFError : the connection was closed.
-    RanksLost : a rank went away within a step.
+    RanksUnreachable : a rank went away within a step.
     """
     while True:
         message: ToRank = connection.recv()

@@ -77,14 +77,19 @@ class BatchLimits:
 
     @classmethod
     def of_scheduler(cls, config: SchedulerConfig, *, max_context_tokens: int) -> BatchLimits:
-        """Return the limits of an engine; contexts in sum at most `max_context_tokens`, and what fits."""
-        # Every row may leave most of its last block empty.
-        in_cache = int(config.num_blocks * MAX_CACHE_SHARE) * config.block_size
-        in_cache -= config.max_num_seqs * config.block_size
+        """Return the limits of an engine; contexts in sum at most `max_context_tokens`, and what fits.
+
+        Each row may leave most of its last block empty, and such blocks are set aside: at most half of what a
+        batch may take, so that where a cache is small for its slots batches have fewer rows, not none with
+        context.
+        """
+        num_blocks = int(config.num_blocks * MAX_CACHE_SHARE)
+        num_rows = max(min(config.max_num_seqs, num_blocks // 2), 1)
+        in_cache = (num_blocks - num_rows) * config.block_size
         # The sampled token needs a position too; and a few of the longest contexts must fit together.
         longest = max(min(config.max_model_len - 1, max_context_tokens // _LONGEST_CONTEXTS), 2)
         return cls(
-            max_num_seqs=config.max_num_seqs,
+            max_num_seqs=num_rows,
             max_num_batched_tokens=min(config.max_num_batched_tokens, MOST_TOKENS),
             max_model_len=longest,
             max_context_tokens=max(min(max_context_tokens, in_cache), min(longest, 2 * SHORTEST_CONTEXT)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import cycle, islice
 
 import numpy as np
 import torch
@@ -11,11 +12,37 @@ import torch
 from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.input_batch import InputBatch
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.profiling.batches import MeasuredBatch
-from onbeat.engine.profiling.given_drafts import GivenDrafts
+from onbeat.engine.speculation.proposer import DraftRow, Proposer
 
 _BLOCKS_AT_ONCE = 64
+
+
+class GivenDrafts(Proposer):
+    """Proposes any tokens, as many as are asked for: drafts that cost nothing to make.
+
+    Parameters
+    ----------
+    token_ids : proposed in turn.
+    """
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._token_ids = cycle(token_ids)
+
+    def admit(self, batch: InputBatch, slot: int, num_computed_tokens: int) -> None:
+        """Take in a request: there is nothing to remember."""
+
+    def release(self, slot: int) -> None:
+        """Forget a request: nothing was remembered."""
+
+    def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:  # noqa: ARG002
+        """Return the drafts of each row."""
+        return [list(islice(self._token_ids, row.num_drafts)) for row in rows]
+
+    def close(self) -> None:
+        """Let go of nothing."""
 
 
 class StepTimer:
@@ -54,7 +81,7 @@ class StepTimer:
 
     def time(self, batch: MeasuredBatch) -> float:
         """Run a batch once and return its seconds; blocks lie scattered, as in a cache that has been used."""
-        rows, admitted = self._plan(batch)
+        rows, admitted = self._schedule(batch)
         # A runner that proposes does a little more for every row, which plain steps are not to be charged.
         has_drafts = any(row.num_drafts for row in batch.rows)
         self._runner.proposer = self._given_drafts if has_drafts else None
@@ -79,7 +106,9 @@ class StepTimer:
         if self._is_on_cuda:
             torch.cuda.synchronize()  # a step that samples nothing returns before the device is done
 
-    def _plan(self, batch: MeasuredBatch) -> tuple[tuple[ScheduledRequest, ...], tuple[AdmittedRequest, ...]]:
+    def _schedule(
+        self, batch: MeasuredBatch
+    ) -> tuple[tuple[ScheduledRequest, ...], tuple[AdmittedRequest, ...]]:
         self._rng.shuffle(self._blocks)
         first_block = 0
         rows, admitted = [], []

@@ -28,7 +28,7 @@ from onbeat.perfmodel.profile import MachineLimits, MeasuredStep, Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfilePlan:
+class ProfileSettings:
     """How much to measure.
 
     Parameters
@@ -48,9 +48,9 @@ class ProfilePlan:
     seed: int = 0
 
 
-FULL = ProfilePlan(seconds=80.0, num_levels=6, num_mixed=32, num_held_back=24, max_context_tokens=2**15)
+FULL = ProfileSettings(seconds=80.0, num_levels=6, num_mixed=32, num_held_back=24, max_context_tokens=2**15)
 """What `onbeat profile` does."""
-QUICK = ProfilePlan(seconds=3.0, num_levels=3, num_mixed=10, num_held_back=0, max_context_tokens=2**12)
+QUICK = ProfileSettings(seconds=3.0, num_levels=3, num_mixed=10, num_held_back=0, max_context_tokens=2**12)
 """What a server does at start when it is told to calibrate."""
 
 
@@ -72,7 +72,9 @@ class _Measured(NamedTuple):
     runs_per_batch: float
 
 
-def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda _: None) -> ProfileResult:
+def profile_model(
+    loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun = lambda _: None
+) -> ProfileResult:
     """Measure and fit. The runner must be idle, and has the state it had before when this returns.
 
     Raises
@@ -87,12 +89,12 @@ def profile_model(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun = lambda
         )
     key = profile_key_of(loaded, precision)
     limits = limits_of(loaded, key.device, precision.compute)
-    measured = _measure(loaded, plan, on_run)
+    measured = _measure(loaded, settings, on_run)
     fitted_steps, held_back = measured.fitted_steps, measured.held_back
     if len(fitted_steps) < MIN_DISTINCT_SHAPES:
         raise ConfigError(
-            f"only {len(fitted_steps)} batches could be measured in {plan.seconds:g} s, too few for a fit; "
-            "give it more time"
+            f"only {len(fitted_steps)} batches could be measured in {settings.seconds:g} s, too few for a "
+            "fit; give it more time"
         )
     again = limits_of(loaded, key.device, precision.compute)
     if limits is not None and again is not None:  # a minute ago the machine may have been busy
@@ -132,24 +134,26 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
 _NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]
 
 
-def _measure(loaded: LoadedModel, plan: ProfilePlan, on_run: OnRun) -> _Measured:
-    limits = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=plan.max_context_tokens)
+def _measure(loaded: LoadedModel, settings: ProfileSettings, on_run: OnRun) -> _Measured:
+    limits = BatchLimits.of_scheduler(loaded.limits, max_context_tokens=settings.max_context_tokens)
     to_fit = list(
         dict.fromkeys(
             [
-                *corner_batches(limits, plan.num_levels),
-                *verify_batches(limits, plan.num_levels),
-                *mixed_batches(limits, plan.num_mixed),
+                *corner_batches(limits, settings.num_levels),
+                *verify_batches(limits, settings.num_levels),
+                *mixed_batches(limits, settings.num_mixed),
             ]
         )
     )
     held_back = [
-        batch for batch in random_batches(limits, plan.num_held_back, plan.seed) if batch not in to_fit
+        batch
+        for batch in random_batches(limits, settings.num_held_back, settings.seed)
+        if batch not in to_fit
     ]
     batches: list[MeasuredBatch] = [*to_fit, *held_back]
     timer = StepTimer(loaded.runner, num_blocks=num_blocks_for(batches, loaded.limits.block_size))
     try:
-        steps = Campaign(plan.seconds).measure(timer.time, batches, on_run)
+        steps = Campaign(settings.seconds).measure(timer.time, batches, on_run)
     finally:
         timer.close()
     return _Measured(

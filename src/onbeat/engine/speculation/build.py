@@ -35,7 +35,7 @@ class Target:
     device: DeviceConfig
 
 
-class ProposerPlan(Protocol):
+class ProposerBuilder(Protocol):
     """A proposer that may be built, and what it will take."""
 
     @property
@@ -71,7 +71,7 @@ class ProposerPlan(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class NgramPlan:
+class NgramBuilder:
     """Drafts from the request's own tokens."""
 
     config: SpeculativeConfig
@@ -93,7 +93,7 @@ class NgramPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModelPlan:
+class DraftModelBuilder:
     """Drafts by a second model."""
 
     name: str
@@ -137,7 +137,9 @@ class DraftModelPlan:
         )
 
 
-def plan_proposer(config: EngineConfig, target: Target, open_weights: OpenWeights) -> ProposerPlan | None:
+def choose_proposer(
+    config: EngineConfig, target: Target, open_weights: OpenWeights
+) -> ProposerBuilder | None:
     """Look at what is to propose drafts; None where nothing is.
 
     Parameters
@@ -153,8 +155,8 @@ def plan_proposer(config: EngineConfig, target: Target, open_weights: OpenWeight
     if speculative is None:
         return None
     if speculative.method == "ngram":
-        return NgramPlan(speculative)
-    return _plan_draft_model(speculative, config, target, open_weights)
+        return NgramBuilder(speculative)
+    return _choose_draft_model(speculative, config, target, open_weights)
 
 
 def _warm_up(forward: ForwardPass, limits: SchedulerConfig) -> None:
@@ -174,9 +176,9 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(map(math.prod, parameter_shapes(config).values()))
 
 
-def _plan_draft_model(
+def _choose_draft_model(
     speculative: SpeculativeConfig, config: EngineConfig, target: Target, open_weights: OpenWeights
-) -> DraftModelPlan:
+) -> DraftModelBuilder:
     assert speculative.model is not None, "the configuration has checked it"
     try:
         files = resolve_model(speculative.model, needs_weights=config.load_format != "dummy")
@@ -192,4 +194,4 @@ def _plan_draft_model(
             f"{target_size / 1e6:.1f} million of {config.model.name}; take a smaller one"
         )
     check_same_tokenizer(config.model, files)
-    return DraftModelPlan(files.name, checkpoint, choose_backend(draft, checkpoint, target.device))
+    return DraftModelBuilder(files.name, checkpoint, choose_backend(draft, checkpoint, target.device))

@@ -44,7 +44,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int
     """Most drafts of a request in one step."""
     draft_length: DraftLength = "adaptive"
-    """`adaptive`: as many as promise the most tokens per second under the current load, down to none.
+    """`adaptive`: as many as give the most tokens per second under the current load, down to none.
     `fixed`: always the most."""
     model: str | None = None
     """Of `draft-model`: path, known model or hub id."""

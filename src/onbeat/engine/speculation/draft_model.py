@@ -62,7 +62,7 @@ class DraftModelProposer(Proposer):
     def propose(self, batch: InputBatch, rows: list[DraftRow]) -> list[list[int]]:
         """Return the drafts of each row; none where the model is still catching up, or out of its context."""
         self._kv.sync(batch)
-        places, guess_rows = self._plan(batch, rows)
+        places, guess_rows = self._guess_rows(batch, rows)
         drafts: list[list[int]] = [[] for _ in rows]
         if not guess_rows:
             return drafts
@@ -84,7 +84,7 @@ class DraftModelProposer(Proposer):
         """Let the draft model's threads and KV cache go."""
         self.forward.close()
 
-    def _plan(self, batch: InputBatch, rows: list[DraftRow]) -> tuple[list[int], list[GuessRow]]:
+    def _guess_rows(self, batch: InputBatch, rows: list[DraftRow]) -> tuple[list[int], list[GuessRow]]:
         """Return which rows run and how far, those that are nearest to their ends first."""
         starts = [self._confirm(batch, row) for row in rows]
         num_left = self._max_catch_up_tokens

@@ -1,8 +1,8 @@
-"""Prompts and decodes on replicas of their own: who runs which part of a request.
+"""Prompts and decodes on replicas of their own: which replica runs which part of a request.
 
 As in DistServe (Zhong et al., OSDI 2024, section 4): a prefill replica runs the prompt and delivers the
-first token; its KV stays there until a decode replica has room and pulls it; the decode replica delivers the
-rest. The wait for that room therefore lies between the first token and the second.
+first token; its KV stays there until a decode replica has room and fetches it; the decode replica delivers
+the further tokens. The wait for that room therefore lies between the first token and the second.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class RoundRobin(_Stateless):
         return replica
 
 
-class RandomChoice(_Stateless):
+class RandomRouter(_Stateless):
     """Evenly by a hash of the seed and the request's id: the same request goes to the same replica."""
 
     def __init__(self, num_replicas: int, *, seed: int = 0) -> None:
@@ -287,7 +287,7 @@ class PrefixAffinity(_ByLoad):
 
 ROUTERS: dict[str, Callable[[int, int], Router]] = {
     "round-robin": lambda num_replicas, seed: RoundRobin(num_replicas),  # noqa: ARG005
-    "random": lambda num_replicas, seed: RandomChoice(num_replicas, seed=seed),
+    "random": lambda num_replicas, seed: RandomRouter(num_replicas, seed=seed),
     "least-outstanding": lambda num_replicas, seed: LeastOutstanding(num_replicas),  # noqa: ARG005
     "least-work": lambda num_replicas, seed: LeastWork(num_replicas),  # noqa: ARG005
     "prefix-affinity": lambda num_replicas, seed: PrefixAffinity(num_replicas),  # noqa: ARG005

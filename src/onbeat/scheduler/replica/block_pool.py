@@ -1,4 +1,4 @@
-"""Fixed-size KV blocks: who holds them, which content they still carry, which to give away next."""
+"""Fixed-size KV blocks: how many requests hold each, which content it still carries, which to evict next."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class BlockPool:
             self._hash_of_id[block_id] = block_hash
 
     def unregister(self, block_ids: Iterable[int]) -> None:
-        """Make the content of blocks in use unfindable: nobody shall reuse it."""
+        """Make the content of blocks in use unfindable, so that no request reuses it."""
         for block_id in block_ids:
             block_hash = self._hash_of_id.pop(block_id, None)
             if block_hash is not None:
@@ -124,8 +124,8 @@ class BlockPool:
         num_free = len(self._free_ids) + self.num_blocks - self._num_touched
         assert len(free) == num_free, "a block is free twice"
         assert not free & idle, "a block is in two states"
-        assert len(free) + len(idle) + self.num_used_blocks == self.num_blocks, "a block is lost"
-        assert not (free | idle) & self._num_sharers.keys(), "a block that nobody uses is shared"
+        assert len(free) + len(idle) + self.num_used_blocks == self.num_blocks, "a block has leaked"
+        assert not (free | idle) & self._num_sharers.keys(), "an unused block is shared"
         assert min(self._num_sharers.values(), default=1) >= 1
         assert idle <= self._hash_of_id.keys(), "an idle block has no content"
         assert not free & self._hash_of_id.keys(), "a free block is still findable"

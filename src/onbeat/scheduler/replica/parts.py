@@ -1,4 +1,4 @@
-"""The small choices a policy is composed of: queue order, chunking, reservation, release."""
+"""The small parts a policy is composed of: queue order, chunking, reservation, release."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 
 
 class QueueOrder(Protocol):
-    """Who is served first."""
+    """Which request is served first."""
 
     preempts: bool
     """Whether a waiting request may push a running one of strictly lower rank out of the batch."""

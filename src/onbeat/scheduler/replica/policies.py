@@ -45,7 +45,7 @@ class Policy:
     keeps_deadlines: bool = False
     """Whether it follows the deadlines of each request's tokens."""
     slo: SLOComposer | None = None
-    """Who predicts what arrivals may expect and follows objectives; None where nobody does."""
+    """Predicts the TTFT of arrivals and follows objectives; None in policies that do neither."""
 
 
 def _static() -> Policy:

@@ -1,4 +1,4 @@
-"""The waiting queue and the running list: sorted, with work that does not grow with who waits."""
+"""The waiting queue and the running list: sorted, at a cost that does not grow with the number that wait."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class WaitingQueue:
     Attributes
     ----------
     num_prompt_tokens : of all of them.
-    left_over : the work of best effort (`BEST_EFFORT_RANK`).
+    best_effort : the work of best effort (`BEST_EFFORT_RANK`).
     ranked : the work of all others.
     """
 
@@ -70,7 +70,7 @@ class WaitingQueue:
         """None of them empty."""
         self._length = 0
         self.ranked = QueuedWork()
-        self.left_over = QueuedWork()
+        self.best_effort = QueuedWork()
         self.num_prompt_tokens = 0
 
     def __len__(self) -> int:
@@ -162,7 +162,7 @@ class WaitingQueue:
             del buckets[index]
 
     def _work_like(self, state: RequestState) -> QueuedWork:
-        return self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.left_over
+        return self.ranked if state.sort_key[0] < BEST_EFFORT_RANK else self.best_effort
 
     def _bucket_of_rank(self, rank: float) -> int:
         """Return the first bucket that has a request of at least this rank; their number if none has."""

@@ -59,7 +59,7 @@ class Relegation:
             if waits_on and (refusal := self._refusal(plan)) is not None:
                 self._refuse(state, refusal)
                 return
-        state.slo.give_up()
+        state.slo.relegate()
         self.num_relegated += 1
         if is_waiting:
             self._table.requeue(state)

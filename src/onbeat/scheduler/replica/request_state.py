@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.slo.deadlines import SLOState
-from onbeat.scheduler.replica.speculation.draft_state import DraftState
 
 NEVER = 1 << 62
 """More tokens than any request has."""
@@ -23,6 +23,27 @@ class RequestStatus(Enum):
     PADDING = auto()
     """Finished, but its row and blocks are held until its batch ends (static batching)."""
     FINISHED = auto()
+
+
+@dataclass(slots=True)
+class DraftState:
+    """What drafting remembers of one request, as `RequestState.draft`."""
+
+    num_drafted: int = 0
+    """Drafts verified so far."""
+    num_accepted: int = 0
+    """Of these, tokens that became output."""
+    num_ready: int | None = None
+    """Drafts that the proposer has for its next step; None where it makes any number or none are known."""
+    num_read: int = 0
+    """Its tokens that a model which makes drafts has read once all planned steps have run."""
+    read_life: int = 0
+    """How often it had been preempted when they were counted: a preemption makes that model forget it."""
+
+    def count(self, num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of a delivery."""
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
 
 
 class RequestState:
@@ -158,7 +179,7 @@ class RequestState:
         self.num_computed_tokens = num_computed
 
     def receive_kv(self) -> int:
-        """Take its external tokens as come, or as lost; return how many there were."""
+        """Count its external tokens as fetched, or as not to be had; return how many there were."""
         num_external_tokens, self.num_external_tokens = self.num_external_tokens, 0
         return num_external_tokens
 

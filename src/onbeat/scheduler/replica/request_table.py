@@ -1,4 +1,4 @@
-"""The requests of one replica: who waits, who runs, and which KV blocks each of them holds."""
+"""The requests of one replica: which wait, which run, and which KV blocks each of them holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RequestTable:
     Parameters
     ----------
     config : limits.
-    tracker : told of who runs for the first time, and of who leaves; None where nothing is promised.
+    tracker : told of first runs and of ends; None where the policy keeps no deadlines.
     """
 
     def __init__(self, config: SchedulerConfig, tracker: SLOTracker | None) -> None:
@@ -53,7 +53,7 @@ class RequestTable:
         self.waiting.push(state)
 
     def make_room(self, plan: StepPlan) -> None:
-        """Take those out of the queue whom a plan admits, and those out of the batch whom it preempts."""
+        """Take what a plan admits out of the waiting queue, and what it preempts out of the running list."""
         admissions = (*plan.admissions, *plan.kv_fetches)
         for admission in admissions:
             self.waiting.remove(admission.state)
@@ -144,7 +144,9 @@ class RequestTable:
         assert waiting == sorted(waiting, key=lambda state: state.sort_key)
         assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
         num_padding = sum(state.status is RequestStatus.PADDING for state in self.running)
-        assert len(self.states) == len(waiting) + len(self.running) - num_padding, "a request is lost"
+        assert len(self.states) == len(waiting) + len(self.running) - num_padding, (
+            "a request is in neither queue"
+        )
 
     def requeue(self, state: RequestState) -> None:
         """Give a waiting request the place in the queue that its deadline, or the loss of it, asks for."""

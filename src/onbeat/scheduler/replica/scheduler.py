@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from math import inf
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.request import FinishReason, Request, RequestOutput
@@ -79,6 +80,11 @@ class Scheduler:
         """When the last planned step is expected to end; kept for policies that ask."""
         self._num_added = 0
         self._num_steps = 0
+        self._repeat_limit = inf
+        """Predicted seconds up to which the step under way may be run again, and by which quantile."""
+        self._repeat_quantile: float | None = None
+        self._last_run = float("-inf")
+        """When the last run ended that `run_again` was told of; the step-time model knows it."""
 
     @property
     def num_unfinished(self) -> int:
@@ -148,7 +154,7 @@ class Scheduler:
         return self._relegation.take_expired()
 
     def state(self) -> SchedulerState | None:
-        """Return how queues and promises stand; None where the policy keeps no deadlines."""
+        """Return how queues and objectives stand; None where the policy keeps no deadlines."""
         if self._slo is None:
             return None
         now = max(self._last_plan, self._busy_until if self._in_flight else self._last_update)
@@ -185,8 +191,33 @@ class Scheduler:
         may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
         return self._commit(plan, now, may_repeat=may_repeat)
 
+    def run_again(self, scheduled: SchedulerOutput, now: float) -> bool:
+        """Hear that a step with `max_repeats` was run once more; return whether to run it again.
+
+        Only for schedulers with a step-time model, which learns from each run. If so, the step's shape is
+        that of the next run.
+
+        Parameters
+        ----------
+        now : when that run ended, seconds.
+        """
+        model, shape = self.step_time_model, scheduled.shape
+        assert model is not None
+        self._observe(shape, self._in_flight[0][2], now)
+        self._last_update = self._last_run = now
+        num_rows = shape.num_lm_head_rows
+        shape.decode_context_tokens += num_rows
+        if self._repeat_limit == inf or model.step_time(shape, self._repeat_quantile) <= self._repeat_limit:
+            return True
+        shape.decode_context_tokens -= num_rows
+        return False
+
     def update(
-        self, scheduled: SchedulerOutput, result: ModelRunnerOutput, now: float
+        self,
+        scheduled: SchedulerOutput,
+        result: ModelRunnerOutput,
+        now: float,
+        ends: Sequence[float] | None = None,
     ) -> list[RequestOutput]:
         """Take the tokens of the oldest step in flight; return what each request got.
 
@@ -196,12 +227,14 @@ class Scheduler:
         result : one list of tokens for each row that samples: one token, or one for each time that the step
             was run where it was run several times.
         now : when the step, or its last run, ended; seconds.
+        ends : when each run ended, where it was run several times.
         """
         step_id, states, planned_at = self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         self._take_back(states, scheduled, result)
         correct_shape(scheduled, result)
-        self._observe(scheduled, planned_at, now)
+        if now != self._last_run:
+            self._observe(scheduled.shape, planned_at, now)
         self._last_update = now
         keeps_deadlines = self._policy.keeps_deadlines
         outputs: list[RequestOutput] = []
@@ -225,7 +258,7 @@ class Scheduler:
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
-                    self._note_delivery(state, output, now)
+                    self._note_delivery(state, output, now, ends)
             # All but the last token sampled; a row planned behind drafts does not know its place itself.
             num_valid = state.num_tokens - 1 if samples else num_computed + num_new
             if holds_blocks and num_valid >= state.num_tokens_to_register:
@@ -306,6 +339,7 @@ class Scheduler:
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)
+            self._repeat_limit, self._repeat_quantile = plan.repeat_limit, plan.repeat_quantile
         return SchedulerOutput(
             step_id,
             tuple(rows),
@@ -333,18 +367,19 @@ class Scheduler:
         num_more = len(result.sampled_token_ids[0]) - 1
         assert 0 <= num_more < scheduled.max_repeats, "the step was run too often"
         if num_more:
+            self._num_steps += num_more
             advance_repeats(states, num_more, self.kv)
 
     # --- results --------------------------------------------------------------------------------------
 
-    def _observe(self, scheduled: SchedulerOutput, planned_at: float, now: float) -> None:
+    def _observe(self, shape: BatchShape, planned_at: float, now: float) -> None:
         """Let the step-time model, and who plans with it, learn from a step."""
-        if self.step_time_model is None or scheduled.max_repeats > 1:
+        if self.step_time_model is None:
             return
         # Steps wait for one another, save for those of a pipeline, which run side by side.
         is_pipeline = self.config.num_micro_batches > 1
         seconds = now - (planned_at if is_pipeline else max(planned_at, self._last_update))
-        self.step_time_model.observe(scheduled.shape, seconds)
+        self.step_time_model.observe(shape, seconds)
         if self._slo is not None:
             self._slo.on_step()
 
@@ -366,13 +401,23 @@ class Scheduler:
             )
         return output
 
-    def _note_delivery(self, state: RequestState, output: RequestOutput, now: float) -> None:
+    def _note_delivery(
+        self, state: RequestState, output: RequestOutput, now: float, ends: Sequence[float] | None
+    ) -> None:
         """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
-        if self._slo is None:
-            state.slo.note_delivery(now)
+        slo, tracker = state.slo, None if self._slo is None else self._slo.tracker
+        if ends is not None and len(ends) > 1:
+            for end in ends:  # one token each
+                if tracker is None:
+                    slo.note_delivery(end)
+                else:
+                    tracker.on_delivery(state, 1, end)
+        elif tracker is None:
+            slo.note_delivery(now)
+        else:
+            tracker.on_delivery(state, len(output.new_token_ids), now)
+        if tracker is None:
             return
-        slo = state.slo
-        self._slo.tracker.on_delivery(state, len(output.new_token_ids), now)
         output.is_relegated = slo.is_best_effort
         if slo.predicted_ttft is not None:
             output.predicted_ttft = slo.take_prediction()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
 
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
@@ -89,6 +90,9 @@ class StepPlan:
         self.ran_out_of_blocks = False
         self.is_repeatable = True
         """Whether the policy would plan a step of decodes again as long as only token counts change."""
+        self.repeat_limit = inf
+        """And as long as it is predicted to take no longer than this, seconds, by the quantile below."""
+        self.repeat_quantile: float | None = None
         self._max_rows = -(-config.max_num_seqs // config.num_micro_batches)
         self._freed_block_ids: set[int] = set()
         """Blocks that the preemptions of this plan give back."""

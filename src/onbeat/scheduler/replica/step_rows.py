@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
-from onbeat.scheduler.replica.named_tuples import new_tuple
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.step_plan import StepPlan
-from onbeat.scheduler.replica.verification import advance_with_drafts
+from onbeat.scheduler.replica.verification import advance_with_drafts, new_tuple
 
 
 class CommittedRows(NamedTuple):

@@ -13,11 +13,13 @@ from itertools import repeat
 from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import BatchShape, ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
-from onbeat.scheduler.replica.named_tuples import new_tuple
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 
 SampledRow = tuple[list[int], list[TokenLogprobs] | None, int, int | None]
 """Tokens, their log-probabilities, drafts verified, drafts available."""
+
+new_tuple = tuple.__new__
+"""Makes a named tuple without the call of its own constructor: `new_tuple(ScheduledRequest, (...))`."""
 
 
 def sampled_rows(result: ModelRunnerOutput) -> Iterator[SampledRow]:

@@ -61,7 +61,7 @@ class ReplayResult:
     num_rejected: int = 0
     """Requests that were refused for want of capacity."""
     num_expired: int = 0
-    """Requests that were given up in the queue."""
+    """Requests that were ended in the queue."""
     num_aborted: int = 0
     num_failed: int = 0
     num_steps: int = 0
@@ -289,7 +289,7 @@ class Replay:
 
 
 def recorded_slo(call: AddCall) -> SLO | None:
-    """Return what a recorded request was promised."""
+    """Return the objectives of a recorded request."""
     if call.slo is None:
         return None
     ttft, tbt, e2e = call.slo

@@ -113,7 +113,7 @@ class _Run:
     """The load of a recorded run, and its way back from simulated to recorded requests.
 
     A request that did not run to its end asks for as many tokens as it got, but at least one; one that no
-    step ever took is left out: it was refused, given up or aborted.
+    step ever took is left out: it was rejected, ended in the queue or aborted.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class _Run:
 
 
 def _classes(requests: Sequence[RecordedRequest]) -> tuple[tuple[SLOClass, ...], ClassIds]:
-    """Group requests by what they were promised, and say of each in which group it is."""
+    """Group requests by their objectives, and say of each in which group it is."""
     numbers: dict[tuple[SLO, float], int] = {}
     class_ids = np.array(
         [

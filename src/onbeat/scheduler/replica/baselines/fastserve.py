@@ -1,7 +1,7 @@
 """A policy after FastServe (arXiv 2305.05920, section 4): a skip-join multi-level feedback queue.
 
-Whoever has had little service goes first, and requests are preempted between any two tokens. The rules are
-those of the paper and of its authors' code (`fastserve/scheduler.py` in LLMServe/FastServe). It departs from
+Requests with little service so far go first, and are preempted between any two tokens. The rules are those of
+the paper and of its authors' code (`fastserve/scheduler.py` in LLMServe/FastServe). It departs from
 them in these points:
 
 - Nothing is swapped. A request that is passed over keeps its KV while there is room; where slots or blocks
@@ -52,7 +52,7 @@ class FeedbackQueues:
         self._quantum = quantum
 
     def refreshed(self, states: Iterable[RequestState], now: float, model: StepTimeModel) -> FeedbackQueues:
-        """Return the queues with newcomers let in, who starves promoted, who is gone forgotten."""
+        """Return the queues with new requests added, starving ones promoted, and ended ones removed."""
         queues = FeedbackQueues(quantum=self._quantum or _chunk_seconds(model, 1))
         for state in states:
             job = self.jobs.get(state.request_id)
@@ -75,7 +75,7 @@ class FeedbackQueues:
         return level
 
     def charge(self, states: Iterable[RequestState], now: float, seconds: float) -> None:
-        """Count a step for those in it; demote who has used up its quantum."""
+        """Count a step for those in it; demote those that have used up their quantum."""
         for state in states:
             job = self.jobs[state.request_id]
             level, service = job.level, job.service + seconds
@@ -171,7 +171,7 @@ class _Step:
         return plan.admit(state, cached_block_ids, num_new, self._reservation)
 
     def _make_room(self, state: RequestState) -> bool:
-        """Preempt requests of lower queues until a newcomer finds a slot and blocks, if that is possible."""
+        """Preempt requests of lower queues until a new one finds a slot and blocks, if that is possible."""
         plan = self._plan
         level = self._queues.jobs[state.request_id].level
         num_needed = -(-self._reservation.num_tokens(state) // plan.block_size)

@@ -109,17 +109,17 @@ class NiyamaComposer:
         """Serve prompts by priority; those that cannot be in time any more fall behind all others, once."""
         plan = filler.plan
         for state in in_time:
-            if self._is_hopeless(state, plan):
+            if self._is_infeasible(state, plan):
                 plan.late.append(state)
             elif not filler.take(state):
                 return
-        # Whoever asks to be refused rather than served late ends with this step.
+        # A request that asks to be rejected rather than served late ends with this step.
         late += [state for state in plan.late if state.request.shed is not ShedMode.REJECT]
         for state in sorted(late, key=priority):
             if not filler.take(state):
                 return
 
-    def _is_hopeless(self, state: RequestState, plan: StepPlan) -> bool:
+    def _is_infeasible(self, state: RequestState, plan: StepPlan) -> bool:
         """Whether a prompt that has not begun will be late (eager relegation)."""
         if state.status is not RequestStatus.WAITING or is_relegated(state) or state.num_output_tokens:
             return False
@@ -212,7 +212,7 @@ def priority(state: RequestState) -> tuple[float, ...]:
 
 
 def _is_order_settled(decodes: list[RequestState]) -> bool:
-    """Whether one more token for each changes nobody's place: all deadlines are known and move alike."""
+    """Whether one more token for each changes no request's place: all deadlines are known and move alike."""
     return (
         all(state.num_output_tokens for state in decodes) and len({state.slo.tbt for state in decodes}) <= 1
     )

@@ -55,7 +55,7 @@ class TriagedBudget:
         late = {id(state) for state in plan.late}
         begun = [state for state in prefills if state.slo.next_deadline == inf or id(state) in late]
         prompts = [job.state for job in (*kept, *left_behind)] + begun
-        # Those who ask to be refused rather than served late end with this step.
+        # Requests that ask to be rejected rather than served late end with this step.
         prompts += [
             state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
         ]

@@ -1,1 +1,1 @@
-"""Planning with deadlines: what was promised, what can still be kept, and which step keeps it."""
+"""Planning with deadlines: which objectives can still be kept, and which step keeps them."""

@@ -22,8 +22,8 @@ from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _TRY_AGAIN_SECONDS = 30.0
-"""How often an idle replica takes a request that it thinks infeasible, lest a model that is too pessimistic
-refuses what would teach it better."""
+"""How often an idle replica takes a request that it predicts to be infeasible: otherwise a model that is too
+pessimistic would reject what could correct it."""
 
 StepLimit = Callable[[RunningView, float, float], float]
 """(running requests, seconds of their decodes, start) -> seconds that a step may take."""
@@ -38,13 +38,13 @@ class Outlook:
     ttft : seconds from its arrival, were it taken in its turn.
     delays_others : whether prompts behind it that would be in time no longer were.
     slows_streams : whether the running streams with it no longer fit the tightest TBT objective.
-    is_left_over : whether it would be served from what others leave.
+    runs_as_best_effort : whether it would be served as best effort.
     """
 
     ttft: float
     delays_others: bool
     slows_streams: bool
-    is_left_over: bool
+    runs_as_best_effort: bool
 
 
 class _Queue(NamedTuple):
@@ -59,10 +59,19 @@ class _Queue(NamedTuple):
     room: Room
 
 
-class Admission:
-    """Predicts the TTFT of every arrival, and refuses those who would rather be refused than served late.
+class _Place(NamedTuple):
+    """Where an arrival stands among the prompts."""
 
-    Those who would be served from what others leave are refused where too many wait for that already.
+    seconds_before: float
+    """Of work that is done before its own."""
+    delays_others: bool = False
+    runs_as_best_effort: bool = False
+
+
+class Admission:
+    """Predicts the TTFT of every arrival, and rejects those that ask to be rejected rather than served late.
+
+    Those that would be served as best effort are rejected where too many wait for that already.
 
     Parameters
     ----------
@@ -88,15 +97,15 @@ class Admission:
 
         Raises
         ------
-        SLOUnattainable : it is to be refused where its objective cannot be kept, and that is so.
-        Overloaded : it would be served from what others leave, and too many wait for that.
+        SLOUnattainable : it asks to be rejected where its objective cannot be kept, and that is so.
+        Overloaded : it would be served as best effort, and too many wait for that.
         """
         outlook = self._look(state, plan, max(plan.now, busy_until))
         slo = state.slo
         slo.predicted_ttft = outlook.ttft
         objective = slo.ttft_deadline - state.request.arrival
         keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
-        if outlook.is_left_over or (keeps_turn and outlook.ttft > objective):
+        if outlook.runs_as_best_effort or (keeps_turn and outlook.ttft > objective):
             refusal = self._backlog.refusal(plan.waiting, keeps_turn=keeps_turn)
             if refusal is not None:
                 raise refusal
@@ -105,7 +114,7 @@ class Admission:
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
             if outlook.ttft > objective:
                 self._last_try = plan.now
-                slo.give_up()
+                slo.relegate()
             return
         if outlook.ttft > objective or outlook.delays_others:
             self._refuse(outlook, objective)
@@ -145,44 +154,41 @@ class Admission:
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
         queue = _Queue(plan, view, jobs, start + 0.5 * room.length, room)  # as the policy plans
         own = Job(state.slo.ttft_deadline, seconds, state)
-        before, delays_others, is_left_over = self._before(own, queue)
-        wait = room.finish_seconds(before + seconds, seconds + sum(job.seconds for job in jobs))
-        if plan.running or jobs:  # whoever comes meanwhile may fill its last step
-            wait = max(wait, 0.5 * room.length + room.drain_seconds(before + seconds))
+        place = self._place(own, queue)
+        wait = room.finish_seconds(place.seconds_before + seconds, seconds + sum(job.seconds for job in jobs))
+        if plan.running or jobs:  # a later arrival may fill its last step
+            wait = max(wait, 0.5 * room.length + room.drain_seconds(place.seconds_before + seconds))
         ttft = start - state.request.arrival + wait
-        return Outlook(ttft, delays_others, self._slows_streams(state, view), is_left_over)
+        return Outlook(ttft, place.delays_others, self._slows_streams(state, view), place.runs_as_best_effort)
 
-    def _before(self, own: Job, queue: _Queue) -> tuple[float, bool, bool]:
-        """Return the seconds of work before that of an arrival.
-
-        Beside it, whether the arrival delays others, and whether it is served from what they leave.
-        """
+    def _place(self, own: Job, queue: _Queue) -> _Place:
+        """Return where an arrival stands among the prompts."""
         jobs, room = queue.jobs, queue.room
         if own.deadline == inf:
-            return self._all_work(queue), False, True
+            return _Place(self._all_work(queue), runs_as_best_effort=True)
         everyone = list(jobs)
         insort(everyone, own, key=lambda job: job.deadline)
-        place = next(index for index, job in enumerate(everyone) if job is own)
-        before = sum(job.seconds for job in everyone[:place])
-        is_behind_all = place == len(jobs) >= MOST_JOBS
+        index = next(index for index, job in enumerate(everyone) if job is own)
+        before = sum(job.seconds for job in everyone[:index])
+        is_behind_all = index == len(jobs) >= MOST_JOBS
         if is_behind_all:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
         if own.state.request.shed is ShedMode.REJECT:
-            # Whoever was accepted stays: the arrival must find its place among them.
+            # Accepted requests stay: the arrival must find its place among them.
             end = queue.start + before / room.share
-            return before, self._delays_others(own, everyone[place + 1 :], end, room), False
+            return _Place(before, delays_others=self._delays_others(own, everyone[index + 1 :], end, room))
         kept, left_behind = select_feasible(
             everyone, start=queue.start, share=room.share, worth=self._tracker.worth, order=self._shed_order
         )
         if own in left_behind:
-            return self._all_work(queue), False, True
+            return _Place(self._all_work(queue), runs_as_best_effort=True)
         if left_behind:
             before -= sum(job.seconds for job in left_behind if job.deadline < own.deadline)
         elif not is_behind_all:
             turns = shortest_first(kept, start=queue.start, share=room.share)
             before = sum(job.seconds for job in turns[: turns.index(own)])
-        return max(0.0, before), False, False
+        return _Place(max(0.0, before))
 
     def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
         """Whether prompts behind an arrival are late because of it.

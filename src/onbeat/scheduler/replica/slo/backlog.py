@@ -1,4 +1,4 @@
-"""How long prompts wait that nothing hurries, and when no more of them are taken.
+"""How long best effort waits, and when no more of it is taken.
 
 Prompts that can be in time are never refused here: the deadlines bound how many of them there are.
 """
@@ -18,7 +18,7 @@ from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 REFUSED = "queue_too_long"
-"""Reason of a refusal, for those who count them."""
+"""Reason of a rejection, in the counts."""
 SHORTEST_RETRY = 0.05
 """Seconds; a client that comes back sooner finds the same step under way."""
 _MEMORY_SECONDS = 30.0
@@ -30,8 +30,8 @@ BEST_EFFORT_STEPS = 100
 _SLOWEST = 1 / BEST_EFFORT_STEPS
 """The pace of best effort however busy it is."""
 OVERDUE = 1.5
-"""Times the bound that a request waits before it is ended. Above the errors of predictions, so that nobody is
-ended who was told right: it takes prompts with deadlines that came later and left nothing over."""
+"""Times the bound that a request waits before it is ended. Above the errors of predictions: only requests
+that prompts with deadlines have overtaken wait so long."""
 
 
 class _Pace:
@@ -63,7 +63,7 @@ class QueueBound(NamedTuple):
 
 
 class Backlog:
-    """Predicts how long a newcomer waits that nothing hurries, and refuses it where that is too long.
+    """Predicts how long an arrival waits as best effort, and rejects it where that is too long.
 
     The prompt work that waits, by predicted step times, over the pace at which such work was begun of late.
     The pace holds all that stands between them: streams and their slots, memory, prompts with deadlines that
@@ -71,7 +71,7 @@ class Backlog:
 
     Parameters
     ----------
-    tracker : counts whom it refuses.
+    tracker : counts the rejected.
     bound : when another is too many; None takes all.
     """
 
@@ -79,41 +79,41 @@ class Backlog:
         self.tracker = tracker
         self._work = work
         self._bound = bound
-        self._all, self._left_over = _Pace(), _Pace()
-        self._some_wait = self._some_left_over_wait = False
+        self._all, self._best_effort = _Pace(), _Pace()
+        self._some_wait = self._some_best_effort_waits = False
         """Whether prompts, or those of best effort, have waited since the last plan."""
         self._last_plan = 0.0
 
     def on_plan(self, plan: StepPlan) -> None:
-        """Learn from a plan that is carried out; the queue still holds those whom it admits."""
-        begun = begun_left_over = 0.0
-        num_left_over = plan.waiting.left_over.num_requests
+        """Learn from a plan that is carried out; the queue still holds those that it admits."""
+        begun = begun_best_effort = 0.0
+        num_best_effort = plan.waiting.best_effort.num_requests
         for admission in (*plan.admissions, *plan.kv_fetches):
             seconds = self._work.of_sums(*admission.state.queued_work)
             begun += seconds
             if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
-                begun_left_over += seconds
-                num_left_over -= 1
+                begun_best_effort += seconds
+                num_best_effort -= 1
         seconds = max(0.0, plan.now - self._last_plan)
         self._last_plan = max(plan.now, self._last_plan)
         if self._some_wait:
             self._all.count(seconds, begun)
-        if self._some_left_over_wait:
-            self._left_over.count(seconds, begun_left_over)
+        if self._some_best_effort_waits:
+            self._best_effort.count(seconds, begun_best_effort)
         self._some_wait = len(plan.waiting) > len(plan.admissions) + len(plan.kv_fetches)
-        self._some_left_over_wait = num_left_over > 0
+        self._some_best_effort_waits = num_best_effort > 0
 
     def wait(self, waiting: WaitingQueue) -> float:
         """Return how long best effort that came now would wait until it is begun, seconds."""
-        left_over, ranked = self._seconds(waiting.left_over), self._seconds(waiting.ranked)
-        return max(left_over / self._left_over.rate, (left_over + ranked) / self._all.rate)
+        best_effort, ranked = self._seconds(waiting.best_effort), self._seconds(waiting.ranked)
+        return max(best_effort / self._best_effort.rate, (best_effort + ranked) / self._all.rate)
 
     def _ranked_wait(self, waiting: WaitingQueue) -> float:
         """Return how long one would wait that keeps its turn though it is late (`ShedMode.OFF`), seconds."""
         return self._seconds(waiting.ranked) / self._all.rate
 
     def overdue(self, states: Iterable[RequestState], now: float) -> list[RequestState]:
-        """Return those of some waiting requests whom nobody would wait for any longer.
+        """Return those of some waiting requests that have waited for too long.
 
         They were taken, but have had to let others go first ever since. None has begun.
         """
@@ -155,7 +155,7 @@ class Backlog:
         return Overloaded(message, code="server_overloaded", retry_after=retry_after)
 
     def _until_room(self, wait: float, waiting: WaitingQueue, bound: QueueBound) -> float:
-        """Return how long it takes until another is taken, if nobody else comes: seconds."""
+        """Return how long it takes until another is taken, if no other arrives: seconds."""
         num_too_many = len(waiting) - bound.num_slots + 1
         until_short = wait * num_too_many / len(waiting) if len(waiting) else 0.0
         return max(min(wait - bound.seconds, until_short), SHORTEST_RETRY)

@@ -91,7 +91,6 @@ class SLOComposer:
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
-        plan.is_repeatable = False
         assert self.work is not None, "start() comes first"
         _Step(self, plan, self.work).compose()
 
@@ -145,7 +144,11 @@ class SLOComposer:
         """Return the time that a step may take, seconds; infinite where no stream has an objective."""
         left = max(view.due - start, decode_seconds)
         pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
-        return min(view.tightest * (1 - self._earned_share), left, pace)
+        return min(self.tightest_limit(view), left, pace)
+
+    def tightest_limit(self, view: RunningView) -> float:
+        """Return what the TBT objectives alone allow a step, seconds; infinite without any."""
+        return view.tightest * (1 - self._earned_share)
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
         """Return what prompts get of a step beside some decodes, within a limit."""
@@ -253,6 +256,20 @@ class _Step:
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
         plan.overdue = self._overdue(left_over)
+        self._say_whether_repeatable(decode_seconds)
+
+    def _say_whether_repeatable(self, decode_seconds: float) -> None:
+        """With no prompt to work on, all decode again as long as the tightest objective allows."""
+        plan = self._plan
+        plan.repeat_quantile = self._policy.quantile
+        plan.repeat_limit = self._policy.tightest_limit(self._view)
+        plan.is_repeatable = (
+            len(plan.decodes) == len(plan.running)
+            and not len(plan.waiting)
+            and decode_seconds <= plan.repeat_limit
+            # A first token gives its stream a deadline.
+            and not any(state.slo.first_delivery < 0 for state in self._view.best_effort_decodes)
+        )
 
     def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
         """Return the prompts without a deadline that can be met: running ones, then those that wait.

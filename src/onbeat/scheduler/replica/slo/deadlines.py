@@ -14,7 +14,7 @@ LATE_TOKENS_IN = 100
 USUAL_OUTPUT_TOKENS = 256
 """Output tokens to spread an e2e objective over where a request allows more and no answer was seen yet."""
 _ANSWER_SHARE = 2 / 3
-"""Of an e2e objective, what the tokens of an answer of usual length may take; the rest is the prompt's."""
+"""Of an e2e objective, what the tokens of a usual answer may take; the remainder is for the prompt."""
 BEST_EFFORT_RANK = 1e15
 """Queue rank of requests without a TTFT deadline: behind all that have one, by arrival."""
 
@@ -27,9 +27,9 @@ class SLOState:
     ttft_deadline : when its first token is due, seconds; infinite without an objective.
     tbt : seconds from the deadline of a token to that of the next; infinite without an objective.
     next_deadline : when its next token is due; infinite where none is, or where it is best effort.
-    is_best_effort : whether its objective was missed, or could not be kept: it is served from what is left.
+    is_best_effort : whether its objective was missed, or could not be kept.
     is_paced : whether it has an e2e objective and none of TBT: its `tbt` is a pace, not an objective.
-    predicted_ttft : predicted at its arrival, seconds; None where nobody predicted, or once it was told.
+    predicted_ttft : predicted at its arrival, seconds; None without a prediction, or once it was told.
     first_delivery, last_delivery : seconds; minus infinity before the first.
     """
 
@@ -86,12 +86,12 @@ class SLOState:
 
     @property
     def has_objective(self) -> bool:
-        """Whether anything was promised, kept or not."""
+        """Whether it has an objective, kept or not."""
         return not self.ttft_deadline == self.tbt == inf
 
     @property
-    def is_left_over(self) -> bool:
-        """Whether it is served from what is left over: it is best effort, or has no objective."""
+    def runs_as_best_effort(self) -> bool:
+        """Whether it is served as best effort: its objective cannot be kept any more, or it has none."""
         return self.is_best_effort or not self.has_objective
 
     @property
@@ -131,7 +131,7 @@ class SLOState:
         if late:
             self._num_late_tokens += self._num_late_of(now, num_tokens)
             if is_first or self._num_late_tokens > self._num_late_allowed:
-                self.give_up()  # no later token can make up for the first
+                self.relegate()  # no later token can make up for the first
                 return True
         if self._is_gap_mode:
             self.next_deadline = now + self.tbt
@@ -147,7 +147,7 @@ class SLOState:
         predicted, self.predicted_ttft = self.predicted_ttft, None
         return predicted
 
-    def give_up(self) -> None:
+    def relegate(self) -> None:
         """Serve it as best effort from now on: nothing can make it keep its objective."""
         self.is_best_effort = True
         self.next_deadline = inf
@@ -164,7 +164,7 @@ def due_times(request: Request, expected_output_tokens: int | None = None) -> tu
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
 
     An e2e objective becomes deadlines too: the expected tokens would end in time if they took two thirds of
-    it, or less where the TBT objective asks for that, and the prompt the rest.
+    it, or less where the TBT objective asks for that, and the prompt the remainder.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Who has had how much service: the virtual token counter, fairness between tenants."""
+"""How much service each tenant has had: virtual token counters, for fairness between tenants."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ class TenantCounters:
 
     A tenant is *backlogged* while requests of it wait: from `on_arrival` to the `on_leave` of each, when it
     is first run, or gives up. One that comes back is lifted to the least counter of the backlogged ones (to
-    that of the last one to leave where there is none), so that nobody saves up service while away. If the
+    that of the last one to leave where there is none), so that no tenant saves up service while away. If the
     least counter is always served, the service of any two tenants differs by at most 2 U over any time in
     which both are backlogged, U = max(w_in * longest prompt, w_out * tokens in the KV cache), and the server
     never idles while anybody waits.
 
-    The level to which a newcomer is lifted never falls, so a tenant that is not backlogged and lies at or
+    The level to which a new tenant is lifted never falls, so a tenant that is not backlogged and lies at or
     below it can be forgotten without a trace; this is done once more than `max_idle_tenants` are known. Where
     that does not halve them, those with the least excess are forgiven it. An unknown tenant stands at the
     level.
@@ -64,7 +64,7 @@ class TenantCounters:
         """Requests of each backlogged tenant."""
         self._backlogged_sum = 0.0
         self._level = 0.0
-        """What a newcomer is lifted to, as of the last time that somebody came or left."""
+        """What a new tenant is lifted to, as of the last time that one came or left."""
         self._last_to_leave: str | None = None
 
     def __len__(self) -> int:
@@ -109,7 +109,7 @@ class TenantCounters:
     def share(self, tenant: str | None) -> float:
         """Return how far the tenant is ahead of the mean of the backlogged ones, in [-1, 1].
 
-        1 is `full_excess` weighted tokens more than the mean, or beyond; 0 where nobody else is backlogged.
+        1 is `full_excess` weighted tokens more than the mean, or beyond; 0 for the only backlogged one.
         """
         num_backlogged = len(self._num_waiting)
         if num_backlogged <= (tenant in self._num_waiting):

@@ -32,12 +32,12 @@ class StepFiller:
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
         self._reservation = ReservePrompt()
         self._is_blocked = plan.ran_out_of_blocks
-        """Whether somebody waits for a slot or for memory."""
+        """Whether a prompt waits for a slot or for memory."""
 
     def fill(self, states: Iterable[RequestState]) -> None:
         """Add as much of these prompts, in this order, as the time allows.
 
-        Nobody overtakes one that waits for a slot or for memory, but who has both goes on.
+        No prompt overtakes one that waits for a slot or for memory, but one that has both goes on.
         """
         for state in states:
             if self._num_left < 1 or self._plan.num_rows_left < 1:

@@ -14,7 +14,7 @@ class LoadEstimate:
     """Exponentially weighted estimates over the recent past; each call costs O(1).
 
     An arrival t seconds ago weighs exp(-t / T), where T is the time constant. The rate is the sum of these
-    weights over T, which falls by itself while nobody comes. The mean service time is an average with the
+    weights over T, which falls by itself without arrivals. The mean service time is an average with the
     same weights, and stays as it is meanwhile.
 
     Bias at the start: the sum would need several T to fill up, so it is divided by the integral of the

@@ -21,7 +21,7 @@ class SLOTracker:
     lengths : output lengths of late.
     load : arrivals and the work that they bring.
     num_missed : streams so far that could no longer keep their objective once they ran.
-    num_rejected : reason -> requests refused or given up.
+    num_rejected : reason -> requests rejected on arrival or ended in the queue.
     predicted_wait : seconds until a prompt that had arrived with the last step would have been begun.
     """
 
@@ -84,7 +84,7 @@ class SLOTracker:
         return SchedulerState(
             num_best_effort=num_best_effort,
             num_relegated=num_relegated,
-            num_lost=self.num_missed,
+            num_missed=self.num_missed,
             num_rejected=dict(self.num_rejected),
             predicted_wait=self.predicted_wait,
             arrival_rate=self.load.arrival_rate(now),

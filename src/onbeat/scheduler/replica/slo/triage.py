@@ -33,7 +33,7 @@ def select_feasible(
     its worth is left behind, until it is not. With `most` and equal worths no other choice has more jobs in
     time (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs",
     Management Science 15, 1968; Hodgson's form). Jobs that keep their turn whatever happens (`ShedMode.OFF`)
-    are never left behind; where one of them would be late without any other, nobody is left behind for it.
+    are never left behind; where one of them would be late without any other, no job is left behind for it.
 
     Parameters
     ----------
@@ -49,7 +49,7 @@ def select_feasible(
     for index, (deadline, seconds, state) in enumerate(jobs):
         taken = seconds / share
         is_droppable = state.request.shed is not keeps_turn
-        if end - droppable + taken > deadline:  # whoever else goes
+        if end - droppable + taken > deadline:  # whichever others go
             if is_droppable:
                 left_behind.add(index)
             else:

@@ -1,4 +1,4 @@
-"""Whom to preempt: for KV blocks that running requests need, for slots and blocks that a prompt needs."""
+"""Which requests to preempt: for KV blocks of running ones, for slots and blocks that a prompt needs."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Victims:
         self._worth = worth
 
     def make_blocks_free(self, rows: list[RequestState]) -> list[RequestState]:
-        """Preempt until the rest of `rows` can grow; return that rest.
+        """Preempt until those of `rows` that are left can grow; return these.
 
-        Those that the plan has given a row keep it. One request always stays, so that somebody goes on.
+        Those that the plan has given a row keep it. One request always stays, so that the batch never stops.
         """
         plan = self._plan
         planned = {id(state) for state in (*plan.victims, *plan.decodes)}
@@ -45,13 +45,13 @@ class Victims:
             num_growing = sum(needs_block(state) for state in rows if id(state) not in gone)
         rows = [state for state in rows if id(state) not in gone]
         num_over = num_growing - plan.num_blocks_left
-        if num_over > 0:  # nobody else can go: some wait for a block
+        if num_over > 0:  # no others can be preempted: some wait for a block
             waits = {id(state) for state in sorted(filter(needs_block, rows), key=self._loss)[-num_over:]}
             rows = [state for state in rows if id(state) not in waits]
         return rows
 
     def make_room(self, prompt: RequestState, pool: Iterable[RequestState]) -> bool:
-        """Preempt requests of a pool until a waiting one has its slot and its blocks; nobody in vain.
+        """Preempt requests of a pool until a waiting one has its slot and its blocks; none in vain.
 
         Returns whether that is so.
         """
@@ -69,7 +69,7 @@ class Victims:
     def _loss(self, state: RequestState) -> tuple[float, ...]:
         """Return a key: the greatest is the first to be preempted."""
         slo, arrival = state.slo, state.request.arrival
-        if slo.is_left_over:
+        if slo.runs_as_best_effort:
             return (2.0, 0.0, arrival)
         due = slo.due(state.num_certain_tokens, self._plan.now)
         slack = due - self._plan.now - self._work.idle_seconds(state.num_tokens, 0)

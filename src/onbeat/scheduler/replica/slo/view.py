@@ -19,7 +19,7 @@ however many wait behind them."""
 
 
 class RunningView:
-    """Running requests by what they want: one token each, or the rest of a prompt.
+    """Running requests by what they want: one token each, or tokens of a prompt.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class RunningView:
     ----------
     streams : requests that want one token and have a deadline for it.
     deadlines : that deadline of each stream.
-    best_effort_decodes : requests that want one token and have none: nothing was promised, or it was missed.
+    best_effort_decodes : requests that want one token and have none: no objective, or one that was missed.
     prefills : requests in the middle of their prompt.
     due : the earliest deadline of `streams`, even if it has passed; infinite without any.
     due_state : whose it is.
@@ -93,7 +93,7 @@ def prefill_jobs(
 ) -> tuple[list[Job], list[RequestState]]:
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
-    A prompt is late for certain once not even an idle machine would be in time. One that nobody may judge
+    A prompt is late for certain once not even an idle machine would be in time. One that may not be judged
     (`ShedMode.OFF`), or that has delivered tokens before it was preempted, keeps its turn.
 
     Parameters

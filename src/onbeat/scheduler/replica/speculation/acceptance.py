@@ -57,7 +57,7 @@ class AcceptanceRate:
         self._num_tried += num_tried
 
 
-class AcceptanceBook:
+class AcceptanceRates:
     """The rates of all classes of objectives. A new class begins with that of all requests together.
 
     Parameters

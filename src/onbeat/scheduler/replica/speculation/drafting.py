@@ -49,7 +49,7 @@ def make_drafting(
 
     Parameters
     ----------
-    model : predicts step times; None where nobody does.
+    model : predicts step times; None without predictions.
     quantile : of a step's time that the policy plans with; None is the mean.
 
     Raises

@@ -6,7 +6,7 @@ from itertools import compress
 
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
 from onbeat.scheduler.replica.speculation.goodput import set_drafts
 from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
@@ -23,25 +23,25 @@ class FixedDrafts:
 
     def __init__(self, config: SpeculationConfig) -> None:
         self._config = config
-        self._book = AcceptanceBook(config.initial_acceptance)
+        self._acceptance = AcceptanceRates(config.initial_acceptance)
         self._reading = DraftReading(config.max_catch_up_tokens)
 
     def plan(self, plan: StepPlan) -> None:
         """Give each row its drafts, first come first."""
-        self._book.begin_step()
+        self._acceptance.begin_step()
         num_drafts = []
         for state in plan.decodes:
             most = max(0, min(most_drafts(state, self._config.num_speculative_tokens), plan.num_tokens_left))
             num_drafts.append(fit_blocks(plan, state, most))
             plan.num_tokens_left -= num_drafts[-1]
-        set_drafts(plan, num_drafts, self._book, runs_model=self._config.runs_model)
+        set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
         self._reading.count(plan, compress(plan.decodes, num_drafts))
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
     ) -> None:
         """Learn how many tokens to expect; the plan does not depend on it."""
-        self._book.observe(
+        self._acceptance.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 

@@ -18,7 +18,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.view import decode_shape
-from onbeat.scheduler.replica.speculation.acceptance import AcceptanceBook
+from onbeat.scheduler.replica.speculation.acceptance import AcceptanceRates
 from onbeat.scheduler.replica.speculation.reading import DraftReading
 from onbeat.scheduler.replica.speculation.room import fit_blocks, most_drafts
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -43,7 +43,9 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return float((1.0 - acceptance ** (num_drafts + 1)) / (1.0 - acceptance))
 
 
-def set_drafts(plan: StepPlan, num_drafts: list[int], book: AcceptanceBook, *, runs_model: bool) -> None:
+def set_drafts(
+    plan: StepPlan, num_drafts: list[int], acceptance: AcceptanceRates, *, runs_model: bool
+) -> None:
     """Give a plan its drafts and the output tokens that are expected of them.
 
     Parameters
@@ -55,7 +57,9 @@ def set_drafts(plan: StepPlan, num_drafts: list[int], book: AcceptanceBook, *, r
     for state, num in zip(plan.decodes, num_drafts, strict=True):
         if num:
             num_ready = state.draft.num_ready
-            expected += expected_tokens(book.of(state), num if num_ready is None else min(num, num_ready))
+            expected += expected_tokens(
+                acceptance.of(state), num if num_ready is None else min(num, num_ready)
+            )
         else:
             expected += state.status is RequestStatus.RUNNING  # a padding row delivers nothing
     plan.expected_tokens = expected
@@ -178,7 +182,7 @@ class GoodputDrafts:
 
     Where the policy plans against deadlines, the step stays within its slack with the policy's own quantile;
     and while prompts run or wait, streams with a deadline have none: they need tokens in time, not sooner.
-    Nobody is preempted for a draft, and drafts leave a free block for each row's next token.
+    No request is preempted for a draft, and drafts leave a free block for each row's next token.
 
     Without drafts nothing is learnt of their acceptance. So a step has one for each row all the same once its
     time, as if none were accepted, is at most `PROBE_SHARE` of that since the last drafts.
@@ -199,7 +203,7 @@ class GoodputDrafts:
         self._config = config
         self._model = model
         self._quantile = quantile
-        self._book = AcceptanceBook(config.initial_acceptance)
+        self._acceptance = AcceptanceRates(config.initial_acceptance)
         self._reading = DraftReading(config.max_catch_up_tokens)
         self._without = 0.0
         """Predicted seconds of the steps since the last drafts, of those that could have had some."""
@@ -208,7 +212,7 @@ class GoodputDrafts:
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None
     ) -> None:
         """Learn from a row's drafts. See `Drafting.observe`."""
-        self._book.observe(
+        self._acceptance.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
@@ -218,7 +222,7 @@ class GoodputDrafts:
 
     def plan(self, plan: StepPlan) -> None:
         """Choose the drafts of each decode row. See `Drafting.plan`."""
-        self._book.begin_step()
+        self._acceptance.begin_step()
         most = self._most(plan)
         num_drafts = [0] * len(most)
         if any(most):
@@ -228,7 +232,7 @@ class GoodputDrafts:
             if num:
                 num_drafts[index] = fit_blocks(plan, plan.decodes[index], num, num_kept=num_kept)
         plan.num_tokens_left -= sum(num_drafts)
-        set_drafts(plan, num_drafts, self._book, runs_model=self._config.runs_model)
+        set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
         if plan.num_drafts:
             self._without = 0.0
             if plan.slack is not None and plan.budget is not None:
@@ -280,7 +284,7 @@ class GoodputDrafts:
 
     def _curve(self, plan: StepPlan, most: list[int]) -> DraftCurve:
         num_tokens = sum([state.status is RequestStatus.RUNNING for state in plan.decodes])
-        of = self._book.of
+        of = self._acceptance.of
         rows = [(of(state), num) for state, num in zip(plan.decodes, most, strict=True) if num]
         return DraftCurve(num_tokens, rows)
 
@@ -314,7 +318,7 @@ class GoodputDrafts:
     def _read(self, plan: StepPlan, most: list[int], num_drafts: list[int], cost: StepCost) -> None:
         """Ask for a draft of each request that the draft model should read: it does that first."""
         if plan.chunks or plan.admissions or plan.waiting:
-            return  # those who wait for their own first token come first
+            return  # requests that wait for their first token come first
         curve = self._curve(plan, most)
         saved = 1.0 / curve.goodput(0, cost.plain) - 1.0 / self._rate(curve, cost)
         if saved <= 0.0:

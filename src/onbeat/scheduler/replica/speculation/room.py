@@ -22,7 +22,7 @@ def most_drafts(state: RequestState, limit: int) -> int:
 
 
 def fit_blocks(plan: StepPlan, state: RequestState, num_drafts: int, *, num_kept: int = 0) -> int:
-    """Return as many of the drafts as find a KV slot, and set the blocks aside; nobody is preempted for them.
+    """Return as many of the drafts as find a KV slot without preemption, and set the blocks aside.
 
     A request's own token already has its slot, in a block that the plan has set aside where it takes one.
 

@@ -31,11 +31,11 @@ def draft_stats(
         stats.lengths = [len(outputs)]
         return stats
     delivered = {output.request_id: len(output.new_token_ids) for output in outputs}
-    newcomers = {admitted.request.request_id for admitted in scheduled.admitted}
+    admitted_ids = {admitted.request.request_id for admitted in scheduled.admitted}
     for row, (token_ids, _, num_drafted, _) in zip(
         (row for row in scheduled.rows if row.samples), sampled_rows(result), strict=True
     ):
-        is_decode = row.num_new_tokens - row.num_draft_tokens == 1 and row.request_id not in newcomers
+        is_decode = row.num_new_tokens - row.num_draft_tokens == 1 and row.request_id not in admitted_ids
         if not is_decode or row.request_id not in delivered:
             continue
         stats.num_tokens += delivered[row.request_id]

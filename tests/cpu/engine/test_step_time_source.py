@@ -17,17 +17,16 @@ from onbeat.core.step import BatchShape, StepStats
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import prepare_model
-from onbeat.engine.profiling.profiler import ProfilePlan, profile_model
-from onbeat.engine.profiling.store import profiles_dir
-from onbeat.engine.step_time_choice import choose_step_time
+from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
+from onbeat.engine.step_time_source import choose_step_time
 from onbeat.engine.step_watch import StepWatch
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
 from onbeat.perfmodel.profile import Profile
-from onbeat.perfmodel.profile_file import profile_path, write_profile
+from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
-SHORT = ProfilePlan(seconds=0.5, num_levels=3, num_mixed=8, num_held_back=4, max_context_tokens=1024)
+SHORT = ProfileSettings(seconds=0.5, num_levels=3, num_mixed=8, num_held_back=4, max_context_tokens=1024)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tests.fakes_engine import FakeEngine
 
 
 @dataclass
-class PromisingEngine(FakeEngine):
+class PredictingEngine(FakeEngine):
     predicted_ttft: float | None = None
     """On the first output of each request, as the engine has it."""
     relegates: bool = False

@@ -61,7 +61,7 @@ class LongChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowPlan:
+class WindowMetadata:
     """A step's groups for the layers of one window. Every row is in exactly one of them."""
 
     folded: Sequence[FoldedGroup]
@@ -75,21 +75,21 @@ class WindowPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class SdpaPlan:
+class SdpaMetadata:
     """A step's groups, for each window that a layer of the model has."""
 
     blocks_T: Tensor
     offsets_T: Tensor
     """Where each token's KV goes: block, and place in it."""
-    windows: dict[int | None, WindowPlan]
+    windows: dict[int | None, WindowMetadata]
     workspace: tuple[Tensor, Tensor]
     """Where gathered keys and values go, [most pieces of a group, S, H] each. All layers and groups use the
     same memory, which thus stays in the processor's cache."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanConfig:
-    """What planning must know of the cache and the model."""
+class SdpaSizes:
+    """Sizes of the cache and the model."""
 
     block_size: int
     num_kv_heads: int
@@ -101,42 +101,44 @@ class PlanConfig:
     device: torch.device
 
 
-class WindowPlanner:
-    """Plans one step for the layers of one window.
+class WindowGrouping:
+    """Groups the rows of one step for the layers of one window.
 
     Parameters
     ----------
-    config : sizes, type and device.
+    sizes : sizes, type and device.
     batch : the step's rows.
     window : a token sees itself and the `window` - 1 tokens before it; None for all.
     """
 
-    def __init__(self, config: PlanConfig, batch: AttentionBatch, window: int | None) -> None:
-        self.config = config
+    def __init__(self, sizes: SdpaSizes, batch: AttentionBatch, window: int | None) -> None:
+        self.sizes = sizes
         self.batch = batch
         self.window = window
         self.starts_R = np.cumsum(batch.query_lens_R) - batch.query_lens_R
         self.first_blocks_R = self._first_blocks()
-        self.end_blocks_R = -(-batch.context_lens_R // config.block_size)
+        self.end_blocks_R = -(-batch.context_lens_R // sizes.block_size)
 
-    def plan(self) -> WindowPlan:
+    def metadata(self) -> WindowMetadata:
         query_lens_R = self.batch.query_lens_R
         groups = group_rows(
-            query_lens_R, self.end_blocks_R - self.first_blocks_R, self.config.group_cost_blocks
+            query_lens_R, self.end_blocks_R - self.first_blocks_R, self.sizes.group_cost_blocks
         )
         long_rows = np.flatnonzero(query_lens_R > FOLDED_QUERY_LIMIT)
-        return WindowPlan([self._fold(rows) for rows in groups], [self._chunk(int(row)) for row in long_rows])
+        return WindowMetadata(
+            [self._fold(rows) for rows in groups], [self._chunk(int(row)) for row in long_rows]
+        )
 
     def _first_blocks(self) -> IntArray:
         """Return the first block that each row's first new token sees; a layer reads no block before it."""
         if self.window is None:
             return np.zeros_like(self.batch.context_lens_R)
         first_keys_R = self.batch.context_lens_R - self.batch.query_lens_R + 1 - self.window
-        first_blocks_R: IntArray = np.maximum(first_keys_R, 0) // self.config.block_size
+        first_blocks_R: IntArray = np.maximum(first_keys_R, 0) // self.sizes.block_size
         return first_blocks_R
 
     def _fold(self, rows: IntArray) -> FoldedGroup:
-        batch, block_size = self.batch, self.config.block_size
+        batch, block_size = self.batch, self.sizes.block_size
         query_lens_R1, contexts_R1 = batch.query_lens_R[rows, None], batch.context_lens_R[rows, None]
         first_blocks_R1 = self.first_blocks_R[rows, None]
         num_queries, num_tokens = int(query_lens_R1.max()), len(batch.slot_mapping_T)
@@ -159,7 +161,7 @@ class WindowPlanner:
             positions_RL = np.minimum(contexts_R1 - query_lens_R1 + offsets_L, contexts_R1 - 1)
             mask = self._mask(positions_RL - first_blocks_R1 * block_size, num_blocks * block_size)
             if num_queries > 1:
-                mask = mask.repeat_interleave(self.config.num_query_groups, dim=1)
+                mask = mask.repeat_interleave(self.sizes.num_query_groups, dim=1)
             mask = mask[:, None]
         return FoldedGroup(
             num_rows=len(rows),
@@ -175,7 +177,7 @@ class WindowPlanner:
         first_block = int(self.first_blocks_R[row])
         block_ids = batch.block_tables_SB[batch.slots_R[row], first_block : int(self.end_blocks_R[row])]
         num_queries = int(batch.query_lens_R[row])
-        first_position = int(batch.context_lens_R[row]) - num_queries - first_block * self.config.block_size
+        first_position = int(batch.context_lens_R[row]) - num_queries - first_block * self.sizes.block_size
         start = int(self.starts_R[row])
         tiles = [
             self._tile(start + offset, first_position + offset, min(TILE_QUERIES, num_queries - offset))
@@ -184,7 +186,7 @@ class WindowPlanner:
         return LongChunk(self._pieces(block_ids.astype(np.int64)[None]), tiles)
 
     def _tile(self, start: int, position: int, num_queries: int) -> ChunkTile:
-        """Plan queries at `position` and after, counted from the first key that the chunk reads."""
+        """Group queries at `position` and after, counted from the first key that the chunk reads."""
         first_key = 0 if self.window is None else max(position + 1 - self.window, 0)
         end_key = position + num_queries
         mask = None
@@ -195,7 +197,7 @@ class WindowPlanner:
 
     def _pieces(self, block_ids_RB: IntArray) -> Tensor:
         """Return which pieces of the cache hold the blocks, head after head of each row."""
-        num_kv_heads = self.config.num_kv_heads
+        num_kv_heads = self.sizes.num_kv_heads
         pieces_RKB = block_ids_RB[:, None] * num_kv_heads + np.arange(num_kv_heads)[:, None]
         return self._to_device(pieces_RKB.reshape(-1))
 
@@ -207,11 +209,11 @@ class WindowPlanner:
         longest = max(int(positions_RL.max()) + 1, num_keys)
         num_seen = longest + 1 if self.window is None else min(self.window, longest + 1)
         steps = torch.full(
-            (2 * longest + 1,), -torch.inf, dtype=self.config.mask_dtype, device=self.config.device
+            (2 * longest + 1,), -torch.inf, dtype=self.sizes.mask_dtype, device=self.sizes.device
         )
         steps[longest + 1 - num_seen : longest + 1] = 0.0
         starts = self._to_device((longest - positions_RL).reshape(-1))
         return steps.unfold(0, num_keys, 1).index_select(0, starts).view(*positions_RL.shape, num_keys)
 
     def _to_device(self, array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(self.config.device)
+        return torch.from_numpy(array).to(self.sizes.device)

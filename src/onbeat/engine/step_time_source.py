@@ -9,8 +9,7 @@ from pathlib import Path
 from onbeat.core.errors import ConfigError
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
-from onbeat.engine.profiling.store import profiles_dir
-from onbeat.engine.speculation.build import DraftModelPlan
+from onbeat.engine.speculation.build import DraftModelBuilder
 from onbeat.engine.step_time_spec import device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
@@ -20,7 +19,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
-from onbeat.perfmodel.profile_file import find_profile, profile_path, read_profile
+from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
 from onbeat.perfmodel.speculative import BatchWork, SpeculativeStepTime, SpeculativeWork
 from onbeat.perfmodel.utilisation import StepWork
 
@@ -35,12 +34,12 @@ class StepTime:
     """What the model was made from, for the record of a run."""
 
 
-def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
+def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
     """Find or make the step-time model.
 
     Parameters
     ----------
-    choice : `auto`, `calibrate`, `roofline`, `none`, or a profile's file (`EngineConfig.step_time_profile`).
+    source : `auto`, `calibrate`, `roofline`, `none`, or a profile's file (`EngineConfig.step_time_profile`).
     loaded : the model, not yet in use.
     on_progress : told what was chosen, and why.
 
@@ -48,17 +47,17 @@ def choose_step_time(choice: str, loaded: LoadedModel, on_progress: OnProgress) 
     ------
     ConfigError : the profile that was asked for cannot be used, or the number format has no step-time model.
     """
-    if choice == "none":
+    if source == "none":
         on_progress("step times: not predicted")
         return StepTime(None, None)
     precision = precision_of(loaded.device.dtype, loaded.weights_format, loaded.embedding_format)
     if precision is None:
         reason = f"no step-time model knows {loaded.device.dtype_name}"
-        if choice != "auto":
+        if source != "auto":
             raise ConfigError(f"{reason}; choose --step-time-profile none, or another dtype")
         on_progress(f"step times: not predicted, {reason}")
         return StepTime(None, None)
-    return _Chooser(loaded, precision, on_progress).choose(choice)
+    return _Chooser(loaded, precision, on_progress).choose(source)
 
 
 class _Chooser:
@@ -69,8 +68,8 @@ class _Chooser:
         self._key = profile_key_of(loaded, precision)
         self._spec = model_spec_of(loaded.config, loaded.name)
 
-    def choose(self, choice: str) -> StepTime:
-        match choice:
+    def choose(self, source: str) -> StepTime:
+        match source:
             case "auto":
                 return self._from_cache()
             case "calibrate":
@@ -122,7 +121,7 @@ class _Chooser:
             fitted=fitted,
         )
         proposer = self._loaded.proposer
-        draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelPlan) else None
+        draft = self._draft_model(proposer, target) if isinstance(proposer, DraftModelBuilder) else None
         description: AnyDescription = target
         work: BatchWork = StepWork(self._spec, self._precision)
         if draft is not None:
@@ -138,7 +137,7 @@ class _Chooser:
         )
         return StepTime(model, watch, description)
 
-    def _draft_model(self, proposer: DraftModelPlan, target: StepTimeDescription) -> StepTimeDescription:
+    def _draft_model(self, proposer: DraftModelBuilder, target: StepTimeDescription) -> StepTimeDescription:
         """Describe a second model: by its own profile where there is one that fits, else by the roofline."""
         precision = precision_of(
             self._loaded.device.dtype, proposer.weights_format, proposer.backend.embedding_format

@@ -67,7 +67,7 @@ def write_lines(path: Path, lines: list[dict[str, Any]]) -> None:
     path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
 
 
-def test_what_was_promised_reads_back(path: Path) -> None:
+def test_objectives_read_back(path: Path) -> None:
     run = start_run(path, make_config())
     run.add(make_request("plain", 1.0, shed=ShedMode.OFF))
     run.add(

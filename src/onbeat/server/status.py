@@ -1,4 +1,4 @@
-"""Whether the server lives, takes requests and who it is: paths open to everybody."""
+"""What the server says of itself: its health and version, open to everybody, and its models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.responses import Response
 from onbeat import __version__
 from onbeat.core.errors import EngineDead
 from onbeat.server.errors import engine_hangs
-from onbeat.server.schemas import EngineLoad, VersionInfo, error_answers
+from onbeat.server.openapi import EngineLoad, ModelCard, ModelList, VersionInfo, error_answers
 from onbeat.server.services import Services
 
 
@@ -47,6 +47,33 @@ def health_routes(services: Services) -> APIRouter:
             router.add_api_route(path, endpoint, methods=[method], responses=empty, response_class=Response)
     router.add_api_route("/load", load, methods=["GET"], response_model=EngineLoad)
     router.add_api_route("/version", version, methods=["GET"], response_model=VersionInfo)
+    return router
+
+
+def model_routes(services: Services) -> APIRouter:
+    """Return the routes that list what is served."""
+    router = APIRouter(prefix="/v1/models", tags=["models"])
+
+    def card(name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": services.created,
+            "owned_by": "onbeat",
+            "root": services.info.model_name,
+            "max_model_len": services.info.max_model_len,
+        }
+
+    @router.get("", response_model=ModelList, responses=error_answers(401))
+    async def list_models() -> Response:
+        """List the names under which the model answers."""
+        return _json({"object": "list", "data": [card(name) for name in services.model_names]})
+
+    @router.get("/{model:path}", response_model=ModelCard, responses=error_answers(400, 401, 404))
+    async def retrieve_model(model: str) -> Response:
+        """Describe one of them."""
+        return _json(card(services.check_model(model)))
+
     return router
 
 

@@ -31,7 +31,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _FORMATS = {Store.F32: "fp32", Store.BF16: "bf16", Store.Q8: "int8", Store.Q4: "int4"}
 
 
-class WeightPlan:
+class WeightLayouts:
     """The layout of every matrix of a checkpoint.
 
     Parameters

@@ -1,0 +1,128 @@
+"""What the formats of both completion endpoints share: the head of an answer, server-sent events, extras."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from onbeat import __version__
+from onbeat.server.generation import ChoiceDelta
+
+EVENT_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    # nginx would collect events otherwise
+    "x-accel-buffering": "no",
+}
+
+DONE = b"data: [DONE]\n\n"
+
+LOWEST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON lacks (OpenAI's value)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerHead:
+    """What all chunks of an answer have in common."""
+
+    completion_id: str
+    created: int
+    """Unix time, seconds."""
+    model: str
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        """Return the fields of an object of one kind."""
+        return {
+            "id": self.completion_id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"onbeat-{__version__}",
+        }
+
+
+def new_head(prefix: str, model: str) -> AnswerHead:
+    """Return the head of a new answer with an id of its own."""
+    return AnswerHead(completion_id=f"{prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What goes beside the choices of a chunk or of a whole answer."""
+
+    usage: dict[str, Any] | None = None
+    """Tokens so far; null is not sent where the caller did not ask for it."""
+    slo: dict[str, Any] | None = None
+    """How the objectives were kept; on the last chunk alone, and only if there were any."""
+    prompt_token_ids: Sequence[int] | None = None
+    """Of a chat, in a whole answer and in a choice's first chunk, if the caller asked for it."""
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields that are there."""
+        ids = None if self.prompt_token_ids is None else list(self.prompt_token_ids)
+        given = {"usage": self.usage, "slo": self.slo, "prompt_token_ids": ids}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class AnswerFormat(Protocol):
+    """How one endpoint writes its answers."""
+
+    def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
+        """Return the events of one delta."""
+        ...
+
+    def usage_event(self, extras: Extras) -> bytes:
+        """Return the event with the final usage and no choices."""
+        ...
+
+    def response(self, choices: Sequence[ChoiceDelta], extras: Extras) -> dict[str, Any]:
+        """Return the whole answer as one object; of each choice there is one delta that holds all of it."""
+        ...
+
+
+def event(value: dict[str, Any]) -> bytes:
+    """Return one event."""
+    return b"data: " + orjson.dumps(value) + b"\n\n"
+
+
+class ChunkTemplate:
+    """The bytes around what changes from chunk to chunk of one stream.
+
+    A stream has a chunk for each delivery, so chunks are joined from bytes, not built as objects.
+
+    Parameters
+    ----------
+    head : the fields that are the same in all chunks, such as `id` and `model`.
+    has_usage : whether each chunk carries a `usage` field, null but for the last.
+    """
+
+    def __init__(self, head: dict[str, Any], *, has_usage: bool) -> None:
+        self._start = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._has_usage = has_usage
+
+    def chunk(self, choice: bytes, extras: Extras) -> bytes:
+        """Return the event of one choice's JSON."""
+        parts = [self._start, choice, b"]"]
+        if extras.usage is not None:
+            parts += (b',"usage":', orjson.dumps(extras.usage))
+        elif self._has_usage:
+            parts.append(b',"usage":null')
+        if extras.slo is not None:
+            parts += (b',"slo":', orjson.dumps(extras.slo))
+        if extras.prompt_token_ids is not None:
+            parts += (b',"prompt_token_ids":', orjson.dumps(extras.prompt_token_ids))
+        parts.append(b"}\n\n")
+        return b"".join(parts)
+
+
+def choice_end(delta: ChoiceDelta) -> bytes:
+    """Return the last fields of a choice in a chunk: why it ended, if it has."""
+    if delta.finish_reason is None:
+        return b',"finish_reason":null}'
+    reason, stop = orjson.dumps(delta.finish_reason), orjson.dumps(delta.choice.stop_reason)
+    return b',"finish_reason":' + reason + b',"stop_reason":' + stop + b"}"

@@ -1,0 +1,366 @@
+"""What chat and text completions have in common: fields, checks, and the engine's requests made of them."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+
+from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import Request, SamplingParams
+from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.fields import quoted, with_one_unknown
+from onbeat.server.generation import TextOptions
+from onbeat.server.middleware import HttpContext
+from onbeat.server.objectives import ObjectiveFields, RequestObjectives
+from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+
+_SEED_MASK = 2**63 - 1
+_INT64 = 2**63
+
+StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_LISTED_TOKENS, fail_fast=True)]
+
+_BIAS = {"type": "number", "minimum": -100, "maximum": 100}
+_BIAS_SCHEMA = WithJsonSchema(
+    {
+        "anyOf": [
+            {
+                "type": "object",
+                "propertyNames": {"pattern": "^[0-9]{1,19}$"},
+                "additionalProperties": _BIAS,
+            },
+            {"type": "null"},
+        ],
+        "default": None,
+    }
+)
+
+
+def _checked_bias(value: Any) -> dict[int, float] | None:
+    """Return biases by token id. Written out because pydantic would report every mistake of 100,000."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError(f"logit_bias is {quoted(value)}; it should be an object")  # noqa: TRY004 - what pydantic takes
+    biases: dict[int, float] = {}
+    for key, bias in value.items():
+        if not (key.isascii() and key.isdecimal() and len(key) < 20):
+            raise ValueError(f"logit_bias has the key {quoted(key)}; keys are token ids")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise ValueError(f"logit_bias[{key}] is {quoted(bias)}; it should be a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+def _whole(value: object) -> object:
+    # above, a float may stand for an integer that it cannot hold
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
+
+
+WHOLE = BeforeValidator(_whole)
+"""Of integers, which JSON may write as 5.0: some languages have no other numbers."""
+
+
+class StreamOptions(BaseModel):
+    """What a stream says beside its text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    include_usage: bool | None = None
+    """One more event at the end, with the usage and no choices."""
+    continuous_usage_stats: bool | None = None
+    """Usage so far in every event (vLLM's)."""
+    include_obfuscation: bool | None = None
+    """OpenAI's padding against traffic analysis; accepted, never added."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_unknown_fields(cls, value: Any) -> Any:
+        return with_one_unknown(value, cls.model_fields)
+
+
+class GenerationRequest(ObjectiveFields):
+    """The body of either completion endpoint. Null means the default everywhere."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompt_field: ClassVar[str] = "prompt"
+    """Which holds the prompt: errors name it."""
+    default_max_tokens: ClassVar[int | None] = None
+    """None is as many as fit."""
+    default_add_special_tokens: ClassVar[bool] = True
+
+    model: str | None = None
+    """One of /v1/models; the served model if absent."""
+    n: Annotated[int, Field(ge=1), WHOLE] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
+    """-1 and 0 keep all tokens."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    seed: Annotated[int, Field(ge=-_INT64, lt=_INT64), WHOLE] | None = None
+    stop: (
+        StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
+    ) = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
+    logit_bias: Annotated[dict[int, float] | None, PlainValidator(_checked_bias), _BIAS_SCHEMA] = None
+    """Token id (in JSON a string) to the value added to its logit."""
+    allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    """Keep only this many of the prompt's last tokens; -1 keeps what fits."""
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
+    """Lower is earlier; needs the priority scheduling policy unless 0."""
+    cache_salt: str | None = Field(None, min_length=1, max_length=1000)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _has_no_empty_stop(cls, stop: object) -> object:
+        """Say it once: the union's members would each complain in their own words."""
+        if stop == "" or (isinstance(stop, list) and "" in stop):
+            raise ValueError("stop holds an empty string, which is not allowed; leave it out")
+        return stop
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""
+        raise NotImplementedError
+
+    @property
+    def text_options(self) -> TextOptions:
+        """How the caller wants its text."""
+        return TextOptions(
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            include_stop=bool(self.include_stop_str_in_output),
+            skip_special_tokens=self.skip_special_tokens is not False,
+            min_tokens=self.min_tokens or 0,
+        )
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
+    def includes_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.includes_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+
+def check_common(
+    body: GenerationRequest, config: ServerConfig, info: EngineInfo, *, num_prompts: int = 1
+) -> None:
+    """Check what no single field's type can say.
+
+    Raises
+    ------
+    InvalidRequest : values contradict each other, exceed this server's caps, or name unknown tokens.
+    """
+    if body.num_choices > config.max_n:
+        raise InvalidRequest(f"n is {body.n}; this server allows at most {config.max_n}", param="n")
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "stream_options is given without stream; set stream to true or leave it out",
+            param="stream_options",
+        )
+    if body.priority and not info.priority_scheduling:
+        raise InvalidRequest(
+            f"priority is {body.priority}, which needs the priority scheduling policy; serve with "
+            "--scheduling-policy priority or leave it out",
+            param="priority",
+        )
+    if body.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
+            param="truncate_prompt_tokens",
+        )
+    _check_lists(body, num_prompts * body.num_choices)
+    check_token_ids(body.stop_token_ids or (), info.vocab_size, "stop_token_ids")
+    check_token_ids(body.logit_bias or (), info.vocab_size, "logit_bias")
+    check_token_ids(body.allowed_token_ids or (), info.vocab_size, "allowed_token_ids")
+    if body.allowed_token_ids == []:
+        raise InvalidRequest(
+            "allowed_token_ids is empty, which allows no token; leave it out to allow all",
+            param="allowed_token_ids",
+        )
+
+
+def _check_lists(body: GenerationRequest, num_choices: int) -> None:
+    """Check how many tokens are listed for the sampling: every choice sends its lists to the engine."""
+    lists = {name: getattr(body, name) for name in ("logit_bias", "allowed_token_ids", "stop_token_ids")}
+    num_listed = sum(len(listed or ()) for listed in lists.values())
+    if num_listed * num_choices > MAX_LISTED_TOKENS:
+        longest = max(lists, key=lambda name: len(lists[name] or ()))
+        raise InvalidRequest(
+            f"{longest} and the like list {num_listed} tokens for each of {num_choices} choices; together at "
+            f"most {MAX_LISTED_TOKENS} are taken. List fewer, or ask for fewer choices",
+            param=longest,
+        )
+
+
+def encode_options(body: GenerationRequest, max_model_len: int) -> EncodeOptions:
+    """Return how the prompts of a request become tokens."""
+    special = body.add_special_tokens
+    truncate_to = body.truncate_prompt_tokens
+    if truncate_to == -1:
+        truncate_to = max(max_model_len - (body.asked_max_tokens or 1), 1)
+    return EncodeOptions(
+        add_special_tokens=body.default_add_special_tokens if special is None else special,
+        truncate_to=truncate_to,
+        param=body.prompt_field,
+    )
+
+
+def engine_requests(
+    body: GenerationRequest,
+    prompts: Sequence[list[int]],
+    objectives: RequestObjectives,
+    info: EngineInfo,
+    eos_token_ids: Sequence[int],
+    context: HttpContext,
+) -> list[Request]:
+    """Return `n` requests for each prompt, one for each choice of the answer.
+
+    Parameters
+    ----------
+    body : what the caller wants.
+    prompts : token ids.
+    objectives : of each request.
+    info : the engine's.
+    eos_token_ids : end an answer unless the caller ignores them.
+    context : of the HTTP request: when it arrived, and the answer's id, with which the requests' ids start.
+
+    Raises
+    ------
+    InvalidRequest : values contradict each other, or leave no token to sample.
+    PromptTooLong : a prompt leaves no room for the answer.
+    """
+    requests: list[Request] = []
+    is_single = len(prompts) * body.num_choices == 1
+    for token_ids in prompts:
+        sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
+        prompt_token_ids = tuple(token_ids)
+        for choice in range(body.num_choices):
+            # choice i of seed s is choice 0 of seed s + i
+            seed = (sampling.seed + choice) & _SEED_MASK
+            request = Request(
+                request_id=context.completion_id if is_single else f"{context.completion_id}-{len(requests)}",
+                prompt_token_ids=prompt_token_ids,
+                sampling=replace(sampling, seed=seed) if choice else sampling,
+                arrival=context.arrival,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                slo=objectives.slo,
+                slo_class=objectives.slo_class,
+                weight=objectives.weight,
+                tenant=objectives.tenant,
+                shed=objectives.shed,
+            )
+            requests.append(request)
+    return requests
+
+
+def _sampling_params(
+    body: GenerationRequest, num_prompt_tokens: int, info: EngineInfo, eos_token_ids: Sequence[int]
+) -> SamplingParams:
+    """Return how the first choice for a prompt is sampled."""
+    max_tokens = fit_max_tokens(
+        num_prompt_tokens,
+        asked=body.asked_max_tokens,
+        default=body.default_max_tokens,
+        max_model_len=info.max_model_len,
+        param=body.prompt_field,
+    )
+    seed = secrets.randbits(63) if body.seed is None else body.seed & _SEED_MASK
+    stops = dict.fromkeys(body.stop_token_ids or ())
+    if not body.ignore_eos:
+        stops |= dict.fromkeys(eos_token_ids)
+    sampling = SamplingParams(
+        temperature=_default(body.temperature, 1.0),
+        top_k=max(_default(body.top_k, 0), 0),
+        top_p=_default(body.top_p, 1.0),
+        min_p=_default(body.min_p, 0.0),
+        presence_penalty=_default(body.presence_penalty, 0.0),
+        frequency_penalty=_default(body.frequency_penalty, 0.0),
+        repetition_penalty=_default(body.repetition_penalty, 1.0),
+        logit_bias=tuple((body.logit_bias or {}).items()),
+        allowed_token_ids=tuple(dict.fromkeys(body.allowed_token_ids or ())),
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=_default(body.min_tokens, 0),
+        stop_token_ids=tuple(stops),
+        num_logprobs=body.num_logprobs,
+    )
+    sampling.check_vocabulary(info.vocab_size)
+    return sampling
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def fit_max_tokens(
+    num_prompt_tokens: int, *, asked: int | None, default: int | None, max_model_len: int, param: str
+) -> int:
+    """Return how many output tokens a request may have.
+
+    Parameters
+    ----------
+    num_prompt_tokens : tokens of the prompt.
+    asked : the caller's limit, which must fit beside the prompt.
+    default : the limit without one, cut to what fits; None is all that fits.
+    max_model_len : most tokens of prompt and output.
+    param : the prompt's field, for errors.
+
+    Raises
+    ------
+    PromptTooLong : the prompt leaves no room, or less than was asked for.
+    """
+    room = max_model_len - num_prompt_tokens
+    if room < 1:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens; this model takes at most {max_model_len} with the "
+            "answer. Shorten it",
+            param=param,
+        )
+    if asked is not None and asked > room:
+        raise PromptTooLong(
+            f"the prompt has {num_prompt_tokens} tokens and {asked} more are asked for; this model takes at "
+            f"most {max_model_len} together. Shorten the prompt or ask for at most {room}",
+            param=param,
+        )
+    return min(room if default is None else default, room) if asked is None else asked

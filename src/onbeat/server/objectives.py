@@ -1,0 +1,209 @@
+"""What a request is held to: where it states its objectives, and which statement counts.
+
+One rule: **each value comes from the first of these that states it.**
+
+1. the request's body: the object `slo`; OpenAI's `service_tier` where `slo` names no class;
+2. its headers, which gateways set;
+3. the defaults of its API key: class and weight;
+4. the server's flags: class and objectives, for requests for which nobody above has named a class.
+
+What nobody states comes from the class so named, and then from the server (`--shed`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.datastructures import Headers
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
+from onbeat.server.fields import near_match
+from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
+
+TTFT_HEADER = "x-llm-d-slo-ttft-ms"
+TBT_HEADER = "x-llm-d-slo-tpot-ms"
+OLD_NAMES = {TTFT_HEADER: "x-slo-ttft-ms", TBT_HEADER: "x-slo-tpot-ms"}
+"""As the first versions of llm-d's gateway had them; clients such as inference-perf still send these."""
+TENANT_HEADER = "x-llm-d-inference-fairness-id"
+LONGEST_TENANT = 128
+
+_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,3})?", re.ASCII)
+
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority"]
+_CLASS_OF_TIER: dict[ServiceTier, str] = {"priority": "interactive", "default": "standard", "flex": "batch"}
+"""OpenAI's service tiers that name a class; the others (`auto`, `scale`) name none."""
+
+Milliseconds = Annotated[
+    float, Field(ge=SHORTEST_OBJECTIVE * 1e3, le=LONGEST_OBJECTIVE * 1e3, allow_inf_nan=False)
+]
+
+
+class SLOFields(BaseModel):
+    """The object `slo` of a body. Null is the same as leaving a field out."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    ttft_ms: Milliseconds | None = None
+    """From arrival to the first delivery."""
+    tbt_ms: Milliseconds | None = None
+    """Between tokens."""
+    e2e_ms: Milliseconds | None = None
+    """From arrival to the last delivery."""
+    slo_class: str | None = Field(None, alias="class")
+    """One of the server's classes; it gives the objectives that nobody states."""
+    weight: float | None = Field(None, gt=0, le=LARGEST_WEIGHT, allow_inf_nan=False)
+    """Worth beside other requests; the larger, the more important."""
+    shed: bool | None = None
+    """If TTFT is predicted to be missed: true refuses the request at once, false serves it when it can."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_known_keys(cls, value: Any) -> Any:
+        """Say which key was probably meant, which pydantic would not."""
+        known = sorted(field.alias or name for name, field in cls.model_fields.items())
+        for key in value if isinstance(value, dict) else ():
+            if key not in known:
+                near = near_match(key, known)
+                cure = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
+                name = f"slo.{key}"[:100]
+                raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
+        return value
+
+
+_NOTHING_STATED = SLOFields.model_validate({})
+_NO_KEY_DEFAULTS = KeyDefaults()
+_NO_CLASS_DEFAULTS = ClassDefaults(slo=SLO())
+
+
+class ObjectiveFields(BaseModel):
+    """The fields of a body that bear on its objectives."""
+
+    slo: SLOFields | None = None
+    service_tier: ServiceTier | None = None
+    user: str | None = None
+    """Who shares the server fairly with others, where neither a gateway nor an API key says so."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestObjectives:
+    """What all choices of a request are held to, and for whom they are: fields of a `core.Request`."""
+
+    slo: SLO | None = None
+    slo_class: str | None = None
+    weight: float = 1.0
+    tenant: str | None = None
+    shed: ShedMode = ShedMode.OFF
+
+
+def request_objectives(
+    fields: ObjectiveFields, headers: Headers, key_digest: str | None, defaults: SLODefaults
+) -> RequestObjectives:
+    """Return what a request is held to, by the rule above.
+
+    Parameters
+    ----------
+    fields : of its body.
+    headers : the request's.
+    key_digest : of the API key that let it in; None where the server has no keys.
+    defaults : the server's.
+
+    Raises
+    ------
+    InvalidRequest : a header is out of range, whether or not it counts, or there is no such class.
+    """
+    body = fields.slo or _NOTHING_STATED
+    of_key = defaults.keys.get(key_digest or "", _NO_KEY_DEFAULTS)
+    named = _class_of_body(fields, defaults.classes) or of_key.slo_class
+    slo = SLO(ttft=_seconds(body.ttft_ms), tbt=_seconds(body.tbt_ms), e2e=_seconds(body.e2e_ms))
+    slo = _filled(slo, SLO(ttft=_header(headers, TTFT_HEADER), tbt=_header(headers, TBT_HEADER)))
+    if named is None:
+        slo, named = _filled(slo, defaults.slo), defaults.slo_class
+    of_class = _NO_CLASS_DEFAULTS if named is None else defaults.classes[named]
+    slo = _filled(slo, of_class.slo)
+    weights = (body.weight, of_key.weight, of_class.weight)
+    return RequestObjectives(
+        slo=None if slo.is_empty else slo,
+        slo_class=named,
+        weight=next((weight for weight in weights if weight is not None), 1.0),
+        tenant=_tenant(fields, headers, key_digest),
+        shed=_shed_of_body(body) or of_class.shed or defaults.shed,
+    )
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3
+
+
+def _filled(slo: SLO, other: SLO) -> SLO:
+    """Return objectives with the missing ones from others."""
+    missing = {name: getattr(other, name) for name in ("ttft", "tbt", "e2e") if getattr(slo, name) is None}
+    return replace(slo, **missing)
+
+
+def _class_of_body(fields: ObjectiveFields, classes: Mapping[str, object]) -> str | None:
+    if fields.slo is not None and fields.slo.slo_class is not None:
+        return _known_class(fields.slo.slo_class, "slo.class", classes)
+    if fields.service_tier in _CLASS_OF_TIER:
+        return _known_class(_CLASS_OF_TIER[fields.service_tier], "service_tier", classes)
+    return None
+
+
+def _known_class(name: str, param: str, classes: Mapping[str, object]) -> str:
+    if name in classes:
+        return name
+    near = near_match(name, classes)
+    hint = f"did you mean {near!r}? " if near else ""
+    raise InvalidRequest(
+        f"there is no class {name[:100]!r} of objectives; {hint}known are {', '.join(sorted(classes))}",
+        param=param,
+        code="invalid_value",
+    )
+
+
+def _shed_of_body(body: SLOFields) -> ShedMode | None:
+    if body.shed is None:
+        return None
+    return ShedMode.REJECT if body.shed else ShedMode.RELEGATE
+
+
+def _tenant(fields: ObjectiveFields, headers: Headers, key_digest: str | None) -> str | None:
+    """Return for whom the request is. Keys and users are shortened hashes: tenants are written to files."""
+    tenant = headers.get(TENANT_HEADER, "").strip()
+    if len(tenant) > LONGEST_TENANT:
+        raise _wrong(TENANT_HEADER, f"{len(tenant)} characters long; at most {LONGEST_TENANT} are allowed")
+    if tenant:
+        return tenant
+    if key_digest is not None:
+        return f"key:{key_digest[:16]}"
+    if fields.user:
+        return f"user:{hashlib.sha256(fields.user.encode(errors='backslashreplace')).hexdigest()[:16]}"
+    return None
+
+
+def _header(headers: Headers, name: str) -> float | None:
+    """Return the objective that a header states, seconds.
+
+    Whatever a gateway makes of its own mistakes (0, a negative number, an overflow), it never becomes the
+    most urgent request.
+    """
+    if name not in headers:
+        name = OLD_NAMES[name]
+    if name not in headers:
+        return None
+    text = headers[name].strip()
+    value = float(text) / 1e3 if _NUMBER.fullmatch(text) else None
+    if value is None or not SHORTEST_OBJECTIVE <= value <= LONGEST_OBJECTIVE:
+        raise _wrong(
+            name, f"{text[:40]!r}; it should be milliseconds, from 1 to {LONGEST_OBJECTIVE * 1e3:.0f}"
+        )
+    return value
+
+
+def _wrong(name: str, what: str) -> InvalidRequest:
+    return InvalidRequest(f"the header {name} is {what}", param=name, code="invalid_value")

@@ -1,0 +1,103 @@
+"""POST /tokenize and POST /detokenize: their bodies and answers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.server.body import read_body
+from onbeat.server.chat_prompt import ChatMessages, render_chat
+from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
+from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.services import Services
+
+_EITHER: list[Any] = [
+    {"required": [one], "properties": {one: {"type": kind}, other: {"type": "null"}}}
+    for one, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+]
+
+
+class TokenizeRequest(BaseModel):
+    """A text, or a chat, whose tokens are wanted."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra={"oneOf": _EITHER})
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: ChatMessages | None = None
+    add_special_tokens: bool | None = None
+    """True by default for a prompt, false for messages, whose template writes them."""
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """Tokens whose text is wanted."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
+def tokenizer_routes(services: Services) -> APIRouter:
+    """Return the routes of the tokenizer."""
+    router = APIRouter(tags=["tokenizer"])
+    encoder, tokenizer = services.encoder, services.tokenizer
+    errors = error_answers(400, 401, 404, 413)
+
+    @router.post(
+        "/tokenize", response_model=Tokens, responses=errors, openapi_extra=json_body(TokenizeRequest)
+    )
+    async def tokenize(request: Request) -> Response:
+        """Return the tokens of a text or chat."""
+        body = await read_body(request, TokenizeRequest)
+        services.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequest("send either prompt or messages", param="prompt")
+        text = body.prompt
+        if text is None:
+            text = await render_chat(body, encoder, services.chat_template)
+        token_ids = await encoder.encode_text(text, _encode_options(body))
+        strs = None
+        if body.return_token_strs:
+            strs = await encoder.off_loop(len(token_ids), lambda: list(map(tokenizer.token_text, token_ids)))
+        answer = {
+            "count": len(token_ids),
+            "max_model_len": services.info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": strs,
+        }
+        return Response(orjson.dumps(answer), media_type="application/json")
+
+    @router.post(
+        "/detokenize",
+        response_model=Detokenized,
+        responses=errors,
+        openapi_extra=json_body(DetokenizeRequest),
+    )
+    async def detokenize(request: Request) -> Response:
+        """Return the text of tokens, special ones included."""
+        body = await read_body(request, DetokenizeRequest)
+        services.check_model(body.model)
+        check_token_ids(body.tokens, services.info.vocab_size, "tokens")
+        text = await encoder.off_loop(
+            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
+        )
+        return Response(orjson.dumps({"prompt": text}), media_type="application/json")
+
+    return router
+
+
+def _encode_options(body: TokenizeRequest) -> EncodeOptions:
+    if body.prompt is None:
+        return EncodeOptions(add_special_tokens=bool(body.add_special_tokens), param="messages")
+    return EncodeOptions(add_special_tokens=body.add_special_tokens is not False)
