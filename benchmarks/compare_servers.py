@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from harness.pages import git_commit
 
 REQUESTS_PER_SLOT = {1: 6, 8: 5, 16: 4, 32: 3}
 START_SECONDS = 300
@@ -209,13 +210,6 @@ def machine_limits() -> dict[str, float]:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True)
     limits: dict[str, float] = json.loads(done.stdout)
     return limits
-
-
-def git_commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from cpu_step.floor import Case
 from cpu_step.limits import LimitsMeter
 from cpu_step.study import DECODE_STEPS, NEIGHBOUR_STEPS, WARM_UPS, measure_beside_neighbour, measure_steps
 from cpu_step.weights import weight_bytes
-from slo_live.book import REPOSITORY, git_commit, machine
+from harness.pages import REPOSITORY, git_commit, machine
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import make

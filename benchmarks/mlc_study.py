@@ -38,9 +38,10 @@ from onbeat.core.options import make
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.planner.charts import frontier_figures
-from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
+from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, point_keys, run_level
 from onbeat.planner.parallel import run_tasks
 from onbeat.report.page import Page, heading, notes
+from onbeat.report.result import TradeoffPoint
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.workload.load_source import conversation_lengths
 from onbeat.workload.offered import OfferedLoad
@@ -56,8 +57,8 @@ PUBLISHED = {1: {8: 7e-3, 30: 10e-3}, 2: {30: 7e-3, 64: 10e-3}}
 """Tensor parallel degree -> users -> mean TPOT, seconds; for ShareGPT prompts."""
 TIGHT, LOOSE = 7e-3, 10e-3
 
-Curve = dict[int, Mapping[str, float]]
-"""Concurrency -> summary of a run, ascending."""
+Curve = dict[int, TradeoffPoint]
+"""Concurrency -> its run, ascending."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def fit_host_cost(jobs: int) -> HostCost:
         host = HostCost(milliseconds[0] / 1e3, milliseconds[1] / 1e3)
         tasks = [level_task(StudyCase(1, host), CHAT, users) for users in points]
         found = run_tasks(run_level, tasks, jobs=jobs)
-        tpots = [point.summary["mean_tpot_ms"] / 1e3 for point in found if point is not None]
+        tpots = [mean_tpot(run_of(point)) for point in found if point is not None]
         return [own / published - 1 for own, published in zip(tpots, points.values(), strict=True)]
 
     found = least_squares(
@@ -146,13 +147,24 @@ def run_curves(host: HostCost, jobs: int) -> dict[str, dict[int, list[FrontierPo
     curves: dict[str, dict[int, list[FrontierPoint]]] = {}
     for (lengths, tp, _), point in zip(keys, run_tasks(run_level, tasks, jobs=jobs), strict=True):
         assert point is not None, "interrupted"
-        assert point.summary, point.error
         curves.setdefault(lengths, {}).setdefault(tp, []).append(point)
     return curves
 
 
+def run_of(point: FrontierPoint) -> TradeoffPoint:
+    assert point.run is not None, point.error
+    return point.run
+
+
+def mean_tpot(run: TradeoffPoint) -> float:
+    """Return the mean time per output token, seconds."""
+    milliseconds = run.summary.latencies["tpot"].mean_ms
+    assert milliseconds is not None, "answers have several tokens"
+    return milliseconds / 1e3
+
+
 def as_curve(points: Sequence[FrontierPoint]) -> Curve:
-    return {point.level.concurrency or 0: point.summary for point in points}
+    return {point.level.concurrency or 0: run_of(point) for point in points}
 
 
 def at_tpot(curve: Curve, limit: float) -> tuple[float, float] | None:
@@ -160,10 +172,10 @@ def at_tpot(curve: Curve, limit: float) -> tuple[float, float] | None:
 
     None where the curve does not cross it.
     """
-    tpots = np.maximum.accumulate([summary["mean_tpot_ms"] / 1e3 for summary in curve.values()])
+    tpots = np.maximum.accumulate([mean_tpot(run) for run in curve.values()])
     if not tpots[0] <= limit <= tpots[-1]:
         return None
-    rates = [summary["output_throughput_per_gpu"] for summary in curve.values()]
+    rates = [run.output_throughput_per_gpu for run in curve.values()]
     return float(np.interp(limit, tpots, list(curve))), float(np.interp(limit, tpots, rates))
 
 
@@ -172,9 +184,8 @@ def show_curves(curves: Mapping[int, Curve]) -> None:
     print("|---:|---:|---:|---:|---:|")
     for users in CONCURRENCIES:
         cells = [
-            f"{curves[tp][users][key]:.{digits}f}"
+            f"{mean_tpot(curves[tp][users]) * 1e3:.2f} | {curves[tp][users].output_throughput_per_gpu:.0f}"
             for tp in DEGREES
-            for key, digits in (("mean_tpot_ms", 2), ("output_throughput_per_gpu", 0))
         ]
         print(f"| {users} | {' | '.join(cells)} |")
     print()
@@ -206,7 +217,7 @@ def compare_with_published(curves: Mapping[int, Curve]) -> None:
     for tp, points in PUBLISHED.items():
         kind = "fitted" if tp == 1 else "predicted"
         for users, published in points.items():
-            own = curves[tp][users]["mean_tpot_ms"] / 1e3
+            own = mean_tpot(curves[tp][users])
             error = own / published - 1
             print(
                 f"TP{tp}, {users} users: TPOT {own * 1e3:.2f} ms {kind}, {published * 1e3:.0f} published "
@@ -280,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\n({time.perf_counter() - start:.0f} s)")
     if args.json is not None:
         rows = [
-            {"variant": variant, "lengths": lengths, "tensor_parallel": tp} | point.summary
+            {"variant": variant, "lengths": lengths, "tensor_parallel": tp} | point_keys(point)
             for variant, by_length in curves.items()
             for lengths, by_degree in by_length.items()
             for tp, points in by_degree.items()

@@ -25,6 +25,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.pages import REPOSITORY, git_commit, machine
 from peers import report
 from peers.client import LoadClient, Objectives
 from peers.entries import Entry, EntryError, launch_here, read_entries
@@ -32,9 +33,8 @@ from peers.rounds import Loads, Runs, run_rounds
 from peers.stage import TURNS, Stage, open_stage
 from peers.tuning import tune
 from peers.workload import MIN_REQUESTS, QUICK_REQUESTS, Cell, make_cells
-from slo_live.book import REPOSITORY, git_commit, machine
 
-from onbeat.bench.promise import SEND_SLO
+from onbeat.bench.objectives import SEND_SLO
 from onbeat.hub.resolve import resolve_model
 from onbeat.text.tokenizer import load_tokenizer
 

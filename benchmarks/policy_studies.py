@@ -37,8 +37,9 @@ from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.metrics.attainment import good_requests
+from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import collect_samples, percentile
+from onbeat.metrics.summary import collect_samples
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective

@@ -25,6 +25,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.pages import REPOSITORY, RESULTS, publish
+from harness.plots import write_image
+from harness.store import Results, deadline_in, run_missing
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from slo_study.ablation import CELLS as ABLATION_CELLS
@@ -40,23 +43,22 @@ from slo_study.cells import (
     members,
     select_cells,
 )
-from slo_study.charts import ratio_chart, write_image
+from slo_study.charts import ratio_chart
 from slo_study.disturbed import DISTURBANCES, TRIAGE, DisturbedPlan, disturbed_table
 from slo_study.knowledge import CELLS as KNOWLEDGE_CELLS
 from slo_study.knowledge import knowledge_runs, knowledge_table
 from slo_study.loads import WORKLOADS
 from slo_study.replica import Stage
 from slo_study.report import Study, markdown
-from slo_study.results import Results, deadline_in, run_missing
-from slo_study.store import Scored, scored_runs
+from slo_study.scored import Scored, scored_runs
 from slo_study.tasks import Plan, make_tasks, mixed, run_task
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_MODES
 from onbeat.planner.parallel import run_tasks
 
-RESULTS = Path(__file__).parent / "results" / "slo-study.jsonl"
-IMAGES = Path(__file__).parents[1] / "docs" / "images"
+LINES = RESULTS / "slo-study.jsonl"
+IMAGES = REPOSITORY / "docs" / "images"
 DISTURBED_NOTE = """
 Mistral-7B on one A100-80G, Poisson arrivals, lengths of the Azure conversation trace, 1 s and 100 ms, stream;
 five minutes of arrivals, of which the first is thrown away. A policy that plans with step times begins with
@@ -174,15 +176,6 @@ def bound(args: argparse.Namespace) -> None:
     publish(text, "slo-bound", write=args.write)
 
 
-def publish(text: str, name: str, *, write: bool) -> None:
-    """Print a page of results, and write it under today's date if that is wanted."""
-    print(text)
-    if write:
-        path = RESULTS.parent / f"{time.strftime('%Y-%m-%d')}-{name}.md"
-        path.write_text(text, encoding="utf-8")
-        print(f"written: {path}")
-
-
 def _cells(args: argparse.Namespace) -> list[Cell]:
     return select_cells(args.set_up, args.workload, args.slo, args.mode)
 
@@ -201,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--workload", nargs="+", choices=WORKLOADS, default=())
     shared.add_argument("--slo", nargs="+", choices=tuple(OBJECTIVES), default=())
     shared.add_argument("--mode", nargs="+", choices=SLO_MODES, default=())
-    shared.add_argument("--results", type=Path, default=RESULTS)
+    shared.add_argument("--results", type=Path, default=LINES)
     shared.add_argument("--tag", default="", help="version of the policies that plan with objectives")
     each = commands.add_parser("run", parents=[shared], help=f"find capacities in {len(CELLS)} cells")
     each.add_argument("--policy", type=_names, action="extend", help="names or families, with commas")
@@ -224,16 +217,16 @@ def _parser() -> argparse.ArgumentParser:
     each.add_argument("--policy", type=_names, action="extend", help="names or families, with commas")
     each.add_argument("--seeds", type=int, default=5, help="how many, from 0")
     each.add_argument("--capacity", type=float, help="requests/s, instead of a search for it")
-    each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-disturbed.jsonl"))
+    each.add_argument("--results", type=Path, default=RESULTS.joinpath("slo-disturbed.jsonl"))
     each.add_argument("--write", action="store_true", help="into benchmarks/results")
     each.set_defaults(command=disturb)
     each = commands.add_parser("ablate", parents=[slices], help="what each part of the policy is worth")
     each.add_argument("--seeds", type=int, default=2, help="how many, from 0")
-    each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-ablation.jsonl"))
+    each.add_argument("--results", type=Path, default=RESULTS.joinpath("slo-ablation.jsonl"))
     each.set_defaults(command=ablate)
     each = commands.add_parser("bound", parents=[slices], help="how far from a bound, and for want of what")
     each.add_argument("--seeds", type=int, default=2, help="how many, from 0")
-    each.add_argument("--results", type=Path, default=RESULTS.with_name("slo-bound.jsonl"))
+    each.add_argument("--results", type=Path, default=RESULTS.joinpath("slo-bound.jsonl"))
     each.add_argument("--write", action="store_true", help="into benchmarks/results")
     each.set_defaults(command=bound)
     return parser

@@ -21,8 +21,8 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from harness.pages import REPOSITORY, git_commit, machine
 from peers.stage import Stage
-from slo_live.book import REPOSITORY, git_commit, machine
 from speculation_live import equal, report
 from speculation_live.client import TaskClient
 from speculation_live.rounds import NUM_TASKS, QUICK_TASKS, Plan, Runs, run_rounds

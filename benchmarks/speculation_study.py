@@ -22,16 +22,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from slo_study.charts import write_image
-from slo_study.results import Results, deadline_in, run_missing
+from harness.pages import REPOSITORY, RESULTS, publish
+from harness.plots import write_image
+from harness.store import Results, deadline_in, run_missing
 from speculation_study.charts import chart
 from speculation_study.plan import PARTS, Plan, stages
 from speculation_study.report import markdown
 
 from onbeat.core.errors import ConfigError
 
-RESULTS = Path(__file__).parent / "results"
-IMAGE = Path(__file__).parents[1] / "docs" / "images" / "speculation-study.png"
+IMAGE = REPOSITORY / "docs" / "images" / "speculation-study.png"
 NOTE = """
 Made by `python benchmarks/speculation_study.py run`, then `report --write`; {seconds:.0f} s of one core. The
 live scheduler's objects under a virtual clock. *turbospec*: the authors' regressions for Llama-8B with EAGLE
@@ -65,11 +65,9 @@ def report(args: argparse.Namespace) -> None:
     plan, results = _plan(args), Results(args.results, args.tag)
     note = f"{time.strftime('%Y-%m-%d')}. {NOTE.strip().format(seconds=results.seconds)}"
     text = markdown(results, plan, note)
-    print(text)
+    publish(text, "speculation-study", write=args.write)
     if args.write:
-        path = RESULTS / f"{time.strftime('%Y-%m-%d')}-speculation-study.md"
-        path.write_text(text, encoding="utf-8")
-        print(f"written: {path}, {write_image(chart(results, plan), IMAGE)}")
+        print(f"written: {write_image(chart(results, plan), IMAGE)}")
 
 
 def _plan(args: argparse.Namespace) -> Plan:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slo_live.book import markdown_table, middle, percent
+from harness.pages import markdown_table, middle, percent, write_document
 
 from onbeat.perfmodel.model_sizes import ModelSpec
 
@@ -27,12 +26,9 @@ STEP_COLUMNS = [
 
 def write(document: Document, stem: Path) -> None:
     """Write STEM.json and STEM.md."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    json_path, page_path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md")
-    json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     text = render(document)
-    page_path.write_text(text, encoding="utf-8")
-    print(f"\n{text}\nwrote {page_path.name} and {json_path.name}", flush=True)
+    print(f"\n{text}", flush=True)
+    write_document(document, stem, text)
 
 
 def render(document: Document) -> str:

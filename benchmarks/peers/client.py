@@ -10,16 +10,18 @@ from typing import Any
 from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.config import TargetConfig
 from onbeat.bench.feed import PromptFeed
-from onbeat.bench.outcomes import group_keys
+from onbeat.bench.objectives import RequestObjectives, SendSLO, choose_transport
+from onbeat.bench.outcomes import summarise_groups
 from onbeat.bench.payload import Api, PayloadBuilder
 from onbeat.bench.probe import ServerModels, choose_model, wait_until_ready
-from onbeat.bench.promise import Promises, SendSLO, choose_transport
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
+from onbeat.bench.saved import error_keys
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.slo import SLO
 from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.metrics.summary_keys import run_keys
 from onbeat.workload.mixture import SHORT
 from onbeat.workload.prompts import PromptWriter, WordPool, tokenizer_pool
 from onbeat.workload.slo_classes import SLOClass
@@ -101,15 +103,15 @@ class LoadClient:
         workload = cell.workload(PromptWriter(self._pool, f"{salt}/{cell.name}"), seed=self._seed)
         outcome = asyncio.run(self._offer(target, workload, cell.concurrency))
         summary = summarise(outcome.records, duration=outcome.duration, options=self._options)
-        groups = group_keys(outcome.records, duration=outcome.duration, options=self._options)
+        groups = summarise_groups(outcome.records, duration=outcome.duration, options=self._options)
         return {
-            **_chosen(summary, KEYS),
+            **_chosen(run_keys(summary), KEYS),
             "num_short_answers": sum(
                 record.is_completed and record.num_output_tokens < record.max_tokens
                 for record in outcome.records
             ),
-            "short": _chosen(groups[SHORT], SHORT_KEYS) if SHORT in groups else None,
-            "errors": group_errors(outcome.records),
+            "short": _chosen(run_keys(groups[SHORT]), SHORT_KEYS) if SHORT in groups else None,
+            "errors": error_keys(group_errors(outcome.records)),
         }
 
     async def _offer(
@@ -132,7 +134,7 @@ class LoadClient:
             )
             client = StreamingClient(session, endpoint, count_tokens=self._count_tokens)
             feed = PromptFeed(
-                workload, promises=Promises(self._classes, len(workload), self._seed), limit=limit
+                workload, objectives=RequestObjectives(self._classes, len(workload), self._seed), limit=limit
             )
             await feed.fill()
             plan = LoadPlan(offsets=None, max_concurrency=concurrency)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import plots
+from harness.pages import markdown_table, percent, show, write_document
 from plotly.subplots import make_subplots
-from slo_live import plots
-from slo_live.book import markdown_table, percent, show
 
 from .pairs import Spread, by_round, ratio, spread
 from .scores import scored
@@ -23,12 +22,8 @@ SHORT_COLUMNS += ["ours over it"]
 
 def write(document: Document, stem: Path, images: Path) -> None:
     """Write STEM.json and STEM.md, and the plot."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    json_path, page_path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md")
-    json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     image = plots.save(draw(document), images / f"peers-{document['name']}.png")
-    page_path.write_text(render(document, image), encoding="utf-8")
-    print(f"wrote {page_path.name} and {json_path.name}", flush=True)
+    write_document(document, stem, render(document, image))
 
 
 def render(document: Document, image: str) -> str:

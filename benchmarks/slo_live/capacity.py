@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from harness import plots
+from harness.pages import markdown_table, percent
+
 from onbeat.workload.slo_classes import SLOClass
-from slo_live import plots
-from slo_live.book import markdown_table, percent
 from slo_live.context import Context
 from slo_live.load import Load, Scores, good_flags, one_class
 from slo_live.search import Capacity, Ladder, Point, crossing, ramp_crossing, without_each_round
@@ -54,7 +55,7 @@ def probe(
     first = next(name for name in fleet.servers if name != "slo")
     with fleet.servers[first].turn() as url:
         full = Load(seed=seed, seconds=0, concurrency=FULL_BATCH, num_prompts=3 * FULL_BATCH)
-        throughput = client.run(url, full).summary["request_throughput"]
+        throughput = client.run(url, full).summary.counts.request_throughput
     print(f"a full batch of {FULL_BATCH} on {first}: {throughput:.2f} req/s", flush=True)
     ramp = (RAMP[0] * throughput, RAMP[1] * throughput)
     probes = {}
@@ -87,7 +88,8 @@ def climb(
             load = Load(seed=seed, seconds=seconds, rate=rate, classes=classes)
             with fleet.servers[name].turn() as url:
                 result = context.client.run(url, load)
-            point = Point(index, rate, result.summary["offered"], result.summary["good"])
+            summary = result.summary
+            point = Point(index, rate, summary.counts.num_offered, summary.score.own.num_good)
             points[name].append(point)
             ladders[name].note(point.attainment)
             runs.append(Scores(result, {"server": name, "round": index, "rate": rate}).as_dict())
@@ -118,7 +120,7 @@ def report(
     run_rows = [
         [r["server"], r["round"] + 1, r["rate"], r["offered"], *shares(r), *latencies(r)] for r in runs
     ]
-    image = plots.save(draw(points, found, level), context.book.images / "slo-live-capacity.png")
+    image = plots.save(draw(points, found, level), context.page.images / "slo-live-capacity.png")
     text = f"""{context.objectives}; prompts of 100 to 600 tokens, outputs of 20 to 100; Poisson arrivals;
 attainment in `{context.client.slo_mode}` mode. Each server climbs its own ladder of rates (6 % a rung), up
 after a run of at least {level:.0%}, else down; capacity is where the pooled attainment crosses {level:.0%}.
@@ -135,7 +137,7 @@ Every run:
 
 {markdown_table(RUN_COLUMNS, run_rows)}
 """
-    context.book.write(
+    context.page.write(
         "capacity",
         HEADING,
         text,

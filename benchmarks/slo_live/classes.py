@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from harness import plots
+from harness.pages import markdown_table, percent
 
+from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
 from onbeat.workload.slo_classes import SLOClass
-from slo_live import plots
-from slo_live.book import markdown_table, percent
 from slo_live.context import Context
 from slo_live.load import Load, Result, Scores
 from slo_live.servers import Fleet
@@ -91,7 +92,7 @@ def classes_file(classes: Sequence[SLOClass]) -> Iterator[Path]:
 
 def of_classes(result: Result) -> dict[str, Any]:
     keys = ("offered", "good", "attainment", "p50_ttft_ms", "p99_ttft_ms", "p99_itl_ms")
-    return {name: {key: own.get(key) for key in keys} for name, own in result.summary["classes"].items()}
+    return {name: {key: own.get(key) for key in keys} for name, own in result_keys(result)["classes"].items()}
 
 
 def attainment(runs: Sequence[dict[str, Any]], server: str, name: str) -> float:
@@ -121,12 +122,12 @@ def report(context: Context, rate: float, classes: Sequence[SLOClass], runs: lis
     for each in classes:
         columns += [f"{each.name}: good", "TTFT P50, ms", "TBT P99, ms"]
     columns.append(f"keeps {level:.0%} of")
-    image = plots.save(draw(runs, servers, classes, level), context.book.images / "slo-live-classes.png")
-    promised = "; ".join(
+    image = plots.save(draw(runs, servers, classes, level), context.page.images / "slo-live-classes.png")
+    asked = "; ".join(
         f"`{each.name}` TTFT {(each.slo.ttft or 0) * 1e3:.0f} ms, TBT {(each.slo.tbt or 0) * 1e3:.0f} ms"
         for each in classes
     )
-    text = f"""{promised} (half of the requests each); {rate:.2f} requests/s in all, the lengths of (i).
+    text = f"""{asked} (half of the requests each); {rate:.2f} requests/s in all, the lengths of (i).
 All budgets of sarathi in the first round, the {NUM_KEPT} best in the others; latencies are means over runs.
 
 {markdown_table(columns, rows)}
@@ -136,7 +137,7 @@ All budgets of sarathi in the first round, the {NUM_KEPT} best in the others; la
     attained = {
         server: {each.name: attainment(runs, server, each.name) for each in classes} for server in servers
     }
-    context.book.write("classes", HEADING, text, {"rate": rate, "attainment": attained, "runs": runs})
+    context.page.write("classes", HEADING, text, {"rate": rate, "attainment": attained, "runs": runs})
 
 
 def draw(

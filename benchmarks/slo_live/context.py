@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from onbeat.bench.promise import SEND_SLO
+from harness.pages import REPOSITORY
+
+from onbeat.bench.objectives import SEND_SLO
 from onbeat.core.slo import SLO_MODES
-from slo_live.book import REPOSITORY, Book
 from slo_live.load import Client
+from slo_live.page import StudyPage
 from slo_live.servers import ServerSpec, busy_share, onbeat_spec
 
 TBT_STEPS, TTFT_STEPS = 4, 40
@@ -39,12 +41,12 @@ class Context:
 
     args: argparse.Namespace
     client: Client
-    book: Book
+    page: StudyPage
 
     @property
     def objectives(self) -> Objectives:
         """The objectives given, else those that `measure` has found."""
-        found = self.book.read("measure")
+        found = self.page.read("measure")
         ttft_ms = self.args.ttft_ms or found.get("ttft_ms")
         tbt_ms = self.args.tbt_ms or found.get("tbt_ms")
         if ttft_ms is None or tbt_ms is None:
@@ -59,14 +61,14 @@ class Context:
     @property
     def budget(self) -> int:
         """Token budget of sarathi: the one given, else the best one that `capacity` has found."""
-        found: int | None = self.args.budget or self.book.read("capacity").get("best_budget")
+        found: int | None = self.args.budget or self.page.read("capacity").get("best_budget")
         if found is None:
             sys.exit("run the study `capacity` first, or give --budget")
         return found
 
     def capacity(self, policy: str) -> float:
         """Requests per second that `capacity` has found for a policy, or --capacity."""
-        found: float | None = self.args.capacity or self.book.read("capacity").get(f"{policy}_capacity")
+        found: float | None = self.args.capacity or self.page.read("capacity").get(f"{policy}_capacity")
         if found is None:
             sys.exit("run the study `capacity` first, or give --capacity")
         return found
@@ -100,9 +102,9 @@ class Context:
             f"{self.args.study}: {num_starts} servers, {len(run_seconds)} runs, about {total / 60:.1f} min",
             flush=True,
         )
-        self.book.busy_share = busy_share()
-        if self.book.busy_share > NOISY_SHARE:
-            print(f"warning: others use {self.book.busy_share:.0%} of this machine's CPU time", flush=True)
+        self.page.busy_share = busy_share()
+        if self.page.busy_share > NOISY_SHARE:
+            print(f"warning: others use {self.page.busy_share:.0%} of this machine's CPU time", flush=True)
 
     def turns(self, names: Sequence[str]) -> Iterator[tuple[int, str]]:
         """Yield (round, server): A B, then B A, so that a drift of the machine favours nobody."""
@@ -137,5 +139,5 @@ def make_context(args: argparse.Namespace) -> Context:
     return Context(
         args=args,
         client=Client(send_slo=args.send_slo, slo_mode=args.slo_mode),
-        book=Book(args.results_dir, args.images_dir, day=args.day),
+        page=StudyPage(args.results_dir, args.images_dir, day=args.day),
     )

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from harness import plots
+from harness.pages import markdown_table, middle, percent
 
-from slo_live import plots
-from slo_live.book import markdown_table, middle, percent
+from onbeat.bench.saved import result_keys
 from slo_live.context import Context
 from slo_live.load import CHAT, Load, Result, Scores, one_class, pooled_gaps_ms
 from slo_live.servers import Fleet
@@ -49,7 +50,9 @@ def run(context: Context) -> None:
 
 def of_groups(result: Result) -> dict[str, Any]:
     keys = ("mean_ttft_ms", "p50_ttft_ms", "p90_ttft_ms", "p99_ttft_ms", "attainment")
-    return {f"{name}_{key}": own.get(key) for name, own in result.summary["groups"].items() for key in keys}
+    return {
+        f"{name}_{key}": own.get(key) for name, own in result_keys(result)["groups"].items() for key in keys
+    }
 
 
 def report(context: Context, rate: float, runs: list[dict[str, Any]], gaps: dict[str, np.ndarray]) -> None:
@@ -74,7 +77,7 @@ def report(context: Context, rate: float, runs: list[dict[str, Any]], gaps: dict
     ratios = {key: paired_ratios(runs, f"short_{key}_ttft_ms") for key in ("mean", "p50", "p99")}
     columns = ["server", "P99 gap, ms", "longest", f"within {objectives.tbt * 1e3:.0f} ms"]
     columns += ["TTFT of short: mean, ms", "P50", "P99", "TTFT of long: P50", "good"]
-    image = plots.save(draw(gaps, objectives.tbt), context.book.images / "slo-live-interference.png")
+    image = plots.save(draw(gaps, objectives.tbt), context.page.images / "slo-live-interference.png")
     shown = ", ".join(f"{key} {middle(values)}" for key, values in ratios.items())
     text = f"""{objectives}; {rate:.2f} requests/s, prompts of 100 to 600 tokens, every
 eighth of {LONG_TOKENS:,}; gaps of all requests and rounds
@@ -88,7 +91,7 @@ TTFT of short prompts, `slo` over sarathi, by round: {shown}.
 """
     numbers = {"rate": rate, "budget": context.budget, "short_ttft_ratios": ratios, "runs": runs}
     numbers["p99_gap_ms"] = {name: float(np.percentile(own, 99)) for name, own in gaps.items()}
-    context.book.write("interference", HEADING, text, numbers)
+    context.page.write("interference", HEADING, text, numbers)
 
 
 def paired_ratios(runs: list[dict[str, Any]], key: str) -> list[float]:

@@ -10,16 +10,17 @@ from typing import Any
 import numpy as np
 
 from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RampConfig, RunConfig, TargetConfig
-from onbeat.bench.promise import SendSLO
+from onbeat.bench.objectives import SendSLO
 from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.result import BenchResult
+from onbeat.bench.saved import error_keys, result_keys
 from onbeat.bench.session import run_bench
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.summary import SummaryOptions, gaps
-from onbeat.report.result import RunResult
 from onbeat.workload.slo_classes import SLOClass
 
-Result = RunResult[RequestRecord]
+Result = BenchResult
 
 # Prompts of 100 to 600 tokens, outputs of 20 to 100.
 CHAT = DatasetConfig(input_len=350, range_ratio=5 / 7, output_len=60, output_range_ratio=2 / 3)
@@ -98,8 +99,8 @@ class Client:
         [result] = asyncio.run(
             run_bench(bench, [run], tokenizer=None, progress=Quiet(), stop=asyncio.Event())
         )
-        if failed := result.summary["failed"]:
-            problem = f"{url}: {failed} requests failed: {result.summary['errors_by_cause']}"
+        if failed := result.summary.counts.num_failed:
+            problem = f"{url}: {failed} requests failed: {error_keys(result.errors)}"
             if failed > MAX_FAILED_SHARE * load.num_requests:
                 raise SystemExit(problem)
             print(f"warning: {problem}", flush=True)
@@ -119,14 +120,14 @@ class Scores:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
-        summary = self.result.summary
+        saved = result_keys(self.result)
         keys = ("offered", "completed", "rejected", "expired", "failed")
         keys += ("good", "attainment", "attainment_admitted")
         latencies = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms", "max_itl_ms")
         more = ("goodput", "output_throughput", "p99_rejection_ms", "max_rejection_ms", "p99_dispatch_lag_ms")
         return (
-            {key: summary.get(key) for key in (*keys, *latencies, *more)}
-            | {"attainment_gap": attainment_in(self.result, "gap"), "verdicts": summary["server_verdicts"]}
+            {key: saved.get(key) for key in (*keys, *latencies, *more)}
+            | {"attainment_gap": attainment_in(self.result, "gap"), "verdicts": saved["server_verdicts"]}
             | self.extra
         )
 

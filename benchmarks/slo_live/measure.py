@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from harness.pages import markdown_table
 
-from slo_live.book import markdown_table
 from slo_live.context import TBT_STEPS, TTFT_STEPS, Context
 from slo_live.load import CHAT, Load, Result
 from slo_live.servers import Fleet
@@ -43,7 +43,7 @@ def run(context: Context) -> None:
         f"tokens while all of them are decoding.\n\n{table}\n\nObjectives of the other studies: TTFT "
         f"{TTFT_STEPS} steps = {ttft_ms:.0f} ms, TBT {TBT_STEPS} steps = {tbt_ms:.0f} ms."
     )
-    context.book.write(
+    context.page.write(
         "measure",
         HEADING,
         text,

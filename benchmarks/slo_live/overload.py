@@ -1,15 +1,15 @@
-"""(iv) Twice the load that can be served: who is admitted keeps the promise, the others hear so at once."""
+"""(iv) Twice the load that can be served: who is admitted is served in time, others are refused at once."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from harness import plots
+from harness.pages import markdown_table, percent
 
 from onbeat.bench.record import Status
 from onbeat.metrics.summary import ttft
-from slo_live import plots
-from slo_live.book import markdown_table, percent
 from slo_live.context import Context
 from slo_live.load import Load, Result, Scores, one_class
 from slo_live.servers import Fleet
@@ -45,8 +45,8 @@ def run(context: Context) -> None:
                 results.append((name, index, result))
                 summary = result.summary
                 print(
-                    f"round {index} {name}: {percent(summary['attainment_admitted'])} of "
-                    f"{summary['admitted']} admitted good, {summary['rejected']} refused",
+                    f"round {index} {name}: {percent(summary.attainment_admitted)} of "
+                    f"{summary.counts.num_admitted} admitted good, {summary.counts.num_rejected} refused",
                     flush=True,
                 )
     report(context, rate, results)
@@ -74,7 +74,7 @@ def report(context: Context, rate: float, results: list[tuple[str, int, Result]]
     columns += ["goodput, 1/s", "refused within P99, ms", "max, ms"]
     own = [result for name, _, result in results if name == "slo"]
     totals = pooled(own)
-    image = plots.save(draw(results, context.objectives.ttft), context.book.images / "slo-live-overload.png")
+    image = plots.save(draw(results, context.objectives.ttft), context.page.images / "slo-live-overload.png")
     text = f"""{context.objectives}; {rate:.2f} requests/s, the lengths of (i); `slo` is asked to shed
 (`slo.shed`), sarathi refuses nobody. A refusal's time is from the send to the end of the answer.
 
@@ -85,14 +85,14 @@ All rounds of `slo`: {percent(totals["attainment_admitted"])} of {totals["admitt
 
 {image}
 """
-    context.book.write("overload", HEADING, text, {"rate": rate, "slo": totals, "runs": runs})
+    context.page.write("overload", HEADING, text, {"rate": rate, "slo": totals, "runs": runs})
 
 
 def pooled(results: list[Result]) -> dict[str, Any]:
     records = [record for result in results for record in result.records]
     admitted = [record for record in records if record.status is not Status.REJECTED]
     times = np.array([r.response_time for r in records if r.status is Status.REJECTED]) * 1e3
-    good = sum(result.summary["good"] for result in results)
+    good = sum(result.summary.score.own.num_good for result in results)
     return {
         "admitted": len(admitted),
         "attainment_admitted": good / len(admitted) if admitted else None,

@@ -7,8 +7,9 @@ import statistics
 import sys
 from typing import Any
 
-from slo_live import plots
-from slo_live.book import markdown_table, middle, percent
+from harness import plots
+from harness.pages import markdown_table, middle, percent
+
 from slo_live.context import Context
 from slo_live.load import Load, Scores, one_class
 from slo_live.servers import Fleet, command_spec
@@ -72,7 +73,7 @@ def report(context: Context, rates: list[float], names: list[str], runs: list[di
             rows.append([f"{rate:.2f}", name, good, *cells, "" if name == "slo" else middle(of_ours)])
     columns = ["req/s", "server", "good", "goodput, 1/s", "TTFT P50, ms", "P99", "TBT P99, ms", "out tok/s"]
     columns.append("goodput of slo over it")
-    image = plots.save(draw(rates, names, runs), context.book.images / "slo-live-vllm.png")
+    image = plots.save(draw(rates, names, runs), context.page.images / "slo-live-vllm.png")
     text = f"""{context.objectives}; the lengths of (i), the same bfloat16 weights, medians over
 {context.rounds} interleaved rounds. {context.args.vllm_label}; it is not told of the objectives.
 
@@ -80,7 +81,7 @@ def report(context: Context, rates: list[float], names: list[str], runs: list[di
 
 {image}
 """
-    context.book.write("vllm", HEADING, text, {"rates": rates, "ratios": ratios, "runs": runs})
+    context.page.write("vllm", HEADING, text, {"rates": rates, "ratios": ratios, "runs": runs})
 
 
 def ratio_to(values: dict[Any, dict[str, Any]], name: str, rate: float, rounds: int) -> list[float]:

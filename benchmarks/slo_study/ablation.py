@@ -9,10 +9,12 @@ from math import inf
 from typing import Any
 
 import numpy as np
+from harness.intervals import mean_interval
+from harness.pages import markdown_table
+from harness.store import Results
 
 from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import BatchShape
-from onbeat.planner.paired import mean_interval
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.composer import SLOComposer
@@ -20,8 +22,6 @@ from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import RunningView
 from onbeat.scheduler.replica.slo.work import Room
 from slo_study.cells import SUBJECT, Cell, settings_of
-from slo_study.report import table
-from slo_study.results import Results
 from slo_study.trial import Question, Runner, longest_request
 
 
@@ -202,7 +202,7 @@ def ablation_table(cells: Mapping[Cell, float], num_seeds: int, results: Results
             continue
         rows = [_row(policy, runs, found[SUBJECT]) for policy, runs in found.items() if runs]
         header = ["policy", "good, %", "points", "worst decile, %", "P99 TTFT / objective", "left over, %"]
-        parts.append(f"## {cell}, {rate:g} requests/s\n\n{table(header, rows)}")
+        parts.append(f"## {cell}, {rate:g} requests/s\n\n{markdown_table(header, rows)}")
     return "\n\n".join(parts)
 
 

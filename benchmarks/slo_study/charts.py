@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tempfile
 from math import isfinite, log10
-from pathlib import Path
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -74,23 +70,3 @@ def ratio_chart(study: Study) -> go.Figure:
         legend={"orientation": "h", "x": 0.55, "y": 1, "yref": "container", "yanchor": "top"},
     )
     return figure
-
-
-def write_image(figure: go.Figure, path: Path) -> Path:
-    """Write a chart as PNG where a browser is at hand to draw it, else as HTML; return what was written."""
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        written = path.with_suffix(".html")
-        figure.write_html(written, include_plotlyjs=True)
-        return written
-    with tempfile.TemporaryDirectory() as folder:
-        page = Path(folder) / "chart.html"
-        figure.write_html(page, include_plotlyjs=True, config={"displayModeBar": False})
-        width, height = figure.layout.width, figure.layout.height
-        subprocess.run(
-            [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-             f"--user-data-dir={folder}/profile", f"--window-size={width},{height}",
-             "--virtual-time-budget=5000", f"--screenshot={path}", page.as_uri()],
-            check=True, capture_output=True, timeout=120,
-        )  # fmt: skip
-    return path

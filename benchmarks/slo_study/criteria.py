@@ -101,7 +101,7 @@ class Curve(dict[int, Score]):
         return exp(log(RATE_STEP) * self.crossing(criterion, bracket.kept, bracket.missed))
 
     def crossing(self, criterion: Criterion, kept: int, missed: int) -> float:
-        """Return where between two exponents the criterion is lost, as a straight line has it."""
+        """Return where between two exponents the criterion is missed, as a straight line has it."""
         above, below = criterion.margins(self[kept]), criterion.margins(self[missed])
         shares = [a / (a - b) for a, b in zip(above, below, strict=False) if b < 0]
         return kept + min(shares) * (missed - kept)

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from harness.intervals import interval_text, mean_interval
+from harness.pages import markdown_table
+from harness.store import Results
 
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.perfmodel.predictor import Predictor
-from onbeat.planner.paired import mean_interval
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import RateStep, step_arrivals
@@ -20,8 +22,6 @@ from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from slo_study.cells import FAMILIES, OBJECTIVES, SIMPLE, SUBJECT, settings_of
 from slo_study.loads import LoadKey, make_load
-from slo_study.report import show, table
-from slo_study.results import Results
 from slo_study.trial import config_of, longest_request
 
 SET_UP, WORKLOAD, SLO_NAME, MODE = "mistral", "poisson", "1s-100ms", "stream"
@@ -251,7 +251,7 @@ def disturbed_table(plan: DisturbedPlan, results: Results) -> str:
             goods = {name: [each["good"] for each in runs] for name, runs in found.items()}
             means = {name: float(np.mean(values)) for name, values in goods.items() if name != SUBJECT}
             shown = [
-                f"{show(mean_interval([value * 100 for value in goods[SUBJECT]]))}",
+                f"{interval_text(mean_interval([value * 100 for value in goods[SUBJECT]]))}",
                 ", ".join(f"`{name}` {mean * 100:.2f}" for name, mean in means.items()),
             ]
             verdict = "-"
@@ -270,7 +270,7 @@ def disturbed_table(plan: DisturbedPlan, results: Results) -> str:
             rows.append([disturbance, f"{factor:g}x", str(len(goods[SUBJECT])), *shown, verdict, waits])
     header = ["disturbance", "load", "seeds", f"`{SUBJECT}`, % good", "others", "verdict", "longest TTFT, s"]
     return (
-        table(header, rows)
+        markdown_table(header, rows)
         + f"\n\n{len(rows) - num_below} of {len(rows)} held: at most {MOST_POINTS_BELOW:g} point below."
     )
 

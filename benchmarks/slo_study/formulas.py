@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections import defaultdict
 from itertools import pairwise
 
+from harness.pages import markdown_table
+
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from slo_study.replica import Stage
-from slo_study.report import table
 from slo_study.scenarios import SUBJECT, Finding
 
 MICROSECOND = 1e-6
@@ -81,7 +82,7 @@ def formulas(stage: Stage, capacity: float, *, num_requests: int = 600) -> Findi
         worst = max(worst, ttft, e2e)
     return Finding(
         title="TTFT, TBT and E2E from the log of steps",
-        text=table(
+        text=markdown_table(
             ["policy", "requests", "steps of a prompt", "largest error of TTFT, us", "of E2E, us"], rows
         ),
         claims=((f"the largest error is {worst * 1e6:.6f} us (1)", worst <= MICROSECOND),),

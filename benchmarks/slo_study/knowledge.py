@@ -15,8 +15,10 @@ from math import inf
 from typing import ClassVar
 
 import numpy as np
+from harness.intervals import geometric_mean
+from harness.pages import markdown_table
+from harness.store import Results
 
-from onbeat.planner.paired import geometric_mean
 from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.triage import Job
@@ -29,8 +31,6 @@ from slo_study.cells import OBJECTIVES, SUBJECT, Cell, settings_of
 from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
 from slo_study.idle import hopeless_rows
 from slo_study.loads import lasting, warm_seconds
-from slo_study.report import table
-from slo_study.results import Results
 from slo_study.search import search
 from slo_study.tasks import SHARES
 from slo_study.trial import Question, Runner, longest_request
@@ -230,7 +230,9 @@ def knowledge_table(cells: Sequence[Cell], num_seeds: int, results: Results) -> 
             rows.append([str(cell), str(len(own)), f"{np.mean(list(own.values())):.2f}", *shown])
         means = [f"{geometric_mean(values):.2f}" if values else "-" for values in ratios.values()]
         rows.append(["all", "", "", *means])
-        parts.append(f"## {share}\n\n{table(['cell', 'seeds', 'nothing, requests/s', *names], rows)}")
+        parts.append(
+            f"## {share}\n\n{markdown_table(['cell', 'seeds', 'nothing, requests/s', *names], rows)}"
+        )
     return "\n\n".join(parts)
 
 

@@ -13,6 +13,7 @@ from heapq import heappush
 from math import inf
 
 import numpy as np
+from harness.pages import markdown_table
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode
@@ -27,7 +28,6 @@ from onbeat.simulator.observer import Collector
 from onbeat.simulator.replica import SerialReplica
 from onbeat.workload.offered import OfferedLoad
 from slo_study.replica import Stage
-from slo_study.report import table
 from slo_study.scenarios import SUBJECT, Finding
 
 TOLERANCE = 0.25
@@ -157,7 +157,7 @@ def accuracy(
     fork_median = float(np.median(fork_errors)) if fork_errors else inf
     return Finding(
         title=f"Predicted TTFT at {factor:g} times capacity",
-        text=table(
+        text=markdown_table(
             ["requests", "number", "error P25", "P50", "P75", "predicted / actual P25", "P50", "P75"],
             rows_shown,
         ),

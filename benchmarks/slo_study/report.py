@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import numpy as np
+from harness.intervals import Interval, geometric_mean, interval_text, ratio_interval
+from harness.pages import markdown_table
 
-from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
 from slo_study.cells import CELLS, FAMILIES, MIXES, OLD_CELLS, SIMPLE, STATIC, STUDIED, SUBJECT, Cell
 from slo_study.criteria import CRITERIA, Curve, rate_at
-from slo_study.store import Scored, curves
+from slo_study.scored import Scored, curves
 from slo_study.tasks import ONLY_SHARES, SHARES
 
 LEAST = 0.97
@@ -168,7 +168,7 @@ def markdown(study: Study, *, date: str, remark: str = "") -> str:
         f"seeds (cells with at least so many): {'; '.join(counts)}.",
         *([remark] if remark else []),
         "## Bars",
-        table(["bar", "measured", "cells", "verdict"], [*_bars(study)]),
+        markdown_table(["bar", "measured", "cells", "verdict"], [*_bars(study)]),
         *_worse(study),
         "## Geometric means over cells",
         *_means(study),
@@ -199,13 +199,18 @@ def _bars(study: Study) -> Iterator[list[str]]:
             yield [name, "-", "0", "not measured"]
             continue
         interval, count = found
-        yield [name, show(interval), str(count), "held" if interval.mean >= bar.least else "**not held**"]
+        yield [
+            name,
+            interval_text(interval),
+            str(count),
+            "held" if interval.mean >= bar.least else "**not held**",
+        ]
 
 
 def _worse(study: Study) -> Iterator[str]:
     for rival in [name for name in study.policies if name != study.subject]:
         worse = [
-            f"{cell}, {criterion} ({show(interval)})"
+            f"{cell}, {criterion} ({interval_text(interval)})"
             for criterion in CRITERIA
             for cell, interval, count in study.ratios(rival, criterion, "all")
             if count > 1 and interval.high < LEAST
@@ -229,9 +234,11 @@ def _means(study: Study) -> Iterator[str]:
                 continue
             means = [study.mean(rival, criterion, group) for criterion in CRITERIA]
             if any(means):
-                rows.append([f"`{rival}`", *("-" if m is None else f"{show(m[0])} ({m[1]})" for m in means)])
+                rows.append(
+                    [f"`{rival}`", *("-" if m is None else f"{interval_text(m[0])} ({m[1]})" for m in means)]
+                )
         if rows:
-            yield f"{group}:\n\n" + table([f"`{study.subject}` over", *CRITERIA], rows)
+            yield f"{group}:\n\n" + markdown_table([f"`{study.subject}` over", *CRITERIA], rows)
 
 
 def _who_pays(study: Study) -> Iterator[str]:
@@ -267,7 +274,7 @@ def _who_pays(study: Study) -> Iterator[str]:
         for policy in goods
         for what, found, digits in (("good", goods, 3), ("longest, s", waits, 1))
     ]
-    yield table(["policy", "", "runs", *(str(decile) for decile in range(1, 11))], rows)
+    yield markdown_table(["policy", "", "runs", *(str(decile) for decile in range(1, 11))], rows)
 
 
 def _cells(study: Study, criterion: str) -> str:
@@ -282,22 +289,6 @@ def _cells(study: Study, criterion: str) -> str:
             ratio = study.ratio(cell, rival, criterion)
             best = study.best_member(cell, rival, criterion) if rival in FAMILIES else None
             budget = f" ({best.rpartition('-')[2]})" if best else ""
-            ratios.append("-" if ratio is None else f"{show(ratio[0])}{budget}")
+            ratios.append("-" if ratio is None else f"{interval_text(ratio[0])}{budget}")
         rows.append([str(cell), str(len(own)), f"{geometric_mean(own):.2f}" if own else "-", *ratios])
-    return table(header, rows)
-
-
-def show(interval: Interval | None) -> str:
-    """Return a mean with its interval, which one value alone does not have."""
-    if interval is None:
-        return "-"
-    if not isfinite(interval.high):
-        return f"{interval.mean:.2f}"
-    return f"{interval.mean:.2f} [{max(0.0, interval.low):.2f}, {interval.high:.2f}]"
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join(lines)
+    return markdown_table(header, rows)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from math import isfinite
 
 import numpy as np
+from harness.intervals import Interval, mean_interval, ratio_interval
+from harness.pages import markdown_table
 
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
-from onbeat.planner.paired import Interval, mean_interval, ratio_interval
 from onbeat.workload.arrivals import RateStep, step_arrivals
 from slo_study.replica import Stage, account, gap_percentile
-from slo_study.report import table
 
 SUBJECT = "slo"
 LARGE_BATCHES = "sarathi-2048"
@@ -61,7 +61,7 @@ def below_capacity(stage: Stage, capacity: float, *, num_requests: int = 1500) -
     rate = ratio_interval(rates[SUBJECT], rates[LARGE_BATCHES])
     return Finding(
         title=f"Half of capacity ({capacity / 2:.2f} requests/s)",
-        text=table(["policy", "P99 TBT, ms", "output tokens/s", "good"], rows),
+        text=markdown_table(["policy", "P99 TBT, ms", "output tokens/s", "good"], rows),
         claims=(
             (f"P99 TBT is {_show(gap)} of {LARGE_BATCHES}'s (at most 0.9)", gap.mean <= 0.9),
             (f"throughput is {_show(rate, 4)} of it (within 2 %)", abs(rate.mean - 1) <= 0.02),
@@ -94,7 +94,7 @@ def above_capacity(stage: Stage, capacity: float, *, seconds: float = 600.0) -> 
     )
     return Finding(
         title=f"1.3 times capacity for {seconds / 60:g} minutes ({rate:.2f} requests/s)",
-        text=table(["policy", "good", f"what became of {count} requests (last seed)"], rows),
+        text=markdown_table(["policy", "good", f"what became of {count} requests (last seed)"], rows),
         claims=(
             (f"the share that is good is {ratio:.2f}x {FIXED}'s (at least 2)", ratio >= 2),
             ("every request is accounted for", all_accounted),
@@ -122,7 +122,7 @@ def burst(stage: Stage, capacity: float, *, seconds: float = 60.0) -> Finding:
     recovery = max(values[3] for values in runs[SUBJECT])
     return Finding(
         title=f"A burst: {base:.2f} requests/s, three times that for {seconds:g} s",
-        text=table(
+        text=markdown_table(
             ["policy", "TTFT met in the burst", "of these TBT kept", "their P99 TBT, s", "recovery, s"], rows
         ),
         claims=(
@@ -188,7 +188,7 @@ def overload(
     after_peak = min(goodputs[peak:]) / goodputs[peak]
     return Finding(
         title=f"1.0 to {max(factors):g} times capacity ({capacity:.2f} requests/s), refusing",
-        text=table(
+        text=markdown_table(
             ["load", "good of the admitted", "goodput, requests/s", "refused at arrival", "last seed"], rows
         ),
         claims=(

@@ -1,4 +1,4 @@
-"""Which rates to run: as few as show where each criterion is lost."""
+"""Which rates to run: as few as show where each criterion is missed."""
 
 from __future__ import annotations
 

@@ -10,8 +10,10 @@ from functools import lru_cache
 from itertools import groupby, zip_longest
 from pathlib import Path
 
+from harness.store import Results
+
+from onbeat.planner.capacity import service_rate
 from onbeat.planner.parallel import TaskContext
-from onbeat.planner.service_rate import service_rate
 from slo_study.cells import (
     CELLS,
     FAMILIES,
@@ -27,9 +29,8 @@ from slo_study.cells import (
 )
 from slo_study.criteria import CRITERIA, Curve, index_near, rate_at
 from slo_study.loads import lasting
-from slo_study.results import Results
+from slo_study.scored import RateRun, Scored, Subject, curves, scored_runs
 from slo_study.search import CLOSE_STRIDE, FIRST_STRIDE, search
-from slo_study.store import RateRun, Scored, Subject, curves, scored_runs
 from slo_study.trial import Question, Runner, longest_request, timed
 
 FIRST_GUESS = 0.8

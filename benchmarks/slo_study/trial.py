@@ -80,9 +80,9 @@ class Score:
     """Share of what arrives that is left over (`growth`), in requests or prompt tokens, whichever is more."""
 
 
-class LostError(Exception):
-    """A run is lost; carries the share that was good so far, and how much of what came is unfinished, where
-    that is why."""
+class MissedError(Exception):
+    """A run misses every score; carries the share that was good so far, and how much of what came is
+    unfinished, where that is why."""
 
     def __init__(self, good: float, unfinished: float) -> None:
         super().__init__(f"{good:.3f} were good so far, {unfinished:.3f} are unfinished")
@@ -107,7 +107,7 @@ class Measured:
 
 
 class _Watch:
-    """Keeps the records of a run, and ends it when all scores are lost."""
+    """Keeps the records of a run, and ends it when all scores are missed."""
 
     def __init__(self, scored: Sequence[Measured], num_slots: int, *, ends_early: bool) -> None:
         first = scored[0]
@@ -128,7 +128,7 @@ class _Watch:
 
         Raises
         ------
-        LostError : the run need not go on.
+        MissedError : the run need not go on.
         """
         self.records.append(record)
         if self._counted[row] and self._ends_early:
@@ -144,9 +144,9 @@ class _Watch:
         share, after = _LOST_SO_FAR
         is_low = good < share and self._num_judged > after * self._num_counted
         if unfinished > self._most_unfinished:
-            raise LostError(good, unfinished / num_arrived)
+            raise MissedError(good, unfinished / num_arrived)
         if self._num_bad > self._most_bad or is_low:
-            raise LostError(good, 0.0)
+            raise MissedError(good, 0.0)
 
     def ignore(self, _count: int, _when: float) -> None:
         """Progress is nobody's concern."""
@@ -172,11 +172,11 @@ def play(
 
     Parameters
     ----------
-    ends_early : whether to end it once it is lost.
+    ends_early : whether to end it once it misses.
 
     Raises
     ------
-    LostError : it is lost for all scores.
+    MissedError : it misses all scores.
     """
     watch = _Watch(scored, config.scheduler.max_num_seqs, ends_early=ends_early)
     replica = make_replica(0, config, device, is_alone=True)
@@ -301,8 +301,8 @@ class Runner:
             config = prepare(scored[questions[0]].load, config)
         try:
             records = play(list(scored.values()), config, step_time, ends_early=ends_early)
-        except LostError as lost:
-            so_far = {"good": _short(lost.good), "growth": _short(lost.unfinished), "is_lost": True}
+        except MissedError as missed:
+            so_far = {"good": _short(missed.good), "growth": _short(missed.unfinished), "is_lost": True}
             return {
                 question: Score(num=int(each.counted.sum()), num_hopeless=0, **so_far)
                 for question, each in scored.items()

@@ -18,9 +18,11 @@ from onbeat.bench.probe import choose_model, wait_until_ready
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.result import group_errors
 from onbeat.bench.runner import LoadOutcome, LoadPlan, LoadRunner
+from onbeat.bench.saved import error_keys
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
 from onbeat.metrics.summary import summarise, tpot
+from onbeat.metrics.summary_keys import run_keys
 from onbeat.workload.prompts import GivenPrompts
 from onbeat.workload.workload import Workload
 
@@ -45,15 +47,15 @@ class TaskClient:
     def run(self, target: Target, tasks: Sequence[Task], concurrency: int) -> dict[str, Any]:
         """Return the numbers of a run, with the TPOT of each task (ms) in the order of the tasks."""
         outcome = asyncio.run(self._offer(target, tasks, concurrency))
-        summary = summarise(outcome.records, duration=outcome.duration)
+        saved = run_keys(summarise(outcome.records, duration=outcome.duration))
         records = sorted(outcome.records, key=lambda record: record.index)
         return {
-            **{key: summary.get(key) for key in KEYS},
+            **{key: saved.get(key) for key in KEYS},
             "tpot_ms": [_tpot_ms(record) for record in records],
             "copied_share": self._copied_share(tasks, records),
             "num_drafted": sum(record.num_drafted_tokens for record in records),
             "num_accepted": sum(record.num_accepted_tokens for record in records),
-            "errors": group_errors(records),
+            "errors": error_keys(group_errors(records)),
         }
 
     async def _offer(self, target: Target, tasks: Sequence[Task], concurrency: int) -> LoadOutcome:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness import plots
+from harness.pages import markdown_table, percent, write_document
 from plotly.subplots import make_subplots
-from slo_live import plots
-from slo_live.book import markdown_table, percent
 
 from . import verdict
 from .verdict import ADAPTIVE, OFF, Cell, Interval, Metric
@@ -27,13 +26,9 @@ runs, so chance is on its side. Client and server share the machine."""
 
 def write(document: Document, stem: Path, images: Path) -> None:
     """Write STEM.json and STEM.md, and the plot."""
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    json_path, page_path = stem.with_name(stem.name + ".json"), stem.with_name(stem.name + ".md")
-    json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     runs = counted(document)
     image = plots.save(draw(runs), images / "speculation-live.png") if runs else ""
-    page_path.write_text(render(document, image), encoding="utf-8")
-    print(f"wrote {page_path.name} and {json_path.name}", flush=True)
+    write_document(document, stem, render(document, image))
 
 
 def render(document: Document, image: str) -> str:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import plotly.graph_objects as go
+from harness.store import Results
 from plotly.subplots import make_subplots
-from slo_study.results import Results
 
 from onbeat.report.charts import COLOURS
 from speculation_study import mlc, turbospec

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from slo_study.results import Results
+from harness.store import Results
 
 from onbeat.core.errors import ConfigError
 from speculation_study import mlc, slo, turbospec

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from slo_study.report import show
-from slo_study.results import Results
+from harness.intervals import Interval, geometric_mean, interval_text, ratio_interval
+from harness.pages import markdown_table
+from harness.store import Results
 
-from onbeat.planner.paired import Interval, geometric_mean, ratio_interval
 from speculation_study import mlc, slo, turbospec
 from speculation_study.plan import Plan, mlc_run, slo_cells, slo_run, turbospec_run
 
@@ -29,11 +29,6 @@ def markdown(results: Results, plan: Plan, note: str) -> str:
     for section in (_turbospec(results, plan), _mlc(results, plan), _slo(results, plan)):
         parts += section
     return "\n\n".join(parts) + "\n"
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def claim(text: str, *, holds: bool) -> str:
@@ -99,7 +94,7 @@ def _turbospec(results: Results, plan: Plan) -> Iterator[str]:
         for server, gain in firsts
     )
     yield "Mean latency, seconds:"
-    yield table(
+    yield markdown_table(
         ["server", "acceptance", "requests/s", *turbospec.MODES, "adaptive / best", "none / adaptive"], rows
     )
 
@@ -126,7 +121,7 @@ def _mlc(results: Results, plan: Plan) -> Iterator[str]:
         yield f"### Step times: {variant}"
         yield "\n".join(_mlc_claims(levels))
         yield "Mean TPOT, ms:"
-        yield table(
+        yield markdown_table(
             ["users", *mlc.MODES, "fixed saves", "adaptive saves", "better / adaptive"],
             (
                 [
@@ -209,7 +204,7 @@ def _slo(results: Results, plan: Plan) -> Iterator[str]:
             if interval is not None:
                 name = f"{', '.join(cell)}, acceptance {acceptance:g}"
                 found[drafter].append(CapacityCell(name, cell[2], interval, [on / off for on, off in pairs]))
-            row.append(show(interval))
+            row.append(interval_text(interval))
         rows.append(row)
     if not any(found.values()):
         return
@@ -218,7 +213,7 @@ def _slo(results: Results, plan: Plan) -> Iterator[str]:
     columns = [f"{drafter} {rate:g}" for drafter, rate in product(slo.DRAFTERS, slo.ACCEPTANCES)]
     seeds = f"{plan.seeds} seeds" if plan.seeds > 1 else "one seed"
     yield f"Requests/s without drafts, then the ratio with them: {seeds}, 95 % intervals. -: not run."
-    yield table(["set-up", "workload", "objectives", "off", *columns], rows)
+    yield markdown_table(["set-up", "workload", "objectives", "off", *columns], rows)
 
 
 def _slo_claims(drafter: str, cells: Sequence[CapacityCell]) -> Iterator[str]:
@@ -233,7 +228,7 @@ def _slo_claims(drafter: str, cells: Sequence[CapacityCell]) -> Iterator[str]:
     )
     yield claim(
         f"{drafter}: in none of {len(cells)} cells does the interval over the seeds lie wholly below "
-        f"{NEVER_BELOW:g} (lowest mean {show(lowest.interval)}: {lowest.name})",
+        f"{NEVER_BELOW:g} (lowest mean {interval_text(lowest.interval)}: {lowest.name})",
         holds=all(cell.interval.high >= NEVER_BELOW for cell in cells),
     )
     means = {

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from benchmarks.policy_studies import idle_latency, normalised_latency, run
 from benchmarks.policy_studies import rate_at_latency as search_rate
 from onbeat.core.options import change, make
-from onbeat.metrics.summary import collect_samples, percentile
+from onbeat.metrics.distribution import percentile
+from onbeat.metrics.summary import collect_samples
 from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective

@@ -16,7 +16,8 @@ from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.metrics.attainment import good_requests
-from onbeat.metrics.summary import collect_samples, percentile
+from onbeat.metrics.distribution import percentile
+from onbeat.metrics.summary import collect_samples
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad

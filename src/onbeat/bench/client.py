@@ -12,13 +12,22 @@ from typing import Any
 import aiohttp
 import orjson
 
+from onbeat.bench.objectives import SLOTransport
 from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.promise import SLOTransport
-from onbeat.bench.record import RequestRecord, Status, TokenCountSource
-from onbeat.bench.refusal import CODES, refusal
-from onbeat.bench.stream import AnswerStream, StreamError
+from onbeat.bench.record import RequestRecord, Status, TokenCountSource, milliseconds
+from onbeat.bench.stream import AnswerStream, StreamError, error_code, error_text
 
 CountTokens = Callable[[str], int]
+
+STATUSES = {429: Status.REJECTED, 503: Status.REJECTED, 504: Status.EXPIRED}
+CODES = {
+    "slo_unattainable": Status.REJECTED,
+    "server_overloaded": Status.REJECTED,
+    "deadline_exceeded": Status.EXPIRED,
+}
+"""The same in an error event of a stream that had already begun."""
+BREAKDOWNS = frozenset({"engine_dead"})
+"""Codes of a 503 that refuses nobody: the server has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +38,7 @@ class Endpoint:
     payload: PayloadBuilder
     headers: dict[str, str] = field(default_factory=dict)
     objectives: SLOTransport = field(default_factory=SLOTransport)
-    """How the server hears of what its requests are promised."""
+    """How the server hears of the objectives of its requests."""
     timeout: float = 6 * 3600.0
     """Longest time one request may take, seconds."""
 
@@ -202,3 +211,36 @@ async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> S
     error = refusal(record, response.status, response.headers, message if isinstance(message, dict) else None)
     error.detail = error.detail or body.strip()[:300] or response.reason or "no message"
     return error
+
+
+def refusal(
+    record: RequestRecord, status: int, headers: Mapping[str, str], message: dict[str, Any] | None
+) -> StreamError:
+    """Note in a record what an answer other than 200 means; returns the error to raise.
+
+    Parameters
+    ----------
+    message : the answer's body; None if it is not a JSON object.
+    """
+    error = (message or {}).get("error")
+    fields = error if isinstance(error, dict) else {}
+    code = None if message is None else error_code(message)
+    if status in STATUSES and code not in BREAKDOWNS:
+        record.status = STATUSES[status]
+        record.predicted_ttft = milliseconds(fields.get("predicted_ttft_ms"))
+        record.retry_after = _retry_after(headers)
+    return StreamError(
+        f"HTTP {status}",
+        error_text(message) if message is not None else "",
+        code=code,
+    )
+
+
+def _retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the wait that the headers ask for, seconds: the finer one of the two that servers send."""
+    for name, unit in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            return float(headers[name]) * unit
+        except (KeyError, ValueError):  # absent, or the date that the standard allows too
+            continue
+    return None

@@ -6,40 +6,26 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import orjson
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+from rich.text import Text
 
+from onbeat.bench.saved import SETTINGS, SavedRequests, SavedRun
 from onbeat.core.errors import ConfigError
-from onbeat.metrics.summary import Array, bootstrap_draws, percentile
+from onbeat.metrics.distribution import Array, bootstrap_draws, percentile
+from onbeat.metrics.summary import LatencyStatistic
+from onbeat.report.table import number
 
 Verdict = Literal["better", "worse", "no clear difference", ""]
 
-THROUGHPUTS = (
-    *("output_throughput", "request_throughput"),
-    *("request_goodput", "attainment", "attainment_admitted"),
+INTERVAL_NOTE = (
+    "note: the interval covers the spread inside the two runs only, so repeat and alternate the runs before "
+    "believing a small difference"
 )
-LATENCY_METRICS = ("ttft", "tpot", "itl", "e2el")
-
-# Settings under which two results measure the same thing.
-SETTINGS = (
-    "backend",
-    "model_id",
-    "dataset_name",
-    "dataset_path",
-    "num_prompts",
-    "request_rate",
-    "burstiness",
-    "arrivals",
-    "max_concurrency",
-    "seed",
-    "num_gpus",
-    "timing_origin",
-    "goodput_objectives_ms",
-    "slo_sent",
-)
+"""One run is one draw of the machine's state: the same server, run twice, can come out better or worse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +65,9 @@ class Comparison:
     """Settings that differ: the runs then do not measure the same thing."""
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
-    """Return the runs of a saved result, a single one or a sweep.
-
-    Raises
-    ------
-    ConfigError : the file is missing or not a result.
-    """
-    try:
-        document = orjson.loads(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except orjson.JSONDecodeError as error:
-        raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    runs = document.get("runs", [document]) if isinstance(document, dict) else []
-    if not runs or not all(isinstance(run, dict) and "output_throughput" in run for run in runs):
-        raise ConfigError(f"{path}: not a result of `bench serve`; save one with --json FILE")
-    return runs
-
-
 def compare(
-    baselines: Sequence[dict[str, Any]],
-    candidates: Sequence[dict[str, Any]],
+    baselines: Sequence[SavedRun],
+    candidates: Sequence[SavedRun],
     rng: np.random.Generator,
     *,
     num_resamples: int = 1000,
@@ -126,66 +93,49 @@ def compare(
     ]
 
 
-def _level(run: dict[str, Any]) -> tuple[Any, ...]:
-    return (
-        run.get("dataset_name"),
-        run.get("request_rate"),
-        run.get("max_concurrency"),
-        run.get("num_prompts"),
+def _level(run: SavedRun) -> tuple[Any, ...]:
+    return tuple(
+        run.settings.get(name) for name in ("dataset_name", "request_rate", "max_concurrency", "num_prompts")
     )
 
 
 def compare_runs(
-    baseline: dict[str, Any], candidate: dict[str, Any], rng: np.random.Generator, *, num_resamples: int
+    baseline: SavedRun, candidate: SavedRun, rng: np.random.Generator, *, num_resamples: int
 ) -> Comparison:
     """Compare two runs number by number; see `compare`."""
     rows = [
-        Row(key.replace("_", " "), baseline[key], candidate[key], None, higher_is_better=True)
-        for key in THROUGHPUTS
-        if baseline.get(key) is not None and candidate.get(key) is not None
+        Row(key.replace("_", " "), value, candidate.throughputs[key], None, higher_is_better=True)
+        for key, value in baseline.throughputs.items()
+        if key in candidate.throughputs
     ]
-    keys = [key for key in baseline if _latency_of(key) and _is_number(baseline[key])]
-    for key in keys:
-        if _is_number(candidate.get(key)):
-            interval = _ratio_interval(baseline, candidate, key, rng, num_resamples=num_resamples)
-            rows.append(Row(key, baseline[key], candidate[key], interval, higher_is_better=False))
+    for latency, value in baseline.latencies_ms.items():
+        # Spreads are no gain or loss, single values no statistic, and P50 says what the median does.
+        if latency in candidate.latencies_ms and latency.statistic not in {"std", "max", "median"}:
+            interval = _ratio_interval(baseline, candidate, latency, rng, num_resamples=num_resamples)
+            name = f"{latency.statistic}_{latency.metric}_ms"
+            rows.append(Row(name, value, candidate.latencies_ms[latency], interval, higher_is_better=False))
+    before, after = baseline.settings, candidate.settings
     differences = tuple(
-        f"{name}: {baseline.get(name)} against {candidate.get(name)}"
+        f"{name}: {before.get(name)} against {after.get(name)}"
         for name in SETTINGS
-        if baseline.get(name) != candidate.get(name)
+        if before.get(name) != after.get(name)
     )
-    return Comparison(baseline.get("title") or "", tuple(rows), differences)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _latency_of(key: str) -> tuple[str, str] | None:
-    """Split `p99_ttft_ms` into statistic and metric; None for other keys, spreads, and what P50 says too."""
-    statistic, _, rest = key.partition("_")
-    metric = rest.removesuffix("_ms")
-    if metric not in LATENCY_METRICS or not rest.endswith("_ms") or statistic in {"std", "max", "median"}:
-        return None
-    return statistic, metric
+    return Comparison(baseline.title, tuple(rows), differences)
 
 
 def _ratio_interval(
-    baseline: dict[str, Any],
-    candidate: dict[str, Any],
-    key: str,
+    baseline: SavedRun,
+    candidate: SavedRun,
+    latency: LatencyStatistic,
     rng: np.random.Generator,
     *,
     num_resamples: int,
 ) -> tuple[float, float] | None:
-    found = _latency_of(key)
-    assert found is not None
-    statistic, metric = found
-    groups = [_groups(run, metric) for run in (baseline, candidate)]
+    groups = [_groups(run.requests, latency.metric) for run in (baseline, candidate)]
     if not all(sum(map(len, group)) for group in groups):
         return None
-    compute = _statistic(statistic)
-    if metric == "itl":  # pooled gaps are many: fewer resamples keep a comparison within seconds
+    compute = _statistic(latency.statistic)
+    if latency.metric == "itl":  # pooled gaps are many: fewer resamples keep a comparison within seconds
         num_resamples = max(num_resamples // 5, 1)
     old, new = (bootstrap_draws(group, compute, rng, num_resamples=num_resamples) for group in groups)
     valid = old > 0
@@ -198,14 +148,14 @@ def _ratio_interval(
 def _statistic(name: str) -> Callable[[Array], float]:
     if name == "mean":
         return lambda values: float(values.mean())
-    return partial(percentile, p=50 if name == "median" else float(name.removeprefix("p")))
+    return partial(percentile, p=float(name.removeprefix("p")))
 
 
-def _groups(run: dict[str, Any], metric: str) -> list[Array]:
-    """Return each request's values of a metric from the per-request columns; [] if they were not saved."""
-    if "ttfts" not in run:
+def _groups(requests: SavedRequests | None, metric: str) -> list[Array]:
+    """Return each request's values of a metric; [] if they were not saved."""
+    if requests is None:
         return []
-    rows = zip(run["ttfts"], run["itls"], run["latencies"], run["output_lens"], strict=True)
+    rows = zip(requests.ttfts, requests.gaps, requests.latencies, requests.num_output_tokens, strict=True)
     groups: list[Array] = []
     for first, own_gaps, latency, num_output_tokens in rows:
         if first is None or latency is None:
@@ -218,3 +168,20 @@ def _groups(run: dict[str, Any], metric: str) -> list[Array]:
         else:
             groups.append(np.array([first if metric == "ttft" else latency]))
     return groups
+
+
+def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
+    """Return the numbers of two runs side by side, and under them what their intervals leave out."""
+    table = Table(box=SIMPLE_HEAD, title=comparison.title or None, title_justify="left", pad_edge=False)
+    if any(row.interval is not None for row in comparison.rows):
+        table.caption, table.caption_justify = INTERVAL_NOTE, "left"
+    table.add_column("")
+    for name in (*names, "ratio", "95 % interval"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for row in comparison.rows:
+        interval = "-" if row.interval is None else f"{row.interval[0]:.3f} .. {row.interval[1]:.3f}"
+        style = {"better": "green", "worse": "red"}.get(row.verdict, "")
+        cells = (row.name, number(row.baseline), number(row.candidate), f"{row.ratio:.3f}", interval)
+        table.add_row(*cells, Text(row.verdict, style=style))
+    return table

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from onbeat.bench.objectives import SendSLO, check_transport
 from onbeat.bench.payload import DEFAULT_PATHS, Api
-from onbeat.bench.promise import SendSLO, check_transport
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
-from onbeat.bench.promise import Promises
+from onbeat.bench.objectives import RequestObjectives
 from onbeat.bench.record import RequestRecord
 from onbeat.bench.runner import OfferedRequest
 from onbeat.workload.workload import Workload
@@ -23,7 +23,7 @@ class PromptFeed:
 
     Parameters
     ----------
-    promises : the objectives that requests are held to; None leaves them without.
+    objectives : those that requests are held to; None leaves them without.
     lookahead : prompts that are made before the run.
     limit : hand out this many requests only.
     """
@@ -32,12 +32,12 @@ class PromptFeed:
         self,
         workload: Workload,
         *,
-        promises: Promises | None = None,
+        objectives: RequestObjectives | None = None,
         lookahead: int = 4096,
         limit: int | None = None,
     ) -> None:
         self._workload = workload
-        self._promises = promises
+        self._objectives = objectives
         self._lookahead = lookahead
         self._indices: Iterator[int] = iter(range(len(workload) if limit is None else limit))
         self._ready: deque[OfferedRequest] = deque()
@@ -81,6 +81,6 @@ class PromptFeed:
             max_tokens=spec.max_tokens,
             group=spec.group,
         )
-        if self._promises is not None:
-            self._promises.note(record)
+        if self._objectives is not None:
+            self._objectives.note(record)
         return OfferedRequest(spec.prompt, record)

@@ -2,57 +2,80 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from onbeat.bench.record import RequestRecord, Status
 from onbeat.metrics.attainment import good_requests, has_objectives
-from onbeat.metrics.summary import SummaryOptions, describe, percentile, summarise, ttft
+from onbeat.metrics.distribution import Distribution, describe, percentile
+from onbeat.metrics.summary import RunSummary, SummaryOptions, summarise, ttft
 
 Seconds = Sequence[float]
 
 
-def outcome_keys(records: Sequence[RequestRecord], summary: dict[str, Any], options: SummaryOptions) -> None:
-    """Tell refused, expired and failed requests apart, in a summary and in its classes."""
-    summary |= _of_some(records, summary, options)
-    for name, own in summary["classes"].items():
-        members = [record for record in records if record.request_class == name]
-        own |= _of_some(members, own, options)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseTimes:
+    """How long callers waited for an answer that served them not."""
+
+    rejection: Distribution
+    """Of the requests that were refused."""
+    expiry: Distribution
+    """Of those that were given up in the server's queue."""
 
 
-def _of_some(
-    records: Sequence[RequestRecord], summary: dict[str, Any], options: SummaryOptions
-) -> dict[str, Any]:
-    counts = Counter(record.status for record in records)
-    admitted = len(records) - counts[Status.REJECTED]
-    good = summary.get("good")
-    refused = [record for record in records if record.status is Status.REJECTED]
-    expired = [record for record in records if record.status is Status.EXPIRED]
-    return {
-        "failed": counts[Status.FAILED],
-        "expired": counts[Status.EXPIRED],
-        "admitted": admitted,
-        "attainment_admitted": None if good is None or not admitted else good / admitted,
-        **_described([record.response_time for record in refused], "rejection", options),
-        **_described([record.response_time for record in expired], "expiry", options),
-    }
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RefusalAdvice:
+    """What the server said to those that it refused or gave up; None where it said nothing."""
+
+    median_predicted_ttft: float | None
+    """Seconds."""
+    median_retry_after: float | None
+    """When to come again, seconds."""
 
 
-def refusal_keys(records: Sequence[RequestRecord]) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerdictSummary:
+    """The server's own score of completed requests with objectives beside the client's."""
+
+    num_requests: int
+    agreement: float | None
+    """Share of the requests on which both say the same."""
+    met: float | None
+    """Share that the server says it served in time."""
+    num_only_client_good: int
+    num_only_server_met: int
+    num_relegated: int
+    median_client_ttft: float | None
+    """Of the requests whose TTFT the server tells, seconds."""
+    median_server_ttft: float | None
+    """Seconds."""
+    median_ttft_difference: float | None
+    """Client less server, seconds."""
+    median_predicted_ttft_error: float | None
+    """Median of |predicted - actual| / actual, by the server's clock."""
+
+
+def response_times(records: Sequence[RequestRecord], options: SummaryOptions) -> ResponseTimes:
+    """Return how long refused and expired requests took."""
+
+    def times(status: Status) -> Distribution:
+        seconds = [record.response_time for record in records if record.status is status]
+        return describe(np.array(seconds, dtype=np.float64), options.percentiles)
+
+    return ResponseTimes(rejection=times(Status.REJECTED), expiry=times(Status.EXPIRED))
+
+
+def refusal_advice(records: Sequence[RequestRecord]) -> RefusalAdvice:
     """Return what the server said to those that it refused: the TTFT it predicted, when to come again."""
     refused = [record for record in records if record.status in {Status.REJECTED, Status.EXPIRED}]
     predicted = [record.predicted_ttft for record in refused if record.predicted_ttft is not None]
     retry = [record.retry_after for record in refused if record.retry_after is not None]
-    return {
-        "median_rejected_predicted_ttft_ms": _median_ms(predicted),
-        "median_retry_after_ms": _median_ms(retry),
-    }
+    return RefusalAdvice(median_predicted_ttft=_median(predicted), median_retry_after=_median(retry))
 
 
-def verdict_keys(records: Sequence[RequestRecord], options: SummaryOptions) -> dict[str, Any] | None:
+def compare_verdicts(records: Sequence[RequestRecord], options: SummaryOptions) -> VerdictSummary | None:
     """Compare the server's own score of each request with the client's; None where it gave none.
 
     Only completed requests with objectives are compared: of others both say the same.
@@ -76,42 +99,42 @@ def verdict_keys(records: Sequence[RequestRecord], options: SummaryOptions) -> d
         for _, verdict in scored
         if verdict.predicted_ttft is not None and verdict.ttft
     ]
-    return {
-        "requests": len(scored),
-        "agreement": _share(good == met for good, met in pairs),
-        "met": _share(met for _, met in pairs),
-        "only_client_good": sum(good and not met for good, met in pairs),
-        "only_server_met": sum(met and not good for good, met in pairs),
-        "relegated": sum(verdict.is_relegated for _, verdict in scored),
-        "median_client_ttft_ms": _median_ms([client for client, _ in both]),
-        "median_server_ttft_ms": _median_ms([server for _, server in both]),
-        "median_ttft_difference_ms": _median_ms([client - server for client, server in both]),
-        "median_predicted_ttft_error": percentile(predicted, 50) if predicted else None,
-    }
+    return VerdictSummary(
+        num_requests=len(scored),
+        agreement=_share(good == met for good, met in pairs),
+        met=_share(met for _, met in pairs),
+        num_only_client_good=sum(good and not met for good, met in pairs),
+        num_only_server_met=sum(met and not good for good, met in pairs),
+        num_relegated=sum(verdict.is_relegated for _, verdict in scored),
+        median_client_ttft=_median([client for client, _ in both]),
+        median_server_ttft=_median([server for _, server in both]),
+        median_ttft_difference=_median([client - server for client, server in both]),
+        median_predicted_ttft_error=_median(predicted),
+    )
 
 
-def group_keys(
+def summarise_groups(
     records: Sequence[RequestRecord], *, duration: float, options: SummaryOptions
-) -> dict[str, dict[str, Any]]:
-    """Return counts, attainment and latencies of each group of prompts; {} where there are none."""
+) -> dict[str, RunSummary]:
+    """Return the numbers of each group of prompts by its name; {} where there are none.
+
+    Parameters
+    ----------
+    duration : of the run, seconds.
+    """
     names = sorted({record.group for record in records if record.group is not None})
     return {
         name: summarise(
             [record for record in records if record.group == name], duration=duration, options=options
         )
-        | {"classes": {}}
         for name in names
     }
 
 
-def _described(values: Seconds, name: str, options: SummaryOptions) -> dict[str, float | None]:
-    return describe(np.array(values, dtype=np.float64), name, options.percentiles)
+def _median(values: Seconds) -> float | None:
+    return percentile(values, 50) if values else None
 
 
-def _median_ms(values: Seconds) -> float | None:
-    return percentile(values, 50) * 1e3 if values else None
-
-
-def _share(flags: Any) -> float | None:
+def _share(flags: Iterable[bool]) -> float | None:
     values = list(flags)
     return sum(values) / len(values) if values else None

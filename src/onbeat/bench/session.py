@@ -15,17 +15,16 @@ from onbeat.bench.client import CountTokens, Endpoint, StreamingClient, open_ses
 from onbeat.bench.config import TEXT_DATASETS, BenchConfig, LoadConfig, RunConfig
 from onbeat.bench.datasets import PromptTools, load_workload
 from onbeat.bench.feed import PromptFeed
+from onbeat.bench.objectives import RequestObjectives, choose_transport
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.probe import choose_model, server_pool, wait_until_ready
-from onbeat.bench.promise import Promises, choose_transport
 from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.result import build_result
+from onbeat.bench.result import BenchResult, build_result
 from onbeat.bench.runner import LoadPlan, LoadRunner
 from onbeat.bench.speculation import drafts_since, look_at_drafts
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.settled_memory import settled_memory
-from onbeat.report.result import RunResult
 from onbeat.workload.arrivals import ramp_arrivals
 from onbeat.workload.prompts import PromptWriter, WordPool, estimated_pool, tokenizer_pool
 from onbeat.workload.workload import Workload
@@ -42,7 +41,7 @@ class Progress(Protocol):
 
     def on_request(self, record: RequestRecord) -> None: ...
 
-    def on_result(self, result: RunResult[RequestRecord]) -> None: ...
+    def on_result(self, result: BenchResult) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +62,7 @@ async def run_bench(
     tokenizer: Tokenizer | None,
     progress: Progress,
     stop: asyncio.Event,
-) -> list[RunResult[RequestRecord]]:
+) -> list[BenchResult]:
     """Do the runs one after another; when `stop` is set, return what has been measured.
 
     Raises
@@ -72,12 +71,12 @@ async def run_bench(
     """
     async with open_session(bench.target.request_timeout) as session:
         server = await _probe(session, bench, tokenizer, progress)
-        results: list[RunResult[RequestRecord]] = []
+        results: list[BenchResult] = []
         for position, run in enumerate(runs):
             if stop.is_set():
                 break
             result = await _run(bench, run, position, server, progress, stop)
-            if result.records or not result.summary["interrupted"]:
+            if result.records or not result.is_interrupted:
                 results.append(result)
                 progress.on_result(result)
         return results
@@ -129,7 +128,7 @@ async def _run(
     server: _Server,
     progress: Progress,
     stop: asyncio.Event,
-) -> RunResult[RequestRecord]:
+) -> BenchResult:
     # Every run of a sweep has its own words: else the second would find the first one's prefixes cached.
     tools = PromptTools(
         writer=PromptWriter(server.pool, f"{bench.salt}/{position}"),
@@ -147,7 +146,7 @@ async def _run(
     if bench.num_warmups:
         progress.on_phase(f"warming up with {bench.num_warmups} requests")
         await _warm_up(bench, run, client, tools, stop)
-    feed = PromptFeed(workload, promises=Promises(bench.slo_classes, len(workload), bench.seed))
+    feed = PromptFeed(workload, objectives=RequestObjectives(bench.slo_classes, len(workload), bench.seed))
     await feed.fill()
     runner = LoadRunner(client.send, plan, on_end=progress.on_request)
     drafts_before = await look_at_drafts(server.session, bench.target)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 
@@ -12,6 +11,7 @@ from onbeat.bench.config import TargetConfig
 from onbeat.bench.probe import PROBE_TIMEOUT
 from onbeat.bench.record import RequestRecord
 from onbeat.metrics.exposition import Scrape, read_exposition
+from onbeat.report.drafts import MeasuredDrafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +103,8 @@ async def drafts_since(
     return None if before is None or after is None else after.since(before)
 
 
-def draft_keys(counts: DraftCounts | None, records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Return the keys of a run in which drafts were verified, as `vllm bench serve` calls them.
+def measured_drafts(counts: DraftCounts | None, records: Sequence[RequestRecord]) -> MeasuredDrafts | None:
+    """Return what is known of the drafts of a run; None without drafts, or where the server was started anew.
 
     Parameters
     ----------
@@ -112,34 +112,18 @@ def draft_keys(counts: DraftCounts | None, records: Sequence[RequestRecord]) -> 
         usage of the run's own answers tells less: not how often drafts were verified, nor at which position
         they were accepted.
     """
-    if counts is not None:
-        return _keys_of_counts(counts)
-    num_drafted = sum(record.num_drafted_tokens for record in records)
-    num_accepted = sum(record.num_accepted_tokens for record in records)
-    return _totals(num_drafted, num_accepted, source="usage")
-
-
-def _keys_of_counts(counts: DraftCounts) -> dict[str, Any]:
-    keys = _totals(counts.num_drafted_tokens, counts.num_accepted_tokens, source="metrics")
-    num_drafts = counts.num_drafts
-    if not keys or num_drafts <= 0:
-        return keys
-    return keys | {
-        "spec_decode_acceptance_length": 1 + counts.num_accepted_tokens / num_drafts,
-        "spec_decode_num_drafts": num_drafts,
-        "spec_decode_per_position_acceptance_rates": [
-            accepted / num_drafts for accepted in counts.accepted_at
-        ],
-    }
-
-
-def _totals(num_drafted: int, num_accepted: int, *, source: str) -> dict[str, Any]:
-    """Return what both sources know; nothing without drafts, or where the server was started anew."""
-    if num_drafted <= 0:
-        return {}
-    return {
-        "spec_decode_acceptance_rate": 100 * num_accepted / num_drafted,
-        "spec_decode_draft_tokens": num_drafted,
-        "spec_decode_accepted_tokens": num_accepted,
-        "spec_decode_source": source,
-    }
+    if counts is None:
+        num_drafted = sum(record.num_drafted_tokens for record in records)
+        num_accepted = sum(record.num_accepted_tokens for record in records)
+        drafts = MeasuredDrafts(
+            num_drafted_tokens=num_drafted, num_accepted_tokens=num_accepted, source="usage"
+        )
+    else:
+        drafts = MeasuredDrafts(
+            num_drafted_tokens=counts.num_drafted_tokens,
+            num_accepted_tokens=counts.num_accepted_tokens,
+            source="metrics",
+            num_drafts=counts.num_drafts if counts.num_drafts > 0 else None,
+            accepted_at=counts.accepted_at,
+        )
+    return drafts if drafts.num_drafted_tokens > 0 else None

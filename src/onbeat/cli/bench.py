@@ -7,7 +7,7 @@ import asyncio
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -15,10 +15,10 @@ from onbeat.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from onbeat.bench.config import BenchConfig, RunConfig
-    from onbeat.bench.record import RequestRecord
+    from onbeat.bench.result import BenchResult
     from onbeat.cli.bench_progress import BenchProgress
+    from onbeat.cli.bench_settings import OutputOptions
     from onbeat.core.protocols import Tokenizer
-    from onbeat.report.result import RunResult
 
 NAME = "bench"
 HELP = "load any OpenAI-compatible server and report its latency"
@@ -28,15 +28,12 @@ INTERRUPTED = 130
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the sub-commands `serve` and `compare`."""
-    from onbeat.cli import bench_options as options
+    from onbeat.cli.bench_settings import BenchOptions
+    from onbeat.cli.options import add_options
 
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
     serve = commands.add_parser("serve", help="load a running server", description="Load a running server.")
-    options.add_target_options(serve)
-    options.add_dataset_options(serve)
-    options.add_load_options(serve)
-    options.add_sampling_options(serve)
-    options.add_output_options(serve)
+    add_options(serve, BenchOptions)
     compare = commands.add_parser(
         "compare", help="compare two saved results", description="Compare two saved results."
     )
@@ -53,55 +50,41 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from onbeat.cli import bench_settings as settings
+    from onbeat.cli.bench_load import planned_runs
     from onbeat.cli.bench_progress import BenchProgress
+    from onbeat.cli.bench_settings import BenchOptions, bench_config
+    from onbeat.cli.options import read_options
 
-    if args.result_dir is not None and not _saves_under_name(args):
+    options = read_options(args, BenchOptions)
+    output = options.output
+    if output.result_dir is not None and not output.saves_under_name:
         raise ConfigError("--result-dir needs --save-result")
-    bench = settings.bench_config(args)
-    runs = _planned_runs(args)
+    bench = bench_config(options)
+    runs = planned_runs(options.dataset, options.load, title=output.label or "")
     console = Console(stderr=True)
     tokenizer = _load_tokenizer(bench.tokenizer)
-    with BenchProgress(console, is_quiet=args.disable_tqdm, num_runs=len(runs)) as progress:
+    with BenchProgress(console, is_quiet=output.disable_tqdm, num_runs=len(runs)) as progress:
         results = asyncio.run(_measure(bench, runs, tokenizer, progress))
     if not results:
         console.print("interrupted before anything was measured")
         return INTERRUPTED
-    _show(args, results)
-    _save(args, bench, results, console)
+    _show(output, results)
+    _save(output, bench, results, console)
+    if output.report is not None:
+        _report(output.report, output, results, _shown_settings(args))
+        console.print(f"saved {output.report}", highlight=False)
     return _exit_code(results)
 
 
-def _exit_code(results: list[RunResult[RequestRecord]]) -> int:
+def _exit_code(results: list[BenchResult]) -> int:
     """Return 130 of an interrupted bench, 1 where nothing but failures came of a run, else 0.
 
     A run whose requests were all refused is a measurement; one whose requests all failed is none.
     """
-    summaries = [result.summary for result in results]
-    if any(summary["interrupted"] for summary in summaries):
+    if any(result.is_interrupted for result in results):
         return INTERRUPTED
-    return FAILED if any(summary["failed"] == summary["offered"] for summary in summaries) else 0
-
-
-def _planned_runs(args: argparse.Namespace) -> list[RunConfig]:
-    from onbeat.bench.config import RunConfig
-    from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
-    from onbeat.cli import bench_settings as settings
-
-    if args.preset is not None:
-        return MlcStudy().runs(scale=args.preset_scale, sharegpt=settings.preset_file(args))
-    if args.preset_scale != 1.0:
-        raise ConfigError("--preset-scale needs --preset")
-    dataset = settings.dataset_config(args)
-    load = settings.load_config(args, dataset)
-    base = RunConfig(dataset=dataset, load=load, num_prompts=args.num_prompts, title=args.label or "")
-    runs: list[RunConfig] = []
-    if args.sweep_concurrency:
-        levels = settings.whole_numbers("--sweep-concurrency", args.sweep_concurrency)
-        runs += concurrency_sweep(base, levels)
-    if args.sweep_rate:
-        runs += rate_sweep(base, settings.numbers("--sweep-rate", args.sweep_rate))
-    return runs or [base]
+    counts = [result.summary.counts for result in results]
+    return FAILED if any(own.num_failed == own.num_offered for own in counts) else 0
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer | None:
@@ -114,7 +97,7 @@ def _load_tokenizer(path: Path | None) -> Tokenizer | None:
 
 async def _measure(
     bench: BenchConfig, runs: list[RunConfig], tokenizer: Tokenizer | None, progress: BenchProgress
-) -> list[RunResult[RequestRecord]]:
+) -> list[BenchResult]:
     """Measure; Ctrl-C ends the current run early and keeps what it has measured, if anything."""
     from onbeat.bench.session import run_bench
 
@@ -135,20 +118,18 @@ async def _measure(
         return []
 
 
-def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+def _show(output: OutputOptions, results: list[BenchResult]) -> None:
     from onbeat.bench.outcome_table import outcome_tables
     from onbeat.bench.result import group_errors
-    from onbeat.cli import bench_settings as settings
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.result import merge_warnings
     from onbeat.report.table import error_table, run_tables, sweep_table
 
     console = _result_console()
-    percentiles = settings.summary_options(args).percentiles
     if len(results) == 1:
-        tables = run_tables(results[0], settings.table_metrics(args), percentiles)
-        summary = results[0].summary
-        for table in (*tables, *outcome_tables(summary), *breakdown_tables(summary)):
+        tables = run_tables(results[0], output.table_metrics(), output.percentiles())
+        breakdown = breakdown_tables(results[0].summary.breakdown)
+        for table in (*tables, *outcome_tables(results[0]), *breakdown):
             console.print(table)
     else:
         console.print(sweep_table(results))
@@ -156,61 +137,52 @@ def _show(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> 
         if errors:
             console.print(error_table(errors))
     for result in results:
-        if line := worst_decile_line(result.summary):
+        if line := worst_decile_line(result.summary.breakdown):
             title = f"{result.title}: " if len(results) > 1 else ""
             console.print(title + line, markup=False, highlight=False)
     for warning in merge_warnings(results):
         console.print(f"note: {warning}", markup=False, highlight=False)
-    if any(result.summary["interrupted"] for result in results):
+    if any(result.is_interrupted for result in results):
         console.print("interrupted: this is a partial result", style="bold yellow")
 
 
-def _save(
-    args: argparse.Namespace, bench: BenchConfig, results: list[RunResult[RequestRecord]], console: Console
-) -> None:
-    from onbeat.bench.result import default_file_name, to_document
+def _save(output: OutputOptions, bench: BenchConfig, results: list[BenchResult], console: Console) -> None:
+    from onbeat.bench.saved import default_file_name, to_document
     from onbeat.report.result import write_document
 
-    document = to_document(results, detailed=args.save_detailed)
-    paths = [args.json] if args.json is not None else []
-    if _saves_under_name(args):
-        name = args.result_filename or default_file_name(bench, results)
-        paths.append((args.result_dir or Path()) / name)
+    document = to_document(results, detailed=output.save_detailed)
+    paths = [output.json] if output.json is not None else []
+    if output.saves_under_name:
+        name = output.result_filename or default_file_name(bench, results)
+        paths.append((output.result_dir or Path()) / name)
     for path in paths:
-        write_document(path, document, append=args.append_result)
+        write_document(path, document, append=output.append_result)
         console.print(f"saved {path}", highlight=False)
-    if args.report is not None:
-        _report(args, results)
-        console.print(f"saved {args.report}", highlight=False)
 
 
-def _saves_under_name(args: argparse.Namespace) -> bool:
-    return bool(args.save_result or args.append_result or args.result_filename)
-
-
-def _report(args: argparse.Namespace, results: list[RunResult[RequestRecord]]) -> None:
+def _report(path: Path, output: OutputOptions, results: list[BenchResult], settings: dict[str, Any]) -> None:
     from onbeat.bench.outcome_table import outcome_notes
-    from onbeat.cli import bench_settings as settings
     from onbeat.report.run_report import write_report
 
-    noted = [
-        replace(result, warnings=(*result.warnings, *outcome_notes(result.summary))) for result in results
-    ]
+    noted = [replace(result, warnings=(*result.warnings, *outcome_notes(result))) for result in results]
+    write_report(path, noted, percentiles=output.percentiles(), settings=settings)
+
+
+def _shown_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the flags that were given or have a value, for the end of a report."""
     hidden = {"run", "command", "bench_command", "header"}  # headers may carry keys
-    shown = {
+    return {
         name: str(value) if isinstance(value, Path) else value
         for name, value in sorted(vars(args).items())
         if name not in hidden and value not in (None, [], False)
     }
-    percentiles = settings.summary_options(args).percentiles
-    write_report(args.report, noted, percentiles=percentiles, settings=shown)
 
 
 def _compare(args: argparse.Namespace) -> int:
     import numpy as np
 
-    from onbeat.bench.compare import compare, read_runs
-    from onbeat.bench.comparison_table import comparison_table
+    from onbeat.bench.compare import compare, comparison_table
+    from onbeat.bench.saved import read_runs
 
     baselines, candidates = read_runs(args.baseline), read_runs(args.candidate)
     comparisons = compare(baselines, candidates, np.random.default_rng(args.seed))

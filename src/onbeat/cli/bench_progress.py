@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from onbeat.bench.config import RunConfig
 from onbeat.bench.record import RequestRecord
-from onbeat.report.result import RunResult
+from onbeat.bench.result import BenchResult
 
 
 class BenchProgress:
@@ -33,7 +33,7 @@ class BenchProgress:
         )
         self._num_runs = num_runs
         self._num_started = 0
-        self._num_lost = 0
+        self._num_not_completed = 0
         self._task: TaskID = self._bar.add_task("", total=None, note="")
 
     @property
@@ -57,16 +57,16 @@ class BenchProgress:
 
     def on_start(self, run: RunConfig, num_requests: int) -> None:
         self._num_started += 1
-        self._num_lost = 0
+        self._num_not_completed = 0
         position = f"[{self._num_started}/{self._num_runs}] " if self._num_runs > 1 else ""
         self._bar.reset(self._task, total=num_requests, description=f"{position}{run.title}", note="")
 
     def on_request(self, record: RequestRecord) -> None:
         if not record.is_completed:
-            self._num_lost += 1
-            self._bar.update(self._task, note=f"{self._num_lost} not completed ({record.cause})")
+            self._num_not_completed += 1
+            self._bar.update(self._task, note=f"{self._num_not_completed} not completed ({record.cause})")
         self._bar.advance(self._task)
 
-    def on_result(self, result: RunResult[RequestRecord]) -> None:
-        rate = result.summary["output_throughput"]
+    def on_result(self, result: BenchResult) -> None:
+        rate = result.summary.counts.output_throughput
         self._bar.update(self._task, note=f"{rate:,.0f} output tok/s")

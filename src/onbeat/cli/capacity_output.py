@@ -11,10 +11,11 @@ from typing import Any
 from rich.table import Table
 
 from onbeat import __version__
+from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import case_name
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
-from onbeat.planner.frontier import FrontierPoint
+from onbeat.planner.frontier import FrontierPoint, point_keys
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
 
@@ -32,6 +33,11 @@ FRONTIER_HEADER = (
     "TTFT P50 (ms)",
     "TTFT P99 (ms)",
 )
+FRONTIER_LATENCIES = (
+    *(LatencyStatistic("tpot", "median"), LatencyStatistic("itl", "p99")),
+    *(LatencyStatistic("ttft", "median"), LatencyStatistic("ttft", "p99")),
+)
+"""Of the last columns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +70,7 @@ class CapacityReport:
         if self.is_interrupted or not (self.capacities or self.points):
             return False
         no_capacity = all(each.outcome is Outcome.INFEASIBLE for each in self.capacities)
-        return no_capacity and not any(point.summary for point in self.points)
+        return no_capacity and not any(point.run for point in self.points)
 
 
 def capacity_rows(capacities: Sequence[Capacity]) -> list[tuple[str, ...]]:
@@ -86,19 +92,18 @@ def frontier_rows(points: Sequence[FrontierPoint]) -> list[tuple[str, ...]]:
     """Return the cells of the table of runs, as `FRONTIER_HEADER` names them."""
     rows = []
     for point in points:
-        summary = point.summary
-        if not summary:
+        run = point.run
+        if run is None:
             rows.append((point.series, point.level.name, point.error, *[""] * (len(FRONTIER_HEADER) - 3)))
             continue
-        keys = ("median_tpot_ms", "p99_itl_ms", "median_ttft_ms", "p99_ttft_ms")
-        latencies = ["-" if summary[key] is None else f"{summary[key]:,.1f}" for key in keys]
+        values = [latency.of(run.summary) for latency in FRONTIER_LATENCIES]
         rows.append(
             (
                 point.series,
                 point.level.name,
-                f"{summary['output_throughput_per_gpu']:,.0f}",
-                f"{summary['request_throughput']:.3f}",
-                *latencies,
+                f"{run.output_throughput_per_gpu:,.0f}",
+                f"{run.summary.counts.request_throughput:.3f}",
+                *("-" if value is None else f"{value:,.1f}" for value in values),
             )
         )
     return rows
@@ -133,7 +138,7 @@ def to_document(report: CapacityReport) -> dict[str, Any]:
         "settings": report.settings,
         "cases": [each.as_dict() for each in report.capacities],
         "frontier": [
-            {"case": dict(point.labels), "error": point.error or None, **point.summary}
+            {"case": dict(point.labels), "error": point.error or None, **point_keys(point)}
             for point in report.points
         ],
     }

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from onbeat.cli.capacity_options import TBT, parse_vary
+from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import replica_settings
-from onbeat.cli.workload_settings import offered_load, tightest_tbt
+from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
 from onbeat.planner.cases import Labels
-from onbeat.planner.grid import ReplicaCase, settings_grid
-from onbeat.planner.idle_case import HopelessOn
+from onbeat.planner.grid import HopelessOn, ReplicaCase, settings_grid
 from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective
@@ -62,10 +61,12 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
     objectives_ms = axes.pop(TBT, [])
     drafts = _draft_cases(replica_settings(args), axes)
     planned: list[PlannedCase] = []
+    workload = read_options(args, WorkloadOptions)
     for tbt_ms in objectives_ms or [None]:
-        own_args = args if tbt_ms is None else _with_tbt(args, tbt_ms)
-        objective = _objective(own_args)
-        loads = _loads(own_args, drafts)
+        own = workload if tbt_ms is None else change(workload, tbt=tbt_ms / 1e3)
+        tbt = own.objectives.tightest_tbt()
+        objective = _objective(args, tbt)
+        loads = _loads(own, args.repeats, drafts)
         if objective is not None:
             _require_rate(loads[0])
             objective.allowances(loads[0])  # refuses a load that it cannot judge
@@ -75,13 +76,13 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
             case = ReplicaCase(
                 settings=draft.settings,
                 labels=labels,
-                tbt=tightest_tbt(own_args),
+                tbt=tbt,
                 context_tokens=_context_tokens(draft, loads[0]),
             )
-            own = objective
+            judge = objective
             if args.hopeless == "exclude" and isinstance(objective, AttainmentObjective):
-                own = replace(objective, is_hopeless=HopelessOn(case))
-            planned.append(PlannedCase(case=case, objective=own, loads=loads, error=draft.error))
+                judge = replace(objective, is_hopeless=HopelessOn(case))
+            planned.append(PlannedCase(case=case, objective=judge, loads=loads, error=draft.error))
     return planned
 
 
@@ -102,17 +103,11 @@ def _require_rate(load: OfferedLoad) -> None:
         )
 
 
-def _with_tbt(args: argparse.Namespace, tbt_ms: float) -> argparse.Namespace:
-    changed = copy(args)
-    changed.slo_tbt_ms = tbt_ms
-    return changed
-
-
-def _objective(args: argparse.Namespace) -> Objective | None:
+def _objective(args: argparse.Namespace, tbt: float | None) -> Objective | None:
     is_sweep = args.sweep_concurrency is not None or args.sweep_rate is not None
     if args.objective is None and is_sweep:
         return None
-    return parse_objective(args.objective or "sarathi", tbt=tightest_tbt(args), mode=args.slo_mode)
+    return parse_objective(args.objective or "sarathi", tbt=tbt, mode=args.slo_mode)
 
 
 def _draft_cases(base: ReplicaSettings, axes: dict[str, list[Any]]) -> list[_Draft]:
@@ -141,15 +136,15 @@ def _fits_with_plenty_of_memory(settings: ReplicaSettings) -> bool:
     return True
 
 
-def _loads(args: argparse.Namespace, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
+def _loads(workload: WorkloadOptions, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
     """Return the load of each repeat; one for all where the seed changes nothing."""
-    if args.repeats < 1:
-        raise ConfigError(f"--repeats is {args.repeats}; it must be at least 1")
+    if num_repeats < 1:
+        raise ConfigError(f"--repeats is {num_repeats}; it must be at least 1")
     longest = [draft.simulation.config.scheduler.max_model_len for draft in drafts if draft.simulation]
     max_model_len = max(longest) if longest else _PLENTY_OF_BLOCKS
     loads = [
-        offered_load(args, max_model_len=max_model_len, seed=args.seed + repeat)
-        for repeat in range(args.repeats)
+        offered_load(workload, max_model_len=max_model_len, seed=workload.seed + repeat)
+        for repeat in range(num_repeats)
     ]
     return (loads[0],) if all(_are_equal(loads[0], load) for load in loads[1:]) else tuple(loads)
 

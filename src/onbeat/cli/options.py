@@ -104,10 +104,12 @@ def _arguments(setting: Setting) -> dict[str, Any]:
     """Return what `add_argument` takes beside the flag."""
     option, default = setting.option, setting.default
     arguments: dict[str, Any] = {"help": option.help.replace("%", "%%")}
+    if option.is_switch:
+        return arguments | {"action": "store_true"}
     if setting.kinds == (bool,):
         return arguments | {"action": argparse.BooleanOptionalAction, "default": default}
     if _is_list(setting):
-        arguments["nargs"] = "+"
+        arguments |= {"action": "append"} if option.many == "append" else {"nargs": option.many}
         default = list(default)
     elif isinstance(default, Enum):
         default = default.value

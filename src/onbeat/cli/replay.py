@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onbeat.cli.args import checked
+from onbeat.cli.options import add_options, read_options
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,7 +28,51 @@ HELP = "repeat a recorded run's decisions, and compare its latencies with a simu
 EXIT_DIFFERS = 1
 EXIT_INTERRUPTED = 130
 
-milliseconds = checked(lambda text: float(text) / 1e3, "milliseconds")
+_STEP_TIME = "step time"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayOptions:
+    """How a record is replayed; what is None is as recorded."""
+
+    allow_partial: bool = option(
+        default=False, is_switch=True, group="options", help="use a file that was cut short as far as it goes"
+    )
+    json: Path | None = option(None, metavar="FILE", group="options", help="write everything that was found")
+    step_time: str | None = option(
+        None,
+        metavar="KIND",
+        group=_STEP_TIME,
+        help="roofline, fitted, operator-table or linear (default: by --profile)",
+    )
+    profile: Path | None = option(
+        None, metavar="FILE", group=_STEP_TIME, help="of `onbeat profile`, or a table"
+    )
+    model: str | None = option(
+        None, group=_STEP_TIME, help="a known model or a config.json (default: the recorded one)"
+    )
+    device: str | None = option(
+        None, metavar="ID", group=_STEP_TIME, help="such as h100-sxm, cpu (default: the recorded one)"
+    )
+    host_overhead: float | None = option(
+        None,
+        flag="--host-overhead-ms",
+        unit="ms",
+        parse=checked(float, "milliseconds"),
+        metavar="MS",
+        group=_STEP_TIME,
+        help="of a step (default: as recorded)",
+    )
+    """Seconds."""
+
+    def __post_init__(self) -> None:
+        if self.host_overhead is not None and not self.host_overhead >= 0:
+            raise ConfigError(f"--host-overhead-ms is {self.host_overhead * 1e3:g}; it must be at least 0")
+
+    @property
+    def names_a_model(self) -> bool:
+        """Whether a flag says what predicts step times."""
+        return bool(self.step_time or self.profile or self.model or self.device)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,22 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "file", metavar="FILE", type=Path, help="what `onbeat serve --record FILE` has written"
     )
-    parser.add_argument(
-        "--allow-partial", action="store_true", help="use a file that was cut short as far as it goes"
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
-    group = parser.add_argument_group("step time", "what the simulation predicts steps with")
-    group.add_argument(
-        "--step-time",
-        metavar="KIND",
-        help="roofline, fitted, operator-table or linear (default: by --profile)",
-    )
-    group.add_argument("--profile", type=Path, metavar="FILE", help="of `onbeat profile`, or a table")
-    group.add_argument("--model", help="a known model or a config.json (default: the recorded one)")
-    group.add_argument("--device", metavar="ID", help="such as h100-sxm, cpu (default: the recorded one)")
-    group.add_argument(
-        "--host-overhead-ms", type=milliseconds, metavar="MS", help="of a step (default: as recorded)"
-    )
+    parser.add_argument_group(_STEP_TIME, "what the simulation predicts steps with")
+    add_options(parser, ReplayOptions)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,21 +92,20 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.recording.reader import Recording
 
     check_writable({"--json": args.json})
-    if args.host_overhead_ms is not None and not args.host_overhead_ms >= 0:
-        raise ConfigError(f"--host-overhead-ms is {args.host_overhead_ms * 1e3:g}; it must be at least 0")
+    options = read_options(args, ReplayOptions)
     console = Console(highlight=False, soft_wrap=True)
     with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
-        recording = Recording(args.file, allow_partial=args.allow_partial)
-        report = _replay(args, recording)
+        recording = Recording(args.file, allow_partial=options.allow_partial)
+        report = _replay(options, recording)
     _show(console, report)
-    if args.json is not None:
-        _write_json(args.json, report)
+    if options.json is not None:
+        _write_json(options.json, report)
     if report.is_interrupted:
         return EXIT_INTERRUPTED
     return 0 if report.identity.is_identical else EXIT_DIFFERS
 
 
-def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
+def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
     from onbeat.simulator.replay.decisions import Replay, scheduler_config
     from onbeat.simulator.replay.forecast import forecast_with_model, forecast_with_recorded_times
     from onbeat.simulator.replay.history import read_history
@@ -91,9 +123,9 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
         notes.append(f"replayed without the step-time model that the scheduler told its steps to: {error}")
     predicted = None
     try:  # before the long work: a flag may be wrong
-        predicted = _step_time_model(args, recording.header)
+        predicted = _step_time_model(options, recording.header)
     except ConfigError as error:
-        if args.step_time or args.profile or args.model or args.device:
+        if options.names_a_model:
             raise
         notes.append(f"not simulated with predicted step times: {error}")
     history = read_history(recording)
@@ -104,7 +136,7 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
         report.forecasts["recorded step times"] = forecast_with_recorded_times(recording, history, config)
         if predicted is not None:
             name, model = predicted
-            overhead = history.host_overhead if args.host_overhead_ms is None else args.host_overhead_ms
+            overhead = history.host_overhead if options.host_overhead is None else options.host_overhead
             report.forecasts[name] = forecast_with_model(
                 recording, history, config, model, host_overhead=overhead
             )
@@ -119,21 +151,21 @@ def _replay(args: argparse.Namespace, recording: Recording) -> ReplayReport:
     return report
 
 
-def _step_time_model(args: argparse.Namespace, header: RecordHeader) -> tuple[str, StepTimeModel]:
+def _step_time_model(options: ReplayOptions, header: RecordHeader) -> tuple[str, StepTimeModel]:
     """Return the model that the flags ask for, and what to call it."""
     from onbeat.simulator.replay.model import recorded_step_time_model
 
     model = recorded_step_time_model(
-        header, kind=args.step_time, profile=args.profile, model=args.model, device=args.device
+        header, kind=options.step_time, profile=options.profile, model=options.model, device=options.device
     )
-    return _step_time_name(args, header), model
+    return _step_time_name(options, header), model
 
 
-def _step_time_name(args: argparse.Namespace, header: RecordHeader) -> str:
-    if args.profile:
-        return f"{args.step_time or 'fitted'} ({args.profile})"
-    if args.step_time or args.model or args.device or header.step_time is None:
-        return str(args.step_time or "roofline")
+def _step_time_name(options: ReplayOptions, header: RecordHeader) -> str:
+    if options.profile:
+        return f"{options.step_time or 'fitted'} ({options.profile})"
+    if options.step_time or options.model or options.device or header.step_time is None:
+        return str(options.step_time or "roofline")
     own = header.step_time.get("target", header.step_time)  # beside that of a draft model
     return f"{'roofline' if own['fitted'] is None else 'fitted'} (the engine's own)"
 

@@ -11,8 +11,7 @@ from rich.console import Console
 from onbeat.cli.args import count, require_jobs
 
 if TYPE_CHECKING:
-    from onbeat.metrics.record import RequestRecord
-    from onbeat.report.result import RunResult
+    from onbeat.cli.simulate_output import SimulatedRun
     from onbeat.simulator.setup import ReplicaSettings, Simulation
 
 NAME = "simulate"
@@ -48,17 +47,18 @@ def run(args: argparse.Namespace) -> int:
     from onbeat.cli.simulate_options import replica_settings
     from onbeat.cli.simulate_output import as_run
     from onbeat.cli.simulate_run import run_simulation
-    from onbeat.cli.workload_settings import offered_load, tightest_tbt
+    from onbeat.cli.workload import WorkloadOptions, offered_load
     from onbeat.metrics.summary import SummaryOptions
     from onbeat.simulator.setup import build_for_load
 
     console = Console(stderr=True, highlight=False)
     settings = replica_settings(args)
+    workload = read_options(args, WorkloadOptions)
     require_jobs(args.jobs)
     simulation, load = build_for_load(
         settings,
-        lambda max_model_len: offered_load(args, max_model_len=max_model_len, seed=args.seed),
-        tbt=tightest_tbt(args),
+        lambda max_model_len: offered_load(workload, max_model_len=max_model_len, seed=workload.seed),
+        tbt=workload.objectives.tightest_tbt(),
     )
     check_writable({f"--{name}": getattr(args, name) for name in OUTPUTS})
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
@@ -96,7 +96,7 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
     )
 
 
-def _show(run: RunResult[RequestRecord]) -> None:
+def _show(run: SimulatedRun) -> None:
     from onbeat.metrics.summary import METRICS
     from onbeat.report.breakdown import breakdown_tables, worst_decile_line
     from onbeat.report.table import run_tables
@@ -105,19 +105,19 @@ def _show(run: RunResult[RequestRecord]) -> None:
     if not console.is_terminal:
         console = Console(width=160)
     tables = run_tables(run, METRICS, (50.0, 90.0, 99.0), what="Simulation")
-    for table in (*tables, *breakdown_tables(run.summary)):
+    for table in (*tables, *breakdown_tables(run.summary.breakdown)):
         console.print(table)
-    if line := worst_decile_line(run.summary):
+    if line := worst_decile_line(run.summary.breakdown):
         console.print(line, markup=False, highlight=False)
     for warning in run.warnings:
         console.print(f"note: {warning}", markup=False, highlight=False)
-    if run.summary["interrupted"]:
+    if run.is_interrupted:
         console.print("interrupted: this is a partial result", style="bold yellow")
 
 
-def _save(args: argparse.Namespace, run: RunResult[RequestRecord], console: Console) -> None:
+def _save(args: argparse.Namespace, run: SimulatedRun, console: Console) -> None:
     from onbeat.cli.outputs import save_all
-    from onbeat.cli.simulate_output import shown_settings
+    from onbeat.cli.simulate_output import result_keys, shown_settings
     from onbeat.metrics.records_file import write_records
     from onbeat.report.result import write_document
     from onbeat.report.run_report import write_report
@@ -127,7 +127,7 @@ def _save(args: argparse.Namespace, run: RunResult[RequestRecord], console: Cons
         write_report(args.report, [run], percentiles=(50.0, 90.0, 99.0), settings=settings, what="Simulation")
 
     writers = {
-        args.json: lambda: write_document(args.json, run.summary),
+        args.json: lambda: write_document(args.json, result_keys(run)),
         args.records: lambda: write_records(args.records, run.records),
         args.report: report,
         args.timeline: lambda: None,  # it was written while the run went on

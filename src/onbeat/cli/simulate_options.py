@@ -7,7 +7,7 @@ import argparse
 from onbeat.cli.args import add_config_flag
 from onbeat.cli.options import add_options, given_options, read_options
 from onbeat.cli.simulate_speculation import add_speculation_arguments, speculation_settings
-from onbeat.cli.workload_options import add_workload_arguments
+from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import settings_of
 from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings
@@ -19,7 +19,7 @@ def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, ReplicaSettings)
     add_options(parser, DisaggregationSettings, has_defaults=False)
     add_speculation_arguments(parser)
-    add_workload_arguments(parser)
+    add_options(parser, WorkloadOptions)
 
 
 def replica_settings(args: argparse.Namespace) -> ReplicaSettings:

@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.metrics.summary import GroupSummary, SummaryOptions, summarise
+from onbeat.metrics.summary_keys import run_keys
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.speculative import draft_pass
 from onbeat.perfmodel.utilisation import StepWork
-from onbeat.report.result import SCHEDULED, RunResult
+from onbeat.report.drafts import SimulatedDrafts
+from onbeat.report.result import SCHEDULED, Level, MachineSummary, RunHeader, RunResult
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.outcomes import add_outcomes
+from onbeat.simulator.outcomes import GroupOutcomes, RunOutcomes, tell_outcomes
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import ReplicaSettings, Simulation
 from onbeat.workload.offered import OfferedLoad
 
 HIDDEN_SETTINGS = frozenset({"run", "command"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun(RunResult[RequestRecord]):
+    """One simulated run, and what it was made with."""
+
+    settings: ReplicaSettings
+    simulation: Simulation
+    outcomes: RunOutcomes
+    num_replicas: int
+    num_interrupted_requests: int
+    num_overlong: int
+    """Requests left out because they are longer than the model takes."""
+    machine: MachineSummary
+    drafts: SimulatedDrafts | None
 
 
 def as_run(
@@ -31,92 +51,97 @@ def as_run(
     *,
     options: SummaryOptions,
     label: str | None = None,
-) -> RunResult[RequestRecord]:
+) -> SimulatedRun:
     """Return a simulated run in the form in which measured runs are shown."""
-    limits = simulation.config.scheduler
-    summary: dict[str, Any] = {
-        "date": datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
-        "backend": "simulation",
-        "label": label,
-        "model_id": simulation.model.name,
-        "device": simulation.device.id,
-        "dtype": settings.dtype,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "pipeline_parallel_size": settings.pipeline_parallel,
-        "replicas": len(result.replicas),
-        "router": settings.router,
-        "policy": limits.policy,
-        "max_num_seqs": limits.max_num_seqs,
-        "max_num_batched_tokens": limits.max_num_batched_tokens,
-        "max_model_len": limits.max_model_len,
-        "num_blocks": limits.num_blocks,
-        "block_size": limits.block_size,
-        "step_time": settings.step_time,
-        "step_noise": settings.step_noise,
-        "shed": settings.shed.value,
-        "shed_order": limits.shed_order,
-        "max_num_queued_reqs": limits.max_num_queued_reqs,
-        "max_num_queued_tokens": limits.max_num_queued_tokens,
-        "max_queue_seconds": limits.max_queue_seconds,
-        "num_prompts": result.num_requests,
-        "request_rate": load.rate if load.arrivals is not None else "inf",
-        "burstiness": None,
-        "max_concurrency": settings.max_concurrency,
-        "arrivals": "closed loop" if load.arrivals is None else "offered",
-        "dataset_name": load.name,
-        "title": "",
-        "series": "",
-        "seed": settings.seed,
-    }
     # Virtual time of an interrupted run may be 0.
-    summary |= summarise(result.records, duration=max(result.duration, 1e-9), options=options)
+    summary = summarise(result.records, duration=max(result.duration, 1e-9), options=options)
     idle = IdleReplica(simulation.step_time, host_overhead=settings.host_overhead)
-    add_outcomes(summary, result.records, idle)
+    outcomes = tell_outcomes(summary, result.records, idle)
+    machine = _machine(simulation, result)
+    return SimulatedRun(
+        header=_header(settings, simulation, load, result, label),
+        summary=outcomes.summary,
+        num_gpus=simulation.num_devices,
+        timing_origin=SCHEDULED,
+        is_interrupted=not result.is_complete,
+        records=result.records,
+        warnings=tuple(_warnings(simulation, load, machine, outcomes)),
+        machine=machine,
+        drafts=_drafts(simulation, result),
+        settings=settings,
+        simulation=simulation,
+        outcomes=outcomes,
+        num_replicas=len(result.replicas),
+        num_interrupted_requests=result.num_requests - len(result.records),
+        num_overlong=load.num_skipped,
+    )
+
+
+def _header(
+    settings: ReplicaSettings,
+    simulation: Simulation,
+    load: OfferedLoad,
+    result: SimulationResult,
+    label: str | None,
+) -> RunHeader:
+    return RunHeader(
+        model_id=simulation.model.name,
+        backend="simulation",
+        label=label,
+        date=datetime.now().astimezone().strftime("%Y%m%d-%H%M%S"),
+        dataset_name=load.name,
+        num_prompts=result.num_requests,
+        arrivals="closed loop" if load.arrivals is None else "offered",
+        burstiness=None,
+        level=Level(
+            request_rate=inf if load.rate is None else load.rate, max_concurrency=settings.max_concurrency
+        ),
+    )
+
+
+def _machine(simulation: Simulation, result: SimulationResult) -> MachineSummary:
     busy = sum(replica.busy_seconds for replica in result.replicas)
-    summary |= {
-        "interrupted": not result.is_complete,
-        "num_interrupted_requests": result.num_requests - len(result.records),
-        "timing_origin": SCHEDULED,
-        "num_gpus": simulation.num_devices,
-        "output_throughput_per_gpu": summary["output_throughput"] / simulation.num_devices,
-        "num_steps": result.num_steps,
-        "mean_step_ms": busy / result.num_steps * 1e3 if result.num_steps else None,
-        "num_preemptions": result.num_preemptions,
-        "prefix_cache_hit_rate": _ratio(result.num_prefix_hits, result.num_prefix_queries),
-        "kv_cache_peak_usage": max(
+    mbu, mfu = _utilisation(simulation, result, busy)
+    return MachineSummary(
+        num_steps=result.num_steps,
+        mean_step=_ratio(busy, result.num_steps),
+        num_preemptions=result.num_preemptions,
+        prefix_cache_hit_rate=_ratio(result.num_prefix_hits, result.num_prefix_queries),
+        kv_cache_peak_usage=max(
             # A replica that had not run when Ctrl-C came has no blocks.
             (each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks),
             default=None,
         ),
-        "replica_busy_share": _ratio(busy, result.duration * len(result.replicas)),
-        "pipeline_bubble_seconds": sum(replica.bubble_seconds for replica in result.replicas),
-        "speculation": _speculation(simulation, result),
-        "wall_seconds": result.wall_seconds,
-    }
-    summary |= {"num_overlong": load.num_skipped, **_utilisation(simulation, result, busy)}
-    return RunResult(summary=summary, records=result.records, warnings=_warnings(summary))
+        replica_busy_share=_ratio(busy, result.duration * len(result.replicas)),
+        pipeline_bubble_seconds=sum(replica.bubble_seconds for replica in result.replicas),
+        mbu=mbu,
+        mfu=mfu,
+        wall_seconds=result.wall_seconds,
+    )
 
 
-def _speculation(simulation: Simulation, result: SimulationResult) -> dict[str, Any] | None:
+def _drafts(simulation: Simulation, result: SimulationResult) -> SimulatedDrafts | None:
     """Return what was speculated and what became of it; None where nothing was."""
     config, counts = simulation.config.scheduler.speculation, result.drafts
     if config is None or counts is None:
         return None
-    return {
-        "num_speculative_tokens": config.num_speculative_tokens,
-        "draft_length": config.draft_length,
-        "num_drafted_tokens": counts.num_drafted,
-        "num_accepted_tokens": counts.num_accepted,
-        "accepted_share": _ratio(counts.num_accepted, counts.num_drafted),
-        "verifying_share": _ratio(counts.num_verify_rows, counts.num_rows),
-        "tokens_per_decode": counts.tokens_per_row,
-    }
+    return SimulatedDrafts(
+        num_speculative_tokens=config.num_speculative_tokens,
+        draft_length=config.draft_length,
+        num_drafted_tokens=counts.num_drafted,
+        num_accepted_tokens=counts.num_accepted,
+        accepted_share=_ratio(counts.num_accepted, counts.num_drafted),
+        verifying_share=_ratio(counts.num_verify_rows, counts.num_rows),
+        tokens_per_decode=counts.tokens_per_row,
+    )
 
 
-def _utilisation(simulation: Simulation, result: SimulationResult, busy: float) -> dict[str, float | None]:
+def _utilisation(
+    simulation: Simulation, result: SimulationResult, busy: float
+) -> tuple[float | None, float | None]:
     """Return MBU and MFU of the busy time, against the device's specification (`perfmodel.utilisation`)."""
     if not (result.num_steps and busy):
-        return {"mbu": None, "mfu": None}
+        return None, None
     step_work, draft_work = _work(simulation, simulation.model), None
     if simulation.draft is not None:
         draft_work = _work(simulation, simulation.draft)
@@ -135,10 +160,10 @@ def _utilisation(simulation: Simulation, result: SimulationResult, busy: float) 
             num_bytes += draft_work.bytes_read(one) * total.num_draft_passes
             num_operations += draft_work.flops(one) * total.num_draft_passes
     device = simulation.device
-    return {
-        "mbu": num_bytes / busy / device.memory_bandwidth,
-        "mfu": num_operations / busy / device.peak(simulation.precision.compute),
-    }
+    return (
+        num_bytes / busy / device.memory_bandwidth,
+        num_operations / busy / device.peak(simulation.precision.compute),
+    )
 
 
 def _work(simulation: Simulation, model: ModelSpec) -> StepWork:
@@ -162,25 +187,105 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (str, int, float, list, Path))
 
 
-def _warnings(summary: dict[str, Any]) -> tuple[str, ...]:
-    warnings = []
-    if summary["num_overlong"]:
-        warnings.append(
-            f"{summary['num_overlong']:,} requests were left out: longer than {summary['max_model_len']:,} "
-            "tokens"
+def _warnings(
+    simulation: Simulation, load: OfferedLoad, machine: MachineSummary, outcomes: RunOutcomes
+) -> Iterator[str]:
+    if load.num_skipped:
+        yield (
+            f"{load.num_skipped:,} requests were left out: longer than "
+            f"{simulation.config.scheduler.max_model_len:,} tokens"
         )
-    if summary["num_preemptions"]:
-        warnings.append(
-            f"{summary['num_preemptions']:,} preemptions: the KV cache ran full, and prompts were computed "
-            "again"
+    if machine.num_preemptions:
+        yield (
+            f"{machine.num_preemptions:,} preemptions: the KV cache ran full, and prompts were computed again"
         )
-    if summary["relegated"] or summary["expired"]:
-        warnings.append(
-            f"{summary['relegated']:,} requests were relegated to best effort, {summary['expired']:,} were "
-            "given up in the queue"
+    num_relegated, num_expired = outcomes.whole.num_relegated, outcomes.summary.counts.num_expired
+    if num_relegated or num_expired:
+        yield (
+            f"{num_relegated:,} requests were relegated to best effort, {num_expired:,} were given up in the "
+            "queue"
         )
-    if summary["hopeless"]:
-        warnings.append(
-            f"{summary['hopeless']:,} requests are hopeless: even an idle machine would miss their objectives"
-        )
-    return tuple(warnings)
+    if num_infeasible := outcomes.whole.num_infeasible:
+        yield f"{num_infeasible:,} requests are hopeless: even an idle machine would miss their objectives"
+
+
+def result_keys(run: SimulatedRun) -> dict[str, Any]:
+    """Return what is saved of a run: keys of `onbeat bench serve`, and those of a simulation."""
+    keys = _header_keys(run) | run_keys(run.summary) | _outcome_keys(run.summary, run.outcomes.whole)
+    for name, own in keys["classes"].items():
+        own |= _outcome_keys(run.summary.classes[name], run.outcomes.classes[name])
+    return keys | {
+        "interrupted": run.is_interrupted,
+        "num_interrupted_requests": run.num_interrupted_requests,
+        "timing_origin": run.timing_origin,
+        "num_gpus": run.num_gpus,
+        "output_throughput_per_gpu": run.point.output_throughput_per_gpu,
+        **_machine_keys(run),
+    }
+
+
+def _header_keys(run: SimulatedRun) -> dict[str, Any]:
+    header, settings, limits = run.header, run.settings, run.simulation.config.scheduler
+    return {
+        "date": header.date,
+        "backend": header.backend,
+        "label": header.label,
+        "model_id": header.model_id,
+        "device": run.simulation.device.id,
+        "dtype": settings.dtype,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "pipeline_parallel_size": settings.pipeline_parallel,
+        "replicas": run.num_replicas,
+        "router": settings.router,
+        "policy": limits.policy,
+        "max_num_seqs": limits.max_num_seqs,
+        "max_num_batched_tokens": limits.max_num_batched_tokens,
+        "max_model_len": limits.max_model_len,
+        "num_blocks": limits.num_blocks,
+        "block_size": limits.block_size,
+        "step_time": settings.step_time,
+        "step_noise": settings.step_noise,
+        "shed": settings.shed.value,
+        "shed_order": limits.shed_order,
+        "max_num_queued_reqs": limits.max_num_queued_reqs,
+        "max_num_queued_tokens": limits.max_num_queued_tokens,
+        "max_queue_seconds": limits.max_queue_seconds,
+        "num_prompts": header.num_prompts,
+        "request_rate": header.level.saved_rate,
+        "burstiness": header.burstiness,
+        "max_concurrency": header.level.max_concurrency,
+        "arrivals": header.arrivals,
+        "dataset_name": header.dataset_name,
+        "title": run.title,
+        "series": run.series,
+        "seed": settings.seed,
+    }
+
+
+def _outcome_keys(summary: GroupSummary, outcomes: GroupOutcomes) -> dict[str, Any]:
+    return {
+        "expired": summary.counts.num_expired,
+        "relegated": outcomes.num_relegated,
+        "admitted": summary.counts.num_admitted,
+        "attainment_admitted": summary.attainment_admitted,
+        "hopeless": outcomes.num_infeasible,
+        "median_predicted_ttft_error": outcomes.median_predicted_ttft_error,
+    }
+
+
+def _machine_keys(run: SimulatedRun) -> dict[str, Any]:
+    machine = run.machine
+    return {
+        "num_steps": machine.num_steps,
+        "mean_step_ms": None if machine.mean_step is None else machine.mean_step * 1e3,
+        "num_preemptions": machine.num_preemptions,
+        "prefix_cache_hit_rate": machine.prefix_cache_hit_rate,
+        "kv_cache_peak_usage": machine.kv_cache_peak_usage,
+        "replica_busy_share": machine.replica_busy_share,
+        "pipeline_bubble_seconds": machine.pipeline_bubble_seconds,
+        "speculation": None if run.drafts is None else run.drafts.keys(),
+        "wall_seconds": machine.wall_seconds,
+        "num_overlong": run.num_overlong,
+        "mbu": machine.mbu,
+        "mfu": machine.mfu,
+    }

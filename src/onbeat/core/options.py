@@ -59,6 +59,10 @@ class Option:
     unit: Literal["ms", "gbps"] | None = None
     """Of the command line; inside these are seconds and bytes per second."""
     at_least: int | None = None
+    is_switch: bool = False
+    """Of a boolean: a flag that turns it on, without one that turns it off."""
+    many: Literal["+", "*", "append"] = "+"
+    """Of a list: whether its values follow one flag, one at least or none too, or have a flag each."""
 
 
 def option(default: Any = MISSING, *, help: str, group: str, **about: Any) -> Any:
@@ -182,7 +186,8 @@ def _sorted(
     owners: dict[str, tuple[str, type[Any]] | None] = {each.name: None for each in fields(kind)}
     for each in fields(kind):
         if (inner := each.metadata.get(_PART)) is not None:
-            owners |= {name.name: (each.name, inner) for name in fields(inner)}
+            names = {name.name for name in fields(inner)} | {name.name for name in settings_of(inner)}
+            owners |= dict.fromkeys(names, (each.name, inner))
     own: dict[str, Any] = {}
     parts: dict[str, tuple[type[Any], dict[str, Any]]] = {}
     for name, value in values.items():

@@ -1,4 +1,4 @@
-r"""Whether requests got what they were promised.
+r"""Whether requests kept their objectives.
 
 A request with arrival $a$, objectives ttft, tbt and e2e, and deliveries at $t_1 \le \dots \le t_m$ is
 *good* if it completed, $t_1 - a \le$ ttft, $t_m - a \le$ e2e, and its tokens came in time, in one of two
@@ -26,7 +26,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,15 +62,6 @@ class Attainment:
         """Good requests per second; None without requests that have objectives."""
         return self.num_good / self.duration if self.num_offered else None
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the keys of a saved result."""
-        return {
-            "attainment": self.attainment,
-            "goodput": self.goodput,
-            "good": self.num_good,
-            "offered_with_slo": self.num_offered,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class JudgedRequests:
@@ -103,12 +93,12 @@ def judge(requests: Sequence[MeasuredRequest], *, mode: SLOMode = "stream") -> J
     ------
     ConfigError : an unknown mode.
     """
-    promised = [request for request in requests if has_objectives(request)]
-    return JudgedRequests(promised, good_requests(promised, mode=mode))
+    judged = [request for request in requests if has_objectives(request)]
+    return JudgedRequests(judged, good_requests(judged, mode=mode))
 
 
 def has_objectives(request: MeasuredRequest) -> bool:
-    """Return whether anything was promised."""
+    """Return whether a request has an objective."""
     return request.slo is not None and not request.slo.is_empty
 
 
@@ -158,7 +148,7 @@ def _score(chunk: DeliveryChunk, mode: SLOMode) -> Flags:
 
 
 def _limits(requests: Sequence[MeasuredRequest]) -> Iterator[tuple[float, float, float]]:
-    """Yield ttft, tbt and e2e of each request; infinity where nothing is promised."""
+    """Yield ttft, tbt and e2e of each request; infinity where there is no objective."""
     nothing = SLO()
     for request in requests:
         slo = request.slo or nothing

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,18 +68,6 @@ class GroupOutcome:
         """Share of the requests that are good."""
         return self.num_good / self.num_offered
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the keys of a saved result."""
-        return {
-            "min_prompt_tokens": self.min_prompt_tokens,
-            "max_prompt_tokens": self.max_prompt_tokens,
-            "offered": self.num_offered,
-            "good": self.num_good,
-            "attainment": self.attainment,
-            "longest_wait_ms": self.longest_wait * 1e3,
-            "median_ttft_ms": None if self.median_ttft is None else self.median_ttft * 1e3,
-        }
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantOutcome:
@@ -91,22 +78,28 @@ class TenantOutcome:
     num_tenants: int
     outcome: GroupOutcome
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the keys of a saved result."""
-        return {"tenant": self.tenant, "num_tenants": self.num_tenants, **self.outcome.as_dict()}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Who pays in a run."""
+
+    deciles: tuple[GroupOutcome, ...]
+    """By length of prompt, the shortest first."""
+    tenants: tuple[TenantOutcome, ...]
+    """The one with the most requests first."""
+    worst_decile: GroupOutcome | None
+    """None where there are no two to compare."""
 
 
-def breakdown_keys(judged: JudgedRequests) -> dict[str, Any]:
-    """Return who pays, under the keys of a saved result."""
+def break_down(judged: JudgedRequests) -> Breakdown:
+    """Return who pays among judged requests."""
     outcomes = outcomes_of(judged)
     deciles = by_prompt_decile(outcomes)
-    worst = worst_decile(deciles)
-    tenants = by_tenant(outcomes, [request.tenant for request in judged.requests])
-    return {
-        "attainment_by_prompt_decile": [decile.as_dict() for decile in deciles],
-        "attainment_by_tenant": [tenant.as_dict() for tenant in tenants],
-        "worst_decile": None if worst is None else worst.as_dict(),
-    }
+    return Breakdown(
+        deciles=deciles,
+        tenants=by_tenant(outcomes, [request.tenant for request in judged.requests]),
+        worst_decile=worst_decile(deciles),
+    )
 
 
 def outcomes_of(judged: JudgedRequests) -> Outcomes:

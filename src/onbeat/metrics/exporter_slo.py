@@ -1,4 +1,4 @@
-"""Prometheus names for promises, and for what the policy does to keep them."""
+"""Prometheus names for objectives, and for what the policy does to keep them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _policy(counts: PolicyCounts) -> Iterator[Metric]:
         yield counter("onbeat_requests_relegated", "Requests turned into best effort", state.num_relegated)
         yield counter(
             "onbeat_requests_lost",
-            "Running requests that could no longer keep their promise",
+            "Running requests that could no longer keep their objectives",
             state.num_missed,
         )
 

@@ -60,7 +60,7 @@ class MeasuredRequest(Protocol):
 
     @property
     def slo(self) -> SLO | None:
-        """What it was promised; None is nothing."""
+        """Its objectives; None has none."""
         ...
 
     @property

@@ -22,7 +22,7 @@ class RequestRecord:
     request_class: str | None = None
     """Name of the class of objectives that it belongs to."""
     slo: SLO | None = None
-    """What it was promised; None is nothing."""
+    """Its objectives; None has none."""
     tenant: str | None = None
     """For whom it is; None where nobody said."""
     offered_output_tokens: int | None = None

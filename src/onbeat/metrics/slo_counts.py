@@ -1,4 +1,4 @@
-"""Count kept and broken promises by class of objectives, since the start and of late.
+"""Count kept and missed objectives by class, since the start and of late.
 
 A class is a name from the server's list, so that the number of time series stays small; requests with
 objectives of their own and no class are counted as `unnamed`.
@@ -23,7 +23,7 @@ from onbeat.metrics.record import RequestRecord
 
 UNNAMED = "unnamed"
 OUTCOMES = ("good", "bad", "rejected", "expired", "abandoned")
-"""What became of a request. `abandoned`: its caller left while its promise was still kept; not judged."""
+"""What became of a request. `abandoned`: its caller left while its objectives were still kept; not judged."""
 WINDOW_SECONDS = 60.0
 """What "of late" is."""
 
@@ -137,7 +137,7 @@ class SLOCounts:
 
 
 def objectives_by_class(counts: SLOCounts) -> dict[tuple[str, ...], float | None]:
-    """Return (class, `ttft`, `tbt` or `e2e`) -> seconds, None where nothing is promised."""
+    """Return (class, `ttft`, `tbt` or `e2e`) -> seconds, None where there is no objective."""
     return dict(
         chain.from_iterable(_objectives(name, own.objectives) for name, own in counts.classes.items())
     )

@@ -12,35 +12,29 @@ TPOT     $(t_m - t_1) / (n - 1)$, one per request      ``tpot``; left out where 
 E2E      $t_m - a$                                     ``e2el``
 =======  ============================================  =============================================
 
-Times are seconds inside; keys that end in ``_ms`` are milliseconds.
+Times are seconds inside; fields and keys that end in ``_ms`` are milliseconds. `summary_keys` says under
+which keys a summary is saved.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLOMode, slo_mode_option
+from onbeat.core.slo import SLO, SLOMode, slo_mode_option
 from onbeat.metrics.attainment import Attainment, JudgedRequests, has_objectives, judge
-from onbeat.metrics.breakdown import breakdown_keys
+from onbeat.metrics.breakdown import Breakdown, break_down
+from onbeat.metrics.distribution import Array, Distribution, describe, percentile
 from onbeat.metrics.measured import MeasuredRequest as MeasuredRequest
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.samples import grouped_samples
 
-SCHEMA_VERSION = 1
-"""Of the keys of `summarise`."""
-
-Array = NDArray[np.float64]
-
 METRICS = ("ttft", "tpot", "itl", "e2el")
 OBJECTIVES = ("ttft", "tpot", "tbt", "e2el")
-CHUNK_VALUES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,33 +60,132 @@ class SummaryOptions:
                 raise ConfigError(f"objective {name} must be above 0, got {seconds * 1e3:g} ms")
 
 
-def percentile(values: ArrayLike, p: float) -> float:
-    """Return the p-th percentile by linear interpolation between order statistics.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """How many requests ended in which way, and the tokens of those that completed."""
 
-    Parameters
-    ----------
-    values : one-dimensional, at least one value, in any order.
-    p : in [0, 100].
-    """
-    return quantiles(np.array(values, dtype=np.float64), [p], overwrite=True)[0]
+    duration: float
+    """Length of the measured interval, seconds."""
+    num_offered: int
+    num_completed: int
+    num_rejected: int
+    num_expired: int = 0
+    """Given up in a queue; 0 also where nobody tells these from failures."""
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    @property
+    def num_failed(self) -> int:
+        return self.num_offered - self.num_completed - self.num_rejected - self.num_expired
+
+    @property
+    def num_admitted(self) -> int:
+        return self.num_offered - self.num_rejected
+
+    @property
+    def request_throughput(self) -> float:
+        """Completed requests per second."""
+        return self.num_completed / self.duration
+
+    @property
+    def output_throughput(self) -> float:
+        """Output tokens of completed requests per second."""
+        return self.num_output_tokens / self.duration
+
+    @property
+    def total_token_throughput(self) -> float:
+        """Prompt and output tokens of completed requests per second."""
+        return (self.num_prompt_tokens + self.num_output_tokens) / self.duration
 
 
-def quantiles(values: Array, percentiles: Sequence[float], *, overwrite: bool = False) -> list[float]:
-    """Return several percentiles as `percentile` defines them.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """How many requests were good: by the objectives that they carry, else by those of the whole run."""
 
-    Parameters
-    ----------
-    overwrite : reorder `values` in place: no copy, whatever their size.
-    """
-    if not values.size:
-        raise ValueError("the percentile of no values is not defined")
-    ordered = values if overwrite else values.copy()
-    positions = np.asarray(percentiles, dtype=np.float64) * (ordered.size - 1) / 100
-    low = np.floor(positions).astype(np.int64)
-    high = np.minimum(low + 1, ordered.size - 1)
-    ordered.partition(np.unique(np.concatenate([low, high])))
-    found = ordered[low] + (ordered[high] - ordered[low]) * (positions - low)
-    return [float(value) for value in found]
+    own: Attainment
+    """Of the requests that carry objectives; of none where none does."""
+    slo_mode: SLOMode
+    """How these were judged."""
+    by_run: Attainment | None = None
+    """Of all requests by the objectives of `SummaryOptions`; None where it has none."""
+
+    @property
+    def num_good(self) -> int | None:
+        """Good requests among those that carry objectives; None where none does."""
+        return self.own.num_good if self.own.num_offered else None
+
+    @property
+    def attainment(self) -> float | None:
+        """Share of the requests that are good; None where nothing was asked of them."""
+        if self.own.num_offered or self.by_run is None:
+            return self.own.attainment
+        return self.by_run.attainment
+
+    @property
+    def goodput(self) -> float | None:
+        """Good requests per second; None where nothing was asked of them."""
+        return self.own.goodput if self.own.num_offered else self.request_goodput
+
+    @property
+    def request_goodput(self) -> float | None:
+        """Good requests per second by the objectives of the run; where it has none, as `goodput`."""
+        if self.by_run is not None:
+            return self.by_run.num_good / self.by_run.duration
+        return self.own.goodput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupSummary:
+    """The numbers of some requests of a run."""
+
+    counts: Counts
+    score: Score
+    latencies: Mapping[str, Distribution]
+    """By metric, as `METRICS` names them."""
+
+    @property
+    def attainment_admitted(self) -> float | None:
+        """Share of the requests that were not refused that are good; None without objectives of their own."""
+        num_good, num_admitted = self.score.num_good, self.counts.num_admitted
+        return None if num_good is None or not num_admitted else num_good / num_admitted
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassSummary(GroupSummary):
+    """The numbers of one class of objectives."""
+
+    objectives: SLO | None
+    """None where the class asks for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSummary(GroupSummary):
+    """The numbers of a whole run."""
+
+    max_output_tokens_per_s: float
+    """Most output tokens that arrived within one second."""
+    max_concurrent_requests: int
+    classes: Mapping[str, ClassSummary]
+    """By name; requests of no class are in none."""
+    breakdown: Breakdown
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyStatistic:
+    """A number of a summary by name: the mean of TTFT, the 99th percentile of gaps."""
+
+    metric: str
+    """Of `METRICS`."""
+    statistic: str
+    """As `Distribution.statistics_ms` names it."""
+
+    def of(self, summary: GroupSummary) -> float | None:
+        """Return the value, milliseconds; None where it was not asked for or there is none."""
+        return summary.latencies[self.metric].statistics_ms.get(self.statistic)
+
+    def is_in(self, summary: GroupSummary) -> bool:
+        """Return whether the statistic was asked for."""
+        return self.statistic in summary.latencies[self.metric].statistics_ms
 
 
 def ttft(request: MeasuredRequest) -> float:
@@ -121,46 +214,6 @@ def tpot(request: MeasuredRequest) -> float | None:
 def collect_samples(requests: Sequence[MeasuredRequest]) -> dict[str, Array]:
     """Return every value of each metric over the completed requests, seconds; `itl` pools all gaps."""
     return grouped_samples([[request for request in requests if request.is_completed]])[0]
-
-
-def percentile_name(p: float) -> str:
-    """Return how result keys spell a percentile: 99 -> p99, 99.9 -> p99.9."""
-    return f"p{p:g}"
-
-
-def describe(
-    values: Array, name: str, percentiles: Sequence[float], *, overwrite: bool = False
-) -> dict[str, float | None]:
-    """Return mean, median, standard deviation, maximum and percentiles under result keys, in milliseconds.
-
-    Parameters
-    ----------
-    values : seconds; with no values every entry is None.
-    name : the metric, as result keys spell it.
-    overwrite : reorder `values` in place instead of copying them.
-    """
-    spelled = [percentile_name(p) for p in percentiles]
-    if not values.size:
-        return {f"{statistic}_{name}_ms": None for statistic in ("mean", "median", "std", "max", *spelled)}
-    median, *others = quantiles(values, [50, *percentiles], overwrite=overwrite)
-    statistics = {
-        "mean": float(values.mean()),
-        "median": median,
-        "std": _standard_deviation(values),
-        "max": float(values.max()),
-        **dict(zip(spelled, others, strict=True)),
-    }
-    return {f"{statistic}_{name}_ms": value * 1e3 for statistic, value in statistics.items()}
-
-
-def _standard_deviation(values: Array) -> float:
-    """Return the standard deviation without an array of deviations as large as the values."""
-    mean = values.mean()
-    squares = sum(
-        float(np.square(values[start : start + CHUNK_VALUES] - mean).sum())
-        for start in range(0, values.size, CHUNK_VALUES)
-    )
-    return math.sqrt(squares / values.size)
 
 
 def is_good(request: MeasuredRequest, objectives: Mapping[str, float]) -> bool:
@@ -213,7 +266,7 @@ def peak_output_rate(requests: Sequence[MeasuredRequest]) -> float:
 
 def summarise(
     requests: Sequence[MeasuredRequest], *, duration: float, options: SummaryOptions | None = None
-) -> dict[str, Any]:
+) -> RunSummary:
     """Return counts, throughputs, goodput and the latency statistics of one run.
 
     Parameters
@@ -222,32 +275,30 @@ def summarise(
         in attainment's denominator. Goodput, good requests per second, has no such denominator.
     duration : length of the measured interval, seconds, above 0.
     options : which metrics, percentiles and objectives.
-
-    Returns
-    -------
-    Keys as `vllm bench serve` writes them, where it has them.
     """
     options = options or SummaryOptions()
     groups = _by_class(requests)
     total, by_class = grouped_samples([[r for r in group if r.is_completed] for group in groups.values()])
-    result = {"schema_version": SCHEMA_VERSION, "duration": duration} | _counts(requests, duration)
-    result |= {
-        "request_goodput": None,
-        "max_output_tokens_per_s": peak_output_rate(requests),
-        "max_concurrent_requests": peak_concurrency(requests),
-    }
     judged = judge(requests, mode=options.slo_mode)
-    result |= _attainment(requests, judged.attainment(duration), options)
-    result["classes"] = {
-        name: _counts(group, duration)
-        | _attainment(group, judged.of_class(name).attainment(duration), options)
-        | _objectives_ms(group[0])
-        | _latencies(samples, options)
+    classes = {
+        name: ClassSummary(
+            counts=_counts(group, duration),
+            score=_score(group, judged.of_class(name).attainment(duration), options),
+            latencies=_latencies(samples, options),
+            objectives=group[0].slo if has_objectives(group[0]) else None,
+        )
         for (name, group), samples in zip(groups.items(), by_class, strict=True)
         if name is not None
     }
-    result |= breakdown_keys(_scored(requests, judged, options))
-    return result | _latencies(total, options)
+    return RunSummary(
+        counts=_counts(requests, duration),
+        score=_score(requests, judged.attainment(duration), options),
+        latencies=_latencies(total, options),
+        max_output_tokens_per_s=peak_output_rate(requests),
+        max_concurrent_requests=peak_concurrency(requests),
+        classes=classes,
+        breakdown=break_down(_scored(requests, judged, options)),
+    )
 
 
 def _by_class(requests: Sequence[MeasuredRequest]) -> dict[str | None, list[MeasuredRequest]]:
@@ -257,38 +308,24 @@ def _by_class(requests: Sequence[MeasuredRequest]) -> dict[str | None, list[Meas
     return dict(sorted(groups.items(), key=lambda item: item[0] or ""))
 
 
-def _counts(requests: Sequence[MeasuredRequest], duration: float) -> dict[str, Any]:
+def _counts(requests: Sequence[MeasuredRequest], duration: float) -> Counts:
     done = [request for request in requests if request.is_completed]
-    num_rejected = sum(request.is_rejected for request in requests)
-    num_prompt_tokens = sum(request.num_prompt_tokens for request in done)
-    num_output_tokens = sum(request.num_output_tokens for request in done)
-    return {
-        "offered": len(requests),
-        "completed": len(done),
-        "failed": len(requests) - len(done) - num_rejected,
-        "rejected": num_rejected,
-        "total_input_tokens": num_prompt_tokens,
-        "total_output_tokens": num_output_tokens,
-        "request_throughput": len(done) / duration,
-        "output_throughput": num_output_tokens / duration,
-        "total_token_throughput": (num_prompt_tokens + num_output_tokens) / duration,
-    }
+    return Counts(
+        duration=duration,
+        num_offered=len(requests),
+        num_completed=len(done),
+        num_rejected=sum(request.is_rejected for request in requests),
+        num_prompt_tokens=sum(request.num_prompt_tokens for request in done),
+        num_output_tokens=sum(request.num_output_tokens for request in done),
+    )
 
 
-def _attainment(
-    requests: Sequence[MeasuredRequest], own: Attainment, options: SummaryOptions
-) -> dict[str, Any]:
-    """Return attainment and goodput: by the requests' own objectives, or by those of the options."""
-    result: dict[str, Any] = {"attainment": own.attainment, "goodput": own.goodput}
-    if own.num_offered:
-        result |= own.as_dict() | {"slo_mode": options.slo_mode, "request_goodput": own.goodput}
+def _score(requests: Sequence[MeasuredRequest], own: Attainment, options: SummaryOptions) -> Score:
+    by_run = None
     if options.objectives:
         num_good = sum(is_good(request, options.objectives) for request in requests)
-        result["request_goodput"] = num_good / own.duration
-        if not own.num_offered:
-            result["goodput"] = num_good / own.duration
-            result["attainment"] = num_good / len(requests) if requests else None
-    return result
+        by_run = Attainment(num_offered=len(requests), num_good=num_good, duration=own.duration)
+    return Score(own=own, slo_mode=options.slo_mode, by_run=by_run)
 
 
 def _scored(
@@ -301,74 +338,26 @@ def _scored(
     return JudgedRequests(requests, np.array(good, dtype=np.bool_))
 
 
-def _objectives_ms(request: MeasuredRequest) -> dict[str, Any]:
-    if not has_objectives(request):
-        return {}
+def _latencies(samples: Mapping[str, Array], options: SummaryOptions) -> dict[str, Distribution]:
     return {
-        f"slo_{name}_ms": None if (limit := getattr(request.slo, name)) is None else limit * 1e3
-        for name in ("ttft", "tbt", "e2e")
+        metric: describe(values, options.percentiles if metric in options.metrics else (), overwrite=True)
+        for metric, values in samples.items()
     }
 
 
-def _latencies(samples: Mapping[str, Array], options: SummaryOptions) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name, values in samples.items():
-        percentiles = options.percentiles if name in options.metrics else ()
-        result |= describe(values, name, percentiles, overwrite=True)
-    return result
-
-
-def bootstrap_interval(
-    groups: Sequence[Array],
-    statistic: Callable[[Array], float],
-    rng: np.random.Generator,
-    *,
-    num_resamples: int = 1000,
-    level: float = 0.95,
-) -> tuple[float, float]:
-    """Return a percentile bootstrap interval of a statistic of pooled values.
-
-    Whole groups are drawn again, not single values: the gaps of one request depend on each other, so a
-    request's gaps are one group. For one value a request, pass arrays of length one.
+def with_expired(summary: RunSummary, expired: Sequence[MeasuredRequest]) -> RunSummary:
+    """Return a summary that counts requests given up in a queue apart from failures, in its classes too.
 
     Parameters
     ----------
-    groups : at least one non-empty array.
-    statistic : maps pooled values to one number.
-    level : share of resamples inside the interval, in (0, 1).
-
-    References
-    ----------
-    Efron and Tibshirani, "An Introduction to the Bootstrap", 1993, chapters 8 and 13.
+    expired : those of the summary's requests that were given up.
     """
-    draws = bootstrap_draws(groups, statistic, rng, num_resamples=num_resamples)
-    tail = (1 - level) / 2 * 100
-    return percentile(draws, tail), percentile(draws, 100 - tail)
-
-
-def bootstrap_draws(
-    groups: Sequence[Array],
-    statistic: Callable[[Array], float],
-    rng: np.random.Generator,
-    *,
-    num_resamples: int = 1000,
-) -> Array:
-    """Return the statistic of `num_resamples` resamples (see `bootstrap_interval`)."""
-    sizes = np.array([len(group) for group in groups])
-    if not sizes.sum():
-        raise ValueError("a bootstrap needs at least one value")
-    pooled = np.concatenate(list(groups))
-    starts = np.concatenate([[0], np.cumsum(sizes)[:-1]])
-    draws = np.empty(num_resamples)
-    for i in range(num_resamples):
-        chosen = rng.integers(len(groups), size=len(groups))
-        while not sizes[chosen].sum():  # every drawn group is empty: possible when most requests have no gap
-            chosen = rng.integers(len(groups), size=len(groups))
-        draws[i] = statistic(pooled[_ranges(starts[chosen], sizes[chosen])])
-    return draws
-
-
-def _ranges(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Concatenate the index ranges [start, start + size)."""
-    offsets = np.repeat(starts - np.concatenate([[0], np.cumsum(sizes)[:-1]]), sizes)
-    return offsets + np.arange(sizes.sum())
+    by_class = Counter(request.request_class for request in expired)
+    return replace(
+        summary,
+        counts=replace(summary.counts, num_expired=len(expired)),
+        classes={
+            name: replace(own, counts=replace(own.counts, num_expired=by_class[name]))
+            for name, own in summary.classes.items()
+        },
+    )

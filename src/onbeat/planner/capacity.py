@@ -12,12 +12,13 @@ import numpy as np
 from scipy.special import stdtrit
 
 from onbeat.core.errors import ConfigError
-from onbeat.planner.cases import Case, Labels
+from onbeat.planner.cases import BuiltCase, Case, Labels
 from onbeat.planner.objective import Objective
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
-from onbeat.planner.service_rate import service_rate
 from onbeat.planner.trial import run_trial
+from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
+from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 LEVEL = 0.95
@@ -109,6 +110,32 @@ class Capacity:
         }
 
 
+def service_rate(case: BuiltCase, load: OfferedLoad) -> float:
+    """Return about how many requests per second all replicas serve when their batches are always full.
+
+    Each step decodes a full batch and takes in as many prompt tokens as keep it full: per decode the mean
+    prompt over the mean output, but no more than the token budget has room for. Latency is not looked at.
+    """
+    limits = case.config.scheduler
+    mean_prompt = float(load.num_prompt_tokens.mean())
+    mean_output = float(load.num_output_tokens.mean())
+    context = mean_decode_context(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist())
+    num_kv_tokens = limits.num_blocks * limits.block_size
+    num_decodes = max(1, min(limits.max_num_seqs, num_kv_tokens // context, len(load)))
+    num_prompt_tokens = num_decodes * mean_prompt / mean_output
+    room = max(1.0, limits.max_num_batched_tokens - num_decodes)
+    num_steps_each = mean_output * max(1.0, num_prompt_tokens / room) / num_decodes
+    budget = num_decodes + max(1, round(min(num_prompt_tokens, room)))
+    shape = full_step(budget, max_num_seqs=num_decodes, context_tokens=context)
+    seconds = case.step_time.step_time(shape) + case.config.host_overhead
+    return _num_replicas(case.config) / (num_steps_each * seconds)
+
+
+def _num_replicas(config: SimulationConfig) -> int:
+    pools = config.disaggregation
+    return config.num_replicas if pools is None else pools.prefill.num_replicas + pools.decode.num_replicas
+
+
 def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
     """Search one repeat of one case; a worker of `parallel.run_tasks`. Reports each `Trial`."""
     try:
@@ -140,7 +167,7 @@ def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:
 
 
 def _explain(task: CapacityTask, context: TaskContext, bracket: Bracket) -> str:
-    """Return what binds, with the numbers of a whole run: the search gives lost ones up early."""
+    """Return what binds, with the numbers of a whole run: the search ends a run that misses early."""
     if not bracket.is_finished or bracket.high == inf:
         return bracket.limit
     load = task.load.at_rate(bracket.high)

@@ -6,21 +6,22 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
+from onbeat.metrics.summary import LatencyStatistic
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.cases import Labels, case_name, short_name
-from onbeat.planner.frontier import FrontierPoint, group_points
+from onbeat.planner.frontier import FrontierPoint
 from onbeat.report.charts import COLOURS, height_with_legend, tradeoff_figure
 from onbeat.report.page import Figure
-from onbeat.report.result import AnyResult, RunResult
+from onbeat.report.result import TradeoffPoint
 
 TITLES = {
-    "median_tpot_ms": "Median TPOT against throughput",
-    "median_ttft_ms": "Median TTFT against throughput",
-    "p99_itl_ms": "P99 TBT against throughput",
+    LatencyStatistic("tpot", "median"): "Median TPOT against throughput",
+    LatencyStatistic("ttft", "median"): "Median TTFT against throughput",
+    LatencyStatistic("itl", "p99"): "P99 TBT against throughput",
 }
 RATE_TITLES = {
-    "median_ttft_ms": "Median TTFT against request rate",
-    "p99_itl_ms": "P99 TBT against request rate",
+    LatencyStatistic("ttft", "median"): "Median TTFT against request rate",
+    LatencyStatistic("itl", "p99"): "P99 TBT against request rate",
 }
 
 
@@ -97,30 +98,41 @@ def frontier_figures(points: Sequence[FrontierPoint]) -> list[Figure]:
 
     Points of an open loop are also shown over the request rate, as Sarathi-Serve plots them.
     """
-    results: list[AnyResult] = [
-        RunResult(title=f"{point.series} {point.level.name}", series=point.series, summary=point.summary)
+    runs = [point.run for point in points if point.run is not None]
+    figures = [tradeoff_figure(runs, latency, title) for latency, title in TITLES.items()]
+    open_loop = [
+        (point.level.request_rate, point.run)
         for point in points
-        if point.summary
+        if point.level.request_rate is not None and point.run is not None
     ]
-    figures = [tradeoff_figure(results, key, title) for key, title in TITLES.items()]
-    open_loop = [point for point in points if point.level.request_rate is not None]
-    figures += [_over_rate_figure(open_loop, key, title) for key, title in RATE_TITLES.items()]
+    figures += [_over_rate_figure(open_loop, latency, title) for latency, title in RATE_TITLES.items()]
     return [figure for figure in figures if figure is not None]
 
 
-def _over_rate_figure(points: Sequence[FrontierPoint], key: str, title: str) -> Figure | None:
-    lines = []
-    for position, (series, members) in enumerate(group_points(points).items()):
-        drawn = [point for point in members if point.summary.get(key) is not None]
-        lines.append(
-            _line(
-                series,
-                position,
-                hover="%{y:.1f} ms at %{x:g} requests/s",
-                x=[point.level.request_rate or 0.0 for point in drawn],
-                y=[point.summary[key] for point in drawn],
-            )
+def _over_rate_figure(
+    runs: Sequence[tuple[float, TradeoffPoint]], latency: LatencyStatistic, title: str
+) -> Figure | None:
+    """Return a latency statistic over the request rate, a line a case; None without a run.
+
+    Parameters
+    ----------
+    runs : each with its rate, requests per second.
+    """
+    series: dict[str, list[tuple[float, float]]] = {}
+    for rate, run in runs:
+        drawn = series.setdefault(run.series, [])
+        if (value := latency.of(run.summary)) is not None:
+            drawn.append((rate, value))
+    lines = [
+        _line(
+            name,
+            position,
+            hover="%{y:.1f} ms at %{x:g} requests/s",
+            x=[rate for rate, _ in drawn],
+            y=[value for _, value in drawn],
         )
+        for position, (name, drawn) in enumerate(series.items())
+    ]
     if not lines:
         return None
     layout = {

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.metrics.summary_keys import run_keys
 from onbeat.planner.cases import Case, Labels, case_name
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Stopped
 from onbeat.planner.trial import require_finished, stop_if
+from onbeat.report.result import TradeoffPoint
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 
@@ -51,9 +52,8 @@ class FrontierPoint:
 
     labels: Labels
     level: Level
-    summary: dict[str, Any]
-    """Keys of `metrics.summary.summarise`, and `request_rate`, `max_concurrency`, `num_gpus`,
-    `output_throughput_per_gpu` as a load test writes them; empty where the case cannot run."""
+    run: TradeoffPoint | None
+    """None where the case cannot run."""
     error: str = ""
     """Why it cannot run."""
 
@@ -78,26 +78,28 @@ def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
         )
         require_finished(result)
     except ConfigError as error:
-        return FrontierPoint(labels=task.case.labels, level=level, summary={}, error=str(error))
+        return FrontierPoint(labels=task.case.labels, level=level, run=None, error=str(error))
     except Stopped:
         context.stop()
         return None
     summary = summarise(result.records, duration=result.duration, options=SummaryOptions())
-    summary |= {
-        "request_rate": "inf" if level.request_rate is None else level.request_rate,
-        "max_concurrency": level.concurrency,
-        "num_gpus": built.num_devices,
-        "output_throughput_per_gpu": summary["output_throughput"] / built.num_devices,
-    }
-    point = FrontierPoint(labels=task.case.labels, level=level, summary=summary)
+    labels = task.case.labels
+    run = TradeoffPoint(
+        series=case_name(labels), level=level.name, summary=summary, num_gpus=built.num_devices
+    )
+    point = FrontierPoint(labels=labels, level=level, run=run)
     context.report(point)
     return point
 
 
-def group_points(points: Sequence[FrontierPoint]) -> dict[str, list[FrontierPoint]]:
-    """Return the points that ran, by case, in their order."""
-    groups: dict[str, list[FrontierPoint]] = {}
-    for point in points:
-        if point.summary:
-            groups.setdefault(point.series, []).append(point)
-    return groups
+def point_keys(point: FrontierPoint) -> dict[str, Any]:
+    """Return what is saved of a run, under the keys of a load test; {} of a case that cannot run."""
+    if point.run is None:
+        return {}
+    rate = point.level.request_rate
+    return run_keys(point.run.summary) | {
+        "request_rate": "inf" if rate is None else rate,
+        "max_concurrency": point.level.concurrency,
+        "num_gpus": point.run.num_gpus,
+        "output_throughput_per_gpu": point.run.output_throughput_per_gpu,
+    }

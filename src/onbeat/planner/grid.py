@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
 from onbeat.core.slo import DEFAULT_SHED_ORDER
+from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 
 
@@ -76,3 +79,22 @@ def _choices_without(name: str) -> dict[str, Any]:
     if policy.slo is None:
         unused["shed_order"] = DEFAULT_SHED_ORDER
     return unused
+
+
+@dataclass(frozen=True, slots=True)
+class HopelessOn:
+    """Says of a request whether even an idle replica of a case would miss its objectives.
+
+    It can be sent to other processes, as the case can; there the replica is built when it is first asked.
+    """
+
+    case: ReplicaCase
+
+    def __call__(self, record: RequestRecord) -> bool:
+        return _idle_replica(self.case)(record)
+
+
+@lru_cache(maxsize=16)
+def _idle_replica(case: ReplicaCase) -> IdleReplica:
+    built = case.build()
+    return IdleReplica(built.step_time, host_overhead=built.config.host_overhead)

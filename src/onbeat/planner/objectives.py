@@ -30,12 +30,18 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
+from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import percentile
-from onbeat.planner.hopeless import Allowance, allowed_above
-from onbeat.planner.objective import Objective, unfinished
+from onbeat.planner.objective import (
+    Allowance,
+    Measure,
+    Objective,
+    Verdict,
+    allowed_above,
+    unfinished,
+    verdict_of,
+)
 from onbeat.planner.share_objectives import DEFAULT_SHARE, AttainmentObjective, DistServeObjective
-from onbeat.planner.verdict import Measure, Verdict, verdict_of
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 

@@ -1,4 +1,4 @@
-"""Objectives that count requests: how many must keep what they were promised."""
+"""Objectives that count requests: how many must keep their own."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.attainment import TOLERANCE, Flags, good_requests, has_objectives
 from onbeat.metrics.record import RequestRecord
-from onbeat.planner.hopeless import Allowance
-from onbeat.planner.objective import unfinished
-from onbeat.planner.verdict import Measure, Verdict, verdict_of
+from onbeat.planner.objective import Allowance, Measure, Verdict, unfinished, verdict_of
 from onbeat.simulator.result import SimulationResult
 from onbeat.workload.offered import OfferedLoad
 
@@ -49,12 +47,12 @@ class AttainmentObjective:
     def judge(self, result: SimulationResult) -> Verdict:
         if missing := unfinished(result):
             return missing
-        promised = _promised(result.records, self.name)
-        records = self._counted(promised)
+        judged = _with_objectives(result.records, self.name)
+        records = self._counted(judged)
         if not records:
             return Verdict(is_met=False, reason=_ALL_HOPELESS)
         verdict = _judge_share(records, good_requests(records, mode=self.mode), self.share, self.mode)
-        num_hopeless = len(promised) - len(records)
+        num_hopeless = len(judged) - len(records)
         if num_hopeless:
             verdict = replace(verdict, reason=f"{verdict.reason}; {num_hopeless} hopeless ones left out")
         return verdict
@@ -100,7 +98,7 @@ class DistServeObjective:
     def judge(self, result: SimulationResult) -> Verdict:
         if missing := unfinished(result):
             return missing
-        records = _promised(result.records, self.name)
+        records = _with_objectives(result.records, self.name)
         return _judge_share(records, _meets_both(records), self.share, "TPOT")
 
     def allowances(self, load: OfferedLoad) -> tuple[Allowance, ...]:
@@ -130,27 +128,27 @@ def _allowed_bad(
     *,
     num_left_out: int = 0,
 ) -> Allowance:
-    num_promised = 0
+    num_with_slo = 0
     if load.class_ids is not None:
-        promised_classes = np.array([not each.slo.is_empty for each in load.classes])
-        num_promised = int(promised_classes[load.class_ids].sum())
-    if not num_promised:
+        has_slo = np.array([not each.slo.is_empty for each in load.classes])
+        num_with_slo = int(has_slo[load.class_ids].sum())
+    if not num_with_slo:
         raise ConfigError(
             f"an objective over the share of good requests needs requests with objectives of their own, but "
             f"the {load.name} load has none; give --slo-ttft-ms, --slo-tbt-ms or --slo-config"
         )
 
-    num_promised -= num_left_out
-    if not num_promised:
+    num_with_slo -= num_left_out
+    if not num_with_slo:
         raise ConfigError(
             f"{_ALL_HOPELESS}: loosen --slo-ttft-ms or --slo-tbt-ms, or take a faster device or more of them"
         )
 
     def count(records: Sequence[RequestRecord]) -> int:
-        promised = [record for record in records if has_objectives(record)]
-        return len(promised) - int(good(promised).sum())
+        judged = [record for record in records if has_objectives(record)]
+        return len(judged) - int(good(judged).sum())
 
-    allowed = floor(num_promised * (1 - share) + 1e-9)  # so that 0.1 of 10 requests is 1
+    allowed = floor(num_with_slo * (1 - share) + 1e-9)  # so that 0.1 of 10 requests is 1
     return Allowance(what="requests that are not good", allowed=allowed, count=count)
 
 
@@ -183,14 +181,14 @@ def _meets_tpot(record: RequestRecord) -> bool:
     return limit is None or record.tpot is None or record.tpot <= limit + TOLERANCE
 
 
-def _promised(records: Sequence[RequestRecord], name: str) -> list[RequestRecord]:
-    promised = [record for record in records if has_objectives(record)]
-    if not promised:
+def _with_objectives(records: Sequence[RequestRecord], name: str) -> list[RequestRecord]:
+    judged = [record for record in records if has_objectives(record)]
+    if not judged:
         raise ConfigError(
             f"the objective {name} counts requests that keep their own objectives, but none has any; give "
             "--slo-ttft-ms, --slo-tbt-ms or --slo-config"
         )
-    return promised
+    return judged
 
 
 def _check_share(share: float) -> None:

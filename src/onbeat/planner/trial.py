@@ -1,14 +1,14 @@
-"""One run of a load, judged; given up as soon as its objective is lost for certain."""
+"""One run of a load, judged; ended as soon as its objective is missed for certain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from onbeat.core.step import StepStats
+from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import Case
-from onbeat.planner.hopeless import Hopeless, HopelessWatch
-from onbeat.planner.objective import Objective
+from onbeat.planner.objective import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
-from onbeat.planner.verdict import Verdict
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
@@ -23,7 +23,7 @@ def run_trial(
 
     Parameters
     ----------
-    to_the_end : finish a run that is lost, for the sake of its numbers.
+    to_the_end : finish a run that misses its objective, for the sake of its numbers.
 
     Raises
     ------
@@ -31,7 +31,7 @@ def run_trial(
     ConfigError : the case cannot run this load.
     """
     built = case.build()
-    watch = None if to_the_end else HopelessWatch(objective.allowances(load), len(load))
+    watch = None if to_the_end else MissWatch(objective.allowances(load), len(load))
     try:
         result = simulate(
             load,
@@ -40,8 +40,8 @@ def run_trial(
             observer=watch,
             on_progress=lambda *_: stop_if(is_stopped),
         )
-    except Hopeless as hopeless:
-        return hopeless.verdict
+    except ObjectiveMissed as missed:
+        return missed.verdict
     require_finished(result)
     return objective.judge(result)
 
@@ -61,3 +61,63 @@ def require_finished(result: SimulationResult) -> None:
     """Raise `Stopped` where Ctrl-C ended the simulation: its records say nothing of the rate."""
     if not result.is_complete:
         raise Stopped
+
+
+class ObjectiveMissed(Exception):
+    """Ends a run; carries the verdict."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.reason)
+        self.verdict = verdict
+
+
+class MissWatch:
+    """An observer that ends a run by raising `ObjectiveMissed`.
+
+    Ended requests are counted in batches; since a batch depends on virtual time alone, so does the end.
+
+    Parameters
+    ----------
+    allowances : what the objective allows.
+    num_requests : that were offered.
+    """
+
+    wants_every_step = False
+
+    def __init__(self, allowances: Sequence[Allowance], num_requests: int, *, batch: int = 128) -> None:
+        self._allowances = allowances
+        self._num_requests = num_requests
+        self._batch = batch
+        self._counts = [0] * len(allowances)
+        self._uncounted: list[RequestRecord] = []
+        self._num_ended = 0
+
+    def on_request(self, record: RequestRecord) -> None:
+        pass
+
+    def on_step(self, replica: int, stats: StepStats) -> None:
+        pass
+
+    def on_finish(self, record: RequestRecord) -> None:
+        """Count an ended request.
+
+        Raises
+        ------
+        ObjectiveMissed : one that is too many.
+        """
+        self._uncounted.append(record)
+        if len(self._uncounted) < self._batch:
+            return
+        self._num_ended += len(self._uncounted)
+        for index, allowance in enumerate(self._allowances):
+            self._counts[index] += allowance.count(self._uncounted)
+            if self._counts[index] > allowance.allowed:
+                raise ObjectiveMissed(self._verdict(allowance, self._counts[index]))
+        self._uncounted = []
+
+    def _verdict(self, allowance: Allowance, count: int) -> Verdict:
+        reason = (
+            f"{count} {allowance.what}, where {allowance.allowed} are allowed, after {self._num_ended} of "
+            f"{self._num_requests} requests"
+        )
+        return Verdict(is_met=False, reason=reason)

@@ -7,23 +7,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from onbeat.metrics.summary import collect_samples
+from onbeat.metrics.summary import LatencyStatistic, collect_samples
 from onbeat.report.page import Figure
-from onbeat.report.result import AnyResult, ReportedRequest
+from onbeat.report.result import AnyResult, ReportedRequest, TradeoffPoint
 
 Array = NDArray[np.float64]
+
+
+class InSeries(Protocol):
+    """What belongs to one line of a chart."""
+
+    @property
+    def series(self) -> str: ...
+
+
+S = TypeVar("S", bound=InSeries)
 
 # Colour-blind safe and readable on white and on near-black.
 COLOURS = ("#4c8dff", "#f2a23a", "#2fb58a", "#b07cf0", "#ef6f6c", "#35b6d4", "#d98cc0", "#a3a847")
 QUEUE_COLOUR = "#9aa3ad"
 WAIT_COLOUR = "#f2a23a"
 STREAM_COLOUR = "#4c8dff"
-LOST_COLOUR = "#ef6f6c"
+MISSED_COLOUR = "#ef6f6c"
 
 VISIBLE_SECONDS = 1e-3
 """A shorter wait is too thin to draw."""
@@ -46,7 +56,7 @@ def cdf_figure(results: Sequence[AnyResult], metric: str, title: str) -> Figure 
             {
                 "type": "scatter",
                 "mode": "lines",
-                "name": level_name(result.summary),
+                "name": result.header.level.name,
                 "x": _rounded(np.percentile(values, CDF_LEVELS)),
                 "y": CDF_LEVELS.tolist(),
                 "line": {"color": _level_colour(position, len(results)), "width": 2},
@@ -80,12 +90,12 @@ def _scale(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figure | None:
+def tradeoff_figure(runs: Sequence[TradeoffPoint], latency: LatencyStatistic, title: str) -> Figure | None:
     """Return a latency statistic against output throughput, per GPU of several, a line a series of runs."""
     lines = []
-    groups = group_by_series(results)
+    groups = group_by_series(runs)
     for position, (series, members) in enumerate(groups.items()):
-        points = [result.summary for result in members if result.summary.get(key) is not None]
+        points = [(run, value) for run in members if (value := latency.of(run.summary)) is not None]
         if not points:
             continue
         lines.append(
@@ -93,10 +103,10 @@ def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figur
                 "type": "scatter",
                 "mode": "lines+markers+text",
                 "name": series,
-                "x": _rounded([point["output_throughput_per_gpu"] for point in points]),
-                "y": _rounded([point[key] for point in points]),
-                "text": _point_labels(points, is_crowded=len(groups) > 1),
-                "customdata": [level_name(point) for point in points],
+                "x": _rounded([run.output_throughput_per_gpu for run, _ in points]),
+                "y": _rounded([value for _, value in points]),
+                "text": _point_labels([run.level for run, _ in points], is_crowded=len(groups) > 1),
+                "customdata": [run.level for run, _ in points],
                 "textposition": "top center",
                 "textfont": {"size": 10},
                 "cliponaxis": False,
@@ -107,23 +117,22 @@ def tradeoff_figure(results: Sequence[AnyResult], key: str, title: str) -> Figur
         )
     if not lines:
         return None
-    summaries = [result.summary for result in results]
-    is_one = all(one["output_throughput_per_gpu"] == one["output_throughput"] for one in summaries)
+    is_one = all(run.num_gpus == 1 for run in runs)
+    values = [value for run in runs if (value := latency.of(run.summary)) is not None]
     layout = {
         "xaxis": {
             "title": {"text": "output tokens/s" if is_one else "output tokens/s per GPU"},
             "rangemode": "tozero",
         },
-        "yaxis": {"title": {"text": "ms"}, **_latency_axis(results, key)},
+        "yaxis": {"title": {"text": "ms"}, **_latency_axis(values)},
         "showlegend": len(lines) > 1,
         "height": height_with_legend(lines),
     }
     return {"title": title, "data": lines, "layout": layout}
 
 
-def _latency_axis(results: Sequence[AnyResult], key: str) -> dict[str, Any]:
+def _latency_axis(values: Sequence[float]) -> dict[str, Any]:
     """Return an axis from 0, or a logarithmic one where most values would lie flat on it."""
-    values = [result.summary[key] for result in results if result.summary.get(key) is not None]
     if min(values) > 0 and max(values) > 30 * min(values):
         return _scale(values)
     return {"rangemode": "tozero"}
@@ -136,34 +145,29 @@ def height_with_legend(lines: Sequence[Mapping[str, Any]]) -> int:
     return 320 + 20 * -(-len(lines) // per_row)
 
 
-def _point_labels(points: Sequence[dict[str, Any]], *, is_crowded: bool) -> list[str]:
+def _point_labels(levels: Sequence[str], *, is_crowded: bool) -> list[str]:
     """Label every point, or where several lines lie together only the last of each."""
-    names = [level_name(point).removeprefix("c=") for point in points]
+    names = [level.removeprefix("c=") for level in levels]
     last = len(names) - 1
     return [name if i == last or not is_crowded else "" for i, name in enumerate(names)]
-
-
-def level_name(summary: dict[str, Any]) -> str:
-    """Return what sets a run of a sweep apart: the rate of an open loop, else the concurrency."""
-    rate = summary["request_rate"]
-    return f"c={summary['max_concurrency']}" if rate == "inf" else f"{rate:g}/s"
 
 
 def group_by_load(results: Sequence[AnyResult]) -> dict[str, list[AnyResult]]:
     """Return the runs of closed loops and those of open loops, in their order."""
     groups: dict[str, list[AnyResult]] = {}
     for result in results:
-        is_closed = result.summary["request_rate"] == "inf"
-        name = "closed loop, by concurrency" if is_closed else "open loop, by request rate"
+        name = (
+            "closed loop, by concurrency" if result.header.level.is_closed else "open loop, by request rate"
+        )
         groups.setdefault(name, []).append(result)
     return groups
 
 
-def group_by_series(results: Sequence[AnyResult]) -> dict[str, list[AnyResult]]:
+def group_by_series(runs: Sequence[S]) -> dict[str, list[S]]:
     """Return the runs by series, in their order."""
-    groups: dict[str, list[AnyResult]] = {}
-    for result in results:
-        groups.setdefault(result.series, []).append(result)
+    groups: dict[str, list[S]] = {}
+    for run in runs:
+        groups.setdefault(run.series, []).append(run)
     return groups
 
 
@@ -176,7 +180,7 @@ def timeline_figure(result: AnyResult) -> Figure | None:
         "waiting in the client": (QUEUE_COLOUR, [], []),
         "sent, no token yet": (WAIT_COLOUR, [], []),
         "streaming": (STREAM_COLOUR, [], []),
-        "not completed": (LOST_COLOUR, [], []),
+        "not completed": (MISSED_COLOUR, [], []),
     }
     for row, record in enumerate(records):
         for name, begin, end in _spans(record):
@@ -238,7 +242,7 @@ def gaps_figure(result: AnyResult) -> Figure | None:
             "hovertemplate": "%{y:.1f} ms at %{x:.2f} s<extra></extra>",
         }
     ]
-    for level, colour in ((50, COLOURS[2]), (99, LOST_COLOUR)):
+    for level, colour in ((50, COLOURS[2]), (99, MISSED_COLOUR)):
         data.append(
             {
                 "type": "scatter",

@@ -6,8 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from math import inf
 
-from onbeat.metrics.exposition import Scrape
-from onbeat.metrics.scrape_window import ScrapeWindow
+from onbeat.metrics.exposition import Scrape, ScrapeWindow
 
 RATE_SECONDS = 10.0
 """Rates and means are over so long."""

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from onbeat.metrics.summary import METRICS
+from onbeat.metrics.summary import METRICS, LatencyStatistic
 from onbeat.report import charts
 from onbeat.report.breakdown import (
     DECILE_COLUMNS,
     DECILES_TITLE,
     TENANT_COLUMNS,
     TENANTS_TITLE,
+    decile_figure,
     decile_rows,
     tenant_rows,
     worst_decile_line,
 )
-from onbeat.report.breakdown_chart import decile_figure
 from onbeat.report.page import Page, heading, notes, table
-from onbeat.report.result import AnyResult, merge_warnings
+from onbeat.report.result import AnyResult, RunHeader, merge_warnings
 from onbeat.report.table import (
     CLASS_COLUMNS,
     class_rows,
@@ -29,7 +29,9 @@ from onbeat.report.table import (
     latency_columns,
     latency_rows,
     machine_rows,
+    num_not_completed,
     number,
+    percent,
     summary_rows,
     sweep_columns,
 )
@@ -41,12 +43,12 @@ CDF_TITLES = {
 }
 
 TRADEOFFS = {
-    "mean_tpot_ms": "Mean TPOT",
-    "p90_tpot_ms": "P90 TPOT",
-    "p99_itl_ms": "P99 TBT",
-    "mean_ttft_ms": "Mean TTFT",
-    "p90_ttft_ms": "P90 TTFT",
-    "p99_ttft_ms": "P99 TTFT",
+    LatencyStatistic("tpot", "mean"): "Mean TPOT",
+    LatencyStatistic("tpot", "p90"): "P90 TPOT",
+    LatencyStatistic("itl", "p99"): "P99 TBT",
+    LatencyStatistic("ttft", "mean"): "Mean TTFT",
+    LatencyStatistic("ttft", "p90"): "P90 TTFT",
+    LatencyStatistic("ttft", "p99"): "P99 TTFT",
 }
 
 
@@ -71,7 +73,7 @@ def write_report(
     ConfigError : the file cannot be written.
     """
     page = Page()
-    title = f"{what} of {results[0].summary['model_id']}"
+    title = f"{what} of {results[0].header.model_id}"
     body = _head(results, title) + _notes(results, what)
     if len(results) > 1:
         body += _sweep_sections(page, results)
@@ -82,64 +84,65 @@ def write_report(
 
 
 def _head(results: Sequence[AnyResult], title: str) -> str:
-    first = results[0].summary
+    first = results[0].header
     is_sweep = len(results) > 1
-    what = (
-        f"{len(results)} runs" if is_sweep else f"{first['num_prompts']:,} requests, {describe_load(first)}"
-    )
-    day, _, clock = first["date"].partition("-")
+    what = f"{len(results)} runs" if is_sweep else f"{first.num_prompts:,} requests, {describe_load(first)}"
+    day, _, clock = first.date.partition("-")
     date = f"{day[:4]}-{day[4:6]}-{day[6:]} {clock[:2]}:{clock[2:4]}"
-    names = " + ".join(dict.fromkeys(result.summary["dataset_name"] for result in results))
-    lead = " \u00b7 ".join([first["label"] or first["backend"], names, what, date])
-    return heading(title, lead, _sweep_tiles(results) if is_sweep else _run_tiles(first))
+    names = " + ".join(dict.fromkeys(result.header.dataset_name for result in results))
+    lead = " \u00b7 ".join([first.label or first.backend, names, what, date])
+    return heading(title, lead, _sweep_tiles(results) if is_sweep else _run_tiles(results[0]))
 
 
-def describe_load(summary: dict[str, Any]) -> str:
+def describe_load(header: RunHeader) -> str:
     """Return in words how a run's requests were sent."""
-    concurrency = summary["max_concurrency"]
-    limit = "" if concurrency is None else f", at most {concurrency} open"
-    if summary["arrivals"] == "closed loop":
-        return f"closed loop of {concurrency}"
-    if summary["request_rate"] == "inf":
-        return f"{summary['arrivals']}{limit}"
-    kind = "Poisson" if summary["arrivals"] == "gamma" and summary["burstiness"] == 1 else summary["arrivals"]
-    return f"{kind} arrivals at {summary['request_rate']:g} req/s{limit}"
+    level = header.level
+    limit = "" if level.max_concurrency is None else f", at most {level.max_concurrency} open"
+    if header.arrivals == "closed loop":
+        return f"closed loop of {level.max_concurrency}"
+    if level.is_closed:
+        return f"{header.arrivals}{limit}"
+    kind = "Poisson" if header.arrivals == "gamma" and header.burstiness == 1 else header.arrivals
+    return f"{kind} arrivals at {level.request_rate:g} req/s{limit}"
 
 
-def _run_tiles(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def _run_tiles(result: AnyResult) -> list[tuple[str, str]]:
+    summary = result.summary
+    counts, latencies = summary.counts, summary.latencies
     tiles = [
-        ("output tokens/s", number(summary["output_throughput"])),
-        ("requests/s", number(summary["request_throughput"])),
-        ("TTFT median, ms", number(summary["median_ttft_ms"])),
-        ("TPOT mean, ms", number(summary["mean_tpot_ms"])),
-        ("longest gap, ms", number(summary["max_itl_ms"])),
-        ("completed", f"{summary['completed']:,} of {summary['num_prompts']:,}"),
+        ("output tokens/s", number(counts.output_throughput)),
+        ("requests/s", number(counts.request_throughput)),
+        ("TTFT median, ms", number(latencies["ttft"].median_ms)),
+        ("TPOT mean, ms", number(latencies["tpot"].mean_ms)),
+        ("longest gap, ms", number(latencies["itl"].max_ms)),
+        ("completed", f"{counts.num_completed:,} of {result.header.num_prompts:,}"),
     ]
-    if summary.get("attainment") is not None:
-        tiles.append(("objectives met", f"{summary['attainment']:.1%}"))
+    if summary.score.attainment is not None:
+        tiles.append(("objectives met", percent(summary.score.attainment)))
     return tiles
 
 
 def _sweep_tiles(results: Sequence[AnyResult]) -> list[tuple[str, str]]:
-    done = [result.summary for result in results if result.summary["completed"]]
+    done = [result for result in results if result.summary.counts.num_completed]
     if not done:
         return [("completed", "0")]
-    fastest = max(done, key=lambda summary: summary["output_throughput"])
+    fastest = max(done, key=lambda result: result.summary.counts.output_throughput)
+    tpots, ttfts = (
+        [value for result in done if (value := result.summary.latencies[metric].mean_ms)]
+        for metric in ("tpot", "ttft")
+    )
     return [
-        ("most output tokens/s", number(fastest["output_throughput"])),
-        ("reached at", str(fastest["title"])),
-        (
-            "lowest mean TPOT, ms",
-            number(min((s["mean_tpot_ms"] for s in done if s["mean_tpot_ms"]), default=None)),
-        ),
-        ("lowest mean TTFT, ms", number(min(s["mean_ttft_ms"] for s in done))),
-        ("requests completed", number(sum(summary["completed"] for summary in done))),
+        ("most output tokens/s", number(fastest.summary.counts.output_throughput)),
+        ("reached at", fastest.title),
+        ("lowest mean TPOT, ms", number(min(tpots, default=None))),
+        ("lowest mean TTFT, ms", number(min(ttfts, default=None))),
+        ("requests completed", number(sum(result.summary.counts.num_completed for result in done))),
     ]
 
 
 def _notes(results: Sequence[AnyResult], what: str) -> str:
     texts = merge_warnings(results)
-    if any(result.summary["interrupted"] for result in results):
+    if any(result.is_interrupted for result in results):
         texts.insert(0, f"This {what.lower()} was interrupted: the numbers cover what had happened by then.")
     return notes(texts)
 
@@ -166,7 +169,12 @@ def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
     loads = charts.group_by_load(results)
     for load, members in loads.items():
         body += f"<h2>Latency against throughput: {html.escape(load)}</h2>\n"
-        body += page.grid([charts.tradeoff_figure(members, key, title) for key, title in TRADEOFFS.items()])
+        body += page.grid(
+            [
+                charts.tradeoff_figure([member.point for member in members], latency, title)
+                for latency, title in TRADEOFFS.items()
+            ]
+        )
     body += f"<h2>Numbers</h2>\n{_sweep_table(results)}"
     for load, members in loads.items():
         for series, runs in charts.group_by_series(members).items():
@@ -176,7 +184,7 @@ def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
             )
     body += "<h2>Each run over time</h2>\n"
     for result in results:
-        rate = number(result.summary["output_throughput"])
+        rate = number(result.summary.counts.output_throughput)
         title = html.escape(result.title)
         body += f"<details><summary>{title}<span>{rate} output tokens/s</span></summary>\n"
         body += _error_section(result) + _breakdown_section(page, result)
@@ -186,40 +194,36 @@ def _sweep_sections(page: Page, results: Sequence[AnyResult]) -> str:
 
 
 def _summary_table(result: AnyResult) -> str:
-    return table(("", ""), summary_rows(result.summary))
+    return table(("", ""), summary_rows(result))
 
 
 def _latency_table(result: AnyResult, percentiles: Sequence[float]) -> str:
     names = [name.upper() if name.startswith("p") else name for name in latency_columns(percentiles)]
-    return table(["ms", *names], latency_rows(result.summary, METRICS, percentiles))
+    return table(["ms", *names], latency_rows(result, METRICS, percentiles))
 
 
 def _sweep_table(results: Sequence[AnyResult]) -> str:
     rows, columns = [], sweep_columns(results)
-    for result in results:
-        summary = result.summary
-        lost = summary["failed"] + summary["rejected"]
-        attainment = summary.get("attainment")
+    for place, result in enumerate(results):
         rows.append(
             [
                 result.title,
-                number(summary["completed"]),
-                number(lost),
-                *(number(summary.get(key)) for _, key in columns),
-                "-" if attainment is None else f"{attainment:.0%}",
+                number(result.summary.counts.num_completed),
+                number(num_not_completed(result.summary)),
+                *(number(values[place]) for _, values in columns),
+                percent(result.summary.score.attainment, digits=0),
             ]
         )
     return table(["run", "done", "lost", *(title for title, _ in columns), "good"], rows)
 
 
 def _error_section(result: AnyResult) -> str:
-    errors = result.summary.get("errors_by_cause")
-    if not errors:
+    if not result.errors:
         return ""
     rows = "".join(
-        f"<tr><td>{html.escape(error['status'])}</td><td class='left'>{html.escape(error['cause'])}</td>"
-        f"<td>{number(error['count'])}</td><td class='wrap'>{html.escape(str(error['example']))}</td></tr>"
-        for error in errors
+        f"<tr><td>{html.escape(error.status)}</td><td class='left'>{html.escape(error.cause)}</td>"
+        f"<td>{number(error.count)}</td><td class='wrap'>{html.escape(str(error.example))}</td></tr>"
+        for error in result.errors
     )
     head = "<tr><th>status</th><th class='left'>cause</th><th>count</th><th class='left'>example</th></tr>"
     return (
@@ -229,12 +233,12 @@ def _error_section(result: AnyResult) -> str:
 
 
 def _machine_section(result: AnyResult) -> str:
-    rows = machine_rows(result.summary)
+    rows = machine_rows(result.machine)
     return f"<h2>Replicas</h2>\n{table(('', ''), rows)}" if rows else ""
 
 
 def _draft_section(result: AnyResult) -> str:
-    rows = draft_rows(result.summary)
+    rows = draft_rows(result)
     return f"<h2>Speculation</h2>\n{table(('', ''), rows)}" if rows else ""
 
 
@@ -244,11 +248,12 @@ def _class_section(result: AnyResult) -> str:
 
 
 def _breakdown_section(page: Page, result: AnyResult) -> str:
-    deciles, tenants = decile_rows(result.summary), tenant_rows(result.summary)
+    breakdown = result.summary.breakdown
+    deciles, tenants = decile_rows(breakdown), tenant_rows(breakdown)
     body = ""
     if deciles:
-        line = html.escape(worst_decile_line(result.summary) or "")
-        figure = page.card(decile_figure(result.summary))
+        line = html.escape(worst_decile_line(breakdown) or "")
+        figure = page.card(decile_figure(breakdown))
         body += f"<h2>{DECILES_TITLE} (times in ms)</h2>\n<p class='lead'>{line}.</p>\n"
         body += f'<div class="grid wide">{figure}{table(DECILE_COLUMNS, deciles)}</div>\n'
     if tenants:

@@ -8,15 +8,16 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from onbeat.metrics.summary import percentile_name
-from onbeat.report.result import SCHEDULED, AnyResult
+from onbeat.metrics.distribution import percentile_name
+from onbeat.metrics.summary import LatencyStatistic, RunSummary
+from onbeat.report.result import CLIENT_QUEUE, SCHEDULED, AnyResult, ErrorGroup, MachineSummary
 
 METRIC_TITLES = {
     "ttft": "TTFT",
     "tpot": "TPOT",
     "itl": "TBT",
     "e2el": "E2E",
-    "client_queue_time": "client queue",
+    CLIENT_QUEUE: "client queue",
 }
 
 
@@ -31,28 +32,32 @@ def number(value: Any, digits: int = 1) -> str:
     return f"{value:.{digits}f}" if abs(value) >= 10 else f"{value:.{digits + 1}f}"
 
 
-def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def percent(share: float | None, digits: int = 1) -> str:
+    """Return a share in percent; `-` for None."""
+    return "-" if share is None else f"{share:.{digits}%}"
+
+
+def summary_rows(result: AnyResult) -> list[tuple[str, str]]:
     """Return the counts and rates of one run, as (name, value)."""
+    counts, score = result.summary.counts, result.summary.score
     rows = [
-        ("requests completed", number(summary["completed"])),
-        ("requests failed", number(summary["failed"])),
-        ("requests rejected", number(summary["rejected"])),
-        ("duration (s)", number(summary["duration"])),
-        ("prompt tokens", number(summary["total_input_tokens"])),
-        ("output tokens", number(summary["total_output_tokens"])),
-        ("request throughput (req/s)", number(summary["request_throughput"])),
-        ("output throughput (tok/s)", number(summary["output_throughput"])),
-        ("total throughput (tok/s)", number(summary["total_token_throughput"])),
-        ("peak output in 1 s (tok)", number(summary["max_output_tokens_per_s"])),
-        ("peak concurrency", number(summary["max_concurrent_requests"])),
+        ("requests completed", number(counts.num_completed)),
+        ("requests failed", number(counts.num_failed)),
+        ("requests rejected", number(counts.num_rejected)),
+        ("duration (s)", number(counts.duration)),
+        ("prompt tokens", number(counts.num_prompt_tokens)),
+        ("output tokens", number(counts.num_output_tokens)),
+        ("request throughput (req/s)", number(counts.request_throughput)),
+        ("output throughput (tok/s)", number(counts.output_throughput)),
+        ("total throughput (tok/s)", number(counts.total_token_throughput)),
+        ("peak output in 1 s (tok)", number(result.summary.max_output_tokens_per_s)),
+        ("peak concurrency", number(result.summary.max_concurrent_requests)),
     ]
-    if summary["timing_origin"] == SCHEDULED and "p99_dispatch_lag_ms" in summary:
-        rows.append(("client lateness P99 (ms)", number(summary["p99_dispatch_lag_ms"])))
-    if summary["request_goodput"] is not None:
-        rows.append(("goodput (req/s)", number(summary["request_goodput"])))
-        rows.append(
-            ("objectives met", f"{summary['attainment']:.1%}" if summary["attainment"] is not None else "-")
-        )
+    if result.timing_origin == SCHEDULED and result.client is not None:
+        rows.append(("client lateness P99 (ms)", number(result.client.p99_dispatch_lag_ms)))
+    if score.request_goodput is not None:
+        rows.append(("goodput (req/s)", number(score.request_goodput)))
+        rows.append(("objectives met", percent(score.attainment)))
     return rows
 
 
@@ -63,71 +68,42 @@ def latency_columns(percentiles: Sequence[float]) -> list[str]:
 
 
 def latency_rows(
-    summary: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]
+    result: AnyResult, metrics: Sequence[str], percentiles: Sequence[float]
 ) -> list[tuple[str, ...]]:
     """Return one row per metric: its title, then the statistics of `latency_columns` (ms)."""
     columns = latency_columns(percentiles)
-    return [
-        (METRIC_TITLES[metric], *(number(summary[f"{column}_{metric}_ms"]) for column in columns))
-        for metric in metrics
-    ]
+    rows = []
+    for metric in metrics:
+        statistics = result.latencies[metric].statistics_ms
+        rows.append((METRIC_TITLES[metric], *(number(statistics[column]) for column in columns)))
+    return rows
 
 
-def machine_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def machine_rows(machine: MachineSummary | None) -> list[tuple[str, str]]:
     """Return what the replicas of a simulated run did, as (name, value); nothing for a measured run."""
-    if "num_steps" not in summary:
+    if machine is None:
         return []
-    hit_rate, peak, busy = (
-        summary[key] for key in ("prefix_cache_hit_rate", "kv_cache_peak_usage", "replica_busy_share")
-    )
+    mean_step = "-" if machine.mean_step is None else f"{machine.mean_step * 1e3:.2f}"
+    hit_rate = machine.prefix_cache_hit_rate
     rows = [
-        ("steps", f"{summary['num_steps']:,}"),
-        ("mean step (ms)", "-" if summary["mean_step_ms"] is None else f"{summary['mean_step_ms']:.2f}"),
-        ("replicas busy", "-" if busy is None else f"{busy:.0%}"),
-        ("MBU while busy", "-" if summary["mbu"] is None else f"{summary['mbu']:.0%}"),
-        ("MFU while busy", "-" if summary["mfu"] is None else f"{summary['mfu']:.0%}"),
-        ("preemptions", f"{summary['num_preemptions']:,}"),
+        ("steps", f"{machine.num_steps:,}"),
+        ("mean step (ms)", mean_step),
+        ("replicas busy", percent(machine.replica_busy_share, digits=0)),
+        ("MBU while busy", percent(machine.mbu, digits=0)),
+        ("MFU while busy", percent(machine.mfu, digits=0)),
+        ("preemptions", f"{machine.num_preemptions:,}"),
         ("prefix cache hits", "-" if hit_rate is None else f"{hit_rate:.1%} of prompt tokens"),
-        ("KV cache at its fullest", "-" if peak is None else f"{peak:.0%}"),
-        ("simulated in (s)", f"{summary['wall_seconds']:.2f}"),
+        ("KV cache at its fullest", percent(machine.kv_cache_peak_usage, digits=0)),
+        ("simulated in (s)", f"{machine.wall_seconds:.2f}"),
     ]
-    if summary["pipeline_bubble_seconds"]:
-        rows.insert(3, ("pipeline bubbles (s)", f"{summary['pipeline_bubble_seconds']:,.1f}"))
+    if machine.pipeline_bubble_seconds:
+        rows.insert(3, ("pipeline bubbles (s)", f"{machine.pipeline_bubble_seconds:,.1f}"))
     return rows
 
 
-def draft_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
+def draft_rows(result: AnyResult) -> list[tuple[str, str]]:
     """Return what speculation did in a run, as (name, value); nothing where no drafts were verified."""
-    if (simulated := summary.get("speculation")) is not None:
-        return _simulated_draft_rows(simulated)
-    if summary.get("spec_decode_acceptance_rate") is None:
-        return []
-    rows = [
-        ("draft tokens verified", f"{summary['spec_decode_draft_tokens']:,}"),
-        ("accepted", f"{summary['spec_decode_acceptance_rate']:.1f}%"),
-    ]
-    if summary.get("spec_decode_num_drafts"):
-        rows += [
-            ("verifications", f"{summary['spec_decode_num_drafts']:,}"),
-            ("tokens each", f"{summary['spec_decode_acceptance_length']:.2f}"),
-        ]
-    if by_position := summary.get("spec_decode_per_position_acceptance_rates"):
-        rows.append(("accepted by position", " / ".join(f"{rate:.0%}" for rate in by_position)))
-    return rows
-
-
-def _simulated_draft_rows(speculation: dict[str, Any]) -> list[tuple[str, str]]:
-    accepted, verifying = speculation["accepted_share"], speculation["verifying_share"]
-    return [
-        (
-            "drafts of a row",
-            f"{speculation['draft_length']}, at most {speculation['num_speculative_tokens']}",
-        ),
-        ("draft tokens verified", f"{speculation['num_drafted_tokens']:,}"),
-        ("accepted", "-" if accepted is None else f"{accepted:.1%}"),
-        ("decode rows with drafts", "-" if verifying is None else f"{verifying:.1%}"),
-        ("tokens of a decode row", f"{speculation['tokens_per_decode']:.2f}"),
-    ]
+    return [] if result.drafts is None else result.drafts.rows()
 
 
 CLASS_COLUMNS = (
@@ -136,21 +112,26 @@ CLASS_COLUMNS = (
 )
 
 
-def class_rows(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+_CLASS_LATENCIES = tuple(
+    LatencyStatistic(metric, statistic) for metric in ("ttft", "itl") for statistic in ("p50", "p99")
+)
+
+
+def class_rows(summary: RunSummary) -> list[tuple[str, ...]]:
     """Return one row a class of objectives, as `CLASS_COLUMNS` names it; none where there is one class."""
-    classes = summary.get("classes") or {}
-    keys = ("slo_ttft_ms", "slo_tbt_ms", "offered")
-    latencies = ("p50_ttft_ms", "p99_ttft_ms", "p50_itl_ms", "p99_itl_ms")
-    return [
-        (
-            name,
-            *(number(each.get(key)) for key in keys),
-            "-" if each.get("attainment") is None else f"{each['attainment']:.1%}",
-            *(number(each.get(key)) for key in latencies),
+    rows = []
+    for name, own in summary.classes.items():
+        ttft, tbt = (None, None) if own.objectives is None else (own.objectives.ttft, own.objectives.tbt)
+        rows.append(
+            (
+                name,
+                *(number(None if limit is None else limit * 1e3) for limit in (ttft, tbt)),
+                number(own.counts.num_offered),
+                percent(own.score.attainment),
+                *(number(latency.of(own)) for latency in _CLASS_LATENCIES),
+            )
         )
-        for name, each in classes.items()
-        if len(classes) > 1
-    ]
+    return rows if len(rows) > 1 else []
 
 
 def run_tables(
@@ -161,19 +142,19 @@ def run_tables(
     latencies.add_column("")
     for column in latency_columns(percentiles):
         latencies.add_column(column, justify="right")
-    for latency_row in latency_rows(result.summary, metrics, percentiles):
+    for latency_row in latency_rows(result, metrics, percentiles):
         latencies.add_row(*latency_row)
-    tables = [_named_values(what, summary_rows(result.summary)), latencies]
+    tables = [_named_values(what, summary_rows(result)), latencies]
     for title, rows in (
-        ("Replicas", machine_rows(result.summary)),
-        ("Speculation", draft_rows(result.summary)),
+        ("Replicas", machine_rows(result.machine)),
+        ("Speculation", draft_rows(result)),
     ):
         if rows:
             tables.append(_named_values(title, rows))
     if of_classes := class_rows(result.summary):
         tables.append(rows_table("Classes (times in ms)", CLASS_COLUMNS, of_classes))
-    if errors := result.summary.get("errors_by_cause"):
-        tables.append(error_table(errors))
+    if result.errors:
+        tables.append(error_table(result.errors))
     return tables
 
 
@@ -196,34 +177,50 @@ def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     return table
 
 
-def error_table(errors: Sequence[dict[str, Any]]) -> Table:
+def error_table(errors: Sequence[ErrorGroup]) -> Table:
     """Return failures and rejections by cause."""
     table = Table(box=SIMPLE_HEAD, title="Not completed", title_justify="left")
     for name in ("status", "cause", "count", "example"):
         table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
     for error in errors:
-        table.add_row(error["status"], error["cause"], number(error["count"]), str(error["example"])[:120])
+        table.add_row(error.status, error.cause, number(error.count), str(error.example)[:120])
     return table
 
 
-SWEEP_COLUMNS = (
-    ("out tok/s", "output_throughput"),
-    ("req/s", "request_throughput"),
-    ("TTFT mean", "mean_ttft_ms"),
-    ("P90", "p90_ttft_ms"),
-    ("P99", "p99_ttft_ms"),
-    ("TPOT mean", "mean_tpot_ms"),
-    ("P90", "p90_tpot_ms"),
-    ("P99", "p99_tpot_ms"),
-    ("TBT P99", "p99_itl_ms"),
-    ("max", "max_itl_ms"),
-    ("accepted %", "spec_decode_acceptance_rate"),
+_SWEEP_LATENCIES = (
+    ("TTFT mean", LatencyStatistic("ttft", "mean")),
+    ("P90", LatencyStatistic("ttft", "p90")),
+    ("P99", LatencyStatistic("ttft", "p99")),
+    ("TPOT mean", LatencyStatistic("tpot", "mean")),
+    ("P90", LatencyStatistic("tpot", "p90")),
+    ("P99", LatencyStatistic("tpot", "p99")),
+    ("TBT P99", LatencyStatistic("itl", "p99")),
+    ("max", LatencyStatistic("itl", "max")),
 )
 
 
-def sweep_columns(results: Sequence[AnyResult]) -> list[tuple[str, str]]:
-    """Return (title, key) of the columns that any run of a sweep has."""
-    return [(title, key) for title, key in SWEEP_COLUMNS if any(key in r.summary for r in results)]
+def sweep_columns(results: Sequence[AnyResult]) -> list[tuple[str, list[float | None]]]:
+    """Return the numbers of a sweep by column: its title, and the value of each run.
+
+    A column of which no run knows anything is left out.
+    """
+    counts = [result.summary.counts for result in results]
+    columns: list[tuple[str, list[float | None]]] = [
+        ("out tok/s", [own.output_throughput for own in counts]),
+        ("req/s", [own.request_throughput for own in counts]),
+    ]
+    for title, latency in _SWEEP_LATENCIES:
+        if any(latency.is_in(result.summary) for result in results):
+            columns.append((title, [latency.of(result.summary) for result in results]))
+    accepted = [None if result.drafts is None else result.drafts.acceptance_percent for result in results]
+    if any(value is not None for value in accepted):
+        columns.append(("accepted %", accepted))
+    return columns
+
+
+def num_not_completed(summary: RunSummary) -> int:
+    """Return how many requests failed or were rejected."""
+    return summary.counts.num_failed + summary.counts.num_rejected
 
 
 def sweep_table(results: Sequence[AnyResult]) -> Table:
@@ -232,17 +229,16 @@ def sweep_table(results: Sequence[AnyResult]) -> Table:
     table.add_column("run", no_wrap=True)
     table.add_column("done", justify="right")
     columns = sweep_columns(results)
-    has_goodput = any(result.summary["request_goodput"] is not None for result in results)
+    has_goodput = any(result.summary.score.request_goodput is not None for result in results)
     for title, _ in columns:
         table.add_column(title, justify="right", no_wrap=True)
     if has_goodput:
         table.add_column("good", justify="right")
-    for result in results:
-        summary = result.summary
-        lost = summary["failed"] + summary["rejected"]
-        done = number(summary["completed"]) + (f" (-{lost})" if lost else "")
-        cells = [number(summary.get(key)) for _, key in columns]
+    for place, result in enumerate(results):
+        missing = num_not_completed(result.summary)
+        done = number(result.summary.counts.num_completed) + (f" (-{missing})" if missing else "")
+        cells = [number(values[place]) for _, values in columns]
         if has_goodput:
-            cells.append(f"{summary['attainment']:.0%}")
+            cells.append(percent(result.summary.score.attainment, digits=0))
         table.add_row(result.title, done, *cells)
     return table

@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 from onbeat.core.request import FinishReason
 from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.summary import GroupSummary, RunSummary, with_expired
 
 
-def add_outcomes(
-    summary: dict[str, Any], records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
-) -> None:
-    """Tell rejected, expired, relegated, failed and infeasible requests apart, in a summary and its classes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupOutcomes:
+    """What became of some requests of a run."""
+
+    num_relegated: int
+    """Ended as best effort."""
+    num_infeasible: int | None
+    """Even an idle machine would miss their objectives; None where no request carries any."""
+    median_predicted_ttft_error: float | None
+    """Median of |predicted - actual| / actual TTFT; None where nothing was predicted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOutcomes:
+    """A run whose rejected, expired, relegated, failed and infeasible requests are told apart."""
+
+    summary: RunSummary
+    """Expired requests are counted apart from failed ones."""
+    whole: GroupOutcomes
+    classes: Mapping[str, GroupOutcomes]
+    """By the name of the class of objectives."""
+
+
+def tell_outcomes(
+    summary: RunSummary, records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
+) -> RunOutcomes:
+    """Tell rejected, expired, relegated, failed and infeasible requests apart, in a run and in its classes.
 
     Parameters
     ----------
-    summary : of `metrics.summary.summarise`; keys are those of `onbeat bench serve`.
+    summary : of the same records.
     is_infeasible : whether even an idle machine would miss a request's objectives.
     """
-    summary |= _of_some(summary, records, is_infeasible)
-    for name, own in summary["classes"].items():
-        own |= _of_some(own, [record for record in records if record.request_class == name], is_infeasible)
+    expired = [record for record in records if record.finish_reason == FinishReason.EXPIRED]
+    return RunOutcomes(
+        summary=with_expired(summary, expired),
+        whole=_of_some(summary, records, is_infeasible),
+        classes={
+            name: _of_some(own, [record for record in records if record.request_class == name], is_infeasible)
+            for name, own in summary.classes.items()
+        },
+    )
 
 
 def _of_some(
-    summary: dict[str, Any], records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
-) -> dict[str, Any]:
-    num_expired = sum(record.finish_reason == FinishReason.EXPIRED for record in records)
-    num_admitted = summary["offered"] - summary["rejected"]
-    num_good = summary.get("good")
-    return {
-        "expired": num_expired,
-        "failed": summary["offered"] - summary["completed"] - summary["rejected"] - num_expired,
-        "relegated": sum(record.is_relegated for record in records),
-        "admitted": num_admitted,
-        "attainment_admitted": None if num_good is None or not num_admitted else num_good / num_admitted,
-        "hopeless": None if num_good is None else sum(map(is_infeasible, records)),
-        "median_predicted_ttft_error": _median_prediction_error(records),
-    }
+    summary: GroupSummary, records: Sequence[RequestRecord], is_infeasible: Callable[[RequestRecord], bool]
+) -> GroupOutcomes:
+    return GroupOutcomes(
+        num_relegated=sum(record.is_relegated for record in records),
+        num_infeasible=None if summary.score.num_good is None else sum(map(is_infeasible, records)),
+        median_predicted_ttft_error=_median_prediction_error(records),
+    )
 
 
 def _median_prediction_error(records: Sequence[RequestRecord]) -> float | None:
-    """Return the median of |predicted - actual| / actual TTFT; None where nothing was predicted."""
     errors = [
         abs(record.predicted_ttft - record.ttft) / record.ttft
         for record in records

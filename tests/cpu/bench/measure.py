@@ -7,8 +7,8 @@ from typing import Any
 
 from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
 from onbeat.bench.record import RequestRecord
+from onbeat.bench.result import BenchResult
 from onbeat.bench.session import run_bench
-from onbeat.report.result import RunResult
 from tests.fake_openai import FakeOpenAI, serving
 
 
@@ -31,7 +31,7 @@ class Watcher:
         if self.num_ended == self._stop_after:
             self.stop.set()
 
-    def on_result(self, result: RunResult[RequestRecord]) -> None: ...
+    def on_result(self, result: BenchResult) -> None: ...
 
 
 async def measure(
@@ -43,7 +43,7 @@ async def measure(
     target: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **bench_options: Any,
-) -> RunResult[RequestRecord]:
+) -> BenchResult:
     """Measure one run; `bench_options` go to `BenchConfig`."""
     watcher = watcher or Watcher()
     run = RunConfig(

@@ -13,6 +13,7 @@ from onbeat.bench.client import Endpoint, StreamingClient, open_session
 from onbeat.bench.config import LoadConfig
 from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import RequestRecord, Status
+from onbeat.bench.saved import result_keys
 from tests.cpu.bench.measure import measure
 from tests.fake_openai import FakeOpenAI
 
@@ -33,11 +34,11 @@ async def test_failures_are_grouped_by_cause(fault: str, cause: str, detail: str
 
     result = await measure(fake, LoadConfig(max_concurrency=3))
 
-    assert (result.summary["completed"], result.summary["failed"]) == (15, 5)
-    assert result.summary["rejected"] == 0
-    [group] = result.summary["errors_by_cause"]
-    assert (group["status"], group["cause"], group["count"]) == ("failed", cause, 5)
-    assert detail in group["example"]
+    assert (result.summary.counts.num_completed, result.summary.counts.num_failed) == (15, 5)
+    assert result.summary.counts.num_rejected == 0
+    [group] = result.errors
+    assert (group.status, group.cause, group.count) == ("failed", cause, 5)
+    assert detail in str(group.example)
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -46,8 +47,12 @@ async def test_rejections_stand_apart_from_failures(status: int) -> None:
 
     result = await measure(fake, LoadConfig(max_concurrency=3))
 
-    assert (result.summary["completed"], result.summary["failed"], result.summary["rejected"]) == (10, 0, 10)
-    assert result.summary["errors_by_cause"][0]["status"] == "rejected"
+    assert (
+        result.summary.counts.num_completed,
+        result.summary.counts.num_failed,
+        result.summary.counts.num_rejected,
+    ) == (10, 0, 10)
+    assert result.errors[0].status == "rejected"
 
 
 async def test_a_server_that_never_answers_is_a_timeout() -> None:
@@ -57,8 +62,8 @@ async def test_a_server_that_never_answers_is_a_timeout() -> None:
         fake, LoadConfig(max_concurrency=2), num_prompts=4, target={"request_timeout": 0.3}
     )
 
-    assert result.summary["completed"] == 2
-    assert result.summary["errors_by_cause"][0]["cause"] == "timeout"
+    assert result.summary.counts.num_completed == 2
+    assert result.errors[0].cause == "timeout"
 
 
 async def test_failed_requests_keep_no_latency_but_their_time_counts() -> None:
@@ -66,9 +71,9 @@ async def test_failed_requests_keep_no_latency_but_their_time_counts() -> None:
 
     result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=4)
 
-    assert result.summary["completed"] == 0
-    assert result.summary["mean_ttft_ms"] is None
-    assert result.summary["duration"] > 0.03
+    assert result.summary.counts.num_completed == 0
+    assert result_keys(result)["mean_ttft_ms"] is None
+    assert result.summary.counts.duration > 0.03
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from onbeat.bench.config import DatasetConfig, LoadConfig
+from onbeat.bench.saved import result_keys
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import SummaryOptions
 from tests.cpu.bench.measure import Watcher, measure
@@ -21,13 +22,13 @@ async def test_closed_loop_keeps_exactly_the_asked_number_of_requests_open() -> 
     result = await measure(fake, LoadConfig(max_concurrency=4))
 
     assert fake.peak_open == 4
-    assert result.summary["completed"] == 20
-    assert result.summary["max_concurrent_requests"] == 4
-    assert result.summary["total_output_tokens"] == 20 * 6
-    assert result.summary["total_input_tokens"] == 20 * 12
-    assert result.summary["token_count_source"] == "usage"
-    assert result.summary["timing_origin"] == "send"
-    assert result.summary["max_client_queue_time_ms"] == 0
+    assert result.summary.counts.num_completed == 20
+    assert result.summary.max_concurrent_requests == 4
+    assert result.summary.counts.num_output_tokens == 20 * 6
+    assert result.summary.counts.num_prompt_tokens == 20 * 12
+    assert result.token_count_source == "usage"
+    assert result.timing_origin == "send"
+    assert result_keys(result)["max_client_queue_time_ms"] == 0
 
 
 async def test_a_closed_loop_reuses_its_connections() -> None:
@@ -44,10 +45,10 @@ async def test_latencies_are_those_of_the_server() -> None:
 
     result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=6)
 
-    assert 80 <= result.summary["median_ttft_ms"] < 120
-    assert 20 <= result.summary["median_tpot_ms"] < 35
-    assert result.summary["median_e2el_ms"] == pytest.approx(
-        result.summary["median_ttft_ms"] + 5 * result.summary["median_tpot_ms"], rel=0.1
+    assert 80 <= result_keys(result)["median_ttft_ms"] < 120
+    assert 20 <= result_keys(result)["median_tpot_ms"] < 35
+    assert result_keys(result)["median_e2el_ms"] == pytest.approx(
+        result_keys(result)["median_ttft_ms"] + 5 * result_keys(result)["median_tpot_ms"], rel=0.1
     )
 
 
@@ -58,8 +59,8 @@ async def test_open_loop_does_not_wait_for_answers_and_times_from_the_schedule()
 
     # Request k arrives at (k + 1) / 100 and is served at 0.05 k: the last waits about 0.8 s.
     assert fake.peak_open >= 14
-    assert result.summary["timing_origin"] == "scheduled arrival"
-    assert result.summary["max_ttft_ms"] > 600
+    assert result.timing_origin == "scheduled arrival"
+    assert result_keys(result)["max_ttft_ms"] > 600
 
 
 async def test_the_wait_for_a_slot_counts_but_is_no_client_lateness() -> None:
@@ -68,10 +69,10 @@ async def test_the_wait_for_a_slot_counts_but_is_no_client_lateness() -> None:
 
     result = await measure(fake, load, num_prompts=10)
 
-    assert fake.peak_open == 1 == result.summary["max_concurrent_requests"]
-    assert result.summary["max_client_queue_time_ms"] > 300
-    assert result.summary["max_ttft_ms"] > 350
-    assert result.summary["p99_dispatch_lag_ms"] < 100
+    assert fake.peak_open == 1 == result.summary.max_concurrent_requests
+    assert result_keys(result)["max_client_queue_time_ms"] > 300
+    assert result_keys(result)["max_ttft_ms"] > 350
+    assert result_keys(result)["p99_dispatch_lag_ms"] < 100
 
 
 async def test_a_trace_is_replayed_in_its_own_time(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ async def test_everything_at_once_without_rate_and_limit() -> None:
     result = await measure(fake, LoadConfig(), num_prompts=25)
 
     assert fake.peak_open == 25
-    assert result.summary["arrivals"] == "all at once"
+    assert result.header.arrivals == "all at once"
 
 
 async def test_chat_api_and_tokens_per_chunk() -> None:
@@ -123,16 +124,16 @@ async def test_chat_api_and_tokens_per_chunk() -> None:
     result = await measure(fake, LoadConfig(max_concurrency=2), target={"api": "chat"}, num_prompts=4)
 
     assert "messages" in fake.bodies[0]
-    assert result.summary["total_output_tokens"] == 24
-    assert result.summary["tokens_per_chunk"] == 3
+    assert result.summary.counts.num_output_tokens == 24
+    assert result.tokens_per_chunk == 3
     assert len(result.records[0].delivery_times) == 2
 
 
 async def test_without_usage_chunks_are_counted_and_that_is_said() -> None:
     result = await measure(FakeOpenAI(sends_usage=False), LoadConfig(max_concurrency=2), num_prompts=4)
 
-    assert result.summary["token_count_source"] == "chunks"
-    assert result.summary["total_output_tokens"] == 24
+    assert result.token_count_source == "chunks"
+    assert result.summary.counts.num_output_tokens == 24
     assert any("no usage" in warning for warning in result.warnings)
 
 
@@ -141,7 +142,7 @@ async def test_without_tokenize_lengths_are_estimates_and_that_is_said() -> None
 
     result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=4)
 
-    assert result.summary["prompt_length_source"] == "estimate"
+    assert result.prompt_length_source == "estimate"
     assert any("by estimate" in warning for warning in result.warnings)
     assert fake.count(fake.bodies[0]) == 1 + 12  # the fake's special token is not known of
 
@@ -152,7 +153,7 @@ async def test_warm_up_requests_are_sent_but_not_counted() -> None:
     result = await measure(fake, LoadConfig(max_concurrency=2), num_prompts=5, num_warmups=3)
 
     assert fake.num_completions == 8
-    assert result.summary["completed"] == 5
+    assert result.summary.counts.num_completed == 5
     prompts = [body["prompt"] for body in fake.bodies]
     assert len(set(prompts)) == 8
 
@@ -175,7 +176,7 @@ async def test_goodput_and_sampling_fields_reach_their_ends() -> None:
         target={"headers": {"X-Team": "a"}},
     )
 
-    assert result.summary["request_goodput"] == 0
+    assert result.summary.score.request_goodput == 0
     assert fake.bodies[0]["temperature"] == 0.5
     assert fake.bodies[0]["ignore_eos"] is True
     assert fake.headers[0]["X-Team"] == "a"
@@ -188,11 +189,11 @@ async def test_stop_leaves_a_partial_result_that_says_so() -> None:
         fake, LoadConfig(max_concurrency=4), num_prompts=400, watcher=Watcher(stop_after=8)
     )
 
-    assert result.summary["interrupted"] is True
-    assert 8 <= result.summary["completed"] < 30
-    assert result.summary["failed"] == 0
-    assert result.summary["num_interrupted_requests"] <= 4
-    assert len(result.records) == result.summary["completed"]
+    assert result.is_interrupted is True
+    assert 8 <= result.summary.counts.num_completed < 30
+    assert result.summary.counts.num_failed == 0
+    assert result.num_interrupted_requests <= 4
+    assert len(result.records) == result.summary.counts.num_completed
 
 
 async def test_the_model_is_the_one_that_the_server_lists() -> None:
@@ -200,7 +201,7 @@ async def test_the_model_is_the_one_that_the_server_lists() -> None:
 
     result = await measure(fake, LoadConfig(max_concurrency=1), num_prompts=1)
 
-    assert fake.bodies[0]["model"] == "fake" == result.summary["model_id"]
+    assert fake.bodies[0]["model"] == "fake" == result.header.model_id
 
 
 async def test_no_server_is_a_clear_error() -> None:
@@ -224,4 +225,4 @@ async def measure_url(url: str) -> None:
 async def test_infinite_rate_is_written_as_other_tools_write_it() -> None:
     result = await measure(FakeOpenAI(), LoadConfig(request_rate=math.inf, max_concurrency=1), num_prompts=1)
 
-    assert result.summary["request_rate"] == "inf"
+    assert result_keys(result)["request_rate"] == "inf"

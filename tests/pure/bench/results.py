@@ -9,10 +9,9 @@ import numpy as np
 
 from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig, RunConfig, TargetConfig
 from onbeat.bench.record import RequestRecord, Status, TokenCountSource
-from onbeat.bench.result import build_result
+from onbeat.bench.result import BenchResult, build_result
 from onbeat.bench.runner import LoadOutcome
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.report.result import RunResult
 
 START = 100.0
 
@@ -63,7 +62,7 @@ def make_result(
     model: str = "org/model",
     bench: dict[str, Any] | None = None,
     **run_options: Any,
-) -> RunResult[RequestRecord]:
+) -> BenchResult:
     records = make_records(30) if records is None else records
     options: dict[str, Any] = {"target": TargetConfig(), "summary": SummaryOptions(objectives={"ttft": 0.2})}
     run = RunConfig(

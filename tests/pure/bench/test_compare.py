@@ -8,24 +8,23 @@ import orjson
 import pytest
 from rich.console import Console
 
-from onbeat.bench.compare import Comparison, Row, compare, read_runs
-from onbeat.bench.comparison_table import comparison_table
+from onbeat.bench.compare import Comparison, Row, compare, comparison_table
 from onbeat.bench.config import LoadConfig
-from onbeat.bench.result import to_document
+from onbeat.bench.saved import SavedRun, read_runs, to_document
 from onbeat.core.errors import ConfigError
 from tests.pure.bench.results import failure, make_records, make_result
 
 
-def saved(path: Path, *results: Any, detailed: bool = True) -> list[dict[str, Any]]:
+def saved(path: Path, *results: Any, detailed: bool = True) -> list[SavedRun]:
     path.write_bytes(orjson.dumps(to_document(list(results), detailed=detailed)))
     return read_runs(path)
 
 
-def quickly(baseline: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> list[Comparison]:
+def quickly(baseline: list[SavedRun], candidate: list[SavedRun]) -> list[Comparison]:
     return compare(baseline, candidate, np.random.default_rng(0), num_resamples=200)
 
 
-def rows_of(baseline: list[dict[str, Any]], candidate: list[dict[str, Any]]) -> dict[str, Row]:
+def rows_of(baseline: list[SavedRun], candidate: list[SavedRun]) -> dict[str, Row]:
     [comparison] = quickly(baseline, candidate)
     return {row.name: row for row in comparison.rows}
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.slo_live.book import middle, replace_section
+from benchmarks.harness.pages import middle
 from benchmarks.slo_live.search import (
     STEP,
     Capacity,
@@ -17,6 +17,7 @@ from benchmarks.slo_live.search import (
     ramp_crossing,
     without_each_round,
 )
+from benchmarks.slo_live.sections import replace_section
 
 LEVEL = 0.9
 

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from onbeat.bench.client import refusal
 from onbeat.bench.outcome_table import outcome_notes, outcome_tables
-from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.refusal import refusal
-from onbeat.bench.verdict import ServerVerdict
+from onbeat.bench.record import RequestRecord, ServerVerdict, Status
+from onbeat.bench.result import BenchResult
+from onbeat.bench.saved import result_keys
 from onbeat.core.slo import SLO
-from onbeat.report.result import RunResult
 from tests.pure.bench.results import failure, make_records, make_result
 
 EASY, HARD = SLO(ttft=10.0, tbt=1.0), SLO(ttft=0.001)
 
 
-def promised(count: int, *, hard: int = 0, **options: Any) -> list[RequestRecord]:
+def answered(count: int, *, hard: int = 0, **options: Any) -> list[RequestRecord]:
     records = make_records(count, **options)
     for position, record in enumerate(records):
         record.slo = HARD if position < hard else EASY
@@ -36,26 +36,26 @@ def refused(index: int, seconds: float, status: Status, **fields: Any) -> Reques
     return record
 
 
-def shown(result: RunResult[RequestRecord]) -> str:
+def shown(result: BenchResult) -> str:
     console = Console(width=160, record=True, file=io.StringIO())
-    for table in outcome_tables(result.summary):
+    for table in outcome_tables(result):
         console.print(table)
     return console.export_text()
 
 
 def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
     records = [
-        *promised(6, hard=2),
+        *answered(6, hard=2),
         refused(6, 0.01, Status.REJECTED, predicted_ttft=3.0, retry_after=1.0),
         refused(7, 0.03, Status.REJECTED, predicted_ttft=5.0),
         refused(8, 0.5, Status.EXPIRED),
         failure(9),
     ]
-    summary = make_result(records).summary
+    summary = result_keys(make_result(records))
 
     counts = [summary[key] for key in ("offered", "completed", "rejected", "expired", "failed", "admitted")]
     assert counts == [10, 6, 2, 1, 1, 8]
-    assert summary["attainment"] == pytest.approx(4 / 9)  # the failure was promised nothing
+    assert summary["attainment"] == pytest.approx(4 / 9)  # the failure had no objectives
     assert summary["attainment_admitted"] == pytest.approx(4 / 8)
     assert summary["median_rejection_ms"] == pytest.approx(20)
     assert summary["max_rejection_ms"] == pytest.approx(30)
@@ -65,8 +65,8 @@ def test_refused_expired_and_failed_requests_are_counted_apart() -> None:
 
 
 def test_each_class_has_its_own_counts() -> None:
-    records = [*promised(4, hard=1), refused(4, 0.01, Status.REJECTED)]
-    classes = make_result(records).summary["classes"]
+    records = [*answered(4, hard=1), refused(4, 0.01, Status.REJECTED)]
+    classes = result_keys(make_result(records))["classes"]
 
     assert (classes["easy"]["rejected"], classes["easy"]["attainment_admitted"]) == (1, 1.0)
     assert classes["easy"]["attainment"] == pytest.approx(3 / 4)
@@ -74,7 +74,7 @@ def test_each_class_has_its_own_counts() -> None:
 
 
 def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
-    records = promised(5, hard=1)
+    records = answered(5, hard=1)
     for position, record in enumerate(records[:4]):
         record.verdict = ServerVerdict(
             is_met=position != 3,
@@ -82,7 +82,7 @@ def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
             predicted_ttft=0.05,
             is_relegated=position == 3,
         )
-    verdicts = make_result(records).summary["server_verdicts"]
+    verdicts = result_keys(make_result(records))["server_verdicts"]
 
     assert (verdicts["requests"], verdicts["agreement"], verdicts["met"]) == (4, 0.5, 0.75)
     assert (verdicts["only_client_good"], verdicts["only_server_met"], verdicts["relegated"]) == (1, 1, 1)
@@ -91,7 +91,7 @@ def test_the_verdict_of_the_server_is_held_against_our_own() -> None:
 
 
 def test_without_verdicts_nothing_is_said_of_them() -> None:
-    assert make_result(promised(3)).summary["server_verdicts"] is None
+    assert result_keys(make_result(answered(3)))["server_verdicts"] is None
 
 
 def test_a_verdict_with_odd_fields_is_read_as_far_as_it_goes() -> None:
@@ -101,10 +101,10 @@ def test_a_verdict_with_odd_fields_is_read_as_far_as_it_goes() -> None:
 
 
 def test_groups_of_prompts_have_latencies_of_their_own() -> None:
-    records = promised(8)
+    records = answered(8)
     for record in records:
         record.group = "long" if record.index % 4 == 3 else "short"
-    groups = make_result(records).summary["groups"]
+    groups = result_keys(make_result(records))["groups"]
 
     assert {name: own["offered"] for name, own in groups.items()} == {"long": 2, "short": 6}
     assert groups["short"]["attainment"] == 1.0
@@ -112,12 +112,12 @@ def test_groups_of_prompts_have_latencies_of_their_own() -> None:
 
 
 def test_tables_and_notes_show_what_became_of_requests() -> None:
-    records = [*promised(4), refused(4, 0.004, Status.REJECTED, predicted_ttft=2.0)]
+    records = [*answered(4), refused(4, 0.004, Status.REJECTED, predicted_ttft=2.0)]
     records[0].group = "short"
     records[0].verdict = ServerVerdict(is_met=True, ttft=0.05)
     result = make_result(records)
 
-    text, notes = shown(result), " ".join(outcome_notes(result.summary))
+    text, notes = shown(result), " ".join(outcome_notes(result))
     for wanted in ("4 of 5", "80.0%", "100.0%", "4.00 / 4.00 / 4.00", "100.0% of 1", "short"):
         assert wanted in text
         assert wanted in notes
@@ -125,10 +125,10 @@ def test_tables_and_notes_show_what_became_of_requests() -> None:
 
 def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None:
     """A server counts its chat template too, of the prompts that it answers: no reason to part them."""
-    records = [*promised(10), *(refused(index, 0.01, Status.REJECTED) for index in range(10, 20))]
+    records = [*answered(10), *(refused(index, 0.01, Status.REJECTED) for index in range(10, 20))]
     for record in records[:10]:
         record.num_prompt_tokens += 11
-    summary = make_result(records).summary
+    summary = result_keys(make_result(records))
 
     (only,) = summary["attainment_by_prompt_decile"]
     assert (only["max_prompt_tokens"], only["offered"], only["attainment"]) == (12, 20, 0.5)
@@ -138,8 +138,8 @@ def test_refused_requests_are_as_long_as_those_that_the_server_counted() -> None
 def test_a_run_without_objectives_has_no_such_table() -> None:
     result = make_result(make_records(3), bench={})
 
-    assert outcome_tables(result.summary) == []
-    assert outcome_notes(result.summary) == []
+    assert outcome_tables(result) == []
+    assert outcome_notes(result) == []
 
 
 @pytest.mark.parametrize(

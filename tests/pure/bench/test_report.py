@@ -9,12 +9,14 @@ import orjson
 import pytest
 
 from onbeat.bench.config import LoadConfig
-from onbeat.bench.record import RequestRecord
+from onbeat.bench.result import BenchResult
+from onbeat.metrics.summary import LatencyStatistic
 from onbeat.report import charts
-from onbeat.report.result import RunResult
 from onbeat.report.run_report import describe_load, write_report
 from onbeat.report.table import latency_columns
 from tests.pure.bench.results import failure, make_records, make_result
+
+MEAN_TPOT = LatencyStatistic("tpot", "mean")
 
 
 class Page(HTMLParser):
@@ -50,13 +52,13 @@ class Page(HTMLParser):
             self.text += data
 
 
-def page_of(tmp_path: Path, results: list[RunResult[RequestRecord]]) -> Page:
+def page_of(tmp_path: Path, results: list[BenchResult]) -> Page:
     path = tmp_path / "report.html"
     write_report(path, results, percentiles=(50, 99), settings={"num_prompts": 30})
     return Page(path.read_text())
 
 
-def sweep() -> list[RunResult[RequestRecord]]:
+def sweep() -> list[BenchResult]:
     return [
         make_result(
             make_records(20, slowdown=level), load=LoadConfig(max_concurrency=level), title=f"c={level}"
@@ -145,7 +147,7 @@ def test_cdf_rises_to_one_hundred() -> None:
 
 def test_trade_off_has_one_line_a_series() -> None:
     runs = [make_result(series="a"), make_result(series="b"), make_result(series="a")]
-    figure = charts.tradeoff_figure(runs, "mean_tpot_ms", "TPOT")
+    figure = charts.tradeoff_figure([run.point for run in runs], MEAN_TPOT, "TPOT")
 
     assert figure is not None
     assert [(line["name"], len(line["x"])) for line in figure["data"]] == [("a", 2), ("b", 1)]
@@ -153,9 +155,8 @@ def test_trade_off_has_one_line_a_series() -> None:
 
 @pytest.mark.parametrize(("num_gpus", "title"), [(1, "output tokens/s"), (2, "output tokens/s per GPU")])
 def test_throughput_is_per_gpu_where_there_are_several(num_gpus: int, title: str) -> None:
-    result = make_result()
-    result.summary["output_throughput_per_gpu"] = result.summary["output_throughput"] / num_gpus
-    figure = charts.tradeoff_figure([result], "mean_tpot_ms", "TPOT")
+    result = make_result(bench={"num_gpus": num_gpus})
+    figure = charts.tradeoff_figure([result.point], MEAN_TPOT, "TPOT")
     assert figure is not None
     assert figure["layout"]["xaxis"]["title"]["text"] == title
 
@@ -202,4 +203,4 @@ def test_timeline_shows_waits_streams_and_losses() -> None:
     ],
 )
 def test_loads_in_words(load: LoadConfig, words: str) -> None:
-    assert describe_load(make_result(load=load).summary) == words
+    assert describe_load(make_result(load=load).header) == words

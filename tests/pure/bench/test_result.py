@@ -8,7 +8,7 @@ import pytest
 
 from onbeat.bench.config import BenchConfig, LoadConfig, TargetConfig
 from onbeat.bench.record import RequestRecord, Status
-from onbeat.bench.result import default_file_name, to_document
+from onbeat.bench.saved import default_file_name, to_document
 from onbeat.core.errors import ConfigError
 from onbeat.report.result import merge_warnings, write_document
 from tests.pure.bench.results import START, failure, make_records, make_result
@@ -145,15 +145,16 @@ def test_interrupted_requests_count_nowhere() -> None:
     )
     result = make_result([*make_records(2), unfinished], interrupted=True)
 
-    assert result.summary["num_interrupted_requests"] == 1
-    assert (result.summary["completed"], result.summary["failed"]) == (2, 0)
+    assert result.num_interrupted_requests == 1
+    counts = result.summary.counts
+    assert (counts.num_completed, counts.num_failed) == (2, 0)
 
 
 def test_errors_are_grouped_most_frequent_first() -> None:
     records = [*make_records(2), failure(2, status=Status.REJECTED), failure(3), failure(4, detail="later")]
-    groups = make_result(records).summary["errors_by_cause"]
+    groups = make_result(records).errors
 
-    assert [(group["status"], group["count"], group["example"]) for group in groups] == [
+    assert [(group.status, group.count, group.example) for group in groups] == [
         ("failed", 2, "boom"),
         ("rejected", 1, "boom"),
     ]
@@ -166,7 +167,7 @@ def test_a_late_client_is_warned_of() -> None:
     late = make_result(records, load=LoadConfig(request_rate=10.0), title="late")
     fine = make_result(title="fine")
 
-    assert late.summary["p99_dispatch_lag_ms"] == pytest.approx(20)
+    assert late.client.p99_dispatch_lag_ms == pytest.approx(20)
     [warning] = late.warnings
     assert "more than 5 ms late" in warning
     assert merge_warnings([late, fine]) == [f"{warning} (late)"]

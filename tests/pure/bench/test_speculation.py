@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.record import RequestRecord
-from onbeat.bench.speculation import DraftCounts, draft_counts, draft_keys
+from onbeat.bench.speculation import DraftCounts, draft_counts, measured_drafts
 from onbeat.core.step import DraftStats
 from onbeat.metrics.exposition import read_exposition
 from onbeat.metrics.summary import METRICS
+from onbeat.report.drafts import SimulatedDrafts
 from onbeat.report.run_report import write_report
 from onbeat.report.table import draft_rows, run_tables, sweep_table
 from tests.pure.bench.results import make_records, make_result
@@ -72,8 +74,14 @@ def test_a_run_has_what_was_counted_since_its_start() -> None:
     assert ALL.since(EARLIER) == NEW
 
 
+def keys_of(counts: DraftCounts | None, records: list[RequestRecord]) -> dict[str, Any]:
+    drafts = measured_drafts(counts, records)
+    assert drafts is not None
+    return drafts.keys()
+
+
 def test_keys_are_vllms() -> None:
-    assert draft_keys(NEW, with_usage(make_records(3))) == {
+    assert keys_of(NEW, with_usage(make_records(3))) == {
         "spec_decode_acceptance_rate": pytest.approx(100 * 20 / 30),
         "spec_decode_acceptance_length": 3.0,
         "spec_decode_num_drafts": 10,
@@ -85,7 +93,7 @@ def test_keys_are_vllms() -> None:
 
 
 def test_usage_says_what_it_can_where_there_are_no_metrics() -> None:
-    assert draft_keys(None, with_usage(make_records(3))) == {
+    assert keys_of(None, with_usage(make_records(3))) == {
         "spec_decode_acceptance_rate": 75.0,
         "spec_decode_draft_tokens": 24,
         "spec_decode_accepted_tokens": 18,
@@ -94,37 +102,35 @@ def test_usage_says_what_it_can_where_there_are_no_metrics() -> None:
 
 
 @pytest.mark.parametrize("counts", [None, ALL.since(ALL), EARLIER.since(ALL)])
-def test_a_run_without_drafts_has_no_keys(counts: DraftCounts | None) -> None:
+def test_a_run_without_drafts_has_nothing_of_them(counts: DraftCounts | None) -> None:
     """Nor has one in which the server was started anew."""
-    assert draft_keys(counts, make_records(3)) == {}
-    assert draft_rows({}) == []
+    assert measured_drafts(counts, make_records(3)) is None
+    assert draft_rows(make_result()) == []
 
 
 def test_a_simulation_shows_what_it_planned() -> None:
-    speculation = {
-        "num_speculative_tokens": 5,
-        "draft_length": "adaptive",
-        "num_drafted_tokens": 12_000,
-        "num_accepted_tokens": 7_200,
-        "accepted_share": 0.6,
-        "verifying_share": 0.25,
-        "tokens_per_decode": 1.45,
-    }
-    assert dict(draft_rows({"speculation": speculation})) == {
+    drafts = SimulatedDrafts(
+        num_speculative_tokens=5,
+        draft_length="adaptive",
+        num_drafted_tokens=12_000,
+        num_accepted_tokens=7_200,
+        accepted_share=0.6,
+        verifying_share=0.25,
+        tokens_per_decode=1.45,
+    )
+    assert dict(drafts.rows()) == {
         "drafts of a row": "adaptive, at most 5",
         "draft tokens verified": "12,000",
         "accepted": "60.0%",
         "decode rows with drafts": "25.0%",
         "tokens of a decode row": "1.45",
     }
-    unused = speculation | {"num_drafted_tokens": 0, "accepted_share": None, "verifying_share": None}
-    assert dict(draft_rows({"speculation": unused}))["accepted"] == "-"
-    assert draft_rows({"speculation": None}) == []
+    unused = replace(drafts, num_drafted_tokens=0, accepted_share=None, verifying_share=None)
+    assert dict(unused.rows())["accepted"] == "-"
 
 
 def test_tables_and_report_show_it_where_it_is(tmp_path: Path) -> None:
-    result = make_result(with_usage(make_records(3)))
-    result.summary.update(draft_keys(NEW, []))
+    result = replace(make_result(with_usage(make_records(3))), drafts=measured_drafts(NEW, []))
     text = shown(*run_tables(result, METRICS, (50.0, 99.0)))
     for part in ("Speculation", "66.7%", "3.00", "100% / 60% / 40%"):
         assert part in text

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.bench.sse import EventStreamParser
+from onbeat.bench.stream import EventStreamParser
 
 STREAM = (
     b": a comment\n\n"

@@ -13,7 +13,10 @@ import pytest
 import yaml
 
 from onbeat.cli.args import Parser, parse
+from onbeat.cli.bench_settings import BenchOptions
 from onbeat.cli.options import add_options, read_options
+from onbeat.cli.replay import ReplayOptions
+from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import Setting, change, check, make, option, part, settings_of
 from onbeat.core.slo import SLO, ShedMode
@@ -28,9 +31,10 @@ from tests.pure.cli.test_args import sub_parser
 ROOT = Path(__file__).parents[3]
 DECLARED = {
     ("serve",): (EngineConfig, ServerConfig, SLODefaults, SLO),
-    ("simulate",): (ReplicaSettings, DisaggregationSettings, SLO, SummaryOptions),
-    ("capacity",): (ReplicaSettings, DisaggregationSettings, SLO),
-    ("bench", "serve"): (SLO, SummaryOptions),
+    ("simulate",): (ReplicaSettings, DisaggregationSettings, WorkloadOptions, SummaryOptions),
+    ("capacity",): (ReplicaSettings, DisaggregationSettings, WorkloadOptions),
+    ("bench", "serve"): (BenchOptions, SummaryOptions),
+    ("replay",): (ReplayOptions,),
 }
 NEEDED: dict[tuple[str, ...], list[str]] = {
     command: ["--model", "some", "--device", "cpu"] for command in (("simulate",), ("capacity",))
@@ -107,9 +111,15 @@ def test_every_setting_is_a_key_of_a_file(command: tuple[str, ...], kind: type[A
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Innermost:
+    depth: int = option(1, group="inner", help="how deep")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
     size: int = option(4, group="inner", at_least=1, help="how large")
     kind: Literal["plain", "odd"] = option("plain", group="inner", help="which")
+    below: Innermost = part(Innermost)
 
     def __post_init__(self) -> None:
         check(self, Inner)
@@ -123,6 +133,9 @@ class Outer:
     cap: int | Literal["auto"] | None = option(None, group="outer", help="at most")
     mode: ShedMode = option(ShedMode.OFF, group="outer", help="what then")
     tags: tuple[str, ...] = option((), group="outer", help="marks")
+    notes: tuple[str, ...] = option((), many="append", group="outer", help="one of several")
+    links: tuple[str, ...] = option((), many="*", group="outer", help="or none")
+    quiet: bool = option(default=False, is_switch=True, group="outer", help="say nothing")
     other: int = 7
 
 
@@ -137,19 +150,34 @@ def test_settings_are_read_back_as_they_are_inside() -> None:
     assert outer("--name", "n") == Outer(name="n")
     given = outer(
         *("--name=n", "--size=2k", "--kind", "odd", "--wait-ms", "35", "--cap", "auto"),
-        *("--mode", "reject", "--tags", "a", "b"),
+        *("--mode", "reject", "--tags", "a", "b", "--notes", "a", "--notes=b", "--links", "--quiet"),
     )
     inner = Inner(size=2000, kind="odd")
     assert given == Outer(
-        name="n", inner=inner, wait=0.035, cap="auto", mode=ShedMode.REJECT, tags=("a", "b")
+        name="n",
+        inner=inner,
+        wait=0.035,
+        cap="auto",
+        mode=ShedMode.REJECT,
+        tags=("a", "b"),
+        notes=("a", "b"),
+        quiet=True,
     )
     assert type(given.mode) is ShedMode
     assert outer("--name=n", "--cap", "8k").cap == 8000
 
 
+def test_a_switch_has_no_form_that_turns_it_off(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        outer("--name", "n", "--no-quiet")
+    assert "unknown flag --no-quiet" in capsys.readouterr().err
+
+
 def test_settings_of_parts_go_by_their_own_names() -> None:
     made = make(Outer, name="n", size=3, other=1)
     assert made == Outer(name="n", inner=Inner(size=3), other=1)
+    assert change(made, depth=9).inner == Inner(size=3, below=Innermost(depth=9))
+    assert make(Outer, name="n", depth=9) == Outer(name="n", inner=Inner(below=Innermost(depth=9)))
     assert change(made, kind="odd", name="m") == Outer(name="m", inner=Inner(size=3, kind="odd"), other=1)
     assert [each.name for each in settings_of(Outer)][:3] == ["name", "size", "kind"]
     assert settings_of(Outer)[0].default is MISSING

@@ -19,6 +19,7 @@ from onbeat.metrics.summary import SummaryOptions
 from onbeat.simulator.setup import POOL_POLICY, build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
 
+DATA = Path(__file__).parents[2] / "data"
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
 LOAD = ["--num-prompts", "12", "--input-len", "300", "--output-len", "20", "--request-rate", "10"]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -102,6 +103,31 @@ def test_a_run_with_objectives_says_who_pays(tmp_path: Path, capsys: pytest.Capt
     assert f"Worst decile (prompts of {span} tokens): " in out
     for words in ("Objectives by length of prompt", "Objectives by tenant", "longest wait"):
         assert words in out
+
+
+def keys_in(document: Any) -> Any:
+    """The keys of a document, in their order; of a list those of its first entry."""
+    if isinstance(document, dict):
+        return [(key, keys_in(value)) for key, value in document.items()]
+    return keys_in(document[0]) if isinstance(document, list) and document else None
+
+
+def test_the_keys_of_the_summary_stay(tmp_path: Path) -> None:
+    config = tmp_path / "slo.yaml"
+    config.write_text(
+        "classes:\n"
+        "- {name: easy, ttft_ms: 60000, share: 0.6, tenant: a}\n"
+        "- {name: loose, ttft_ms: 60000, share: 0.2, tenant: b}\n"
+        "- {name: hard, ttft_ms: 1, share: 0.2, tenant: b}\n"
+    )
+    flags = ["--num-prompts", "40", "--dataset-name", "conversation", "--policy", "slo"]
+    found = summary_of(tmp_path, *flags, "--slo-config", str(config))
+    saved = json.loads((DATA / "simulation_result.json").read_text())
+    assert keys_in(found) == keys_in(saved)
+
+
+def test_a_load_without_a_rate_is_saved_as_such(tmp_path: Path) -> None:
+    assert summary_of(tmp_path, "--request-rate", "inf")["request_rate"] == "inf"
 
 
 def test_a_run_without_objectives_blames_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

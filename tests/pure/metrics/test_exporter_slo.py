@@ -1,4 +1,4 @@
-"""Promises, refusals and plans as /metrics shows them."""
+"""Objectives, refusals and plans as /metrics shows them."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from onbeat.core.step import SchedulerState
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
-from onbeat.metrics.exposition import quantile, read_exposition
-from onbeat.metrics.scrape_window import ScrapeWindow
+from onbeat.metrics.exposition import ScrapeWindow, quantile, read_exposition
 from onbeat.metrics.tracker import RequestTracker
 from tests.pure.metrics.runs import run_one, stats
 

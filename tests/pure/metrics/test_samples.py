@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO
+from onbeat.metrics.distribution import describe, quantiles
 from onbeat.metrics.measured import delivery_chunks
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.samples import grouped_samples
-from onbeat.metrics.summary import SummaryOptions, describe, quantiles, summarise
+from onbeat.metrics.summary import SummaryOptions, summarise
+from onbeat.metrics.summary_keys import run_keys
 
 
 def record(
@@ -31,6 +34,11 @@ def record(
         end=times[-1] if times else 0.5,
         **({"finish_reason": "length"} | options),  # type: ignore[arg-type]
     )
+
+
+def summary_of(requests: list[RequestRecord], **options: Any) -> dict[str, Any]:
+    """The numbers under the keys of a saved result."""
+    return run_keys(summarise(requests, **options))
 
 
 runs = st.lists(st.lists(st.integers(0, 1000), min_size=0, max_size=7).map(sorted), max_size=20)
@@ -69,11 +77,11 @@ def test_quantiles_copy_unless_told_otherwise() -> None:
 
 @given(st.lists(st.floats(0, 1e3), min_size=1, max_size=60))
 def test_describe_agrees_with_numpy(values: list[float]) -> None:
-    result = describe(np.array(values), "x", (99.0,))
+    result = describe(np.array(values), (99.0,))
 
-    assert result["std_x_ms"] == pytest.approx(np.std(values) * 1e3, abs=1e-6)
-    assert result["p99_x_ms"] == pytest.approx(np.percentile(values, 99) * 1e3, abs=1e-6)
-    assert result["max_x_ms"] == max(values) * 1e3
+    assert result.std_ms == pytest.approx(np.std(values) * 1e3, abs=1e-6)
+    assert result.percentiles_ms["p99"] == pytest.approx(np.percentile(values, 99) * 1e3, abs=1e-6)
+    assert result.max_ms == max(values) * 1e3
 
 
 def test_classes_have_summaries_of_their_own() -> None:
@@ -86,7 +94,7 @@ def test_classes_have_summaries_of_their_own() -> None:
         record([1.0]),
     ]
 
-    result = summarise(requests, duration=10.0, options=SummaryOptions(percentiles=(50,)))
+    result = summary_of(requests, duration=10.0, options=SummaryOptions(percentiles=(50,)))
 
     assert (result["schema_version"], result["slo_mode"]) == (1, "stream")
     assert (result["offered"], result["completed"], result["rejected"]) == (5, 4, 1)
@@ -106,13 +114,13 @@ def test_classes_have_summaries_of_their_own() -> None:
 def test_objectives_of_the_run_and_of_the_requests_are_both_counted() -> None:
     requests = [record([0.4], slo=SLO(ttft=0.5)), record([0.7], slo=SLO(ttft=0.5))]
 
-    result = summarise(requests, duration=1.0, options=SummaryOptions(objectives={"ttft": 1.0}))
+    result = summary_of(requests, duration=1.0, options=SummaryOptions(objectives={"ttft": 1.0}))
 
     assert (result["request_goodput"], result["goodput"], result["attainment"]) == (2.0, 1.0, 0.5)
 
 
 def test_a_completed_request_without_a_token_has_no_latency() -> None:
-    result = summarise([record([]), record([1.0, 2.0])], duration=2.0)
+    result = summary_of([record([]), record([1.0, 2.0])], duration=2.0)
 
     assert result["completed"] == 2
     assert result["mean_ttft_ms"] == pytest.approx(1000)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,16 +18,9 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.metrics.summary import (
-    SummaryOptions,
-    bootstrap_interval,
-    collect_samples,
-    is_good,
-    peak_concurrency,
-    percentile,
-    percentile_name,
-    summarise,
-)
+from onbeat.metrics.distribution import bootstrap_interval, percentile, percentile_name
+from onbeat.metrics.summary import SummaryOptions, collect_samples, is_good, peak_concurrency, summarise
+from onbeat.metrics.summary_keys import run_keys
 
 
 @dataclass
@@ -57,6 +51,11 @@ class Measured:
         self.end = self.end or (self.delivery_times[-1] if self.delivery_times else self.arrival)
 
 
+def summary_of(requests: Sequence[Measured], **options: Any) -> dict[str, Any]:
+    """The numbers under the keys of a saved result."""
+    return run_keys(summarise(requests, **options))
+
+
 def lost(arrival: float, *, rejected: bool = False) -> Measured:
     return Measured(arrival, [], is_completed=False, is_rejected=rejected, end=arrival + 0.5)
 
@@ -70,7 +69,7 @@ def test_hand_worked_run() -> None:
         lost(2.0, rejected=True),
     ]
 
-    result = summarise(requests, duration=2.5, options=SummaryOptions(percentiles=(50, 90)))
+    result = summary_of(requests, duration=2.5, options=SummaryOptions(percentiles=(50, 90)))
 
     assert (result["completed"], result["failed"], result["rejected"]) == (3, 1, 1)
     assert result["total_input_tokens"] == 30
@@ -102,14 +101,14 @@ def test_hand_worked_run() -> None:
 def test_goodput_counts_requests_that_meet_every_objective(objectives: dict[str, float], good: int) -> None:
     requests = [Measured(0.0, [0.5, 0.6, 0.8], 4), Measured(1.0, [1.1, 1.4]), Measured(1.0, [1.3]), lost(2.0)]
 
-    result = summarise(requests, duration=2.0, options=SummaryOptions(objectives=objectives))
+    result = summary_of(requests, duration=2.0, options=SummaryOptions(objectives=objectives))
 
     assert result["request_goodput"] == pytest.approx(good / 2.0)
     assert result["attainment"] == pytest.approx(good / 4)
 
 
 def test_no_completed_request_gives_none_not_zero() -> None:
-    result = summarise([lost(0.0)], duration=1.0)
+    result = summary_of([lost(0.0)], duration=1.0)
 
     assert result["mean_ttft_ms"] is None
     assert result["p99_itl_ms"] is None
@@ -119,7 +118,7 @@ def test_no_completed_request_gives_none_not_zero() -> None:
 def test_percentiles_only_for_the_chosen_metrics() -> None:
     options = SummaryOptions(metrics=("ttft",), percentiles=(99.9,))
 
-    result = summarise([Measured(0.0, [1.0, 2.0])], duration=2.0, options=options)
+    result = summary_of([Measured(0.0, [1.0, 2.0])], duration=2.0, options=options)
 
     assert "p99.9_ttft_ms" in result
     assert "p99.9_tpot_ms" not in result
@@ -158,7 +157,7 @@ def test_peak_concurrency_frees_a_place_before_it_is_taken() -> None:
 def test_peak_output_rate_spreads_tokens_over_deliveries() -> None:
     requests = [Measured(0.0, [0.1, 0.2, 1.15], num_output_tokens=6)]
 
-    assert summarise(requests, duration=2.0)["max_output_tokens_per_s"] == pytest.approx(4)
+    assert summary_of(requests, duration=2.0)["max_output_tokens_per_s"] == pytest.approx(4)
 
 
 def test_failed_requests_are_never_good() -> None:
@@ -200,7 +199,7 @@ STORED = [
 
 
 def test_stored_chunk_times_give_the_recorded_values() -> None:
-    result = summarise(STORED, duration=2.0, options=SummaryOptions(objectives={"ttft": 0.45, "tbt": 0.2}))
+    result = summary_of(STORED, duration=2.0, options=SummaryOptions(objectives={"ttft": 0.45, "tbt": 0.2}))
 
     assert result["output_throughput"] == pytest.approx(8.5)
     assert result["mean_ttft_ms"] == pytest.approx(272.5)
@@ -256,7 +255,7 @@ def test_agrees_with_the_second_client_on_the_same_chunk_times(other_client: Mod
         [(40.0, 90.0)],
     )
 
-    ours = summarise(requests, duration=25.0, options=SummaryOptions(objectives={"ttft": 0.04, "tbt": 0.09}))
+    ours = summary_of(requests, duration=25.0, options=SummaryOptions(objectives={"ttft": 0.04, "tbt": 0.09}))
 
     for their_name, name in {"ttft": "ttft", "tpot": "tpot", "e2e": "e2el", "tbt": "itl"}.items():
         for statistic in ("mean", "p50", "p90", "p99", "max"):

@@ -10,11 +10,17 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import Capacity, Outcome
 from onbeat.planner.charts import axes_of, capacity_figure, capacity_over_figure, frontier_figures
-from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, group_points, run_level
+from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, run_level
 from onbeat.report.page import Page
+from onbeat.report.result import TradeoffPoint
 from tests.pure.planner.fakes import FakeCase, QuietContext, make_load
 
 CASE = FakeCase(0.01, 1e-5, max_num_seqs=64, token_budget=512, labels=(("policy", "sarathi"),))
+
+
+def runs_of(points: list[FrontierPoint]) -> list[TradeoffPoint]:
+    assert not [point.error for point in points if point.error]
+    return [point.run for point in points if point.run is not None]
 
 
 def run_levels(levels: list[Level], case: FakeCase = CASE) -> list[FrontierPoint]:
@@ -24,27 +30,29 @@ def run_levels(levels: list[Level], case: FakeCase = CASE) -> list[FrontierPoint
 
 
 def test_a_closed_loop_trades_latency_for_throughput() -> None:
-    points = run_levels([Level(concurrency=n) for n in (1, 8, 64)])
-    throughputs = [point.summary["output_throughput_per_gpu"] for point in points]
-    tpots = [point.summary["median_tpot_ms"] for point in points]
+    runs = runs_of(run_levels([Level(concurrency=n) for n in (1, 8, 64)]))
+    throughputs = [run.output_throughput_per_gpu for run in runs]
+    tpots = [run.summary.latencies["tpot"].median_ms or 0.0 for run in runs]
     assert throughputs == sorted(throughputs)
+    assert tpots[0] > 0
     assert tpots == sorted(tpots)
-    assert points[0].summary["max_concurrent_requests"] == 1
+    assert runs[0].summary.max_concurrent_requests == 1
     # Alone, a request takes one step for its prompt and 39 for its other tokens.
     alone = 0.01 + 1e-5 * 128 + 39 * (0.01 + 1e-5)
-    assert points[0].summary["output_throughput_per_gpu"] == pytest.approx(40 / alone / 2)
+    assert runs[0].output_throughput_per_gpu == pytest.approx(40 / alone / 2)
 
 
 def test_an_open_loop_keeps_its_rate() -> None:
-    (point,) = run_levels([Level(request_rate=5.0)])
-    assert point.summary["request_throughput"] == pytest.approx(5.0, rel=0.05)
-    assert point.summary["request_rate"] == 5.0
+    (run,) = runs_of(run_levels([Level(request_rate=5.0)]))
+    assert run.summary.counts.request_throughput == pytest.approx(5.0, rel=0.05)
+    assert run.level == "5/s"
 
 
 def test_a_case_that_cannot_run_says_why() -> None:
     (point,) = run_levels([Level(concurrency=2)], FakeCase(error="the weights take 141.2 GB"))
     assert point.error == "the weights take 141.2 GB"
-    assert group_points([point]) == {}
+    assert point.run is None
+    assert frontier_figures([point]) == []
 
 
 def test_a_stopped_level_is_no_point() -> None:

@@ -8,10 +8,9 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.planner.grid import ReplicaCase
-from onbeat.planner.hopeless import Hopeless, HopelessWatch
-from onbeat.planner.idle_case import HopelessOn
+from onbeat.planner.grid import HopelessOn, ReplicaCase
 from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.trial import MissWatch, ObjectiveMissed
 from onbeat.simulator.setup import ReplicaSettings
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.planner.fakes import make_record, make_result
@@ -61,13 +60,13 @@ def test_a_run_is_given_up_when_it_is_lost_and_no_sooner(num_late: int):
     load = offered(20, 10)
     [allowance] = objective.allowances(load)
     assert allowance.allowed == 2
-    watch = HopelessWatch([allowance], len(load), batch=1)
+    watch = MissWatch([allowance], len(load), batch=1)
     ended = records(20 - num_late, num_late, 10)
     is_lost = False
     try:
         for record in ended:
             watch.on_finish(record)
-    except Hopeless:
+    except ObjectiveMissed:
         is_lost = True
     assert is_lost is (num_late > 2)
     assert objective.judge(make_result(ended)).is_met is not is_lost

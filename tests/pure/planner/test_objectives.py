@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
-from onbeat.metrics.summary import percentile
-from onbeat.planner.hopeless import Hopeless, HopelessWatch, allowed_above
-from onbeat.planner.objective import Objective
+from onbeat.metrics.distribution import percentile
+from onbeat.planner.objective import Objective, allowed_above
 from onbeat.planner.objectives import OBJECTIVES, SarathiObjective, VidurObjective, parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective, DistServeObjective
+from onbeat.planner.trial import MissWatch, ObjectiveMissed
 from tests.pure.planner.fakes import make_load, make_record, make_result
 
 
@@ -132,11 +132,11 @@ def test_a_run_that_is_given_up_would_have_missed_its_objective(objective: Objec
             delay = rng.exponential(scale * 20)
             times = delay + np.cumsum(rng.exponential(scale, size=20))
             records.append(make_record(times, scheduled=delay, slo=slo))
-        watch = HopelessWatch(objective.allowances(make_load(50, output=20, slo=slo)), 50, batch=5)
+        watch = MissWatch(objective.allowances(make_load(50, output=20, slo=slo)), 50, batch=5)
         try:
             for record in records:
                 watch.on_finish(record)
-        except Hopeless:
+        except ObjectiveMissed:
             num_given_up += 1
             assert not objective.judge(make_result(records)).is_met
     assert 0 < num_given_up < 60

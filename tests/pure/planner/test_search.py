@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.planner.capacity import rate_interval
+from onbeat.planner.objective import Verdict
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, Trial, search_rate
-from onbeat.planner.verdict import Verdict
 
 
 def judge_below(threshold: float, rate: float) -> Verdict:

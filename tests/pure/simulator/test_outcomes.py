@@ -9,8 +9,8 @@ import pytest
 
 from onbeat.core.slo import SLO
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import summarise
-from onbeat.simulator.outcomes import add_outcomes
+from onbeat.metrics.summary import GroupSummary, summarise
+from onbeat.simulator.outcomes import tell_outcomes
 
 
 def make_record(reason: str, *, name: str = "fast", ttft: float = 0.1, **fields: Any) -> RequestRecord:
@@ -30,6 +30,17 @@ def make_record(reason: str, *, name: str = "fast", ttft: float = 0.1, **fields:
     return record
 
 
+def counted(summary: GroupSummary) -> dict[str, int]:
+    counts = summary.counts
+    return {
+        "offered": counts.num_offered,
+        "completed": counts.num_completed,
+        "rejected": counts.num_rejected,
+        "expired": counts.num_expired,
+        "failed": counts.num_failed,
+    }
+
+
 def test_each_outcome_is_counted_once_in_all_and_by_class():
     records = [
         make_record("length", predicted_ttft=0.11),
@@ -40,27 +51,26 @@ def test_each_outcome_is_counted_once_in_all_and_by_class():
         make_record("expired", name="slow"),
         make_record("abort", name="slow"),
     ]
-    summary = summarise(records, duration=2.0)
-    add_outcomes(summary, records, lambda record: record.finish_reason == "rejected")
-    counts = {key: summary[key] for key in ("offered", "completed", "rejected", "expired", "failed")}
-    assert counts == {"offered": 7, "completed": 3, "rejected": 1, "expired": 2, "failed": 1}
-    assert summary["relegated"] == 1
-    assert summary["admitted"] == 6
-    assert summary["attainment"] == 2 / 7
-    assert summary["attainment_admitted"] == 2 / 6
+    outcomes = tell_outcomes(
+        summarise(records, duration=2.0), records, lambda record: record.finish_reason == "rejected"
+    )
+    summary, whole, slow = outcomes.summary, outcomes.whole, outcomes.classes["slow"]
+    assert counted(summary) == {"offered": 7, "completed": 3, "rejected": 1, "expired": 2, "failed": 1}
+    assert whole.num_relegated == 1
+    assert summary.counts.num_admitted == 6
+    assert summary.score.attainment == 2 / 7
+    assert summary.attainment_admitted == 2 / 6
     # Only requests with a first token show how good their prediction was.
-    assert summary["median_predicted_ttft_error"] == pytest.approx((0.1 + 0.5) / 2)
-    slow = summary["classes"]["slow"]
-    counted = ("completed", "rejected", "expired", "failed", "relegated", "hopeless")
-    assert [slow[key] for key in counted] == [1, 0, 1, 1, 0, 0]
-    assert summary["hopeless"] == summary["classes"]["fast"]["hopeless"] == 1
-    assert slow["median_predicted_ttft_error"] is None
+    assert whole.median_predicted_ttft_error == pytest.approx((0.1 + 0.5) / 2)
+    slow_counts = counted(summary.classes["slow"])
+    assert slow_counts == {"offered": 3, "completed": 1, "rejected": 0, "expired": 1, "failed": 1}
+    assert (slow.num_relegated, slow.num_infeasible, slow.median_predicted_ttft_error) == (0, 0, None)
+    assert whole.num_infeasible == outcomes.classes["fast"].num_infeasible == 1
 
 
 def test_without_objectives_there_is_no_share():
     record = make_record("length")
     record.slo = record.request_class = None
-    summary = summarise([record], duration=2.0)
-    add_outcomes(summary, [record], lambda record: True)
-    assert summary["attainment_admitted"] is summary["hopeless"] is None
-    assert summary["classes"] == {}
+    outcomes = tell_outcomes(summarise([record], duration=2.0), [record], lambda record: True)
+    assert outcomes.summary.attainment_admitted is outcomes.whole.num_infeasible is None
+    assert outcomes.classes == outcomes.summary.classes == {}

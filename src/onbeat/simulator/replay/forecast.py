@@ -11,8 +11,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import StepStats
 from onbeat.core.step_time import StepTimeModel
+from onbeat.metrics.distribution import percentile
 from onbeat.metrics.record import RequestRecord
-from onbeat.metrics.summary import collect_samples, percentile
+from onbeat.metrics.summary import collect_samples
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.harness.intervals import geometric_mean, mean_interval, ratio_interval
 from onbeat.core.errors import ConfigError
-from onbeat.planner.paired import geometric_mean, mean_interval, ratio_interval
 
 positive = st.floats(1e-3, 1e3)
 

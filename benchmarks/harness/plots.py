@@ -36,19 +36,50 @@ def figure(title: str, x: str, y: str) -> go.Figure:
 
 def save(made: go.Figure, path: Path) -> str:
     """Write a PNG; returns the Markdown that shows it, or says that no browser was there to draw it."""
-    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    browser = _browser()
     if browser is None:
         print(f"no browser ({', '.join(BROWSERS)}) to draw {path.name}", flush=True)
         return ""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if problem := _screenshot(made, path, browser, (WIDTH + 20, HEIGHT + 20)):
+        print(f"{path.name} could not be drawn: {problem}", flush=True)
+        return ""
+    return f"![{made.layout.title.text}](../../docs/images/{path.name})"
+
+
+def write_image(made: go.Figure, path: Path) -> Path:
+    """Write a chart as PNG where a browser is at hand to draw it, else as HTML; return what was written.
+
+    Raises
+    ------
+    OSError : the browser failed.
+    """
+    browser = _browser()
+    if browser is None:
+        written = path.with_suffix(".html")
+        made.write_html(written, include_plotlyjs=True)
+        return written
+    if problem := _screenshot(made, path, browser, (made.layout.width, made.layout.height)):
+        raise OSError(f"{path} could not be drawn: {problem}")
+    return path
+
+
+def _browser() -> str | None:
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def _screenshot(made: go.Figure, path: Path, browser: str, size: tuple[int, int]) -> str:
+    """Draw a figure; returns what went wrong, or an empty text.
+
+    Parameters
+    ----------
+    size : of the window, pixels.
+    """
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "plot.html"
         made.write_html(page, include_plotlyjs=True, config={"displayModeBar": False, "staticPlot": True})
         command = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
-        command += [f"--user-data-dir={folder}/profile", f"--window-size={WIDTH + 20},{HEIGHT + 20}"]
+        command += [f"--user-data-dir={folder}/profile", f"--window-size={size[0]},{size[1]}"]
         command += ["--virtual-time-budget=5000", f"--screenshot={path}", page.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    if done.returncode or not path.exists():
-        print(f"{path.name} could not be drawn: {done.stderr[-300:]}", flush=True)
-        return ""
-    return f"![{made.layout.title.text}](../../docs/images/{path.name})"
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    return "" if done.returncode == 0 and path.exists() else done.stderr[-300:] or "the browser wrote nothing"

@@ -1,4 +1,4 @@
-"""What each request of a run is promised, and how the server is told."""
+"""The objectives of each request of a run, and how the server is told of them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def choose_transport(send: SendSLO, *, is_onbeat: bool, asks_to_shed: bool) -> S
     return SLOTransport(how=how, asks_to_shed=asks_to_shed)
 
 
-class Promises:
+class RequestObjectives:
     """Which class of objectives each request of a run has: by share, decided by the seed."""
 
     def __init__(self, classes: Sequence[SLOClass], num_requests: int, seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf, log, sqrt
+from math import exp, inf, isfinite, log, sqrt
 
 import numpy as np
 from scipy.special import stdtrit
@@ -78,3 +78,12 @@ def geometric_mean(values: Sequence[float]) -> float:
     if not values or not all(value > 0 for value in values):
         raise ConfigError(f"a geometric mean needs values above 0, got {list(values)}")
     return exp(sum(map(log, values)) / len(values))
+
+
+def interval_text(interval: Interval | None) -> str:
+    """Return a mean of positive values with its interval, which one value alone does not have."""
+    if interval is None:
+        return "-"
+    if not isfinite(interval.high):
+        return f"{interval.mean:.2f}"
+    return f"{interval.mean:.2f} [{max(0.0, interval.low):.2f}, {interval.high:.2f}]"

@@ -45,7 +45,10 @@ class Line:
 def names_of(run: Any) -> dict[str, Any]:
     """Return the fields that tell a run from others."""
     named = {each.name: getattr(run, each.name) for each in fields(run) if each.name not in _UNNAMED}
-    return {name: asdict(value) if is_dataclass(value) else value for name, value in named.items()}
+    return {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in named.items()
+    }
 
 
 class Results:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 
 from onbeat.cli.args import Parser, parse
-from onbeat.cli.workload_options import add_workload_arguments
-from onbeat.cli.workload_settings import offered_load, tightest_tbt
+from onbeat.cli.options import add_options, read_options
+from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.workload.offered import OfferedLoad
@@ -20,15 +19,15 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
 )
 
 
-def arguments(*flags: str) -> argparse.Namespace:
+def options_of(*flags: str) -> WorkloadOptions:
     parser = Parser(prog="onbeat simulate")
-    add_workload_arguments(parser)
-    return parse(parser, flags)
+    add_options(parser, WorkloadOptions)
+    return read_options(parse(parser, flags), WorkloadOptions)
 
 
 def load_of(*flags: str, max_model_len: int = 4096) -> OfferedLoad:
-    args = arguments(*flags)
-    return offered_load(args, max_model_len=max_model_len, seed=args.seed)
+    options = options_of(*flags)
+    return offered_load(options, max_model_len=max_model_len, seed=options.seed)
 
 
 @pytest.fixture
@@ -79,8 +78,8 @@ def test_objectives_of_flags_are_one_class() -> None:
 
     assert load.slo(7) == SLO(ttft=0.5, tbt=0.05)
     assert load.classes == (SLOClass(name="default", slo=SLO(ttft=0.5, tbt=0.05)),)
-    assert tightest_tbt(arguments(*flags)) == pytest.approx(0.05)
-    assert tightest_tbt(arguments("--slo-ttft-ms", "5")) is None
+    assert options_of(*flags).objectives.tightest_tbt() == pytest.approx(0.05)
+    assert options_of("--slo-ttft-ms", "5").objectives.tightest_tbt() is None
 
 
 def test_objectives_by_class(tmp_path: Path) -> None:
@@ -89,7 +88,7 @@ def test_objectives_by_class(tmp_path: Path) -> None:
     load = load_of("--slo-config", str(path), "--num-prompts", "8")
 
     assert [load.slo(i) for i in range(8)].count(SLO_CLASSES["interactive"]) == 2
-    assert tightest_tbt(arguments("--slo-config", str(path))) == pytest.approx(0.02)
+    assert options_of("--slo-config", str(path)).objectives.tightest_tbt() == pytest.approx(0.02)
     assert load_of("--slo-config", "batch").slo(0) == SLO_CLASSES["batch"]
 
 

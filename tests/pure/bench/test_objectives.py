@@ -1,4 +1,4 @@
-"""What requests are promised, and how the server is told."""
+"""The objectives of requests, and how the server is told of them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import orjson
 import pytest
 
 from onbeat.bench.config import BenchConfig, TargetConfig
+from onbeat.bench.objectives import RequestObjectives, SendSLO, SLOTransport, choose_transport
 from onbeat.bench.payload import PayloadBuilder
-from onbeat.bench.promise import Promises, SendSLO, SLOTransport, choose_transport
 from onbeat.bench.record import RequestRecord
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
@@ -36,7 +36,7 @@ def test_the_body_names_class_and_objectives_in_milliseconds() -> None:
 def test_a_weight_is_sent_where_it_is_not_one() -> None:
     heavy = SLOClass(name="heavy", slo=SLO(ttft=0.5), weight=3.0)
     made = record()
-    Promises((heavy,), 1, seed=0).note(made)
+    RequestObjectives((heavy,), 1, seed=0).note(made)
 
     assert SLOTransport(how="body").body(made)["slo"] == {"ttft_ms": 500.0, "class": "heavy", "weight": 3.0}
 
@@ -58,7 +58,7 @@ def test_headers_carry_ttft_and_tpot() -> None:
 def test_a_tenant_has_a_header_wherever_the_server_is_told(how: str, is_sent: bool) -> None:
     own = SLOClass(name="own", slo=SLO(e2e=9.0), tenant="team a")
     made = record()
-    Promises((own,), 1, seed=0).note(made)
+    RequestObjectives((own,), 1, seed=0).note(made)
 
     sent = SLOTransport(how=how).headers(made)  # type: ignore[arg-type]
     assert sent == ({"x-llm-d-inference-fairness-id": "team a"} if is_sent else {})
@@ -111,10 +111,10 @@ def test_what_cannot_be_told_is_refused(options: dict[str, object], message: str
 
 def test_classes_are_shared_out_exactly_and_by_the_seed() -> None:
     def names(seed: int) -> list[str | None]:
-        promises = Promises((TIGHT, LOOSE), 20, seed)
+        objectives = RequestObjectives((TIGHT, LOOSE), 20, seed)
         records = [record(index=index) for index in range(20)]
         for each in records:
-            promises.note(each)
+            objectives.note(each)
         return [each.request_class for each in records]
 
     assert names(1).count("tight") == 5

@@ -1,0 +1,352 @@
+"""The flags of what `onbeat bench serve` asks, and when; names and defaults as of `vllm bench serve`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from onbeat.bench.config import (
+    FILE_DATASETS,
+    TIMED_DATASETS,
+    DatasetConfig,
+    DatasetName,
+    LoadConfig,
+    RampConfig,
+    RunConfig,
+)
+from onbeat.bench.plan import MlcStudy, concurrency_sweep, rate_sweep
+from onbeat.cli.args import seed as read_seed
+from onbeat.cli.workload import ArrivalOptions
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import option, part, settings_of
+from onbeat.workload.arrivals import RampShape
+from onbeat.workload.trace import read_trace
+
+_SET_BY_PRESETS = frozenset(
+    {
+        "request_rate",
+        "max_concurrency",
+        "num_prompts",
+        "sweep_concurrency",
+        "sweep_rate",
+        "trace",
+        "input_len",
+        "output_len",
+        "arrivals",
+        "rate_steps",
+        "ramp_up_strategy",
+    }
+)
+
+
+def _at_least(least: int, text: str) -> int:
+    value = int(text) if text.lstrip("-").isdigit() else least - 1
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least {least}, got {text!r}")
+    return value
+
+
+positive, natural = partial(_at_least, 1), partial(_at_least, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetOptions:
+    """What is asked."""
+
+    dataset_name: DatasetName | None = option(None, group="data set", help="what is asked (default: random)")
+    dataset_path: Path | None = option(
+        None, metavar="FILE", group="data set", help="file of a data set that has one; gzip too"
+    )
+    trace: Path | None = option(
+        None, metavar="FILE", group="data set", help="trace file of any known kind; replayed in its own time"
+    )
+    num_prompts: int | None = option(
+        None,
+        parse=int,
+        metavar="N",
+        group="data set",
+        help="requests per run (default: 1000, or all of a smaller file)",
+    )
+    input_len: int | None = option(
+        None, parse=positive, group="data set", help="prompt tokens, for data sets that are made up"
+    )
+    output_len: int | None = option(
+        None, parse=positive, group="data set", help="output tokens, for every data set"
+    )
+    random_input_len: int | None = option(
+        None, parse=positive, group="data set", help="prompt tokens of random (default: 1024)"
+    )
+    random_output_len: int | None = option(
+        None, parse=positive, group="data set", help="output tokens of random (default: 128)"
+    )
+    random_range_ratio: float = option(
+        0.0, parse=float, group="data set", help="lengths vary by this share around the mean"
+    )
+    random_output_range_ratio: float | None = option(
+        None,
+        parse=float,
+        metavar="X",
+        group="data set",
+        help="the same of output tokens alone (default: --random-range-ratio)",
+    )
+    random_long_share: float = option(
+        0.0,
+        parse=float,
+        metavar="X",
+        group="data set",
+        help="share of random's requests with long prompts, evenly spread; both kinds are reported apart",
+    )
+    random_long_input_len: int | None = option(
+        None, parse=positive, metavar="N", group="data set", help="tokens of those (default: 1500)"
+    )
+    random_prefix_len: int = option(
+        0, parse=natural, group="data set", help="tokens that all prompts of random share"
+    )
+    sharegpt_output_len: int | None = option(
+        None, parse=positive, group="data set", help="replaces the recorded answer lengths"
+    )
+    prefix_repetition_prefix_len: int | None = option(
+        None, parse=positive, group="data set", help="tokens of each repeated prefix (default: 256)"
+    )
+    prefix_repetition_suffix_len: int | None = option(
+        None, parse=positive, group="data set", help="tokens after the prefix (default: 256)"
+    )
+    prefix_repetition_num_prefixes: int | None = option(
+        None, parse=positive, group="data set", help="different prefixes (default: 10)"
+    )
+    prefix_repetition_output_len: int | None = option(
+        None, parse=positive, group="data set", help="output tokens (default: 128)"
+    )
+    zipf_exponent: float | None = option(
+        None,
+        parse=float,
+        metavar="S",
+        group="data set",
+        help="of zipf: p(length) falls as length^-S (default: 1)",
+    )
+    disable_shuffle: bool = option(
+        default=False, is_switch=True, group="data set", help="take conversations and lengths in file order"
+    )
+    seed: int = option(0, parse=read_seed, group="data set", help="decides lengths and arrivals")
+    salt: str | None = option(
+        None,
+        group="data set",
+        help="decides the words (default: new ones each time, so that no prefix cache helps)",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """When it is asked."""
+
+    request_rate: float = option(
+        math.inf, parse=float, metavar="R", group="load", help="requests/s; inf = no schedule"
+    )
+    max_concurrency: int | None = option(
+        None, parse=int, metavar="N", group="load", help="most requests open at once"
+    )
+    spread: ArrivalOptions = part(ArrivalOptions)
+    rate_scale: float = option(
+        1.0, parse=float, metavar="X", group="load", help="replay at X times the recorded rate"
+    )
+    ramp_up_strategy: RampShape | None = option(None, group="load", help="move the rate during the run")
+    ramp_up_start_rps: float | None = option(
+        None, parse=float, metavar="R", group="load", help="rate at the start, requests/s"
+    )
+    ramp_up_end_rps: float | None = option(
+        None, parse=float, metavar="R", group="load", help="rate at the end, requests/s"
+    )
+    num_warmups: int = option(
+        0, parse=int, metavar="N", group="load", help="unmeasured requests before each run"
+    )
+    sweep_concurrency: str | None = option(
+        None, metavar="N,N,...", group="load", help="one closed-loop run per concurrency"
+    )
+    sweep_rate: str | None = option(
+        None, metavar="R,R,...", group="load", help="one open-loop run per request rate"
+    )
+    preset: Literal["mlc"] | None = option(
+        None, group="load", help="a published study in one command (see the documentation)"
+    )
+    preset_scale: float = option(
+        1.0, parse=float, metavar="X", group="load", help="scale its counts and lengths, 0 < X <= 1"
+    )
+
+
+def planned_runs(dataset: DatasetOptions, load: LoadOptions, *, title: str) -> list[RunConfig]:
+    """Return the runs that the flags ask for: one, those of sweeps, or those of a preset.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together.
+    """
+    if load.preset is not None:
+        return MlcStudy().runs(scale=load.preset_scale, sharegpt=_preset_file(dataset, load))
+    if load.preset_scale != 1.0:
+        raise ConfigError("--preset-scale needs --preset")
+    what = dataset_config(dataset)
+    base = RunConfig(dataset=what, load=load_config(load, what), num_prompts=dataset.num_prompts, title=title)
+    runs: list[RunConfig] = []
+    if load.sweep_concurrency:
+        runs += concurrency_sweep(base, whole_numbers("--sweep-concurrency", load.sweep_concurrency))
+    if load.sweep_rate:
+        runs += rate_sweep(base, numbers("--sweep-rate", load.sweep_rate))
+    return runs or [base]
+
+
+def _preset_file(dataset: DatasetOptions, load: LoadOptions) -> Path | None:
+    """Return the ShareGPT file of a preset, if one is given; refuse flags that the preset sets itself."""
+    for options, parts in ((load, ("spread",)), (dataset, ())):
+        for each in (options, *(getattr(options, name) for name in parts)):
+            for setting in settings_of(type(each)):
+                is_own = setting.name in _SET_BY_PRESETS and hasattr(each, setting.name)
+                if is_own and getattr(each, setting.name) != setting.default:
+                    raise ConfigError(f"--preset {load.preset} sets {setting.flag} itself: leave it out")
+    if dataset.dataset_name not in {None, "sharegpt"}:
+        raise ConfigError(f"--preset {load.preset} takes a ShareGPT file or none, not {dataset.dataset_name}")
+    return dataset.dataset_path
+
+
+def dataset_config(options: DatasetOptions) -> DatasetConfig:
+    """Return the data set that the flags name; `--trace` finds its kind from the header."""
+    name: DatasetName = options.dataset_name or "random"
+    path = options.dataset_path
+    if options.trace is not None:
+        if options.dataset_name is not None or options.dataset_path is not None:
+            raise ConfigError(
+                "--trace names file and kind at once: leave out --dataset-name and --dataset-path"
+            )
+        name, path = read_trace(options.trace).kind, options.trace
+    own_input = options.random_input_len if name == "random" else None
+    own_output = {"random": options.random_output_len, "sharegpt": options.sharegpt_output_len}.get(name)
+    _refuse_foreign(options, name)
+    if options.random_long_input_len is not None and not options.random_long_share:
+        raise ConfigError("--random-long-input-len needs --random-long-share")
+    return DatasetConfig(
+        name=name,
+        path=path,
+        input_len=options.input_len or own_input or 1024,
+        output_len=options.output_len or own_output,
+        range_ratio=options.random_range_ratio,
+        output_range_ratio=options.random_output_range_ratio,
+        long_share=options.random_long_share,
+        long_input_len=options.random_long_input_len or 1500,
+        prefix_len=options.random_prefix_len,
+        num_prefixes=options.prefix_repetition_num_prefixes or 10,
+        repeated_prefix_len=options.prefix_repetition_prefix_len or 256,
+        suffix_len=options.prefix_repetition_suffix_len or 256,
+        repetition_output_len=options.prefix_repetition_output_len or 128,
+        zipf_exponent=1.0 if options.zipf_exponent is None else options.zipf_exponent,
+        shuffle=not options.disable_shuffle,
+    )
+
+
+def _refuse_foreign(options: DatasetOptions, name: str) -> None:
+    """Refuse flags of another data set than the one in use, which would have no effect."""
+    owners = {
+        "random_input_len": "random",
+        "random_output_len": "random",
+        "random_range_ratio": "random",
+        "random_prefix_len": "random",
+        "random_output_range_ratio": "random",
+        "random_long_share": "random",
+        "random_long_input_len": "random",
+        "sharegpt_output_len": "sharegpt",
+        "zipf_exponent": "zipf",
+        "prefix_repetition_prefix_len": "prefix_repetition",
+        "prefix_repetition_suffix_len": "prefix_repetition",
+        "prefix_repetition_num_prefixes": "prefix_repetition",
+        "prefix_repetition_output_len": "prefix_repetition",
+    }
+    for flag, owner in owners.items():
+        if getattr(options, flag) and name != owner:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} is for --dataset-name {owner}; this run uses {name}"
+            )
+    if options.disable_shuffle and name not in {"sharegpt", "lengths"}:
+        raise ConfigError(f"--disable-shuffle has no effect on --dataset-name {name}, which is not shuffled")
+    if options.input_len and (name in FILE_DATASETS or name == "prefix_repetition"):
+        raise ConfigError(
+            f"--input-len has no effect on --dataset-name {name}, whose prompts have their own lengths"
+        )
+
+
+def load_config(options: LoadOptions, dataset: DatasetConfig) -> LoadConfig:
+    """Return the load that the flags describe, sweeps aside."""
+    arrivals = options.spread.kind
+    has_own_load = any(
+        (
+            math.isfinite(options.request_rate),
+            options.max_concurrency,
+            options.sweep_rate,
+            options.sweep_concurrency,
+            options.ramp_up_strategy,
+        )
+    )
+    if arrivals is None:
+        arrivals = "replay" if dataset.name in TIMED_DATASETS and not has_own_load else "gamma"
+    return LoadConfig(
+        request_rate=_first_rate(options),
+        arrivals=arrivals,
+        rate_scale=options.rate_scale,
+        **options.spread.shape(arrivals),
+        ramp=_ramp(options),
+        max_concurrency=options.max_concurrency,
+    )
+
+
+def _first_rate(options: LoadOptions) -> float:
+    """Return the rate of the first run; refuse flags that a sweep would override."""
+    rate: float = options.request_rate
+    if options.sweep_concurrency and not options.sweep_rate and math.isfinite(rate):
+        raise ConfigError("--sweep-concurrency makes closed loops: they have no --request-rate")
+    if options.sweep_concurrency and options.max_concurrency is not None:
+        raise ConfigError("--sweep-concurrency sets --max-concurrency itself: leave one out")
+    if not options.sweep_rate:
+        return rate
+    if math.isfinite(rate):
+        raise ConfigError("--sweep-rate sets --request-rate itself: leave one out")
+    return numbers("--sweep-rate", options.sweep_rate)[0]
+
+
+def _ramp(options: LoadOptions) -> RampConfig | None:
+    start, end = options.ramp_up_start_rps, options.ramp_up_end_rps
+    if options.ramp_up_strategy is None:
+        if (start, end) != (None, None):
+            raise ConfigError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+        return None
+    if start is None or end is None:
+        raise ConfigError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+    return RampConfig(shape=options.ramp_up_strategy, start_rate=start, end_rate=end)
+
+
+def numbers(flag: str, text: str) -> list[float]:
+    """Return the numbers of a comma-separated list.
+
+    Raises
+    ------
+    ConfigError : something else is in it, or nothing.
+    """
+    try:
+        values = [float(part) for part in split_list(text)]
+    except ValueError:
+        values = []
+    if not values:
+        raise ConfigError(f"{flag} takes numbers separated by commas, got {text!r}")
+    return values
+
+
+def whole_numbers(flag: str, text: str) -> list[int]:
+    """Return the whole numbers, each at least 1, of a comma-separated list."""
+    values = numbers(flag, text)
+    if any(value < 1 or value != int(value) for value in values):
+        raise ConfigError(f"{flag} takes whole numbers of at least 1, got {text!r}")
+    return [int(value) for value in values]
+
+
+def split_list(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]

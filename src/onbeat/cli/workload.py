@@ -1,0 +1,303 @@
+"""The flags of a load that is simulated, and the requests and objectives that they ask for.
+
+Names are those of `onbeat bench serve` wherever it has the flag.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from onbeat.cli.args import seed as read_seed
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import option, part, settings_of
+from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
+from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
+from onbeat.workload.arrivals import RateStep
+from onbeat.workload.load_source import LoadName, LoadSource, make_load
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.slo_config import read_slo_config
+from onbeat.workload.slo_entries import built_in_slo
+from onbeat.workload.trace import TIMED_KINDS, read_trace
+
+DEFAULT_RATE = 1.0
+"""Requests per second where nothing sets a rate; the help says so."""
+ONLY_CLASS = "default"
+"""Name of the class of objectives that come from flags."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalOptions:
+    """How arrivals spread."""
+
+    arrivals: ArrivalKind | None = option(
+        None,
+        group="load",
+        help="gamma (Poisson at --burstiness 1, the default), poisson, constant, burst (on and off), steps "
+        "(--rate-steps), replay (a trace's own times; its default; with --request-rate stretched to it)",
+    )
+    burstiness: float = option(
+        1.0, group="load", help="shape of the gamma distribution of gaps; below 1 is burstier"
+    )
+    arrival_cv: float | None = option(
+        None, metavar="CV", group="load", help="the same as a coefficient of variation: 1/sqrt(shape)"
+    )
+    burst_on_sec: float | None = option(
+        None, metavar="S", group="load", help="busy phases of burst (default: 5)"
+    )
+    burst_off_sec: float | None = option(
+        None, metavar="S", group="load", help="pauses of burst (default: 15)"
+    )
+    rate_steps: str | None = option(
+        None, metavar="R:S,...", group="load", help="rates and how many seconds each holds, over and over"
+    )
+
+    @property
+    def kind(self) -> ArrivalKind | None:
+        """The kind of arrivals that the flags name; None where they name none."""
+        return "steps" if self.arrivals is None and self.rate_steps is not None else self.arrivals
+
+    def shape(self, kind: ArrivalKind) -> dict[str, Any]:
+        """Return the parameters of `ArrivalPlan` that shape arrivals of a kind.
+
+        Raises
+        ------
+        ConfigError : flags that do not go together, or that are of another kind.
+        """
+        shape: dict[str, Any] = {"burstiness": self.burstiness}
+        if self.arrival_cv is not None:
+            if self.burstiness != 1.0:
+                raise ConfigError("--arrival-cv and --burstiness say the same: leave one out")
+            if not self.arrival_cv > 0:
+                raise ConfigError(f"--arrival-cv must be above 0, got {self.arrival_cv:g}")
+            shape["burstiness"] = self.arrival_cv**-2
+        for flag, field, value in (
+            ("--burst-on-sec", "burst_on", self.burst_on_sec),
+            ("--burst-off-sec", "burst_off", self.burst_off_sec),
+        ):
+            if value is not None:
+                if kind != "burst":
+                    raise ConfigError(f"{flag} is for --arrivals burst; this run uses {kind}")
+                shape[field] = value
+        if self.rate_steps is not None:
+            shape["steps"] = _rate_steps(self.rate_steps)
+        return shape
+
+
+def _rate_steps(text: str) -> tuple[RateStep, ...]:
+    steps = []
+    for item in text.split(","):
+        rate, _, seconds = item.partition(":")
+        try:
+            steps.append(RateStep(float(rate), float(seconds)))
+        except ValueError:
+            raise ConfigError(
+                f"--rate-steps takes RATE:SECONDS,... such as 2:60,8:30, got {item!r}"
+            ) from None
+    return tuple(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveOptions:
+    """The objectives of requests."""
+
+    slo: SLO = part(SLO)
+    slo_config: str | None = option(
+        None,
+        metavar="FILE.yaml",
+        group=OBJECTIVES,
+        help="classes by share (name, share, weight, ttft_ms, tbt_ms, e2e_ms), or the name of a built-in "
+        "class: interactive, standard, batch",
+    )
+
+    def classes(self) -> tuple[SLOClass, ...]:
+        """Return the objectives that the flags give, by share of the requests.
+
+        Raises
+        ------
+        ConfigError : one is outside its range, or flags and a file both give some.
+        """
+        slo = self.slo
+        if self.slo_config is None:
+            return () if slo.is_empty else (SLOClass(name=ONLY_CLASS, slo=slo),)
+        if not slo.is_empty:
+            given = ", ".join(each.flag for each in settings_of(SLO) if getattr(slo, each.name) is not None)
+            raise ConfigError(f"--slo-config sets the objectives itself: leave out {given}")
+        if self.slo_config in SLO_CLASSES:
+            return (SLOClass(name=self.slo_config, slo=built_in_slo(self.slo_config)),)
+        return read_slo_config(Path(self.slo_config))
+
+    def tightest_tbt(self) -> float | None:
+        """Return the tightest TBT objective, seconds; None without one."""
+        return min((each.slo.tbt for each in self.classes() if each.slo.tbt is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkloadOptions:
+    """What is asked, when, and with which objectives."""
+
+    dataset_name: LoadName | None = option(
+        None, group="data set", help="where lengths come from (default: random)"
+    )
+    dataset_path: Path | None = option(
+        None, metavar="FILE", group="data set", help="file of a data set that has one; gzip too"
+    )
+    trace: Path | None = option(
+        None, metavar="FILE", group="data set", help="trace file of any known kind; replayed in its own time"
+    )
+    length_columns: str | None = option(
+        None,
+        metavar="INPUT,OUTPUT",
+        group="data set",
+        help="columns of lengths (default: num_prefill_tokens,num_decode_tokens)",
+    )
+    tokenizer: Path | None = option(
+        None, metavar="PATH", group="data set", help="measures the texts of sharegpt"
+    )
+    num_prompts: int | None = option(
+        None, metavar="N", group="data set", help="requests (default: 1000, or all of a file)"
+    )
+    input_len: int | None = option(
+        None,
+        aliases=("--random-input-len",),
+        metavar="N",
+        group="data set",
+        help="mean prompt tokens of random and conversation, most of zipf (default: 1024)",
+    )
+    output_len: int | None = option(
+        None,
+        aliases=("--random-output-len",),
+        metavar="N",
+        group="data set",
+        help="the same of output tokens (default: 128); replaces a file's",
+    )
+    random_range_ratio: float = option(0.0, metavar="X", group="data set", help="spread of random's lengths")
+    zipf_exponent: float | None = option(
+        None, metavar="S", group="data set", help="p(length) falls as length^-S (default: 1)"
+    )
+    disable_shuffle: bool = option(
+        default=False,
+        is_switch=True,
+        group="data set",
+        help="take requests of files without times in file order",
+    )
+    seed: int = option(0, parse=read_seed, group="data set", help="decides lengths, arrivals and classes")
+    overlong: Literal["error", "skip"] = option(
+        "error", group="data set", help="what becomes of requests that do not fit the context"
+    )
+    request_rate: float | None = option(
+        None,
+        metavar="R",
+        group="load",
+        help="requests/s; inf = all at once (default: a trace's own times; a closed loop with "
+        "--max-concurrency; else 1)",
+    )
+    max_concurrency: int | None = option(None, metavar="N", group="load", help="most requests open at once")
+    spread: ArrivalOptions = part(ArrivalOptions)
+    rate_scale: float = option(1.0, metavar="X", group="load", help="replay at X times the recorded rate")
+    objectives: ObjectiveOptions = part(ObjectiveOptions)
+
+
+def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> OfferedLoad:
+    """Return the requests that the flags describe.
+
+    Parameters
+    ----------
+    max_model_len : tokens of the context; `--overlong` says what becomes of longer requests.
+    seed : decides lengths, arrivals and classes (in place of `--seed`).
+
+    Raises
+    ------
+    ConfigError : flags that do not go together, or a bad file.
+    """
+    classes = options.objectives.classes()
+    source = load_source(options)
+    if options.num_prompts is not None and options.num_prompts < 1:
+        raise ConfigError(f"--num-prompts must be at least 1, got {options.num_prompts}")
+    plan = arrival_plan(options, is_timed=source.name in TIMED_KINDS)
+    load = make_load(source, plan, num_requests=options.num_prompts, seed=seed)
+    load = load.check_lengths(max_model_len, overlong=options.overlong)
+    return load.with_classes(classes, seed=seed) if classes else load
+
+
+def load_source(options: WorkloadOptions) -> LoadSource:
+    """Return where lengths come from; `--trace` finds the kind from the header."""
+    name: LoadName = options.dataset_name or "random"
+    path, columns = options.dataset_path, _columns(options.length_columns)
+    if options.trace is not None:
+        if options.dataset_name is not None or path is not None:
+            raise ConfigError(
+                "--trace names file and kind at once: leave out --dataset-name and --dataset-path"
+            )
+        name, path = read_trace(options.trace, columns=columns).kind, options.trace
+    _refuse_foreign(options, name)
+    return LoadSource(
+        name=name,
+        path=path,
+        input_len=1024 if options.input_len is None else options.input_len,
+        output_len=options.output_len,
+        range_ratio=options.random_range_ratio,
+        zipf_exponent=1.0 if options.zipf_exponent is None else options.zipf_exponent,
+        columns=columns,
+        shuffle=not options.disable_shuffle,
+        count_tokens=_token_counter(options.tokenizer),
+    )
+
+
+def _refuse_foreign(options: WorkloadOptions, name: str) -> None:
+    """Refuse flags that would have no effect on the data set in use."""
+    owners = {
+        "input_len": ("random", "conversation", "zipf"),
+        "random_range_ratio": ("random",),
+        "zipf_exponent": ("zipf",),
+        "tokenizer": ("sharegpt",),
+        "disable_shuffle": ("sharegpt", "lengths"),
+    }
+    for flag, names in owners.items():
+        if getattr(options, flag) and name not in names:
+            raise ConfigError(
+                f"--{flag.replace('_', '-')} is for --dataset-name {' or '.join(names)}, not for {name}"
+            )
+    if options.output_len is not None and options.output_len < 1:
+        raise ConfigError(f"--output-len must be at least 1, got {options.output_len}")
+
+
+def _columns(text: str | None) -> tuple[str, str] | None:
+    if text is None:
+        return None
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != 2 or not all(names):
+        raise ConfigError(f"--length-columns takes two column names INPUT,OUTPUT, got {text!r}")
+    return names[0], names[1]
+
+
+def _token_counter(path: Path | None) -> Callable[[str], int] | None:
+    if path is None:
+        return None
+    from onbeat.text.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    return lambda text: len(tokenizer.encode(text))
+
+
+def arrival_plan(options: WorkloadOptions, *, is_timed: bool) -> ArrivalPlan | None:
+    """Return when requests come; None is a closed loop.
+
+    Parameters
+    ----------
+    is_timed : whether the data set has times of its own: they are the default.
+    """
+    kind, rate = options.spread.kind, options.request_rate
+    if kind is None and rate is None and options.max_concurrency is not None:
+        if options.rate_scale != 1.0:
+            raise ConfigError("--max-concurrency alone is a closed loop: it has no rate to scale")
+        return None
+    if kind is None:
+        kind = "replay" if is_timed and rate is None else "gamma"
+    if rate is None:
+        rate = math.inf if kind in {"replay", "steps"} else DEFAULT_RATE
+    return ArrivalPlan(kind=kind, rate=rate, rate_scale=options.rate_scale, **options.spread.shape(kind))

@@ -1,0 +1,116 @@
+"""The file of a result: its keys, which users' scripts read, and what is said of a file that is none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.bench.config import LoadConfig
+from onbeat.bench.record import RequestRecord, ServerVerdict, Status
+from onbeat.bench.result import BenchResult
+from onbeat.bench.saved import read_runs, to_document
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.metrics.summary import SummaryOptions
+from tests.pure.bench.results import failure, make_records, make_result
+
+SAVED = Path(__file__).parents[2] / "data" / "bench_result.json"
+
+
+def answers() -> list[RequestRecord]:
+    """Answers of two classes, with verdicts of the server for every fifth."""
+    records = make_records(40)
+    for place, record in enumerate(records):
+        record.slo = SLO(ttft=0.048, tbt=0.05) if place % 3 else SLO(ttft=10.0, e2e=30.0)
+        record.request_class = "hard" if place % 3 else "easy"
+        record.tenant = "abc"[place % 3]
+        record.group = "long" if place % 4 == 3 else "short"
+        record.offered_prompt_tokens = 10 * place + 10
+        record.num_drafted_tokens, record.num_accepted_tokens = 8, 6
+        if place % 5 == 0:
+            record.verdict = ServerVerdict(
+                is_met=place % 10 == 0, ttft=0.04, predicted_ttft=0.05, is_relegated=place == 20
+            )
+    return records
+
+
+def refusals() -> list[RequestRecord]:
+    records = []
+    for index in range(40, 46):
+        status = (Status.REJECTED, Status.EXPIRED, Status.FAILED)[index % 3]
+        record = failure(index, status=status)
+        record.slo, record.request_class, record.group = SLO(ttft=10.0, tbt=1.0), "easy", "short"
+        if status is Status.REJECTED:
+            record.predicted_ttft, record.retry_after = 3.0 + index, 1.5
+        records.append(record)
+    return records
+
+
+def result_with_classes() -> BenchResult:
+    bench = {"summary": SummaryOptions(), "metadata": {"commit": "abc"}, "num_gpus": 2, "salt": "s"}
+    return make_result(
+        [*answers(), *refusals()], load=LoadConfig(request_rate=2.5, burstiness=0.5), bench=bench
+    )
+
+
+def values_in(document: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what a document holds, in its order, each with its place."""
+    if isinstance(document, dict):
+        for key, value in document.items():
+            yield from values_in(value, f"{where}.{key}")
+    elif isinstance(document, list):
+        for place, value in enumerate(document):
+            yield from values_in(value, f"{where}[{place}]")
+    else:
+        yield where, document
+
+
+def test_a_saved_result_has_the_keys_and_values_that_it_always_had() -> None:
+    document = to_document([result_with_classes()], detailed=False) | {"date": "D", "slo_sent": "body"}
+    expected, found = list(values_in(json.loads(SAVED.read_text()))), list(values_in(document))
+    assert [place for place, _ in found] == [place for place, _ in expected]
+    for (place, value), (_, before) in zip(found, expected, strict=True):
+        assert value == (pytest.approx(before, rel=1e-9) if isinstance(before, float) else before), place
+
+
+def saved(path: Path, **keys: Any) -> Path:
+    document = to_document([make_result(make_records(3))], detailed=True) | keys
+    path.write_text(json.dumps(document))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("mean_ttft_ms", "fast", "mean_ttft_ms must be a number or null, got 'fast'"),
+        ("output_throughput", True, "output_throughput must be a number or null, got True"),
+        ("ttfts", 3, "ttfts must be a list with a number or null a request, got 3"),
+        ("itls", [0.1, 0.2, 0.3], "itls must be a list with a list of numbers a request"),
+        ("output_lens", [10, None, 10], "output_lens must be a list with a number a request"),
+        ("latencies", [0.1], "one entry a request; they have ttfts 3, itls 3, latencies 1, output_lens 3"),
+    ],
+)
+def test_a_key_that_holds_what_it_cannot_is_named(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    path = saved(tmp_path / "x.json", **{key: value})
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_runs(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_result_of_another_tool_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    """One that saves requests without their E2E still has its numbers."""
+    path = saved(tmp_path / "x.json")
+    document = json.loads(path.read_text())
+    for key in ("latencies", "attainment_admitted", "title", "num_gpus"):
+        del document[key]
+    path.write_text(json.dumps(document))
+    (run,) = read_runs(path)
+    assert run.requests is None
+    assert run.throughputs["output_throughput"] == document["output_throughput"]
+    assert "num_gpus" not in run.settings
