@@ -194,7 +194,7 @@ def _decisions(view: ServerView) -> RenderableType:
     counts = (
         (refused, "refused"),
         (view.relegated, "relegated"),
-        (view.lost, "lost"),
+        (view.missed, "missed"),
         (view.preempted, "preempted"),
     )
     rows.add_row("decisions", _fields(*((short(number), name) for number, name in counts)))

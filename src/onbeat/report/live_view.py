@@ -131,7 +131,7 @@ class ServerView:
     refused: dict[str, float]
     """Reason -> requests since the start."""
     relegated: float
-    lost: float
+    missed: float
     preempted: float
 
 
@@ -212,7 +212,7 @@ class ServerHistory:
             worst_decile=_worst_decile(new),
             refused=_by_reason(new),
             relegated=new.value("onbeat_requests_relegated_total") or 0.0,
-            lost=new.value("onbeat_requests_lost_total") or 0.0,
+            missed=new.value("onbeat_requests_lost_total") or 0.0,
             preempted=new.value("onbeat_preemptions_total") or 0.0,
         )
 

@@ -55,7 +55,7 @@ def test_a_frame_shows_queues_classes_steps_and_decisions() -> None:
         "step         161 ms actual   109 ms predicted   299 ms budget P50   4.49 /s",
         "batch        2.18 decodes   11.4 chunk tokens   1.95 ms planner P99",
         "plan         27.8 % prediction error P50   74.2 % P99   16.1 % over budget",
-        "decisions    2 refused   3 relegated   1 lost   0 preempted",
+        "decisions    2 refused   3 relegated   1 missed   0 preempted",
         "refused for  2 slo_unattainable",
         "─" * 80,
         "Since the server started; attainment and good/s of the last minute.",
@@ -105,7 +105,7 @@ def test_a_full_queue_is_a_reason_to_refuse() -> None:
         server.tracker.refuse(name, Overloaded("the queue is full", code="server_overloaded"), 0.1)
     server.tracker.refuse("c", SLOUnattainable("too late", predicted_ttft=5.0), 0.1)
     drawn = lines(server.text(1.0))
-    assert "decisions    3 refused   0 relegated   0 lost   0 preempted" in drawn
+    assert "decisions    3 refused   0 relegated   0 missed   0 preempted" in drawn
     assert "refused for  1 slo_unattainable   2 queue_full" in drawn
 
 

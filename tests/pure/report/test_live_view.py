@@ -104,7 +104,7 @@ def test_decisions_are_counted_since_the_start() -> None:
     view = history.view(STARTED)
     others = dict.fromkeys(("deadline_exceeded", "queue_too_long", "queue_full"), 0)
     assert view.refused == {"slo_unattainable": 1} | others
-    assert (view.relegated, view.lost, view.preempted) == (4, 2, 1)
+    assert (view.relegated, view.missed, view.preempted) == (4, 2, 1)
     assert (view.load.utilisation, view.load.predicted_wait) == (0.8, 0.3)
 
 
