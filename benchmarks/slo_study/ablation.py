@@ -17,6 +17,7 @@ from onbeat.core.slo import ShedOrder, SLOMode
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.backlog import QueueBound
 from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import RunningView
@@ -65,21 +66,31 @@ class ByTightestTBT(SLOComposer):
     """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
 
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
-        return view.tightest * (1 - self._earned_share)
+        return self.tightest_limit(view)
 
 
 class EarnsNothing(SLOComposer):
     """Steps leave nothing of the TBT objective to streams."""
 
-    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
-        return min(view.tightest, max(view.due - start, decode_seconds))
+    def tightest_limit(self, view: RunningView) -> float:
+        return view.tightest
 
 
 class EarnsMore(SLOComposer):
     """Steps leave a tenth of the TBT objective to streams."""
 
+    def tightest_limit(self, view: RunningView) -> float:
+        return 0.9 * view.tightest
+
+
+class SpendsWhatIsInHand(SLOComposer):
+    """In `stream` mode a step may take a quarter of the time that the most urgent stream has in hand."""
+
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
-        return min(0.9 * view.tightest, max(view.due - start, decode_seconds))
+        limit = super().limit(view, decode_seconds, start)
+        if self.mode == "gap" or view.due == inf or view.pace < inf:
+            return limit
+        return max(limit, (view.due - start) / 4)
 
 
 class EfficientChunk(SLOComposer):
@@ -107,16 +118,21 @@ class NoTurn(SLOComposer):
 class HigherQuantile(SLOComposer):
     """Steps are planned with their 95 % quantile (in `gap` mode with the mean)."""
 
-    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:
-        super().configure(mode, shed_order)
+    def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
+        super().configure(mode, shed_order, bound)
         self.quantile = None if mode == "gap" else 0.95
 
 
 class LongestWait(SLOComposer):
     """Whoever came last is left behind (`--shed-order longest-wait`)."""
 
-    def configure(self, mode: SLOMode, shed_order: ShedOrder) -> None:  # noqa: ARG002
-        super().configure(mode, "longest-wait")
+    def configure(
+        self,
+        mode: SLOMode,
+        shed_order: ShedOrder,  # noqa: ARG002
+        bound: QueueBound | None = None,
+    ) -> None:
+        super().configure(mode, "longest-wait", bound)
 
 
 VARIANTS: dict[str, type[SLOComposer]] = {
@@ -128,6 +144,7 @@ VARIANTS: dict[str, type[SLOComposer]] = {
     "slo/by-tbt-alone": ByTightestTBT,
     "slo/earns-nothing": EarnsNothing,
     "slo/earns-a-tenth": EarnsMore,
+    "slo/spends-what-is-in-hand": SpendsWhatIsInHand,
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
     "slo/no-best-effort-turn": NoTurn,
@@ -150,6 +167,7 @@ CELLS = {
     Cell("mistral", "poisson", "mix", "stream"): 7.5,
     Cell("7b-l4", "chat", "2s-250ms", "gap"): 8.5,
     Cell("32-slots", "sharegpt", "2s-250ms", "stream"): 2.1,
+    Cell("moe-h100", "poisson", "mix", "stream"): 12.5,
 }
 """And the rates at which variants are compared, requests/s: near the policy's own capacity at 90 %."""
 
