@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pure.scheduler.test_speculation_adaptive import MODEL, NGRAM, compare
+from tests.long.test_speculation_adaptive import MODEL, NGRAM, compare
 
 pytestmark = pytest.mark.slow
 
