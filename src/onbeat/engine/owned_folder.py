@@ -74,7 +74,7 @@ def remove_abandoned(parent: Path) -> None:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
-            logger.info("removed %s, which a process that was killed had left", folder)
+            logger.debug("removed %s, which a process that was killed had left", folder)
         except BlockingIOError:
             pass  # its process lives
         finally:
