@@ -14,7 +14,7 @@ from onbeat.bench.outcomes import RefusalAdvice, ResponseTimes, VerdictSummary
 from onbeat.bench.result import BenchResult
 from onbeat.core.errors import ConfigError
 from onbeat.metrics.summary import METRICS, GroupSummary, LatencyStatistic, gaps, ttft
-from onbeat.metrics.summary_keys import distribution_keys, run_keys
+from onbeat.metrics.summary_keys import distribution_keys, milliseconds, run_keys
 from onbeat.report.result import CLIENT_QUEUE, ErrorGroup
 
 SCHEMA_VERSION = 1
@@ -145,8 +145,8 @@ def _outcome_keys(summary: GroupSummary, times: ResponseTimes) -> dict[str, Any]
 
 def _advice_keys(advice: RefusalAdvice) -> dict[str, float | None]:
     return {
-        "median_rejected_predicted_ttft_ms": _milliseconds(advice.median_predicted_ttft),
-        "median_retry_after_ms": _milliseconds(advice.median_retry_after),
+        "median_rejected_predicted_ttft_ms": milliseconds(advice.median_predicted_ttft),
+        "median_retry_after_ms": milliseconds(advice.median_retry_after),
     }
 
 
@@ -158,15 +158,11 @@ def _verdict_keys(verdicts: VerdictSummary) -> dict[str, Any]:
         "only_client_good": verdicts.num_only_client_good,
         "only_server_met": verdicts.num_only_server_met,
         "relegated": verdicts.num_relegated,
-        "median_client_ttft_ms": _milliseconds(verdicts.median_client_ttft),
-        "median_server_ttft_ms": _milliseconds(verdicts.median_server_ttft),
-        "median_ttft_difference_ms": _milliseconds(verdicts.median_ttft_difference),
+        "median_client_ttft_ms": milliseconds(verdicts.median_client_ttft),
+        "median_server_ttft_ms": milliseconds(verdicts.median_server_ttft),
+        "median_ttft_difference_ms": milliseconds(verdicts.median_ttft_difference),
         "median_predicted_ttft_error": verdicts.median_predicted_ttft_error,
     }
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 def details(result: BenchResult) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import GroupSummary, SummaryOptions, summarise
-from onbeat.metrics.summary_keys import run_keys
+from onbeat.metrics.summary_keys import milliseconds, run_keys
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.speculative import draft_pass
 from onbeat.perfmodel.utilisation import StepWork
@@ -277,7 +277,7 @@ def _machine_keys(run: SimulatedRun) -> dict[str, Any]:
     machine = run.machine
     return {
         "num_steps": machine.num_steps,
-        "mean_step_ms": None if machine.mean_step is None else machine.mean_step * 1e3,
+        "mean_step_ms": milliseconds(machine.mean_step),
         "num_preemptions": machine.num_preemptions,
         "prefix_cache_hit_rate": machine.prefix_cache_hit_rate,
         "kv_cache_peak_usage": machine.kv_cache_peak_usage,

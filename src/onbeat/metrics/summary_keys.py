@@ -86,7 +86,7 @@ def _score_keys(score: Score) -> dict[str, Any]:
 
 def _objective_keys(objectives: SLO) -> dict[str, float | None]:
     limits = {"ttft": objectives.ttft, "tbt": objectives.tbt, "e2e": objectives.e2e}
-    return {f"slo_{name}_ms": _milliseconds(limit) for name, limit in limits.items()}
+    return {f"slo_{name}_ms": milliseconds(limit) for name, limit in limits.items()}
 
 
 def _breakdown_keys(breakdown: Breakdown) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def _outcome_keys(own: GroupOutcome) -> dict[str, Any]:
         "good": own.num_good,
         "attainment": own.attainment,
         "longest_wait_ms": own.longest_wait * 1e3,
-        "median_ttft_ms": _milliseconds(own.median_ttft),
+        "median_ttft_ms": milliseconds(own.median_ttft),
     }
 
 
@@ -114,5 +114,6 @@ def _tenant_keys(own: TenantOutcome) -> dict[str, Any]:
     return {"tenant": own.tenant, "num_tenants": own.num_tenants, **_outcome_keys(own.outcome)}
 
 
-def _milliseconds(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
+    """Return a time as it is saved; None stays None."""
     return None if seconds is None else seconds * 1e3

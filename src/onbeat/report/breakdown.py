@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.table import Table
 
 from onbeat.metrics.breakdown import Breakdown, GroupOutcome, TenantOutcome
-from onbeat.report.charts import MISSED_COLOUR, STREAM_COLOUR, WAIT_COLOUR
+from onbeat.report.charts import MISSED_COLOUR, RIGHT_AXIS, STREAM_COLOUR, WAIT_COLOUR
 from onbeat.report.page import Figure
 from onbeat.report.table import number, rows_table
 from onbeat.report.table import percent as exact_percent
@@ -120,14 +120,7 @@ def decile_figure(breakdown: Breakdown) -> Figure | None:
             "showgrid": False,
         },
         "yaxis": {"title": {"text": "% of requests good"}, "range": [0, 102]},
-        "yaxis2": {
-            "title": {"text": "longest wait, s"},
-            "overlaying": "y",
-            "side": "right",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "tickmode": "auto",
-        },
+        "yaxis2": {"title": {"text": "longest wait, s"}, **RIGHT_AXIS},
         "showlegend": True,
         "height": 380,
     }

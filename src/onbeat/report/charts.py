@@ -34,6 +34,13 @@ QUEUE_COLOUR = "#9aa3ad"
 WAIT_COLOUR = "#f2a23a"
 STREAM_COLOUR = "#4c8dff"
 MISSED_COLOUR = "#ef6f6c"
+RIGHT_AXIS = {
+    "overlaying": "y",
+    "side": "right",
+    "rangemode": "tozero",
+    "showgrid": False,
+    "tickmode": "auto",
+}
 
 VISIBLE_SECONDS = 1e-3
 """A shorter wait is too thin to draw."""
@@ -323,13 +330,7 @@ def load_figure(result: AnyResult) -> Figure | None:
     layout = {
         "xaxis": {"title": {"text": "seconds since start"}, "rangemode": "tozero"},
         "yaxis": {"title": {"text": "output tokens/s"}, "rangemode": "tozero"},
-        "yaxis2": {
-            "overlaying": "y",
-            "side": "right",
-            "rangemode": "tozero",
-            "showgrid": False,
-            "tickmode": "auto",
-        },
+        "yaxis2": RIGHT_AXIS,
         "showlegend": True,
         "height": 340,
     }

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import GAP_PERCENTILE, TOLERANCE, good_requests
 from onbeat.metrics.record import RequestRecord
+from onbeat.server.errors import milliseconds
 from onbeat.server.generation import Choice
 
 
@@ -71,11 +72,11 @@ def _report(choice: Choice, slo: SLO, mode: SLOMode) -> dict[str, Any]:
     record = _record(choice)
     return {
         "class": choice.request.slo_class,
-        "ttft_ms": _milliseconds(record.ttft),
-        "tbt_p99_ms": _milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
+        "ttft_ms": milliseconds(record.ttft),
+        "tbt_p99_ms": milliseconds(float(np.percentile(gaps, GAP_PERCENTILE))) if len(gaps) else None,
         "token_attainment": _token_attainment(record, gaps, slo, mode),
         "met": bool(good_requests([record], mode=mode)[0]),
-        "predicted_ttft_ms": _milliseconds(choice.predicted_ttft),
+        "predicted_ttft_ms": milliseconds(choice.predicted_ttft),
         "relegated": choice.is_relegated,
     }
 
@@ -111,7 +112,3 @@ def _token_attainment(
     num_overdue = np.ceil((times - first - TOLERANCE) / slo.tbt)
     num_late = np.clip(num_overdue - (np.cumsum(sizes) - sizes), 0, sizes)
     return float(1 - num_late.sum() / sizes.sum())
-
-
-def _milliseconds(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1e3, 3)

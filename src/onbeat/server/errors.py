@@ -159,7 +159,7 @@ def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
     has_waited = error.code == "deadline_exceeded"
     predicted = error.predicted_ttft if math.isfinite(error.predicted_ttft) else None
     slo = request.slo
-    objectives = {f"{name}_ms": _milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
+    objectives = {f"{name}_ms": milliseconds(getattr(slo, name, None)) for name in ("ttft", "tbt", "e2e")}
     # After a wait there is no estimate unless the engine gives one; clients then back off by themselves.
     retry = {} if has_waited and not error.retry_after > 0 else _retry_headers(error.retry_after)
     return ApiError(
@@ -170,7 +170,7 @@ def unattainable(error: SLOUnattainable, request: EngineRequest) -> ApiError:
         headers={**retry, **predicted_ttft_header(predicted)},
         details={
             "reason": "ttft_out_of_reach_after_waiting" if has_waited else "predicted_ttft_above_objective",
-            "predicted_ttft_ms": _milliseconds(predicted),
+            "predicted_ttft_ms": milliseconds(predicted),
             "slo": {**objectives, "class": request.slo_class},
         },
     )
@@ -192,7 +192,8 @@ def _retry_headers(seconds: float) -> dict[str, str]:
     return {"Retry-After": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(seconds * 1e3))}
 
 
-def _milliseconds(seconds: float | None) -> float | None:
+def milliseconds(seconds: float | None) -> float | None:
+    """Return a time as answers state it; None stays None."""
     return None if seconds is None else round(seconds * 1e3, 3)
 
 

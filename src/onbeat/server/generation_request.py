@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
@@ -151,9 +152,9 @@ class GenerationRequest(ObjectiveFields):
         return self.max_tokens
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""
-        raise NotImplementedError
 
     @property
     def text_options(self) -> TextOptions:

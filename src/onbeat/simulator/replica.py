@@ -87,7 +87,6 @@ class SerialReplica:
         self._model = step_time
         self._overhead = config.host_overhead
         self._repeats = observer is None or not observer.wants_every_step
-        self._tells_first_tokens = not is_alone
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
         self._lookahead = 1 if is_alone or self._learns else _STEPS_AT_ONCE
@@ -116,11 +115,12 @@ class SerialReplica:
 
     def _catch_up(self, step: StepUnderWay, now: float) -> None:
         """Let the scheduler of a run that was cut see what has been delivered by now."""
-        ends, last, shape = self._ends, None, step.shape.copy()
+        ends, last = self._ends, None
         if ends[-1] > now:  # but for the step under way
             if len(ends) == 1:
                 return
             last = ends.pop()
+        shape = step.shape.copy()
         self._core.end_step(step, ends, None)  # nobody ends before the end of a run
         self._step, self.next_time = None, inf
         if last is not None:
@@ -137,7 +137,7 @@ class SerialReplica:
         if step is None or now < self.next_time or self._num_left:
             return []
         self._step, self.next_time = None, inf
-        return self._core.end_step(step, self._ends, self.started if self._tells_first_tokens else None)
+        return self._core.end_step(step, self._ends, None if self._is_alone else self.started)
 
     def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
         """Plan the next step and predict when it ends, or look further ahead in a run that goes on."""
@@ -174,13 +174,12 @@ class SerialReplica:
         is_shared = self._learns and not self._is_alone
         learner = self.scheduler if self._learns else None
         while num_left:
-            if not ends:
-                pass
-            elif learner is None:
-                shape.decode_context_tokens += num_rows
-            elif not learner.run_again(step.scheduled, end):
-                num_left = 0
-                break
+            if ends:  # the shape of the step after it
+                if learner is None:
+                    shape.decode_context_tokens += num_rows
+                elif not learner.run_again(step.scheduled, end):
+                    num_left = 0
+                    break
             seconds = step_time(shape)
             if not 0.0 < seconds < inf:
                 refuse_prediction(seconds, shape)

@@ -79,14 +79,17 @@ def test_the_summary_has_the_keys_of_a_measured_run(tmp_path: Path) -> None:
         assert found[key] > 0
 
 
+CLASSES = """
+classes:
+- {name: easy, ttft_ms: 60000, share: 0.6, tenant: a}
+- {name: loose, ttft_ms: 60000, share: 0.2, tenant: b}
+- {name: hard, ttft_ms: 1, share: 0.2, tenant: b}
+"""
+
+
 def test_a_run_with_objectives_says_who_pays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "slo.yaml"
-    config.write_text(
-        "classes:\n"
-        "- {name: easy, ttft_ms: 60000, share: 0.6, tenant: a}\n"
-        "- {name: loose, ttft_ms: 60000, share: 0.2, tenant: b}\n"
-        "- {name: hard, ttft_ms: 1, share: 0.2, tenant: b}\n"
-    )
+    config.write_text(CLASSES)
     flags = ["--num-prompts", "40", "--dataset-name", "conversation", "--slo-config", str(config)]
     records = tmp_path / "records.jsonl"
     found = summary_of(tmp_path, *flags, "--records", str(records))
@@ -114,12 +117,7 @@ def keys_in(document: Any) -> Any:
 
 def test_the_keys_of_the_summary_stay(tmp_path: Path) -> None:
     config = tmp_path / "slo.yaml"
-    config.write_text(
-        "classes:\n"
-        "- {name: easy, ttft_ms: 60000, share: 0.6, tenant: a}\n"
-        "- {name: loose, ttft_ms: 60000, share: 0.2, tenant: b}\n"
-        "- {name: hard, ttft_ms: 1, share: 0.2, tenant: b}\n"
-    )
+    config.write_text(CLASSES)
     flags = ["--num-prompts", "40", "--dataset-name", "conversation", "--policy", "slo"]
     found = summary_of(tmp_path, *flags, "--slo-config", str(config))
     saved = json.loads((DATA / "simulation_result.json").read_text())

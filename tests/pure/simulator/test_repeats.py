@@ -48,6 +48,16 @@ def loads(draw):
     return make_load(prompts, outputs, None if is_closed else arrivals, **columns), is_closed
 
 
+def check_runs_equal_single_steps(offered, config, model):
+    observer = StepByStep()
+    one_by_one = simulate(offered, config, model, observer=observer)
+    at_once = simulate(offered, config, model)
+    assert at_once.records == one_by_one.records
+    assert at_once.replicas == one_by_one.replicas
+    assert at_once.num_steps == len(observer.steps)
+    assert at_once.duration == one_by_one.duration
+
+
 @given(
     load=loads(),
     policy=st.sampled_from(sorted(POLICIES)),
@@ -68,13 +78,7 @@ def test_runs_of_steps_equal_single_steps(load, policy, num_blocks, num_replicas
         max_concurrency=5 if is_closed else None,
     )
     model = ShapeTime(lambda shape: 0.125) if is_even else linear_time()
-    observer = StepByStep()
-    one_by_one = simulate(offered, config, model, observer=observer)
-    at_once = simulate(offered, config, model)
-    assert at_once.records == one_by_one.records
-    assert at_once.replicas == one_by_one.replicas
-    assert at_once.num_steps == len(observer.steps)
-    assert at_once.duration == one_by_one.duration
+    check_runs_equal_single_steps(offered, config, model)
 
 
 OBJECTIVES = st.sampled_from(
@@ -98,10 +102,8 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
 ):
     """Objectives are kept and missed, and the time of a step grows beyond the tightest while it is run."""
     offered, is_closed = load
-    shares = [1 / len(slos)] * len(slos)
     classes = tuple(
-        SLOClass(name=f"c{index}", slo=slo, share=share)
-        for index, (slo, share) in enumerate(zip(slos, shares, strict=True))
+        SLOClass(name=f"c{index}", slo=slo, share=1 / len(slos)) for index, slo in enumerate(slos)
     )
     offered = offered.with_classes(classes, seed=1)
     config = make_config(
@@ -116,12 +118,7 @@ def test_runs_equal_single_steps_of_policies_that_learn_step_times(
     model = ShapeTime(
         lambda shape: 5e-3 + 2.7e-5 * shape.num_new_tokens + context * shape.decode_context_tokens
     )
-    observer = StepByStep()
-    one_by_one = simulate(offered, config, model, observer=observer)
-    at_once = simulate(offered, config, model)
-    assert at_once.records == one_by_one.records
-    assert at_once.replicas == one_by_one.replicas
-    assert at_once.num_steps == len(observer.steps)
+    check_runs_equal_single_steps(offered, config, model)
 
 
 @pytest.mark.parametrize("policy", sorted(name for name in POLICIES if not POLICIES[name]().needs_step_time))

@@ -63,8 +63,9 @@ class Scheduler:
         if self._slo is not None:
             assert step_time_model is not None
             self._slo.start(step_time_model)
-        quantile = None if self._slo is None else self._slo.quantile
-        self._drafting = make_drafting(config.speculation, step_time_model, quantile=quantile)
+        self._quantile = None if self._slo is None else self._slo.quantile
+        """Of step times, to plan with; None is the mean."""
+        self._drafting = make_drafting(config.speculation, step_time_model, quantile=self._quantile)
         self._order = self._policy.order or QUEUE_ORDERS[config.scheduling_policy]()
         tracker = None if self._slo is None else self._slo.tracker
         self._table = RequestTable(config, tracker)
@@ -81,8 +82,7 @@ class Scheduler:
         self._num_added = 0
         self._num_steps = 0
         self._repeat_limit = inf
-        """Predicted seconds up to which the step under way may be run again, and by which quantile."""
-        self._repeat_quantile: float | None = None
+        """Predicted seconds up to which the step under way may be run again."""
         self._last_run = float("-inf")
         """When the last run ended that `run_again` was told of; the step-time model knows it."""
 
@@ -184,11 +184,11 @@ class Scheduler:
             return None
         start = max(now, self._busy_until) if self._in_flight else now
         self._last_plan = start
-        plan = self._compose(start)
+        plan = self._compose(start, repeats=repeats)
         if plan.is_empty and not (plan.preempted or plan.kv_fetches or plan.late or plan.overdue):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
-        may_repeat = repeats and plan.is_repeatable and not (plan.admissions or plan.preempted)
+        may_repeat = plan.is_repeatable and not (plan.admissions or plan.preempted)
         return self._commit(plan, now, may_repeat=may_repeat)
 
     def run_again(self, scheduled: SchedulerOutput, now: float) -> bool:
@@ -207,7 +207,7 @@ class Scheduler:
         self._last_update = self._last_run = now
         num_rows = shape.num_lm_head_rows
         shape.decode_context_tokens += num_rows
-        if self._repeat_limit == inf or model.step_time(shape, self._repeat_quantile) <= self._repeat_limit:
+        if self._repeat_limit == inf or model.step_time(shape, self._quantile) <= self._repeat_limit:
             return True
         shape.decode_context_tokens -= num_rows
         return False
@@ -293,9 +293,10 @@ class Scheduler:
 
     # --- commit ---------------------------------------------------------------------------------------
 
-    def _compose(self, now: float) -> StepPlan:
+    def _compose(self, now: float, *, repeats: bool = False) -> StepPlan:
         """Plan a step. Nothing but the plan changes."""
         plan = self._new_plan(now)
+        plan.is_repeatable = repeats
         self._policy.composer.compose(plan, self._order)
         if self._drafting is not None:
             plan.is_repeatable = False
@@ -339,7 +340,7 @@ class Scheduler:
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)
-            self._repeat_limit, self._repeat_quantile = plan.repeat_limit, plan.repeat_quantile
+            self._repeat_limit = plan.repeat_limit
         return SchedulerOutput(
             step_id,
             tuple(rows),
@@ -404,7 +405,7 @@ class Scheduler:
     def _note_delivery(
         self, state: RequestState, output: RequestOutput, now: float, ends: Sequence[float] | None
     ) -> None:
-        """Hold a delivery against its deadline, and tell the caller what has become of the promise."""
+        """Hold a delivery against its deadline, and tell the caller what has become of the objective."""
         slo, tracker = state.slo, None if self._slo is None else self._slo.tracker
         if ends is not None and len(ends) > 1:
             for end in ends:  # one token each

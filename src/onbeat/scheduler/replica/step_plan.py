@@ -91,8 +91,7 @@ class StepPlan:
         self.is_repeatable = True
         """Whether the policy would plan a step of decodes again as long as only token counts change."""
         self.repeat_limit = inf
-        """And as long as it is predicted to take no longer than this, seconds, by the quantile below."""
-        self.repeat_quantile: float | None = None
+        """And as long as it is predicted to take no longer than this, seconds."""
         self._max_rows = -(-config.max_num_seqs // config.num_micro_batches)
         self._freed_block_ids: set[int] = set()
         """Blocks that the preemptions of this plan give back."""

@@ -256,17 +256,16 @@ class _Step:
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
         plan.overdue = self._overdue(left_over)
-        self._say_whether_repeatable(decode_seconds)
+        if plan.is_repeatable:  # if anybody asks
+            plan.repeat_limit = policy.tightest_limit(self._view)
+            plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
 
-    def _say_whether_repeatable(self, decode_seconds: float) -> None:
-        """With no prompt to work on, all decode again as long as the tightest objective allows."""
+    def _is_settled(self) -> bool:
+        """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
         plan = self._plan
-        plan.repeat_quantile = self._policy.quantile
-        plan.repeat_limit = self._policy.tightest_limit(self._view)
-        plan.is_repeatable = (
+        return (
             len(plan.decodes) == len(plan.running)
             and not len(plan.waiting)
-            and decode_seconds <= plan.repeat_limit
             # A first token gives its stream a deadline.
             and not any(state.slo.first_delivery < 0 for state in self._view.best_effort_decodes)
         )
