@@ -5,13 +5,16 @@
 PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
+WORKERS ?= 2
 
 MODEL := smollm2-135m-instruct
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
 THOROUGH := --hypothesis-profile=thorough
-FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cpu
+# Files stay whole, so that what a module sets up is made once. More workers than cores make waits too short.
+WORKED := --numprocesses=$(WORKERS) --dist=loadfile
+FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cpu tests/fleet tests/ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -26,7 +29,7 @@ serve: .venv/.serve .venv/.native model ## Install what serving needs, get the e
 	$(BIN)/onbeat serve $(ARGS)
 
 test: .venv/.dev .venv/.native model ## Run the fast tests
-	$(BIN)/python -m pytest $(FAST) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(FAST) $(WORKED) $(PYTEST_ARGS)
 
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
 	$(BIN)/python -m pytest $(THOROUGH) $(PYTEST_ARGS)

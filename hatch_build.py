@@ -43,11 +43,17 @@ SANITIZERS = {"address": ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=ad
 # several units hold, the linker keeps that of its first object: it must be one that every processor runs.
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_AVX512BF16 = (*_AVX512, "-mavx512bf16", "-mavx512vnni")
+AMX_FLAGS = ("-mamx-tile", "-mamx-bf16")
+AMX_PROBE = 'void probe() { asm volatile("tdpbf16ps %tmm0, %tmm1, %tmm2"); }'
+"""What a compiler and an assembler that know AMX compile: GCC from 11 on, binutils from 2.35 on."""
 X86_INSTRUCTION_SETS = {
     "portable": (),
     "avx2": _AVX2,
     "avx512": _AVX512,
-    "avx512bf16": (*_AVX512, "-mavx512bf16", "-mavx512vnni"),
+    "avx512vnni": (*_AVX512, "-mavx512vnni"),  # the library calls it avx512, too
+    "avx512bf16": _AVX512BF16,
+    "amx": (*_AVX512BF16, *AMX_FLAGS),
 }
 OTHER_INSTRUCTION_SETS: dict[str, tuple[str, ...]] = {"portable": ()}
 PER_INSTRUCTION_SET = "kernels.cpp"
@@ -86,7 +92,13 @@ def find_compiler() -> Compiler:
     return Compiler(command, version)
 
 
-def build_library(root: Path, output: Path, *, sanitizer: str | None = None) -> bool:
+def build_library(
+    root: Path,
+    output: Path,
+    *,
+    sanitizer: str | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> bool:
     """Compile what is new, and link; return whether there was anything to do.
 
     Parameters
@@ -94,6 +106,7 @@ def build_library(root: Path, output: Path, *, sanitizer: str | None = None) -> 
     root : the source tree.
     output : the library's file.
     sanitizer : a key of `SANITIZERS`; the program that loads the library must then preload its runtime.
+    warn : is told which instruction set the compiler cannot build; None writes it to stderr.
 
     Raises
     ------
@@ -102,7 +115,12 @@ def build_library(root: Path, output: Path, *, sanitizer: str | None = None) -> 
     compiler = find_compiler()
     extra = SANITIZERS[sanitizer] if sanitizer else ()
     variant = f"{sanitizer}-" if sanitizer else ""
-    units = translation_units(root / "native")
+    fault = amx_fault(compiler)
+    if fault:
+        (warn or _write_line)(
+            f"The native CPU engine of onbeat is built without the instruction set amx: {fault}"
+        )
+    units = translation_units(root / "native", has_amx=not fault)
     cache = root / CACHE
     headers = _digest_of_headers(root / "native")
     objects = {}
@@ -125,8 +143,33 @@ def build_library(root: Path, output: Path, *, sanitizer: str | None = None) -> 
     return True
 
 
-def translation_units(native: Path) -> list[Unit]:
+def amx_fault(compiler: Compiler) -> str:
+    """Return why the compiler builds nothing for AMX; empty where it does, or where no processor has it."""
+    if not _is_x86():
+        return ""
+    command = [*compiler.command, *AMX_FLAGS, "-x", "c++", "-c", "-o", "/dev/null", "-"]
+    run = subprocess.run(command, input=AMX_PROBE, capture_output=True, text=True, check=False)
+    if run.returncode == 0:
+        return ""
+    said = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[0]
+    return f"{compiler.version} does not know it ({said}); g++ 11 or newer with binutils 2.35 or newer does"
+
+
+def _write_line(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
+def translation_units(native: Path, *, has_amx: bool = True) -> list[Unit]:
     """Return every call of the compiler, in the order of the link.
+
+    Parameters
+    ----------
+    native : the directory of the sources.
+    has_amx : whether the compiler knows AMX.
 
     Raises
     ------
@@ -135,14 +178,21 @@ def translation_units(native: Path) -> list[Unit]:
     sources = sorted((native / "src").glob("*.cpp"))
     if not sources:
         raise BuildFailed(f"there are no C++ sources in {native / 'src'}")
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    sets = X86_INSTRUCTION_SETS if is_x86 else OTHER_INSTRUCTION_SETS
-    shared = (f"-I{native / 'include'}", f"-I{native / 'src'}", *(("-DOB_HAVE_X86=1",) if is_x86 else ()))
+    sets = dict(X86_INSTRUCTION_SETS if _is_x86() else OTHER_INSTRUCTION_SETS)
+    if not has_amx:
+        sets.pop("amx", None)
+    have = (*(("-DOB_HAVE_X86=1",) if _is_x86() else ()), *(("-DOB_HAVE_AMX=1",) if "amx" in sets else ()))
+    shared = (f"-I{native / 'include'}", f"-I{native / 'src'}", *have)
     units = [Unit(path, path.stem, shared) for path in sources if path.name != PER_INSTRUCTION_SET]
     kernels = native / "src" / PER_INSTRUCTION_SET
     for name, flags in sets.items():
-        units.append(Unit(kernels, f"{kernels.stem}_{name}", (*shared, *flags, f"-DOB_NAMESPACE={name}")))
+        units.append(Unit(kernels, f"{kernels.stem}_{name}", (*shared, *flags, *_names(name))))
     return units
+
+
+def _names(instruction_set: str) -> tuple[str, str]:
+    """Return what the code is to call a set: its namespace, and the name that users see."""
+    return f"-DOB_NAMESPACE={instruction_set}", f"-DOB_INSTRUCTION_SET={instruction_set.removesuffix('vnni')}"
 
 
 def _compile(compiler: Compiler, unit: Unit, path: Path) -> None:
@@ -194,7 +244,7 @@ def add_to_wheel(root: Path, build_data: dict[str, Any], warn: Callable[[str], N
     """
     output = root / LIBRARY
     try:
-        build_library(root, output)
+        build_library(root, output, warn=warn)
     except (BuildFailed, OSError) as error:
         output.unlink(missing_ok=True)  # one of older sources would do harm
         warn(

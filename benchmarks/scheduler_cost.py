@@ -1,4 +1,4 @@
-"""What planning costs: `schedule`, `update` and `add`, by the batch and by the queue.
+"""What planning costs: `schedule`, `update`, `add` and `load`, by the batch and by the queue.
 
     python benchmarks/scheduler_cost.py [--json FILE]
 
@@ -69,12 +69,15 @@ class Cost:
     total_us_p99: float
     add_us: float
     add_us_p99: float
+    load_us: float
+    load_us_p99: float
 
 
 CASES = [
     *(Case(policy=policy) for policy in POLICIES),
     *(Case(policy="sarathi", num_waiting=num) for num in (100, 10_000)),
     *(Case(policy="sarathi", num_running=num) for num in (32, 64, 128, 512)),
+    *(Case(policy=policy, num_running=64, num_waiting=100) for policy in ("sarathi", "slo")),
     Case(policy="slo", num_waiting=256),
     Case(policy="slo", num_waiting=256, state="urgent"),
     Case(policy="slo", num_waiting=100_000, state="patient"),
@@ -100,6 +103,7 @@ class Bench:
         self.schedule_times: list[float] = []
         self.update_times: list[float] = []
         self.add_times: list[float] = []
+        self.load_times: list[float] = []
         self._ids = count()
         self._slo = OBJECTIVES
         self._fill_batch()
@@ -111,7 +115,7 @@ class Bench:
         for _ in range(NUM_WARM_UP_STEPS):
             self._step()
             self._keep()
-        for times in (self.schedule_times, self.update_times, self.add_times):
+        for times in (self.schedule_times, self.update_times, self.add_times, self.load_times):
             times.clear()
         while len(self.schedule_times) < NUM_STEPS:
             self.add_times.append(self._time_add())
@@ -131,6 +135,8 @@ class Bench:
             quantile_us(totals, 0.99),
             quantile_us(add, 0.5),
             quantile_us(add, 0.99),
+            quantile_us(self.load_times, 0.5),
+            quantile_us(self.load_times, 0.99),
         )
 
     def _fill_batch(self) -> None:
@@ -182,6 +188,8 @@ class Bench:
         before_update = time.perf_counter()
         self.scheduler.update(scheduled, result, self.now)
         end = time.perf_counter()
+        self.scheduler.load(self.now)
+        self.load_times.append(time.perf_counter() - end)
         self.schedule_times.append(middle - start)
         self.update_times.append(end - before_update)
         return scheduled.shape
@@ -212,7 +220,7 @@ def main() -> None:
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}; microseconds")
     print(
         f"{'policy':14} {'state':>7} {'running':>7} {'waiting':>7} {'schedule':>8} {'p99':>6} {'update':>7} "
-        f"{'p99 of both':>11} {'add':>5} {'p99':>6}"
+        f"{'p99 of both':>11} {'add':>5} {'p99':>6} {'load':>5} {'p99':>6}"
     )
     costs = []
     for case in CASES:
@@ -222,7 +230,8 @@ def main() -> None:
         print(
             f"{cost.policy:14} {cost.state:>7} {cost.num_running:7} {cost.num_waiting:7} "
             f"{cost.schedule_us:8.0f} {cost.schedule_us_p99:6.0f} {cost.update_us:7.0f} "
-            f"{cost.total_us_p99:11.0f} {cost.add_us:5.0f} {cost.add_us_p99:6.0f}"
+            f"{cost.total_us_p99:11.0f} {cost.add_us:5.0f} {cost.add_us_p99:6.0f} "
+            f"{cost.load_us:5.1f} {cost.load_us_p99:6.1f}"
         )
     if args.json:
         args.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=1) + "\n", encoding="utf-8")

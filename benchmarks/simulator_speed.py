@@ -1,10 +1,11 @@
 """How fast the simulator is: a recorded trace on one replica, and a million requests on a thousand.
 
-    python benchmarks/simulator_speed.py --shared DIR [--only trace|large] [--json FILE]
+    python benchmarks/simulator_speed.py --shared DIR [--only trace|trace-slo|large] [--json FILE]
 
 DIR holds data/traces/azure2023_conv.csv.gz (the Azure LLM inference trace of 2023, conversations; Patel et
 al., Splitwise, ISCA 2024). Every replica is Llama-3.1-8B on one H100 as the roofline sees it, 256 sequences,
-policy sarathi with a budget of 512 tokens. The large run draws its lengths from the trace; arrivals are
+policy sarathi with a budget of 512 tokens; the trace is run again under slo, whose budget is time, without
+objectives. The large run draws its lengths from the trace; arrivals are
 Poisson at 70 % of the rate that one replica reaches with all of its 256 places taken.
 """
 
@@ -17,7 +18,7 @@ import platform
 import resource
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,7 @@ from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import default_token_budget
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
@@ -82,6 +84,12 @@ def make_replica() -> tuple[SchedulerConfig, StepTimeModel]:
         "roofline", model=model, device=device, parallelism=parallelism, precision=precision, profile=None
     )
     return scheduler, step_time
+
+
+def under_slo(scheduler: SchedulerConfig) -> SchedulerConfig:
+    """Return the same replica under policy slo."""
+    budget = default_token_budget("slo", max_model_len=scheduler.max_model_len, max_num_seqs=MAX_NUM_SEQS)
+    return replace(scheduler, policy="slo", max_num_batched_tokens=budget)
 
 
 def read_load(shared: Path) -> OfferedLoad:
@@ -159,7 +167,7 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=1_000_000)
     parser.add_argument("--replicas", type=int, default=1000)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", choices=("trace", "large"))
+    parser.add_argument("--only", choices=("trace", "trace-slo", "large"))
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.shared is None:
@@ -167,9 +175,11 @@ def main() -> None:
     scheduler, step_time = make_replica()
     load = read_load(Path(args.shared))
     speeds = []
-    if args.only != "large":
+    if args.only in (None, "trace"):
         speeds.append(measure("trace", load, SimulationConfig(scheduler=scheduler), step_time))
-    if args.only != "trace":
+    if args.only in (None, "trace-slo"):
+        speeds.append(measure("trace-slo", load, SimulationConfig(scheduler=under_slo(scheduler)), step_time))
+    if args.only in (None, "large"):
         capacity = find_capacity(load, scheduler, step_time)
         print(f"capacity of one replica: {capacity:.2f} requests/s")
         large = resample(load, args.num_requests, rate=LOAD_SHARE * capacity * args.replicas)
@@ -177,12 +187,12 @@ def main() -> None:
         speeds.append(measure("large", large, config, step_time, jobs=args.jobs))
     print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}")
     print(
-        f"{'run':8} {'requests':>9} {'replicas':>8} {'jobs':>4} {'wall s':>8} {'CPU s':>8} "
+        f"{'run':9} {'requests':>9} {'replicas':>8} {'jobs':>4} {'wall s':>8} {'CPU s':>8} "
         f"{'requests/s':>10} {'per CPU s':>10} {'peak GiB':>8}"
     )
     for speed in speeds:
         print(
-            f"{speed.name:8} {speed.num_requests:9} {speed.num_replicas:8} {speed.jobs:4} "
+            f"{speed.name:9} {speed.num_requests:9} {speed.num_replicas:8} {speed.jobs:4} "
             f"{speed.wall_seconds:8.1f} {speed.cpu_seconds:8.1f} {speed.requests_per_second:10.0f} "
             f"{speed.requests_per_cpu_second:10.0f} {speed.peak_gib:8.2f}"
         )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 from onbeat.core.errors import EngineDead
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
@@ -51,7 +54,48 @@ class FakeRunner:
         return ModelRunnerOutput(sampled, failed=failed or None)
 
 
-def fake_info(config: SchedulerConfig) -> EngineInfo:
+class KeepingRunner(FakeRunner):
+    """Keeps KV: a number for each position. A token whose request lacks any is another than it should be."""
+
+    def __init__(self, config: SchedulerConfig, step_seconds: float = 0.0) -> None:
+        super().__init__(step_seconds)
+        self.entries = np.zeros((config.num_blocks, config.block_size), np.int64)
+        self._tables: dict[str, list[int]] = {}
+
+    def kv_regions(self) -> list[KVRegion]:
+        return [KVRegion(self.entries.ctypes.data, self.entries[0].nbytes)]
+
+    def kv_memory(self) -> BlockMemory:
+        num_blocks, block_size = self.entries.shape
+        layout = KVLayout(
+            model="fake",
+            weights="none",
+            dtype="int64",
+            block_size=block_size,
+            block_bytes=self.entries[0].nbytes,
+            backend="fake",
+        )
+        return BlockMemory(self, layout, num_blocks=num_blocks)
+
+    def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
+        result = super().execute(scheduled)
+        for admitted in scheduled.admitted:
+            self._tables[admitted.request.request_id] = list(admitted.block_ids)
+        sampling = iter(result.sampled_token_ids)
+        for row in scheduled.rows:
+            table = self._tables[row.request_id]
+            table += row.new_block_ids
+            end = row.num_computed_tokens + row.num_new_tokens
+            places = np.arange(end)
+            held = np.array(table)[places // self.entries.shape[1]], places % self.entries.shape[1]
+            new = slice(row.num_computed_tokens, end)
+            self.entries[held[0][new], held[1][new]] = places[new] + 1
+            if row.samples and (tokens := next(sampling)):
+                tokens[0] += 1000 * bool((self.entries[held] != places + 1).any())
+        return result
+
+
+def fake_info(config: SchedulerConfig, *, moves_streams: bool = False) -> EngineInfo:
     return EngineInfo(
         model_name="fake",
         architecture="Fake",
@@ -65,6 +109,7 @@ def fake_info(config: SchedulerConfig) -> EngineInfo:
         device="none",
         dtype="none",
         priority_scheduling=config.scheduling_policy == "priority",
+        moves_streams=moves_streams,
     )
 
 
@@ -74,13 +119,21 @@ def build_fake_engine(
     step_seconds: float = 0.0,
     max_in_flight_steps: int = 1,
     idle_checks: int | None = None,
+    reports_load: bool = False,
+    keeps_kv: bool = False,
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
     values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
-    runner = FakeRunner(step_seconds, idle_checks=idle_checks)
+    keeping = KeepingRunner(config, step_seconds) if keeps_kv else None
+    runner = keeping or FakeRunner(step_seconds, idle_checks=idle_checks)
     executor = ThreadExecutor(runner, check_alive=runner.check_alive)
-    return EngineCore(
-        Scheduler(config, LinearStepTime()), executor, max_in_flight_steps=max_in_flight_steps
-    ), fake_info(config)
+    core = EngineCore(
+        Scheduler(config, LinearStepTime()),
+        executor,
+        max_in_flight_steps=max_in_flight_steps,
+        reports_load=reports_load,
+        kv_memory=None if keeping is None else keeping.kv_memory,
+    )
+    return core, fake_info(config, moves_streams=keeps_kv)

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf, isfinite, log, sqrt
+from math import exp, inf, isfinite, log
 
 import numpy as np
-from scipy.special import stdtrit
 
 from onbeat.core.errors import ConfigError
-
-LEVEL = 0.95
-"""Confidence of the intervals."""
+from onbeat.metrics.distribution import LEVEL, student_half_width
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +38,7 @@ def mean_interval(values: Sequence[float], *, level: float = LEVEL) -> Interval:
     mean = float(np.mean(values))
     if len(values) == 1:
         return Interval(mean, -inf, inf)
-    count = len(values)
-    half = float(stdtrit(count - 1, (1 + level) / 2)) * float(np.std(values, ddof=1)) / sqrt(count)
+    half = student_half_width(values, level)
     return Interval(mean, mean - half, mean + half)
 
 

@@ -18,10 +18,10 @@ from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import QueueBound
-from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SPENT_SHARE, SLOComposer
 from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import RunningView
-from onbeat.scheduler.replica.slo.work import Room
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
 from slo_study.trial import Question, Runner, longest_request
 
@@ -37,15 +37,32 @@ class TriagedAtOnce(SLOComposer):
     """Prompts are planned to be done at their deadlines, not half a step before."""
 
     def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
-        return super().in_turn(jobs, room, now - 0.5 * room.length)
+        return super().in_turn(jobs, room._replace(length=0.0), now)
 
 
-class NeverShortestFirst(SLOComposer):
-    """By deadline, also while all have time."""
+class HalfAStepForAll(SLOComposer):
+    """The first prompt, too, is planned to be done half a step before its deadline."""
 
     def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
-        in_turn, num_left_behind = super().in_turn(jobs, room, now)
-        return in_turn if num_left_behind else jobs, num_left_behind
+        return super().in_turn(jobs, room._replace(length=0.0), now + 0.5 * room.length)
+
+
+class InProportion(SLOComposer):
+    """A step that the limit cuts short is counted on to hold as much of its chunk as of its time."""
+
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
+        free = super().room(decodes, inf, jobs)
+        if free.length <= limit:
+            return free
+        share = 1 - free.length * (1 - free.share) / limit
+        return free._replace(length=limit, share=max(share, LEAST_SHARE))
+
+
+class EndsByTBTAlone(SLOComposer):
+    """A step that ends a prompt is as long as any other, whether the prompt is late by it or not."""
+
+    def due(self, kept: Sequence[Job], now: float) -> dict[str, float]:  # noqa: ARG002
+        return {}
 
 
 class NeverSitsOut(SLOComposer):
@@ -66,31 +83,45 @@ class ByTightestTBT(SLOComposer):
     """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
 
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
-        return self.tightest_limit(view)
+        return self.tightest_limit(view.tightest)
 
 
 class EarnsNothing(SLOComposer):
     """Steps leave nothing of the TBT objective to streams."""
 
-    def tightest_limit(self, view: RunningView) -> float:
-        return view.tightest
+    def tightest_limit(self, tightest: float) -> float:
+        return tightest
 
 
 class EarnsMore(SLOComposer):
     """Steps leave a tenth of the TBT objective to streams."""
 
-    def tightest_limit(self, view: RunningView) -> float:
-        return 0.9 * view.tightest
+    def tightest_limit(self, tightest: float) -> float:
+        return 0.9 * tightest
 
 
-class SpendsWhatIsInHand(SLOComposer):
-    """In `stream` mode a step may take a quarter of the time that the most urgent stream has in hand."""
+class SpendsNothing(SLOComposer):
+    """No step takes more than the tightest TBT objective, however far ahead its streams are."""
 
-    def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
-        limit = super().limit(view, decode_seconds, start)
-        if self.mode == "gap" or view.due == inf or view.pace < inf:
-            return limit
-        return max(limit, (view.due - start) / 4)
+    def objective_limit(self, view: RunningView, ahead: float) -> float:  # noqa: ARG002
+        return self.tightest_limit(view.tightest)
+
+
+class SpendsHalf(SLOComposer):
+    """In `stream` mode a step may take half of the time that the most urgent stream has in hand."""
+
+    def objective_limit(self, view: RunningView, ahead: float) -> float:
+        if self.mode == "gap":
+            return self.tightest_limit(view.tightest)
+        return max(self.tightest_limit(view.tightest), min(ahead / 2, LONGEST_GAP * view.tightest))
+
+
+class AnyGap(SLOComposer):
+    """A step may take a quarter of the time in hand, however long that is."""
+
+    def objective_limit(self, view: RunningView, ahead: float) -> float:
+        tightest = self.tightest_limit(view.tightest)
+        return tightest if self.mode == "gap" else max(tightest, SPENT_SHARE * ahead)
 
 
 class EfficientChunk(SLOComposer):
@@ -138,13 +169,17 @@ class LongestWait(SLOComposer):
 VARIANTS: dict[str, type[SLOComposer]] = {
     "slo/no-triage": ByDeadline,
     "slo/no-half-step": TriagedAtOnce,
-    "slo/no-shortest-first": NeverShortestFirst,
+    "slo/half-a-step-for-all": HalfAStepForAll,
+    "slo/in-proportion": InProportion,
+    "slo/ends-by-tbt-alone": EndsByTBTAlone,
     "slo/never-sits-out": NeverSitsOut,
     "slo/sits-out-soon": SitsOutSoon,
     "slo/by-tbt-alone": ByTightestTBT,
     "slo/earns-nothing": EarnsNothing,
     "slo/earns-a-tenth": EarnsMore,
-    "slo/spends-what-is-in-hand": SpendsWhatIsInHand,
+    "slo/spends-nothing": SpendsNothing,
+    "slo/spends-half": SpendsHalf,
+    "slo/any-gap": AnyGap,
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
     "slo/no-best-effort-turn": NoTurn,
@@ -168,6 +203,7 @@ CELLS = {
     Cell("7b-l4", "chat", "2s-250ms", "gap"): 8.5,
     Cell("32-slots", "sharegpt", "2s-250ms", "stream"): 2.1,
     Cell("moe-h100", "poisson", "mix", "stream"): 12.5,
+    Cell("70b-8xh100", "documents", "10s-30ms", "stream"): 2.1,
 }
 """And the rates at which variants are compared, requests/s: near the policy's own capacity at 90 %."""
 

@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define OB_ABI_VERSION 5
+#define OB_ABI_VERSION 8
 
 /* What a call returns that can fail. No exception leaves the library. */
 enum {
@@ -50,11 +50,24 @@ enum {
 
 enum { OB_ACTIVATION_SILU = 0, OB_ACTIVATION_GELU_TANH = 1 };
 
+/* What quantized weights are multiplied with. */
+enum {
+    OB_ACTIVATIONS_AUTO = 0, /* bytes, but for many rows where AMX has quicker products of bfloat16, and for more than
+                                two on a processor without products of bytes */
+    OB_ACTIVATIONS_NONE = 1, /* numbers of the model's precision, to which the weights are dequantized on the way */
+    OB_ACTIVATIONS_INT8 = 2, /* bytes, with a scale for 32 neighbours of a row */
+};
+
 int32_t ob_abi_version(void);
 
 /* Instruction sets that this build has and this processor runs, best first, separated by spaces:
- * of avx512bf16, avx512, avx2, portable. */
+ * of amx, avx512bf16, avx512 (which uses VNNI where the processor has it), avx2, portable. Asks the system for the tile
+ * registers of amx where there are any. */
 const char* ob_instruction_sets(void);
+
+/* The instruction set that the processor has, but the system withholds from this process, with the system's reason in
+ * parentheses; empty where there is none. */
+const char* ob_withheld_instruction_sets(void);
 
 /* ---- Weights ---- */
 
@@ -106,6 +119,7 @@ typedef struct {
     int32_t block_size; /* tokens, a multiple of 16 */
     int32_t num_blocks;
     int32_t num_threads;
+    int32_t activation_quantization; /* OB_ACTIVATIONS_ */
     float rms_norm_eps, attention_scale, embedding_scale;
     const ob_matrix* embedding; /* [V, D] */
     const ob_matrix* lm_head;   /* [V, D]; may be the embedding */
@@ -153,6 +167,10 @@ int32_t ob_engine_scrub(ob_engine* engine, const int64_t* block_ids, int64_t num
  * written one is there: a step that writes to memory for the first time waits milliseconds for each large page. To be
  * called while no step runs. Returns 1 if it did something, which may take some milliseconds, else 0. */
 int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks);
+
+/* Where the KV cache lies: block after block, each `block_bytes` (written) in one piece with the keys and values of all
+ * layers. Valid as long as the engine. Whoever writes to a block sees to it that no step uses it meanwhile. */
+uint8_t* ob_engine_kv(ob_engine* engine, int64_t* block_bytes);
 
 #pragma GCC visibility pop
 

@@ -5,10 +5,15 @@
 // comes out along the head. An item is a few query rows (all heads of a KV head, for one or more tokens): each
 // page is read once for all of them. The softmax is online, over chunks of 256 tokens.
 //
+// Where the processor multiplies whole matrices (AMX), pages are tiles as they lie: 32 numbers of a head by 16 tokens
+// of keys, and 16 tokens by 16 numbers of a head of values.
+//
 // References: Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018); Dao et al.,
 // "FlashAttention" (2022), section 3.1.
 #pragma once
 
+#include "amx.h"
+#include "quant_rows.h"
 #include "simd.h"
 #include "step.h"
 
@@ -124,18 +129,92 @@ OB_KERNEL void mix_pages(const typename E::Number* shares, const typename E::Num
         for (int dim = 0; dim < kDims; ++dim) store(mixed + row * head + 16 * dim, sums[row][dim]);
 }
 
+#if defined(OB_AMX)
+// Fewest query rows that meet pages as tiles, and how many do at once. Rows up to the next 32 are computed as well, of
+// whatever the scratch memory holds there: they end in rows that nobody reads.
+constexpr int64_t kFewestAmxQueries = kAmxRows, kAmxQueries = 2 * kAmxRows;
+
+// `score_pages` for 32 rows and two pages. `value_lines`: of each page, for each step.
+OB_KERNEL inline void score_by_amx(const bf16* queries, const bf16* const* pages, int64_t head_dim, int64_t value_lines,
+                                   float* const* out) {
+    constexpr int64_t kOutBytes = kChunkTokens * sizeof(float);
+    const int64_t query_bytes = head_dim * (int64_t)sizeof(bf16);
+    Amx::zero<0>();
+    Amx::zero<1>();
+    Amx::zero<2>();
+    Amx::zero<3>();
+    const uint8_t* ahead[2] = {(const uint8_t*)(pages[0] + 16 * head_dim), (const uint8_t*)(pages[1] + 16 * head_dim)};
+    for (int64_t first = 0; first < head_dim; first += kAmxInputs) {
+        Amx::load<4>(pages[0] + first * kPageTokens, kAmxBytes);
+        Amx::load<5>(pages[1] + first * kPageTokens, kAmxBytes);
+        Amx::load<6>(queries + first, query_bytes);
+        Amx::load<7>(queries + kAmxRows * head_dim + first, query_bytes);
+        Amx::madd<0, 6, 4>();
+        Amx::madd<1, 6, 5>();
+        Amx::madd<2, 7, 4>();
+        Amx::madd<3, 7, 5>();
+        for (int64_t line = 0; line < value_lines; ++line) {
+            prefetch(ahead[0] + line * kCacheLine);
+            prefetch(ahead[1] + line * kCacheLine);
+        }
+        ahead[0] += value_lines * kCacheLine;
+        ahead[1] += value_lines * kCacheLine;
+    }
+    Amx::store<0>(out[0], kOutBytes);
+    Amx::store<1>(out[1], kOutBytes);
+    Amx::store<2>(out[0] + kAmxRows * kChunkTokens, kOutBytes);
+    Amx::store<3>(out[1] + kAmxRows * kChunkTokens, kOutBytes);
+}
+
+// Of a page of values: 16 tokens are half of what a product of tiles can add up.
+OB_INLINE AmxShapes value_tiles() {
+    AmxShapes shapes = whole_tiles();
+    shapes.rows[4] = shapes.rows[5] = kPageTokens / 2;
+    shapes.row_bytes[6] = shapes.row_bytes[7] = kPageTokens * sizeof(bf16);
+    return shapes;
+}
+
+// mixed[row][32 dims] += shares x values for 32 rows, with tiles shaped by `value_tiles`.
+OB_KERNEL inline void mix_by_amx(const bf16* shares, const bf16* const* values, int64_t num_pages, int64_t head,
+                                 float* mixed) {
+    constexpr int64_t kShareBytes = kChunkTokens * sizeof(bf16);
+    const int64_t mixed_bytes = head * (int64_t)sizeof(float), pair_bytes = 2 * head * (int64_t)sizeof(bf16);
+    float* lower = mixed + kAmxRows * head;
+    Amx::load<0>(mixed, mixed_bytes);
+    Amx::load<1>(mixed + 16, mixed_bytes);
+    Amx::load<2>(lower, mixed_bytes);
+    Amx::load<3>(lower + 16, mixed_bytes);
+    for (int64_t page = 0; page < num_pages; ++page) {
+        Amx::load<4>(values[page], pair_bytes);
+        Amx::load<5>(values[page] + 2 * 16, pair_bytes);
+        Amx::load<6>(shares + page * kPageTokens, kShareBytes);
+        Amx::load<7>(shares + kAmxRows * kChunkTokens + page * kPageTokens, kShareBytes);
+        Amx::madd<0, 6, 4>();
+        Amx::madd<1, 6, 5>();
+        Amx::madd<2, 7, 4>();
+        Amx::madd<3, 7, 5>();
+    }
+    Amx::store<0>(mixed, mixed_bytes);
+    Amx::store<1>(mixed + 16, mixed_bytes);
+    Amx::store<2>(lower, mixed_bytes);
+    Amx::store<3>(lower + 16, mixed_bytes);
+}
+#endif
+
 template <class E>
 class Attention {
 public:
     typedef typename E::Number Number;
 
-    Attention(const StepContext& context, int64_t layer, uint8_t* scratch)
+    // bytes: where those of what is mixed go, too; or without values.
+    Attention(const StepContext& context, int64_t layer, uint8_t* scratch, const QuantizedRows& bytes)
         : context_(context),
           model_(*context.model),
           layer_(layer),
           window_(model_.layers[layer].window),
           group_(model_.num_heads / model_.num_kv_heads),
           head_(padded_head(model_)),
+          bytes_(bytes),
           scratch_(scratch, model_, context.attention_rows) {}
 
     void run(const AttentionItem& item) {
@@ -197,7 +276,51 @@ private:
         mix(num_rows, values, num_pages);
     }
 
+#if defined(OB_AMX)
+    // Heads of other widths would need tiles of other shapes; few models have them.
+    bool suits_amx(int64_t num_rows) const {
+        return num_rows >= kFewestAmxQueries && model_.head_dim % kAmxInputs == 0;
+    }
+
+    void score_all_by_amx(int64_t num_rows, const Number* const* keys, int64_t num_pages) {
+        constexpr int64_t kLinesOfStep = kPageTokens * kAmxInputs * (int64_t)sizeof(Number) / kCacheLine;
+        for (int64_t row = 0; row < num_rows; row += kAmxQueries) {
+            for (int64_t page = 0; page < num_pages; page += 2) {
+                const int64_t other = page + 1 < num_pages ? page + 1 : page;  // of an odd number, the last one twice
+                const Number* pages[2] = {keys[page], keys[other]};
+                float* scores = scratch_.scores + row * kChunkTokens;
+                float* out[2] = {scores + page * kPageTokens, scores + other * kPageTokens};
+                score_by_amx(scratch_.queries + row * model_.head_dim, pages, model_.head_dim,
+                             row == 0 ? kLinesOfStep : 0, out);
+            }
+        }
+    }
+
+    void mix_all_by_amx(int64_t num_rows, const Number* const* values, int64_t num_pages) {
+        for (int64_t row = 0; row < num_rows; ++row) {
+            float* mixed = scratch_.mixed + row * head_;
+            for (int64_t dim = 0; dim < head_; dim += 16)
+                store(mixed + dim, load(mixed + dim) * splat(scratch_.fades[row]));
+        }
+        const Number* parts[kChunkPages];
+        Amx::configure(value_tiles());
+        for (int64_t dim = 0; dim < head_; dim += kAmxInputs) {
+            for (int64_t page = 0; page < num_pages; ++page) parts[page] = values[page] + dim * E::kPack;
+            for (int64_t row = 0; row < num_rows; row += kAmxQueries) {
+                mix_by_amx(scratch_.shares + row * kChunkTokens, parts, num_pages, head_,
+                           scratch_.mixed + row * head_ + dim);
+            }
+        }
+        Amx::configure(whole_tiles());
+    }
+#endif
+
     void score(int64_t num_rows, const Number* const* keys, int64_t num_pages) {
+#if defined(OB_AMX)
+        if constexpr (E::kPack == 2) {
+            if (suits_amx(num_rows)) return score_all_by_amx(num_rows, keys, num_pages);
+        }
+#endif
         const int64_t value_lines = kPageTokens * head_ * (int64_t)sizeof(Number) / 64;
         for (int64_t row = 0; row < num_rows; row += kScoreRows) {
             const Number* queries = scratch_.queries + row * model_.head_dim;
@@ -240,6 +363,11 @@ private:
     }
 
     void mix(int64_t num_rows, const Number* const* values, int64_t num_pages) {
+#if defined(OB_AMX)
+        if constexpr (E::kPack == 2) {
+            if (suits_amx(num_rows)) return mix_all_by_amx(num_rows, values, num_pages);
+        }
+#endif
         const Number* parts[kChunkPages];
         for (int64_t dim = 0; dim < head_;) {
             for (int64_t page = 0; page < num_pages; ++page) parts[page] = values[page] + dim * E::kPack;
@@ -287,6 +415,10 @@ private:
         int64_t dim = 0;
         for (; dim + 16 <= model_.head_dim; dim += 16) store_as(to + dim, load(mixed + dim) * splat(factor));
         for (; dim < model_.head_dim; ++dim) to[dim] = E::from_float(mixed[dim] * factor);
+        if (bytes_.values == nullptr) return;
+        const int64_t num_blocks = model_.head_dim / kBlockInputs;
+        quantize_part(bytes_, (const Number*)context_.mixed, context_.mixed_stride, {token, token + 1},
+                      {head * num_blocks, (head + 1) * num_blocks});
     }
 
     static float scalar_exp(float x) {
@@ -322,6 +454,7 @@ private:
     const StepContext& context_;
     const ob_model& model_;
     const int64_t layer_, window_, group_, head_;
+    const QuantizedRows bytes_;
     AttentionScratch<E> scratch_;
 };
 

@@ -12,45 +12,13 @@
 #include <system_error>
 #include <vector>
 
+#include "instruction_sets.h"
 #include "memory.h"
 #include "step.h"
 
 namespace ob {
 
-#if defined(OB_HAVE_X86)
-namespace avx512bf16 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-namespace avx2 {
-extern const Kernels kernels;
-}
-#endif
-namespace portable {
-extern const Kernels kernels;
-}
-
 namespace {
-
-// The instruction sets that this processor has, best first.
-std::vector<const Kernels*> usable_kernels() {
-    std::vector<const Kernels*> usable;
-#if defined(OB_HAVE_X86)
-    __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (has_avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni")) {
-        usable.push_back(&avx512bf16::kernels);
-    }
-    if (has_avx512) usable.push_back(&avx512::kernels);
-    if (has_avx2) usable.push_back(&avx2::kernels);
-#endif
-    usable.push_back(&portable::kernels);
-    return usable;
-}
 
 const Kernels* find_kernels(const char* name) {
     for (const Kernels* kernels : usable_kernels()) {
@@ -97,6 +65,9 @@ bool count_kv_bytes(const ob_model& model, int64_t& bytes) {
 // Returns what is wrong with a model, or an empty text.
 std::string fault_of(const ob_model& model) {
     if (model.precision != OB_STORE_F32 && model.precision != OB_STORE_BF16) return "unknown precision";
+    if (model.activation_quantization < OB_ACTIVATIONS_AUTO || model.activation_quantization > OB_ACTIVATIONS_INT8) {
+        return "unknown quantization of activations";
+    }
     if (model.block_size < 1 || model.block_size % kPageTokens) return "the block size is no multiple of 16";
     if (model.num_layers < 1 || model.hidden_size < 1 || model.head_dim < 1 || model.intermediate_size < 1 ||
         model.vocab_size < 1 || model.num_heads < 1) {
@@ -224,12 +195,12 @@ struct ob_engine {
     int64_t num_pieces = 0;
     std::vector<int64_t> taken;
     std::vector<ob::Best> best;
-    ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, partials, scratch;
+    ob::Buffer hidden, branch, qkv, angles, normed, queries, mixed, gated, quantized, partials, scratch;
 };
 
 void ob_engine::plan_row(const ob_step& step, int64_t row, int64_t first_token, int64_t pieces) {
     const int64_t group = model.num_heads / model.num_kv_heads;
-    const int64_t most_tokens = std::max<int64_t>(1, ob::kAttentionRows / group);
+    const int64_t most_tokens = std::max<int64_t>(1, kernels.attention_rows / group);
     const auto context = static_cast<int32_t>(step.context_lens[row]);
     for (int64_t head = 0; head < model.num_kv_heads; ++head) {
         for (int64_t token = 0; token < step.query_lens[row]; token += most_tokens) {
@@ -298,15 +269,15 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.taken = taken.data();
     context.taken_chunks = taken.data() + model.num_layers;
     // A thread that is held up shall be able to take fewer chunks, but each reads all weights once more.
-    constexpr int64_t kMostChunks = 8, kFewestRows = 48;
+    constexpr int64_t kMostChunks = 8;
     const int64_t share = (step.num_tokens + model.num_threads - 1) / model.num_threads;
-    const int64_t chunks = std::min(std::max<int64_t>(share / kFewestRows, 1), kMostChunks);
+    const int64_t chunks = std::min(std::max<int64_t>(share / kernels.fewest_rows, 1), kMostChunks);
     context.chunk_rows = (share + chunks - 1) / chunks;
 
     const int64_t rows = step.num_tokens, bytes = number_bytes();
     const int64_t group = model.num_heads / model.num_kv_heads;
     context.num_ropes = ob::count_ropes(model);
-    context.attention_rows = std::max(ob::kAttentionRows, group);
+    context.attention_rows = round_up(std::max(kernels.attention_rows, group), kernels.attention_rows);
     context.hidden_stride = round_up(model.hidden_size, kInputMultiple);
     context.qkv_stride = round_up(ob::count_qkv_outputs(model), kPanelOutputs);
     context.mixed_stride = round_up(int64_t{model.num_heads} * model.head_dim, kInputMultiple);
@@ -325,6 +296,9 @@ ob::StepContext ob_engine::prepare(const ob_step& step) {
     context.normed = normed.at_least(static_cast<size_t>(normed_rows * context.hidden_stride * bytes));
     context.queries = queries.at_least(static_cast<size_t>(rows * model.num_heads * model.head_dim * bytes));
     context.mixed = mixed.at_least(static_cast<size_t>(rows * context.mixed_stride * bytes));
+    // Bytes, and a block's scale and sums, for each 32 inputs; and what keeps rows from a power of two apart.
+    const int64_t quantized_rows = context.by_columns ? rows * (2 * ob::most_inputs(model) + 64) : 0;
+    context.quantized = quantized.at_least(static_cast<size_t>(quantized_rows));
     context.gated = gated.at_least(static_cast<size_t>(rows * context.gated_stride * bytes));
 
     const int64_t head = ob::padded_head(model);
@@ -384,6 +358,15 @@ const char* ob_instruction_sets(void) {
             }
             return all;
         }();
+        return names.c_str();
+    } catch (const std::exception&) {
+        return "";
+    }
+}
+
+const char* ob_withheld_instruction_sets(void) {
+    try {
+        static const std::string names = ob::withheld_kernels();
         return names.c_str();
     } catch (const std::exception&) {
         return "";
@@ -470,6 +453,11 @@ int32_t ob_engine_touch(ob_engine* engine, int64_t num_blocks) {
     engine->touched_bytes += ob::touch_page(engine->kv_cache + engine->touched_bytes,
                                                 engine->kv_bytes - engine->touched_bytes);
     return 1;
+}
+
+uint8_t* ob_engine_kv(ob_engine* engine, int64_t* block_bytes) {
+    *block_bytes = ob::block_numbers(engine->model) * engine->number_bytes();
+    return engine->kv_cache;
 }
 
 }  // extern "C"

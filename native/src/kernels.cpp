@@ -104,7 +104,7 @@ private:
     // From what attention mixed to the residual after the layer.
     void finish(int64_t index) {
         const ob_layer& layer = model_.layers[index];
-        const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride};
+        const Inputs<E> mixed = {(const Number*)context_.mixed, context_.mixed_stride, mixed_bytes(layer)};
         add(*layer.o, mixed, layer.o_bias, layer.after_attention_norm, *layer.gate_up);
         feed_forward(index);
     }
@@ -161,13 +161,29 @@ private:
 
     template <class Epilogue>
     void product(const ob_matrix& w, Inputs<E> inputs, const ob_matrix& after, Epilogue epilogue) {
-        multiply<E>(w, inputs, rows_, panels(w), head(after), scratch_, epilogue);
+        product(w, inputs, panels(w), after, epilogue);
+    }
+    template <class Epilogue>
+    void product(const ob_matrix& w, Inputs<E> inputs, Range panels, const ob_matrix& after, Epilogue epilogue) {
+        multiply<E>(w, inputs, rows_, panels, head(after), scratch_, model_.activation_quantization, epilogue);
+    }
+
+    // Where the bytes of a matrix's inputs are, if they are made once, by the threads that write the inputs. What
+    // every thread normalises for itself, it makes bytes of for itself, too: sharing that would cost a meeting.
+    QuantizedRows shared_bytes(const ob_matrix& w) const {
+        const bool is_shared = context_.by_columns && w.is_quantized() &&
+                               are_inputs_bytes<E>(model_.activation_quantization, step_.num_tokens);
+        return is_shared ? place_rows(context_.quantized, step_.num_tokens, w.padded_inputs) : QuantizedRows{};
+    }
+    // Whoever mixes a head makes its bytes, if blocks of bytes do not reach into the next head.
+    QuantizedRows mixed_bytes(const ob_layer& layer) const {
+        return model_.head_dim % kBlockInputs == 0 ? shared_bytes(*layer.o) : QuantizedRows{};
     }
 
     // ---- Attention ----
 
     void run_items(int64_t index) {
-        Attention<E> attention(context_, index, scratch_);
+        Attention<E> attention(context_, index, scratch_, mixed_bytes(model_.layers[index]));
         int64_t* taken = context_.taken + index;
         for (;;) {
             const int64_t item = __atomic_fetch_add(taken, 1, __ATOMIC_RELAXED);
@@ -230,24 +246,34 @@ private:
 
     // ---- Feed-forward ----
 
+    // This thread's panels of gate and up, in pairs: each gives 16 inputs of what follows, half a block of bytes.
+    Range gated_panels(const ob_matrix& w) const {
+        if (!context_.by_columns) return panels(w);
+        const Range pairs = share_of((w.num_panels + 1) / 2, thread_, context_.num_threads);
+        return {2 * pairs.first, 2 * pairs.end < w.num_panels ? 2 * pairs.end : w.num_panels};
+    }
+
     void feed_forward(int64_t index) {
         const ob_layer& layer = model_.layers[index];
         Number* gated = (Number*)context_.gated;
         const int64_t stride = context_.gated_stride;
         const Inputs<E> inputs = normed(rows_, layer.mlp_norm);
+        const QuantizedRows bytes = shared_bytes(*layer.down);
+        const Range own = gated_panels(*layer.gate_up);
         if (model_.activation == OB_ACTIVATION_SILU) {
-            product(*layer.gate_up, inputs, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
+            product(*layer.gate_up, inputs, own, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
                 store_as(gated + row * stride + panel * 16, silu(load(sums)) * load(sums + 16));
             });
         } else {
-            product(*layer.gate_up, inputs, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
+            product(*layer.gate_up, inputs, own, *layer.down, [=](int64_t row, int64_t panel, const float* sums) {
                 store_as(gated + row * stride + panel * 16, gelu_tanh(load(sums)) * load(sums + 16));
             });
         }
+        if (bytes.values != nullptr) quantize_part(bytes, gated, stride, rows_, {own.first / 2, (own.end + 1) / 2});
         meet_if_divided_by_columns();
         const bool is_last = index + 1 == model_.num_layers;
         const ob_matrix& after = is_last ? *model_.lm_head : *model_.layers[index + 1].qkv[0];
-        add(*layer.down, {gated, stride}, nullptr, layer.after_mlp_norm, after);
+        add(*layer.down, {gated, stride, bytes}, nullptr, layer.after_mlp_norm, after);
     }
 
     // ---- Logits ----
@@ -267,6 +293,7 @@ private:
         float* logits = step_.logits;
         multiply<E>(*model_.lm_head, {inputs, input_stride_}, {0, num_samples},
                     share_of(model_.lm_head->num_panels, thread_, context_.num_threads), nullptr, scratch_,
+                    model_.activation_quantization,
                     [=](int64_t sample, int64_t panel, const float* sums) {
                         largest[sample].see(panel, vocab_size, sums);
                         if (logits != nullptr) copy_panel(logits + sample * vocab_size, panel, vocab_size, sums, nullptr);
@@ -288,6 +315,9 @@ private:
 };
 
 void run_step(StepContext& context, int thread) {
+#if defined(OB_AMX)
+    const AmxInUse tiles;
+#endif
     if (context.model->precision == OB_STORE_BF16) {
         StepThread<BFloat16>(context, thread).run();
     } else {
@@ -300,7 +330,12 @@ void run_step(StepContext& context, int thread) {
 #define OB_TEXT_OF(name) #name
 #define OB_TEXT(name) OB_TEXT_OF(name)
 extern const Kernels kernels;
-const Kernels kernels = {OB_TEXT(OB_NAMESPACE), run_step};
+#if defined(OB_AMX)
+// 256 rows multiply 1024 numbers a cycle while 8 bytes of weights arrive, about what the cache that cores share gives.
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 256, kAmxQueries};
+#else
+const Kernels kernels = {OB_TEXT(OB_INSTRUCTION_SET), run_step, 48, 12};
+#endif
 
 }  // namespace OB_NAMESPACE
 }  // namespace ob

@@ -3,8 +3,12 @@
 // A tile is a few rows of x by the 32 outputs of a panel: its sums stay in registers while the panel streams
 // past. One block of rows is bound by memory, where the hardware's own prefetching lags behind; several blocks
 // use a panel again from the first-level cache, and meanwhile the lines of the next panel are asked for.
+//
+// Where the processor multiplies whole matrices (AMX), a panel of bfloat16 is read as it lies: 16 rows of pairs are
+// a tile of weights, and 32 rows by 32 outputs are four tiles of sums.
 #pragma once
 
+#include "amx.h"
 #include "quant.h"
 #include "simd.h"
 #include "step.h"
@@ -14,7 +18,13 @@ namespace OB_NAMESPACE {
 
 constexpr int kTileRows = kWidth == 16 ? 12 : kWidth == 8 ? 3 : 1;
 constexpr int64_t kStepsAtOnce = 4;          // inner steps between two looks at prefetching
-constexpr int64_t kChunkBytes = 400 << 10;   // inputs that stay in the second-level cache
+#if defined(OB_AMX)
+// Inputs that stay in the second-level cache, of which processors with AMX have 2 MiB a core; and rows that are a chunk
+// even where they take more of it. The more rows meet a weight, the less memory holds up products that are so fast.
+constexpr int64_t kChunkBytes = 1 << 20, kFewestChunkRows = 64;
+#else
+constexpr int64_t kChunkBytes = 400 << 10, kFewestChunkRows = kTileRows;
+#endif
 
 typedef float PanelRow[kPanelOutputs];
 
@@ -76,13 +86,94 @@ template <class E>
 struct Inputs {
     const typename E::Number* x;
     int64_t stride;
+    QuantizedRows bytes = {};  // of all rows, where whoever wrote them made these too; else without values
     const typename E::Number* row(int64_t index) const { return x + index * stride; }
 };
+
+#if defined(OB_AMX)
+// Fewest rows that meet a panel as tiles. A tile of inputs has 16 rows, full or not, and 16 rows are about where
+// AVX-512 no longer keeps up with the weights that come from memory: it multiplies 32 numbers a cycle and core, of
+// which 16 rows want 2 new weights, or 4 bytes.
+constexpr int64_t kFewestAmxRows = kAmxRows;
+constexpr int64_t kAmxStepBytes = kAmxInputs * kPanelOutputs * (int64_t)sizeof(bf16);
+constexpr int64_t kAmxStepLines = kAmxStepBytes / kCacheLine;
+
+// The sums of `kBlocks` times 16 rows. `ahead` counts the lines of each step.
+template <int kBlocks>
+OB_KERNEL void tile_by_amx(const bf16* panel, const bf16* const* x, int64_t stride, int64_t num_inputs, Ahead ahead,
+                           PanelRow* out) {
+    constexpr int64_t kPairBytes = 2 * kPanelOutputs * sizeof(bf16), kOutBytes = sizeof(PanelRow);
+    const int64_t stride_bytes = stride * (int64_t)sizeof(bf16);
+    Amx::zero<0>();
+    Amx::zero<1>();
+    if constexpr (kBlocks > 1) {
+        Amx::zero<2>();
+        Amx::zero<3>();
+    }
+    for (int64_t first = 0; first < num_inputs; first += kAmxInputs) {
+        Amx::load<4>(panel, kPairBytes);
+        Amx::load<5>(panel + 2 * 16, kPairBytes);
+        Amx::load<6>(x[0] + first, stride_bytes);
+        for (int64_t line = 0; line < ahead.lines; ++line) prefetch(ahead.address + line * kCacheLine);
+        Amx::madd<0, 6, 4>();
+        Amx::madd<1, 6, 5>();
+        if constexpr (kBlocks > 1) {
+            Amx::load<7>(x[1] + first, stride_bytes);
+            Amx::madd<2, 7, 4>();
+            Amx::madd<3, 7, 5>();
+        }
+        panel += kAmxInputs * kPanelOutputs;
+        ahead.address += ahead.lines * kCacheLine;
+    }
+    Amx::store<0>(out[0], kOutBytes);
+    Amx::store<1>(out[0] + 16, kOutBytes);
+    if constexpr (kBlocks > 1) {
+        Amx::store<2>(out[kAmxRows], kOutBytes);
+        Amx::store<3>(out[kAmxRows] + 16, kOutBytes);
+    }
+}
+
+// `multiply_panel` for at least `kFewestAmxRows` rows. The last block of rows begins early enough to be a full one:
+// a few rows are computed twice, and none is read that is not there.
+template <class Epilogue>
+void multiply_panel_by_amx(const bf16* panel, int64_t padded_inputs, Inputs<BFloat16> inputs, Range rows,
+                           const uint8_t* next, Epilogue& epilogue, int64_t panel_index) {
+    constexpr int64_t kRows = 2 * kAmxRows;
+    const int64_t num_tiles = (rows.size() + kRows - 1) / kRows;
+    Ahead ahead = {(const uint8_t*)panel + kStreamAhead, kAmxStepLines};
+    if (num_tiles > 1) ahead = {next, (kAmxStepLines + num_tiles - 1) / num_tiles};
+    if (next == nullptr) ahead.lines = 0;
+    alignas(64) PanelRow out[kRows];
+    for (int64_t first = rows.first; first < rows.end; first += kRows) {
+        const int64_t last_start = rows.end - kAmxRows;
+        int64_t starts[2] = {first, first + kAmxRows};
+        for (int64_t& start : starts) start = start < last_start ? start : last_start;
+        const bf16* const x[2] = {inputs.row(starts[0]), inputs.row(starts[1])};
+        if (rows.end - first > kAmxRows) {
+            tile_by_amx<2>(panel, x, inputs.stride, padded_inputs, ahead, out);
+        } else {
+            tile_by_amx<1>(panel, x, inputs.stride, padded_inputs, ahead, out);
+        }
+        if (num_tiles > 1) ahead.address += ahead.lines * kCacheLine * (padded_inputs / kAmxInputs);
+        for (int64_t row = first; row < rows.end && row < first + kRows; ++row) {
+            const int64_t block = (row - first) / kAmxRows;
+            epilogue(row, panel_index, out[block * kAmxRows + row - starts[block]]);
+        }
+    }
+}
+#endif
 
 // One panel with all rows of a range, divided evenly into tiles. `next` is what will be read after it.
 template <class E, class Epilogue>
 void multiply_panel(const typename E::Number* panel, int64_t padded_inputs, Inputs<E> inputs, Range rows,
                     const uint8_t* next, Epilogue& epilogue, int64_t panel_index) {
+#if defined(OB_AMX)
+    if constexpr (E::kPack == 2) {
+        if (rows.size() >= kFewestAmxRows) {
+            return multiply_panel_by_amx(panel, padded_inputs, inputs, rows, next, epilogue, panel_index);
+        }
+    }
+#endif
     const int64_t num_steps = padded_inputs / E::kPack;
     const int64_t num_tiles = (rows.size() + kTileRows - 1) / kTileRows;
     const int64_t lines = kStepsAtOnce * kPanelOutputs * E::kPack * (int64_t)sizeof(*panel) / kCacheLine;
@@ -106,9 +197,12 @@ void multiply_float(const ob_matrix& w, Inputs<E> inputs, Range rows, Range pane
                     Epilogue& epilogue) {
     typedef typename E::Number Number;
     int64_t chunk = kChunkBytes / (inputs.stride * (int64_t)sizeof(Number));
-    if (chunk < kTileRows) chunk = kTileRows;
-    for (int64_t first = rows.first; first < rows.end; first += chunk) {
-        const Range own = {first, first + chunk < rows.end ? first + chunk : rows.end};
+    if (chunk < kFewestChunkRows) chunk = kFewestChunkRows;
+    // Evenly: a chunk of a few rows would read all weights once more for them.
+    const int64_t num_chunks = (rows.size() + chunk - 1) / chunk;
+    for (int64_t index = 0; index < num_chunks; ++index) {
+        const Range own = {rows.first + rows.size() * index / num_chunks,
+                           rows.first + rows.size() * (index + 1) / num_chunks};
         for (int64_t panel = panels.first; panel < panels.end; ++panel) {
             const uint8_t* after = panel + 1 < panels.end ? w.panel(panel + 1) : next;
             multiply_panel<E>((const Number*)w.panel(panel), w.padded_inputs, inputs, own, after, epilogue, panel);
@@ -116,43 +210,68 @@ void multiply_float(const ob_matrix& w, Inputs<E> inputs, Range rows, Range pane
     }
 }
 
-// Rows meet the quantized panel in integers, as many at once as scratch memory holds; where a processor has no products
-// of bytes, the panel is expanded once for more than a few.
+#if defined(OB_AMX)
+// Fewest rows for which a quantized panel is expanded to bfloat16 for the tiles, and not multiplied in bytes. Of 16 rows
+// by 16 outputs by 32 inputs, which have a scale of their own, AVX-512 takes some 96 cycles: 64 for the products, 32 for
+// the scales. Tiles of bfloat16 take 16, and expanding 80, which all rows share. (Tiles of bytes would take 8, and
+// another 70 to bring the sums of each 32 inputs through memory to their scales.)
+constexpr int64_t kFewestExpandedRows = 2 * kAmxRows;
+#endif
+
+// Whether rows meet quantized panels as bytes (OB_ACTIVATIONS_).
+template <class E>
+bool are_inputs_bytes(int32_t activations, int64_t num_rows) {
+    if (activations != OB_ACTIVATIONS_AUTO) return activations == OB_ACTIVATIONS_INT8;
+#if defined(OB_AMX)
+    if (E::kPack == 2 && num_rows >= kFewestExpandedRows) return false;
+#endif
+    return kWidth > 4 || num_rows <= kQuantFewRows;
+}
+
+// begin: what the first row is called.
+template <class Epilogue>
+void multiply_bytes(const ob_matrix& w, const QuantizedRows& x, int64_t begin, Range panels, Epilogue& epilogue) {
+    alignas(64) PanelRow out[kQuantRows];
+    for (int64_t panel = panels.first; panel < panels.end; ++panel) {
+        for (int64_t first = 0; first < x.num_rows; first += kQuantRows) {
+            const int num_rows = (int)(x.num_rows - first < kQuantRows ? x.num_rows - first : kQuantRows);
+            quantized_tile(w, panel, x, first, num_rows, out);
+            for (int row = 0; row < num_rows; ++row) epilogue(begin + first + row, panel, out[row]);
+        }
+    }
+}
+
+// Rows meet the quantized panel in integers, as many at once as scratch memory holds, or the panel is expanded for
+// all of them.
 template <class E, class Epilogue>
 void multiply_quantized(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, uint8_t* scratch,
-                        Epilogue& epilogue) {
+                        int32_t activations, Epilogue& epilogue) {
     typedef typename E::Number Number;
-    if (kWidth == 4 && rows.size() > kQuantFewRows) {
+    if (!are_inputs_bytes<E>(activations, rows.size())) {
         for (int64_t panel = panels.first; panel < panels.end; ++panel) {
             expand_panel<E>(w, panel, (Number*)scratch);
             multiply_panel<E>((const Number*)scratch, w.padded_inputs, inputs, rows, nullptr, epilogue, panel);
         }
         return;
     }
-    alignas(64) PanelRow out[kQuantRows];
+    if (inputs.bytes.values != nullptr) return multiply_bytes(w, inputs.bytes, 0, panels, epilogue);
     for (int64_t begin = rows.first; begin < rows.end; begin += kQuantFewRows) {
         const int64_t count = rows.end - begin < kQuantFewRows ? rows.end - begin : kQuantFewRows;
         const QuantizedRows x = quantize_rows(scratch, inputs.row(begin), inputs.stride, count, w.padded_inputs);
-        for (int64_t panel = panels.first; panel < panels.end; ++panel) {
-            for (int64_t first = 0; first < count; first += kQuantRows) {
-                const int num_rows = (int)(count - first < kQuantRows ? count - first : kQuantRows);
-                quantized_tile(w, panel, x, first, num_rows, out);
-                for (int row = 0; row < num_rows; ++row) epilogue(begin + first + row, panel, out[row]);
-            }
-        }
+        multiply_bytes(w, x, begin, panels, epilogue);
     }
 }
 
 // Calls `epilogue(row, panel, sums)` with the 32 sums of each row and panel.
 //
 // rows, panels: the thread's share. next: the memory that the thread reads after this, or NULL.
-// scratch: the thread's own.
+// scratch: the thread's own. activations: OB_ACTIVATIONS_, what quantized weights are multiplied with.
 template <class E, class Epilogue>
 void multiply(const ob_matrix& w, Inputs<E> inputs, Range rows, Range panels, const uint8_t* next,
-              uint8_t* scratch, Epilogue epilogue) {
+              uint8_t* scratch, int32_t activations, Epilogue epilogue) {
     if (rows.size() <= 0) return;
     if (w.is_quantized()) {
-        multiply_quantized<E>(w, inputs, rows, panels, scratch, epilogue);
+        multiply_quantized<E>(w, inputs, rows, panels, scratch, activations, epilogue);
     } else {
         multiply_float<E>(w, inputs, rows, panels, next, epilogue);
     }

@@ -71,31 +71,43 @@ struct Q8Group {
     static constexpr QuantLayout kLayout = kGroup == 32 ? kQ8Layout32 : kQ8Layout16;
 
     template <int kRows>
-    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
-                              F16 (*totals)[2]) {
-        GroupSums<Bytes::Sums, kRows> sums = {};
-#pragma GCC unroll 8
-        for (int first = 0; first < kGroup; first += 4) {
-            const uint8_t* bytes = group + first * kPanelOutputs;
-            ahead.ask(bytes, first / 4);
-            add_products<Bytes, kRows>(sums, load_bytes(bytes), load_bytes(bytes + 64), rows, first);
-        }
-        prefetch(group + kLayout.scales + ahead.distance);
-        const F16 scales[2] = {scale(group, 0), scale(group, 1)};
-#pragma GCC unroll 8
-        for (int row = 0; row < kRows; ++row) {
-            const QuantizedBlock& block = rows.block(row, index * kGroup / kBlockInputs);
+    static OB_INLINE void add_block(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
+                                    F16 (*totals)[2]) {
+        F16 scaled[kRows][2];
 #pragma GCC unroll 2
-            for (int half = 0; half < 2; ++half) {
-                F16 sum = Bytes::total(sums.of[row][half]) * splat(block.scale);
-                if (Bytes::kAreOffset) sum = sum + splat(offset(block, index));
-                totals[row][half] = fma(sum, scales[half], totals[row][half]);
+        for (int first = 0; first < kBlockInputs; first += kGroup, group += kLayout.bytes) {
+            GroupSums<Bytes::Sums, kRows> sums = {};
+            if constexpr (Bytes::kAreOffset) {
+#pragma GCC unroll 8
+                for (int row = 0; row < kRows; ++row) {
+                    const QuantizedBlock& block = rows.block(row, index);
+                    const int32_t start = kGroup == 32 ? block.bytes_offset : block.half_offsets[first / 16];
+                    sums.of[row][0] = sums.of[row][1] = splat(start);
+                }
+            }
+#pragma GCC unroll 8
+            for (int input = 0; input < kGroup; input += 4) {
+                const uint8_t* bytes = group + input * kPanelOutputs;
+                ahead.ask(bytes, input / 4);
+                add_products<Bytes, kRows>(sums, load_bytes(bytes), load_bytes(bytes + 64), rows, first + input);
+            }
+            prefetch(group + kLayout.scales + ahead.distance);
+            const F16 scales[2] = {scale(group, 0), scale(group, 1)};
+#pragma GCC unroll 8
+            for (int row = 0; row < kRows; ++row) {
+#pragma GCC unroll 2
+                for (int half = 0; half < 2; ++half) {
+                    const F16 sum = Bytes::total(sums.of[row][half]);
+                    scaled[row][half] = first == 0 ? sum * scales[half] : fma(sum, scales[half], scaled[row][half]);
+                }
             }
         }
-    }
-    static OB_INLINE float offset(const QuantizedBlock& block, int64_t index) {
-        if (kGroup == kBlockInputs) return block.offset;
-        return index % 2 == 0 ? block.first_offset : block.offset - block.first_offset;
+#pragma GCC unroll 8
+        for (int row = 0; row < kRows; ++row) {
+            const F16 scale = splat(rows.block(row, index).scale);
+#pragma GCC unroll 2
+            for (int half = 0; half < 2; ++half) totals[row][half] = fma(scaled[row][half], scale, totals[row][half]);
+        }
     }
 
     static OB_INLINE U16 stored(const uint8_t* group, int first, int half) {
@@ -113,8 +125,8 @@ struct Q4Group {
     static constexpr QuantLayout kLayout = kQ4Layout32;
 
     template <int kRows>
-    static OB_INLINE void add(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
-                              F16 (*totals)[2]) {
+    static OB_INLINE void add_block(const uint8_t* group, int64_t index, const TileRows& rows, TileAhead ahead,
+                                    F16 (*totals)[2]) {
         GroupSums<Nibbles::Sums, kRows> sums = {};
 #pragma GCC unroll 4
         for (int first = 0; first < 16; first += 4) {
@@ -152,15 +164,15 @@ struct Q4Group {
 };
 
 template <class Group, int kRows>
-OB_KERNEL void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows rows, TileAhead ahead,
+OB_KERNEL void tile_of_blocks(const uint8_t* block, TileRows rows, TileAhead ahead,
                               float (*out)[kPanelOutputs]) {
     F16 totals[kRows][2];
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) totals[row][0] = totals[row][1] = zero();
-    for (int64_t index = 0; index < num_groups; ++index) {
-        Group::template add<kRows>(group, index, rows, ahead, totals);
-        group += Group::kLayout.bytes;
-        rows.values += Group::kLayout.inputs;
+    for (int64_t index = 0; index < rows.num_blocks; ++index) {
+        Group::template add_block<kRows>(block, index, rows, ahead, totals);
+        block += kBlockInputs / Group::kLayout.inputs * Group::kLayout.bytes;
+        rows.values += kBlockInputs;
     }
 #pragma GCC unroll 8
     for (int row = 0; row < kRows; ++row) {
@@ -174,8 +186,6 @@ OB_KERNEL void tile_of_groups(const uint8_t* group, int64_t num_groups, TileRows
 template <class Group>
 OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const QuantizedRows& x,
                              int64_t first_row, int num_rows, float (*out)[kPanelOutputs]) {
-    const uint8_t* bytes = matrix.panel(panel);
-    const int64_t num_groups = matrix.padded_inputs / Group::kLayout.inputs;
     const int64_t num_tiles = (x.num_rows + kQuantRows - 1) / kQuantRows;
     TileAhead ahead = {kStreamAhead, ~0u};
     if (num_tiles > 1) {
@@ -185,7 +195,7 @@ OB_INLINE void tile_of_panel(const ob_matrix& matrix, int64_t panel, const Quant
     const TileRows rows = {x.values + first_row * x.stride, x.blocks + first_row * x.num_blocks, x.stride,
                            x.num_blocks};
     with_rows<kQuantRows>(num_rows, [&](auto count) {
-        tile_of_groups<Group, decltype(count)::value>(bytes, num_groups, rows, ahead, out);
+        tile_of_blocks<Group, decltype(count)::value>(matrix.panel(panel), rows, ahead, out);
     });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "quant_dot.h"
+#include "step.h"
 
 namespace ob {
 namespace OB_NAMESPACE {
@@ -10,9 +11,10 @@ constexpr int64_t kBlockInputs = 32;
 
 struct QuantizedBlock {
     float scale;
-    float sum;           // of the block's inputs
-    float offset;        // -128 times the sum, and that of the first 16: what `Bytes` that are offset
-    float first_offset;  // have too much
+    float sum;  // of the block's inputs
+    // -128 times the sum of all bytes, and of the first and last 16: what sums of `Bytes` that are offset
+    // start from.
+    int32_t bytes_offset, half_offsets[2];
 };
 
 struct QuantizedRows {
@@ -91,26 +93,36 @@ OB_INLINE QuantizedBlock quantize_block(const Number* from, int8_t* to) {
     store_bytes(to, low);
     store_bytes(to + 16, high);
     const Sums sums = sums_of(low, high);
+    const int32_t sum = sums.first + sums.second;
     const float scale = magnitude * (1.0f / 127.0f);
-    const float first_sum = scale * (float)sums.first, sum = scale * (float)(sums.first + sums.second);
-    return {scale, sum, -(float)kByteZero * sum, -(float)kByteZero * first_sum};
+    return {scale, scale * (float)sum, -kByteZero * sum, {-kByteZero * sums.first, -kByteZero * sums.second}};
 }
 
-// memory: of `quantized_rows_bytes`. rows: `stride` numbers apart, zeros in their padding.
-template <class Number>
-QuantizedRows quantize_rows(void* memory, const Number* rows, int64_t stride, int64_t num_rows,
-                            int64_t padded_inputs) {
+// memory: of `quantized_rows_bytes`.
+inline QuantizedRows place_rows(void* memory, int64_t num_rows, int64_t padded_inputs) {
     const int64_t num_blocks = padded_inputs / kBlockInputs;
     QuantizedBlock* blocks = (QuantizedBlock*)memory;
     int8_t* values = (int8_t*)(blocks + num_rows * num_blocks);
-    const QuantizedRows result = {values, blocks, quantized_stride(padded_inputs), num_blocks, num_rows};
-    for (int64_t row = 0; row < num_rows; ++row) {
-        for (int64_t block = 0; block < num_blocks; ++block) {
+    return {values, blocks, quantized_stride(padded_inputs), num_blocks, num_rows};
+}
+
+// Fills some blocks of some rows. from: all rows, `stride` numbers apart, zeros in their padding.
+template <class Number>
+void quantize_part(const QuantizedRows& to, const Number* from, int64_t stride, Range rows, Range blocks) {
+    for (int64_t row = rows.first; row < rows.end; ++row) {
+        for (int64_t block = blocks.first; block < blocks.end; ++block) {
             const int64_t first = block * kBlockInputs;
-            result.blocks[row * num_blocks + block] =
-                quantize_block(rows + row * stride + first, result.values + row * result.stride + first);
+            to.blocks[row * to.num_blocks + block] =
+                quantize_block(from + row * stride + first, to.values + row * to.stride + first);
         }
     }
+}
+
+template <class Number>
+QuantizedRows quantize_rows(void* memory, const Number* rows, int64_t stride, int64_t num_rows,
+                            int64_t padded_inputs) {
+    const QuantizedRows result = place_rows(memory, num_rows, padded_inputs);
+    quantize_part(result, rows, stride, {0, num_rows}, {0, result.num_blocks});
     return result;
 }
 

@@ -19,7 +19,6 @@ inline Range share_of(int64_t total, int thread, int num_threads) {
 constexpr int64_t kMostColumnRows = 64;   // up to so many rows the threads divide the columns, else the rows
 constexpr int64_t kChunkTokens = 256;     // keys whose scores are held at once
 constexpr int64_t kLargestLogitBytes = 384;
-constexpr int64_t kAttentionRows = 12;    // query rows of one item, unless a KV head has more heads than that
 
 // Some queries of a request, for one KV head, over some of the context.
 struct AttentionItem {
@@ -64,6 +63,7 @@ struct StepContext {
     uint8_t* queries;
     uint8_t* mixed;
     uint8_t* gated;
+    uint8_t* quantized;  // inputs of a product in bytes, of few rows, for all threads
     float* partials; // [pieces, rows of an item, H padded + 2]
     uint8_t* scratch;
     int64_t scratch_bytes;  // of each thread; its end is for the largest logits of each sample
@@ -71,7 +71,7 @@ struct StepContext {
     int64_t normed_rows;    // rows of each thread's own copy
     int64_t hidden_stride, qkv_stride, mixed_stride, gated_stride;
     int64_t num_ropes;
-    int64_t attention_rows;  // most query rows of an item
+    int64_t attention_rows;  // room for query rows of an item: most there are, up to a multiple of the kernels' number
 
     uint8_t* kv_cache;
 };
@@ -99,6 +99,8 @@ inline int64_t block_numbers(const ob_model& model) {
 struct Kernels {
     const char* name;
     void (*run_step)(StepContext& context, int thread);
+    int64_t fewest_rows;     // of a chunk: with fewer, reading the weights would take longer than multiplying
+    int64_t attention_rows;  // query rows of one item, unless a KV head has more heads than that
 };
 
 }  // namespace ob

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -13,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.long.scripts import load_script
+
 SHARED = os.environ.get("ONBEAT_SHARED")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "step_time_accuracy.py"
 
 pytestmark = pytest.mark.skipif(
     SHARED is None, reason="ONBEAT_SHARED does not say where the published measurements are"
@@ -23,13 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def accuracy() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("step_time_accuracy", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    return load_script("step_time_accuracy")
 
 
 @pytest.fixture(scope="module")

@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.long.scripts import load_script
 
 SHARED = os.environ.get("ONBEAT_SHARED")
 pytestmark = pytest.mark.skipif(SHARED is None, reason="needs the published measurements (ONBEAT_SHARED)")
 
 
-def load_benchmark() -> ModuleType:
-    """Import the script that makes the published table, so that both run the same replay."""
-    path = Path(__file__).parents[2] / "benchmarks" / "distserve_replay.py"
-    spec = importlib.util.spec_from_file_location("distserve_replay", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-benchmark = load_benchmark()
+benchmark = load_script("distserve_replay")
 
 
 @pytest.fixture(scope="module")

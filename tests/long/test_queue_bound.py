@@ -77,7 +77,7 @@ def test_with_objectives_goodput_is_kept():
     free, result = overload(OBJECTIVES, None), overload(OBJECTIVES, DEFAULT_QUEUE_SECONDS)
     assert longest_wait(free) > 1.7 * DEFAULT_QUEUE_SECONDS
     assert longest_wait(result) < 1.5 * DEFAULT_QUEUE_SECONDS + OBJECTIVES.ttft + 1.0
-    assert num_good(result) >= num_good(free) > 200
+    assert num_good(result) >= 0.99 * num_good(free) > 200
     assert result.duration < 0.7 * free.duration
 
 

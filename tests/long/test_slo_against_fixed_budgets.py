@@ -6,6 +6,7 @@ import pytest
 
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.replica.slo.composer import LONGEST_GAP
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 
@@ -46,7 +47,7 @@ class TestAgainstAFixedBudget:
         ours, fixed = self.run("slo", load), self.run("sarathi", load, 512)
         assert self.num_good(ours) == self.num_good(fixed) == len(load)
         assert ours.now == pytest.approx(fixed.now, rel=0.02)
-        assert max(gap for name in ours.times for gap in ours.gaps(name)) <= 0.04
+        assert max(gap for name in ours.times for gap in ours.gaps(name)) <= LONGEST_GAP * 0.04
 
     @pytest.mark.parametrize("rate", [40, 60])
     def test_above_capacity_more_requests_are_good(self, rate):

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import json
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -19,6 +19,10 @@ T = TypeVar("T")
 _LIKENESS = 0.75
 """Below, two flags have letters in common and no more: `--lora-modules` and `--slo-mode` are at 0.7."""
 
+GROUPS = {"fleet": ("replicas", "router", "launcher", "ray-address", "fleet-port", "start-timeout", "kinds")}
+"""Mappings that a configuration file may put flags in, and which."""
+FOR_OTHERS = ("plan",)
+"""Mappings of a configuration file that are not for the command: a plan's promise."""
 JSON = "JSON"
 """Metavar of flags whose value is a JSON object: a configuration file may give them a mapping."""
 
@@ -132,7 +136,7 @@ def read_config_flags(path: Path, json_flags: Collection[str] = ()) -> list[str]
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []
-    for key, value in content.items():
+    for key, value in _ungrouped(content, path):
         flag = "--" + str(key).replace("_", "-")
         if flag == "--config":
             raise ConfigError(f"{path}: a configuration file cannot name another ({key!r})")
@@ -148,6 +152,28 @@ def read_config_flags(path: Path, json_flags: Collection[str] = ()) -> list[str]
         else:
             flags.append(f"{flag}={value}")
     return flags
+
+
+def _ungrouped(content: Mapping[Any, Any], path: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys and values of a file, those of its groups as well: `fleet: {replicas: 2}`.
+
+    Raises
+    ------
+    ConfigError : a group is no mapping, or holds a flag that is not of it.
+    """
+    for name, value in content.items():
+        if name in FOR_OTHERS and isinstance(value, dict):
+            continue
+        known = GROUPS.get(str(name))
+        if known is None:
+            yield name, value
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(f"{path}: {name!r} is {value!r}; it takes a mapping of {', '.join(known)}")
+        for key, each in value.items():
+            if str(key).replace("_", "-") not in known:
+                raise ConfigError(f"{path}: {name!r} has no {key!r}; it takes {', '.join(known)}")
+            yield key, each
 
 
 def _as_json(mapping: dict[Any, Any], what: str) -> str:

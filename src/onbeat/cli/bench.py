@@ -19,10 +19,13 @@ if TYPE_CHECKING:
     from onbeat.cli.bench_progress import BenchProgress
     from onbeat.cli.bench_settings import OutputOptions
     from onbeat.core.protocols import Tokenizer
+    from onbeat.planner.plan_file import Promise
 
 NAME = "bench"
 HELP = "load any OpenAI-compatible server and report its latency"
 FAILED = 1
+BROKEN = 3
+"""A promise."""
 INTERRUPTED = 130
 
 
@@ -56,6 +59,13 @@ def _serve(args: argparse.Namespace) -> int:
     from onbeat.cli.options import read_options
 
     options = read_options(args, BenchOptions)
+    promise = None
+    if options.check_plan is not None:
+        from onbeat.cli.bench_promise import with_planned_load
+        from onbeat.planner.plan_file import read_promise
+
+        promise = read_promise(options.check_plan)
+        options = with_planned_load(options, promise)
     output = options.output
     if output.result_dir is not None and not output.saves_under_name:
         raise ConfigError("--result-dir needs --save-result")
@@ -73,7 +83,20 @@ def _serve(args: argparse.Namespace) -> int:
     if output.report is not None:
         _report(output.report, output, results, _shown_settings(args))
         console.print(f"saved {output.report}", highlight=False)
-    return _exit_code(results)
+    code = _exit_code(results)
+    return _check(promise, results[0]) if promise is not None and code == 0 else code
+
+
+def _check(promise: Promise, result: BenchResult) -> int:
+    """Say whether a promise was kept; return the exit code."""
+    from onbeat.bench.promise import check_promise
+
+    kept = check_promise(result.records, promised=promise.share, mode=promise.mode)
+    console = _result_console()
+    console.print(
+        f"{promise.path}, for {promise.fleet}: {kept}", markup=False, highlight=False, soft_wrap=True
+    )
+    return 0 if kept.is_kept else BROKEN
 
 
 def _exit_code(results: list[BenchResult]) -> int:

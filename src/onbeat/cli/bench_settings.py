@@ -243,6 +243,13 @@ class BenchOptions:
     load: LoadOptions = part(LoadOptions)
     sampling: SamplingOptions = part(SamplingOptions)
     output: OutputOptions = part(OutputOptions)
+    check_plan: Path | None = option(
+        None,
+        metavar="PLAN.yaml",
+        group="load",
+        help="run the load of a plan of `onbeat plan` and say whether the server keeps its promise; exit "
+        "code 3 if not",
+    )
 
 
 def bench_config(options: BenchOptions) -> BenchConfig:

@@ -115,18 +115,20 @@ def _show(report: CapacityReport) -> None:
 
 
 def _lead(args: argparse.Namespace, planned: Sequence[PlannedCase]) -> str:
-    from onbeat.planner.capacity import LEVEL
+    from onbeat.metrics.distribution import LEVEL
 
     first = planned[0]
     load = first.loads[0]
     names = {each.objective.name for each in planned if each.objective is not None}
     what = f"objective {', '.join(sorted(names))}" if names else "no objective"
     num_repeats = len(first.loads)
+    step_times = "; ".join(dict.fromkeys(each.step_times for each in planned if each.step_times))
     interval = "the final bracket" if num_repeats == 1 else f"{LEVEL * 100:g} % by Student's t over repeats"
     return (
         f"{args.model} on {args.device}: {what}; {load.name} load, {len(load)} requests a run, mean "
         f"{load.num_prompt_tokens.mean():.0f} tokens in and {load.num_output_tokens.mean():.0f} out; "
         f"{len(planned)} case(s), {num_repeats} repeat(s), interval: {interval}"
+        + (f"; step times: {step_times}" if step_times else "")
     )
 
 

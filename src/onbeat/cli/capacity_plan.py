@@ -33,6 +33,8 @@ class PlannedCase:
     case: ReplicaCase
     objective: Objective | None
     loads: tuple[OfferedLoad, ...]
+    step_times: str
+    """What predicts them; empty where the configuration cannot run."""
     error: str = ""
     """Why the configuration cannot run at all: its memory, as a rule."""
 
@@ -82,7 +84,15 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
             judge = objective
             if args.hopeless == "exclude" and isinstance(objective, AttainmentObjective):
                 judge = replace(objective, is_hopeless=HopelessOn(case))
-            planned.append(PlannedCase(case=case, objective=judge, loads=loads, error=draft.error))
+            planned.append(
+                PlannedCase(
+                    case=case,
+                    objective=judge,
+                    loads=loads,
+                    step_times="" if draft.simulation is None else draft.simulation.step_times,
+                    error=draft.error,
+                )
+            )
     return planned
 
 

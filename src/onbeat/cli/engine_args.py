@@ -58,8 +58,12 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
     """
     from onbeat.cli.models import show_progress
     from onbeat.hub.resolve import resolve_model
+    from onbeat.hub.stand_in import find_stand_in
 
     with show_progress() as progress:
+        if args.load_format == "stand-in":
+            tokenizer = getattr(args, "tokenizer", None)  # not every command that loads models makes text
+            return find_stand_in(model_name(args), tokenizer=tokenizer, progress=progress)
         return resolve_model(
             model_name(args),
             revision=args.revision,

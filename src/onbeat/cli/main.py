@@ -18,6 +18,7 @@ COMMANDS = {
     "simulate": "onbeat.cli.simulate",
     "profile": "onbeat.cli.profile",
     "capacity": "onbeat.cli.capacity",
+    "plan": "onbeat.cli.plan",
     "replay": "onbeat.cli.replay",
     "models": "onbeat.cli.models",
 }

@@ -28,7 +28,8 @@ EXIT_INTERRUPTED = 130
 _PACKAGES = ("gguf", "safetensors", "torch")
 """What the command imports of the serve extra."""
 _WHAT_STEPS_DEPEND_ON = (
-    *("load_format", "dtype", "quantization", "seed", "device", "backend", "threads"),
+    *("load_format", "dtype", "quantization", "activation_quantization", "seed", "device", "backend"),
+    *("instruction_set", "threads"),
     *("kv_cache_memory_bytes", "block_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
 )
 """Settings of the engine: how steps are computed, and how large they may get."""
@@ -86,6 +87,7 @@ def _measure(args: argparse.Namespace, console: Console) -> ProfileResult:
     loaded = prepare_model(engine_config(args, find_model(args))).load(
         lambda text: console.print(text, markup=False)
     )
+    _say_what_sets_give(loaded, console)
     settings = replace(FULL, seconds=args.seconds, max_context_tokens=args.max_context_tokens)
     with _progress_bar(console) as bar:
         task = bar.add_task("measuring steps", total=1.0)
@@ -105,6 +107,22 @@ def _progress_bar(console: Console) -> Progress:
         console=console,
         refresh_per_second=1,
     )
+
+
+def _say_what_sets_give(loaded: LoadedModel, console: Console) -> None:
+    """Say what each instruction set takes for a few steps, also beside one that was asked for."""
+    from onbeat.engine.native.forward import NativeForward
+    from onbeat.engine.native.set_timer import time_all_sets
+
+    forward = loaded.runner.forward
+    if not isinstance(forward, NativeForward):
+        return
+    kinds, times = time_all_sets(forward.library, forward.config, forward.weights, forward.options)
+    console.print(f"ms by instruction set: {' / '.join(kind.title for kind in kinds)}", markup=False)
+    for name, seconds in times.items():
+        numbers = " / ".join(f"{1000 * value:.2f}" for value in seconds)
+        taken = " (taken)" if name == forward.instruction_set else ""
+        console.print(f"  {name}{taken}: {numbers}", markup=False)
 
 
 def _say_what_was_cut(

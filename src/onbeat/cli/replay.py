@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from onbeat.cli.args import checked
 from onbeat.cli.options import add_options, read_options
@@ -43,7 +44,8 @@ class ReplayOptions:
         None,
         metavar="KIND",
         group=_STEP_TIME,
-        help="roofline, fitted, operator-table or linear (default: by --profile)",
+        help="roofline, fitted, step-table, operator-table, linear, or a table of measured steps, FILE.csv "
+        "(default: by --profile)",
     )
     profile: Path | None = option(
         None, metavar="FILE", group=_STEP_TIME, help="of `onbeat profile`, or a table"
@@ -94,15 +96,56 @@ def run(args: argparse.Namespace) -> int:
     check_writable({"--json": args.json})
     options = read_options(args, ReplayOptions)
     console = Console(highlight=False, soft_wrap=True)
+    if _is_of_fleet(args.file):
+        return _replay_fleet(console, options, args.file)
     with Console(stderr=True).status(f"replaying {args.file}"):  # seen on a terminal only
         recording = Recording(args.file, allow_partial=options.allow_partial)
         report = _replay(options, recording)
     _show(console, report)
     if options.json is not None:
-        _write_json(options.json, report)
+        _write_json(options.json, report.as_json())
     if report.is_interrupted:
         return EXIT_INTERRUPTED
     return 0 if report.identity.is_identical else EXIT_DIFFERS
+
+
+def _is_of_fleet(path: Path) -> bool:
+    from onbeat.recording.fleet import FILE_KIND, read_header
+
+    header = read_header(path)
+    return header is not None and header.get("file") == FILE_KIND
+
+
+def _replay_fleet(console: Console, options: ReplayOptions, path: Path) -> int:
+    """Replay the record of a fleet; return 0 where the decisions are identical."""
+    from onbeat.recording.fleet import FleetRecording
+    from onbeat.simulator.replay.fleet import replay_fleet
+
+    if options.names_a_model or options.host_overhead is not None:
+        raise ConfigError(
+            f"{path} is the record of a fleet, which says nothing of steps: leave the flags of step times "
+            "out, or replay the record of one of its replicas"
+        )
+    recording = FleetRecording(path, allow_partial=options.allow_partial)
+    found = replay_fleet(recording)
+    version = recording.header.get("onbeat_version")
+    console.print(f"{path}: a fleet behind router {found.router}, recorded by onbeat {version}", markup=False)
+    if (difference := found.difference) is None:
+        console.print(f"decisions: identical in {found.num_calls:,} calls, {found.num_actions:,} actions")
+    else:
+        console.print(
+            f"decisions: DIFFERENT at line {difference.line} ({difference.event}), after "
+            f"{found.num_calls - 1:,} calls:\n  recorded: {difference.recorded}\n"
+            f"  replayed: {difference.replayed}",
+            markup=False,
+        )
+    for name, counts in (("events", found.events), ("actions", found.actions)):
+        console.print(f"{name}: " + ", ".join(f"{kind} {num:,}" for kind, num in sorted(counts.items())))
+    if not found.is_complete:
+        console.print("note: the record is cut short")
+    if options.json is not None:
+        _write_json(options.json, found.as_json())
+    return 0 if found.is_identical else EXIT_DIFFERS
 
 
 def _replay(options: ReplayOptions, recording: Recording) -> ReplayReport:
@@ -230,12 +273,10 @@ def _show_forecast(console: Console, name: str, forecast: Forecast) -> None:
     console.print(f"{forecast.num_requests:,} requests that ran to their end; {steps}")
 
 
-def _write_json(path: Path, report: ReplayReport) -> None:
+def _write_json(path: Path, found: Mapping[str, Any]) -> None:
     import orjson
 
     try:
-        path.write_bytes(
-            orjson.dumps(report.as_json(), option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
-        )
+        path.write_bytes(orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE))
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose another file") from error

@@ -26,9 +26,10 @@ from onbeat.cli.engine_args import (
     engine_config,
     find_model,
 )
-from onbeat.cli.options import add_options
+from onbeat.cli.options import add_options, read_options
 from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
 from onbeat.cli.vllm_flags import take_vllm_flags
+from onbeat.cluster.config import FleetOptions
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     add_text_arguments(parser)
     add_options(parser, EngineConfig)
+    add_options(parser, FleetOptions)
     add_server_arguments(parser)
     take_vllm_flags(parser)
 
@@ -68,6 +70,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)
+    fleet = read_options(args, FleetOptions)
     check_tls(config)
     for line in args.ignored:
         console.print(line, markup=False)
@@ -76,12 +79,12 @@ def run(args: argparse.Namespace) -> int:
         files = _find_model(args, console)
         engine = replace(engine_config(args, files), slo_classes=config.slo.objectives_by_class())
         _set_up_logging(args.log_level)
-        return uvloop.run(_serve(args, config, engine, sock, _Announcer(console, started)))
+        return uvloop.run(_serve(args, config, engine, fleet, sock, _Announcer(console, started)))
 
 
 def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
     files = find_model(args)
-    if files.name != str(files.path):
+    if files.name != str(files.path) and args.load_format != "stand-in":
         console.print(f"model {files.name}: {files.path}", markup=False)
     return files
 
@@ -90,10 +93,11 @@ async def _serve(
     args: argparse.Namespace,
     config: ServerConfig,
     engine: EngineConfig,
+    fleet: FleetOptions,
     sock: socket.socket,
     announcer: _Announcer,
 ) -> int:
-    from onbeat.engine.client import ProcessEngineClient
+    from onbeat.cluster.start import open_fleet
     from onbeat.metrics.timeline import open_timeline
     from onbeat.server.app import create_app
     from onbeat.server.run import serve
@@ -105,21 +109,22 @@ async def _serve(
     chat_template = load_chat_template(tokenizer, args.chat_template)
     with ExitStack() as stack:
         listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
-        build = partial(_build_engine, engine, args.log_level)
-        client = ProcessEngineClient(build, on_progress=announcer.say)
+        build = partial(_build_engine, log_level=args.log_level)
+        client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say)
         if not await _finishes_before_sigterm(client.start):
             return EXIT_TERMINATED
         async with client:
             telemetry = Telemetry(
                 config,
-                _public_name(config, engine.model),
+                public_name(config, engine.model),
                 listeners,
                 policy=client.info.policy,
                 proposer=client.info.speculation,
                 slo_mode=config.slo.mode,
+                fleet_counts=client.counts,
             )
             client.add_observer(telemetry.tracker)
-            app = create_app(client, tokenizer, chat_template, config, telemetry)
+            app = create_app(client, tokenizer, chat_template, config, telemetry, fleet=client)
             served_name = (*config.served_model_names, client.info.model_name)[0]
             ready = partial(
                 announcer.ready,
@@ -128,20 +133,19 @@ async def _serve(
                 needs_key=bool(config.api_keys),
             )
             await serve(app, config, sock, on_started=ready)
-            client.check_alive()
     return 0
 
 
-def _public_name(config: ServerConfig, files: ModelFiles) -> str:
+def public_name(config: ServerConfig, files: ModelFiles) -> str:
     """Return the model's name for metrics, which are open to everybody: of a path its last part alone."""
     if config.served_model_names:
         return config.served_model_names[0]
-    is_path = files.path == Path(files.name).expanduser()
-    return files.path.resolve().name if is_path else files.name
+    path = Path(files.name).expanduser()
+    return path.resolve().name if path.exists() else files.name
 
 
 def _build_engine(
-    config: EngineConfig, log_level: str, on_progress: Callable[[str], None]
+    config: EngineConfig, on_progress: Callable[[str], None], *, log_level: str
 ) -> tuple[EngineCore, EngineInfo]:
     """Build the engine, and log as the server does; torch is imported in the engine's process alone."""
     from onbeat.engine.build import build_engine

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "simulate"
 HELP = "run the scheduler on virtual hardware under a virtual clock"
 INTERRUPTED = 130
-OUTPUTS = ("json", "records", "report", "timeline")
+OUTPUTS = ("json", "records", "report", "timeline", "record")
 """Flags that name a file."""
 
 
@@ -37,6 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--report", type=Path, metavar="FILE.html", help="write charts")
     group.add_argument("--timeline", type=Path, metavar="FILE", help="write a trace for ui.perfetto.dev")
+    group.add_argument(
+        "--record", type=Path, metavar="FILE", help="write what the fleet decides, for onbeat replay"
+    )
     group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
 
 
@@ -69,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         is_quiet=args.disable_tqdm,
         timeline=args.timeline,
         jobs=args.jobs,
+        record=args.record,
     )
     if not result.records:
         console.print("interrupted before any request had ended")
@@ -92,7 +96,7 @@ def _describe(settings: ReplicaSettings, simulation: Simulation) -> str:
         f"{model.name} ({settings.dtype}) on {where}: policy {limits.policy}, "
         f"{limits.max_num_batched_tokens} tokens and {limits.max_num_seqs} requests a step, KV cache of "
         f"{kv_tokens:,} tokens a replica, requests up to {limits.max_model_len:,} tokens; step times: "
-        f"{settings.step_time}"
+        f"{simulation.step_times}"
     )
 
 
@@ -109,6 +113,9 @@ def _show(run: SimulatedRun) -> None:
         console.print(table)
     if line := worst_decile_line(run.summary.breakdown):
         console.print(line, markup=False, highlight=False)
+    if run.decisions:
+        decided = ", ".join(f"{what} {num:,}" for what, num in sorted(run.decisions.items()))
+        console.print(f"fleet decisions: {decided}", markup=False, highlight=False)
     for warning in run.warnings:
         console.print(f"note: {warning}", markup=False, highlight=False)
     if run.is_interrupted:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from math import inf
@@ -41,6 +41,8 @@ class SimulatedRun(RunResult[RequestRecord]):
     """Requests left out because they are longer than the model takes."""
     machine: MachineSummary
     drafts: SimulatedDrafts | None
+    decisions: Mapping[str, int]
+    """What a fleet decided how often; empty where there is none."""
 
 
 def as_run(
@@ -74,6 +76,7 @@ def as_run(
         num_replicas=len(result.replicas),
         num_interrupted_requests=result.num_requests - len(result.records),
         num_overlong=load.num_skipped,
+        decisions=result.decisions,
     )
 
 
@@ -236,7 +239,7 @@ def _header_keys(run: SimulatedRun) -> dict[str, Any]:
         "tensor_parallel_size": settings.tensor_parallel,
         "pipeline_parallel_size": settings.pipeline_parallel,
         "replicas": run.num_replicas,
-        "router": settings.router,
+        "router": run.simulation.config.router,
         "policy": limits.policy,
         "max_num_seqs": limits.max_num_seqs,
         "max_num_batched_tokens": limits.max_num_batched_tokens,
@@ -244,6 +247,7 @@ def _header_keys(run: SimulatedRun) -> dict[str, Any]:
         "num_blocks": limits.num_blocks,
         "block_size": limits.block_size,
         "step_time": settings.step_time,
+        "engine": settings.engine,
         "step_noise": settings.step_noise,
         "shed": settings.shed.value,
         "shed_order": limits.shed_order,
@@ -286,6 +290,7 @@ def _machine_keys(run: SimulatedRun) -> dict[str, Any]:
         "speculation": None if run.drafts is None else run.drafts.keys(),
         "wall_seconds": machine.wall_seconds,
         "num_overlong": run.num_overlong,
+        "fleet_decisions": dict(run.decisions) or None,
         "mbu": machine.mbu,
         "mfu": machine.mfu,
     }

@@ -7,13 +7,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.timeline import Timeline, open_timeline
+from onbeat.recording.fleet import fleet_record
+from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import Simulation
@@ -21,7 +25,7 @@ from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 
 
-def run_simulation(
+def run_simulation(  # noqa: PLR0913 (three say what to write)
     simulation: Simulation,
     load: OfferedLoad,
     *,
@@ -29,6 +33,7 @@ def run_simulation(
     is_quiet: bool = False,
     timeline: Path | None = None,
     jobs: int = 1,
+    record: Path | None = None,
 ) -> SimulationResult:
     """Simulate a load; Ctrl-C gives what had ended by then.
 
@@ -36,11 +41,19 @@ def run_simulation(
     ----------
     console : where progress is shown.
     timeline : where to write a trace of steps and requests; None writes none.
+    record : where to write what the fleet decides; likewise.
+
+    Raises
+    ------
+    ConfigError : a record is wanted of two pools, whose decisions are not a fleet's.
     """
     with ExitStack() as stack:
         observer = None
         if timeline is not None:
             observer = TimelineObserver(stack.enter_context(open_timeline(timeline)))
+        on_decision = None
+        if record is not None:
+            on_decision = stack.enter_context(fleet_record(record, _about(simulation.config)))
         on_progress = stack.enter_context(progress_bar(console, is_quiet=is_quiet, num_requests=len(load)))
         return simulate(
             load,
@@ -49,7 +62,16 @@ def run_simulation(
             on_progress=on_progress,
             observer=observer,
             jobs=jobs,
+            on_decision=on_decision,
         )
+
+
+def _about(config: SimulationConfig) -> dict[str, Any]:
+    """Return what a record says of a fleet."""
+    if config.disaggregation is not None:
+        raise ConfigError("--record writes what a fleet decides; leave out --prefill-replicas or --record")
+    drain = {"drain_seconds": config.fleet_times.drain}
+    return {"router": config.router, "seed": config.seed, "fleet": drain}
 
 
 @contextmanager

@@ -69,13 +69,6 @@ FOREIGN_FLAGS = (
         why="there is one stage",
         refusal="a server has one pipeline stage",
     ),
-    ForeignFlag(
-        names=("--data-parallel-size", "-dp"),
-        nargs=None,
-        values=("1",),
-        why="there is one replica",
-        refusal="a server is one replica; run several",
-    ),
 )
 
 FOREIGN_VALUES: Mapping[str, Mapping[str, tuple[str | None, str]]] = {

@@ -10,7 +10,8 @@ OnbeatError
 │   ├── Overloaded              the server does not take it now; HTTP 503
 │   └── SLOUnattainable         its objectives cannot be kept; HTTP 429, or 504 once it has waited in vain
 ├── EngineDead                  the engine process is gone; HTTP 503
-└── EngineError                 one request failed inside the engine; HTTP 500
+├── EngineError                 one request failed inside the engine; HTTP 500
+└── KVUnavailable               another replica's KV cannot be had; what it would have saved is computed
 """
 
 from __future__ import annotations
@@ -110,3 +111,7 @@ class EngineDead(OnbeatError):
 
 class EngineError(OnbeatError):
     """One request failed inside the engine; others go on."""
+
+
+class KVUnavailable(OnbeatError):
+    """KV that another replica holds, or held, cannot be copied: who wanted it computes the tokens itself."""

@@ -24,3 +24,17 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
     token_ids : the block's tokens, each in [0, 2**32).
     """
     return hashlib.blake2b(parent + array("I", token_ids).tobytes(), digest_size=16).digest()
+
+
+def hash_blocks(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
+    """Return the hashes of the full blocks of consecutive tokens; those behind the last are left out.
+
+    Parameters
+    ----------
+    parent, token_ids : as in `hash_block`, of the first block and of all.
+    """
+    hashes = []
+    for start in range(0, len(token_ids) - block_size + 1, block_size):
+        parent = hash_block(parent, token_ids[start : start + block_size])
+        hashes.append(parent)
+    return hashes

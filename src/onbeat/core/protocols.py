@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
+from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
@@ -47,6 +48,20 @@ class EngineInfo:
     """Whether `Request.priority` has an effect."""
     speculation: str | None = None
     """What proposes draft tokens, by its name in the configuration; None where nothing is speculated."""
+    moves_streams: bool = False
+    """Whether streams can go to another engine with their KV, and others' come."""
+
+    @property
+    def limits(self) -> ReplicaLimits:
+        """What a router must know of it."""
+        return ReplicaLimits(
+            device=self.device,
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            moves_streams=self.moves_streams,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +87,20 @@ class EnginePulse:
 class StepObserver(Protocol):
     """Sees every message of the engine before the request streams do (metrics, timeline)."""
 
-    def on_step(self, message: StepOutputs) -> None: ...
+    def on_step(self, message: StepOutputs, replica: int = 0) -> None:
+        """Hear what a step delivered, and the number of its replica."""
+        ...
 
 
 class EngineClient(Protocol):
-    """One replica as the server sees it: requests in, deliveries out."""
+    """What the server sees of one replica or many: requests in, deliveries out."""
 
     @property
     def info(self) -> EngineInfo: ...
 
     @property
     def is_alive(self) -> bool:
-        """False once the engine process has ended."""
+        """False while no engine process lives."""
         ...
 
     @property
@@ -111,6 +128,60 @@ class EngineClient(Protocol):
 
     async def is_idle(self) -> bool:
         """Return whether no request is running or waiting."""
+        ...
+
+
+class FleetView(Protocol):
+    """What the server shows of a fleet, and what it may ask of one."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that no replica has: they wait for one to get ready."""
+        ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a replica takes requests."""
+        ...
+
+    @property
+    def seconds_to_ready(self) -> float | None:
+        """Seconds until a replica is expected to be ready; None where none is coming."""
+        ...
+
+    def replicas(self) -> Sequence[ReplicaView]:
+        """Return how each replica stands, those that have been stopped left out."""
+        ...
+
+    def drain(self, replica: ReplicaId, *, seconds: float, restarts: bool) -> None:
+        """Let a replica end without loss.
+
+        Parameters
+        ----------
+        seconds : what runs there may take so long; what is left then goes on elsewhere.
+        restarts : whether it is started again afterwards.
+
+        Raises
+        ------
+        InvalidRequest : there is no such replica, or it neither serves nor starts.
+        """
+        ...
+
+    def scale(self, num_replicas: int) -> None:
+        """Start replicas, or let some end without loss, until there are so many.
+
+        Raises
+        ------
+        InvalidRequest : there cannot be as many.
+        """
+        ...
+
+    def restart(self) -> None:
+        """Start all replicas again, one after another, without loss; each waits for the one before."""
+        ...
+
+    def expect_end(self) -> None:
+        """Hear that the server ends soon: replicas that are told to end as well stay until then."""
         ...
 
 

@@ -129,6 +129,13 @@ class Request:
     request_id: str
     prompt_token_ids: Sequence[int]
     """A tuple; where only the length matters (simulation), a `range`."""
+    resumed_token_ids: Sequence[int] = ()
+    """Output tokens that its client has already, from a replica that died. They are computed like a prompt,
+    count as output everywhere else, and are not delivered again. Such a request is never refused or ended for
+    want of capacity."""
+    first_token_time: float | None = None
+    """When the first of `resumed_token_ids` was delivered. None: when it was due, or on arrival where it was
+    due at no time."""
     sampling: SamplingParams = field(default_factory=SamplingParams)
     arrival: float = 0.0
     """When the whole request had been received."""
@@ -142,8 +149,9 @@ class Request:
     A simulation or a replay gives them; blocks beyond the last are not shared. None: the tokens are hashed.
     """
     num_external_tokens: int = 0
-    """Leading prompt tokens whose KV another replica has computed. The request gets blocks for them at its
-    admission, and runs once they have been filled (`Scheduler.take_kv_fetches`, `Scheduler.receive_kv`)."""
+    """Leading tokens, prompt and resumed ones, whose KV another replica has computed. The request gets blocks
+    for them at its admission, and runs once they have been filled (`Scheduler.take_kv_fetches`,
+    `Scheduler.receive_kv`)."""
     keeps_kv: bool = False
     """Whether its KV outlives it until `Scheduler.release_kv`, for another replica to fetch."""
     slo: SLO | None = None
@@ -154,6 +162,8 @@ class Request:
     """Worth of keeping its objectives beside those of others, above 0; the larger, the more important."""
     tenant: str | None = None
     """Shares scarce capacity fairly with other tenants; None is one tenant of its own."""
+    resumes: bool = True
+    """Whether another replica goes on with it where its own is lost; else it ends with an error then."""
     shed: ShedMode = ShedMode.RELEGATE
     """What to do where its TTFT objective is predicted to be missed."""
 
@@ -193,6 +203,9 @@ class RequestOutput:
     """Draft tokens verified for the request so far."""
     num_accepted_tokens: int = 0
     """Of these, tokens that became output."""
+    num_previous_tokens: int = 0
+    """Output tokens before the new ones, those of a replica that had the request before included: a gap or a
+    repeat shows."""
     retry_after: float | None = None
     """Set with `FinishReason.EXPIRED` of a request that became best effort while too many wait as such:
     seconds after which there is predicted to be room. None where its own deadline passed."""

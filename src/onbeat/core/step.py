@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import NamedTuple
 
+from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import Request, RequestOutput, TokenLogprobs
 
 
@@ -49,13 +50,10 @@ class BatchShape:
         ----------
         context_tokens : that they read together, their own tokens included.
         """
-        return cls(
-            num_new_tokens=num,
-            num_sequences=num,
-            num_decodes=num,
-            decode_context_tokens=context_tokens,
-            num_lm_head_rows=num,
-        )
+        shape = cls(num, num, num)
+        shape.decode_context_tokens = context_tokens
+        shape.num_lm_head_rows = num
+        return shape
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -265,3 +263,5 @@ class StepOutputs:
     now: float
     outputs: list[RequestOutput]
     stats: StepStats | None = None
+    load: ReplicaLoad | None = None
+    """How the engine stands then; None where nobody asked for it."""

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.config import EngineConfig
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.config import ActivationQuantization, EngineConfig, InstructionSet
+from onbeat.engine.device import DeviceConfig, device_name
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS, WeightLayouts
 from onbeat.engine.native.library import NativeLibrary, NotLoaded, load_library
-from onbeat.engine.native.packing import LAYER_NORMS, WeightPacker
+from onbeat.engine.native.packing import LAYER_NORMS, NativeWeights, WeightPacker
+from onbeat.engine.native.set_timer import choose_instruction_set
 from onbeat.engine.parallel.backend import ParallelBackend
 from onbeat.engine.weights import Checkpoint, parameter_shapes
+from onbeat.perfmodel.profile_file import cache_dir
+
+OnProgress = Callable[[str], None]
 
 NATIVE_HEAD_MULTIPLE = 16
 """The native KV cache pads heads to a multiple of this width."""
@@ -53,8 +59,13 @@ class Backend(Protocol):
 
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec: ...
 
-    def build(self, *, num_blocks: int, block_size: int) -> ForwardPass:
+    def build(self, *, num_blocks: int, block_size: int, on_progress: OnProgress) -> ForwardPass:
         """Load the weights and make the KV cache.
+
+        Parameters
+        ----------
+        num_blocks, block_size : of the KV cache.
+        on_progress : told what was decided on the way.
 
         Raises
         ------
@@ -88,7 +99,7 @@ class TorchBackend:
     def kv_cache_spec(self, block_size: int) -> KVCacheSpec:
         return KVCacheSpec.of_model(self._checkpoint.config, dtype=self._device.dtype, block_size=block_size)
 
-    def build(self, *, num_blocks: int, block_size: int) -> ForwardPass:
+    def build(self, *, num_blocks: int, block_size: int, on_progress: OnProgress) -> ForwardPass:  # noqa: ARG002
         model = build_model(self._checkpoint, dtype=self._device.dtype, device=self._device.device)
         return TorchForward(model, num_blocks=num_blocks, block_size=block_size)
 
@@ -101,6 +112,8 @@ class NativeBackend:
     library : what runs.
     checkpoint, device : the weights, and type and threads.
     layouts : how each matrix keeps its numbers.
+    activation_quantization : of what quantized weights are multiplied with.
+    instruction_set : one of the library's; None takes the quickest.
     """
 
     # Threads of torch wait for their next work at full speed, on the cores that the engine computes with.
@@ -108,17 +121,25 @@ class NativeBackend:
     torch_threads = 1
 
     def __init__(
-        self, library: NativeLibrary, checkpoint: Checkpoint, device: DeviceConfig, layouts: WeightLayouts
+        self,
+        library: NativeLibrary,
+        checkpoint: Checkpoint,
+        device: DeviceConfig,
+        layouts: WeightLayouts,
+        *,
+        activation_quantization: ActivationQuantization,
+        instruction_set: str | None,
     ) -> None:
         self._library = library
+        self._instruction_set = instruction_set
         self._checkpoint = checkpoint
         self._device = device
         self._layouts = layouts
+        self._activation_quantization = activation_quantization
         self.weights_format: str | None = layouts.number_format()
         self.embedding_format: str | None = layouts.embedding_format()
-        self.description = (
-            f"by the native engine ({library.instruction_sets[0]}, {self.weights_format} weights)"
-        )
+        given = "" if instruction_set is None else f"{instruction_set}, "
+        self.description = f"by the native engine ({given}{self.weights_format} weights)"
 
     def weight_bytes(self) -> int:
         return self._layouts.num_bytes()
@@ -131,15 +152,42 @@ class NativeBackend:
             head_dim_multiple=NATIVE_HEAD_MULTIPLE,
         )
 
-    def build(self, *, num_blocks: int, block_size: int) -> ForwardPass:
+    def build(self, *, num_blocks: int, block_size: int, on_progress: OnProgress) -> ForwardPass:
         # Already now: its threads would wait for one another in each of thousands of small conversions.
         torch.set_num_threads(self.torch_threads)
         num_threads = self._device.num_threads
         packer = WeightPacker(self._library, self._checkpoint, self._layouts, num_threads=num_threads)
         options = NativeOptions(
-            dtype=self._device.dtype, num_blocks=num_blocks, block_size=block_size, num_threads=num_threads
+            dtype=self._device.dtype,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_threads=num_threads,
+            activation_quantization=self._activation_quantization,
+            instruction_set=self._instruction_set,
         )
-        return NativeForward(self._library, self._checkpoint.config, packer.pack(), options)
+        weights = packer.pack()
+        if self._instruction_set is None:
+            options = self._with_quickest_set(weights, options, on_progress)
+        return NativeForward(self._library, self._checkpoint.config, weights, options)
+
+    def _with_quickest_set(
+        self, weights: NativeWeights, options: NativeOptions, on_progress: OnProgress
+    ) -> NativeOptions:
+        if self._library.withheld:
+            on_progress(
+                f"the system withholds the instruction set {self._library.withheld}, which this processor "
+                "has; Linux 5.16 or newer grants it, unless a container or sandbox forbids the call"
+            )
+        chosen, reason = choose_instruction_set(
+            self._library,
+            self._checkpoint.config,
+            weights,
+            options,
+            processor=device_name(self._device),
+            directory=cache_dir() / "instruction-sets",
+        )
+        on_progress(f"instruction set {chosen}, {reason}")
+        return replace(options, instruction_set=chosen)
 
 
 def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceConfig) -> Backend:
@@ -157,16 +205,43 @@ def choose_backend(config: EngineConfig, checkpoint: Checkpoint, device: DeviceC
         found = _usable_library(checkpoint, device)
     if isinstance(found, NativeLibrary):
         layouts = WeightLayouts(checkpoint, dtype=device.dtype, quantization=config.quantization)
-        return NativeBackend(found, checkpoint, device, layouts)
+        if config.activation_quantization == "int8" and not layouts.are_any_quantized:
+            raise ConfigError(
+                "activation_quantization int8 needs quantized weights, but those of this model are not; give "
+                "--quantization int8 too, or leave --activation-quantization out"
+            )
+        return NativeBackend(
+            found,
+            checkpoint,
+            device,
+            layouts,
+            activation_quantization=config.activation_quantization,
+            instruction_set=_instruction_set(found, config.instruction_set),
+        )
     if config.backend == "native":
         raise ConfigError(f"the native engine cannot run: {found.reason}; leave --backend out to use torch")
-    if config.quantization == "int8":
-        raise ConfigError(
-            f"quantization int8 needs the native engine, but the model would run by torch ({found.reason}); "
-            "leave --quantization out"
-        )
+    for setting in ("quantization", "activation_quantization", "instruction_set"):
+        value = getattr(config, setting)
+        if value not in ("auto", "none"):
+            raise ConfigError(
+                f"{setting} {value} needs the native engine, but the model would run by torch "
+                f"({found.reason}); leave --{setting.replace('_', '-')} out"
+            )
     reason = found.reason if config.backend == "torch" else f"not by the native engine: {found.reason}"
     return TorchBackend(checkpoint, device, reason)
+
+
+def _instruction_set(library: NativeLibrary, wanted: InstructionSet) -> str | None:
+    has = library.instruction_sets
+    if wanted == "auto":
+        return None
+    if wanted not in has:
+        withheld = f" (withheld: {library.withheld})" if library.withheld else ""
+        raise ConfigError(
+            f"this processor, its system{withheld} or this build has no {wanted}; choose one of "
+            f"{', '.join(has)}, or leave --instruction-set out"
+        )
+    return wanted
 
 
 def _usable_library(checkpoint: Checkpoint, device: DeviceConfig) -> NativeLibrary | NotLoaded:

@@ -2,26 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
+from typing import Protocol
 
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.core import EngineCore
+from onbeat.engine.device import DeviceConfig
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.footprint import short_memory_in_words
-from onbeat.engine.load import LoadedModel, ModelLoader, OnProgress, prepare_model
+from onbeat.engine.load import LoadedModel, OnProgress, prepare_model
 from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.objective_watch import ObjectiveWatch
+from onbeat.engine.stand_in.load import prepare_stand_in, stand_in_step_time
 from onbeat.engine.step_time_source import StepTime, choose_step_time
 from onbeat.engine.step_time_spec import precision_of
 from onbeat.recording.log import RecordHeader
 from onbeat.recording.writer import create_record
-from onbeat.scheduler.replica.idle_check import idle_misses
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.idle_check import IdleCheck
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.scheduler import Scheduler
+
+
+class Loader(Protocol):
+    """Has refused whatever can be, and loaded nothing large."""
+
+    @property
+    def device(self) -> DeviceConfig: ...
+
+    @property
+    def limits(self) -> SchedulerConfig: ...
+
+    def load(self, on_progress: OnProgress) -> LoadedModel: ...
+
+
+_ChooseStepTime = Callable[[str, LoadedModel, OnProgress], StepTime]
+SOURCES: Mapping[str, tuple[Callable[[EngineConfig], Loader], _ChooseStepTime]] = {
+    "auto": (prepare_model, choose_step_time),
+    "dummy": (prepare_model, choose_step_time),
+    "stand-in": (prepare_stand_in, stand_in_step_time),
+}
+"""Load format -> where the model comes from, and what predicts its steps."""
 
 
 def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineCore, EngineInfo]:
@@ -31,13 +58,14 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
     ------
     ConfigError : the model cannot be loaded, or limits and memory do not go together.
     """
-    loader = prepare_model(config)
+    prepare, predict = SOURCES[config.load_format]
+    loader = prepare(config)
     _check_predictions(config, loader)
     start_record = create_record(config.record) if config.record else None
     with short_memory_in_words(loader.device.device):
         loaded = loader.load(on_progress)
-        step_time = choose_step_time(config.step_time_profile, loaded, on_progress)
-    _say_idle_misses(config, loaded, step_time, on_progress)
+        step_time = predict(config.step_time_profile, loaded, on_progress)
+    objectives = _watch_objectives(config, loaded, step_time, on_progress)
     info = _describe(loaded, config)
     max_in_flight_steps = 2 if config.async_scheduling else 1
     recorder = None
@@ -53,7 +81,9 @@ def build_engine(config: EngineConfig, on_progress: OnProgress) -> tuple[EngineC
         max_in_flight_steps=max_in_flight_steps,
         recorder=recorder,
         idle_work=partial(_touch_ahead, runner),
-        watch=step_time.watch,
+        judges=[judge for judge in (step_time.watch, objectives) if judge is not None],
+        reports_load=config.reports_load,
+        kv_memory=partial(loaded.kv_memory, config.activation_quantization) if info.moves_streams else None,
     )
     return core, info
 
@@ -71,7 +101,7 @@ def _close(runner: ModelRunner) -> None:
     runner.forward.close()
 
 
-def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
+def _check_predictions(config: EngineConfig, loader: Loader) -> None:
     """Say before the weights are read that something will lack the step times that it plans with."""
     why, cure = None, ""
     if config.step_time_profile == "none":
@@ -94,15 +124,19 @@ def _check_predictions(config: EngineConfig, loader: ModelLoader) -> None:
         )
 
 
-def _say_idle_misses(
+def _watch_objectives(
     config: EngineConfig, loaded: LoadedModel, step_time: StepTime, on_progress: OnProgress
-) -> None:
-    """Say which objectives are out of reach, before somebody waits for them."""
-    if step_time.model is None:
-        return
+) -> ObjectiveWatch | None:
+    """Say which objectives are out of reach, before somebody waits for them; return who goes on watching."""
+    if step_time.model is None or not config.slo_classes:
+        return None
     short, long = (min(num_tokens, loaded.limits.max_model_len) for num_tokens in (128, 1024))
-    for miss in idle_misses(step_time.model, config.slo_classes, prompt_tokens=(short, long), context=long):
-        on_progress(miss)
+    check = IdleCheck(short=short, long=long, context=long)
+    watch = ObjectiveWatch(check, step_time.model, config.slo_classes)
+    doubt = " (as measured while the machine was busy)" if step_time.was_busy else ""
+    for miss in watch.misses():
+        on_progress(miss + doubt)
+    return watch
 
 
 def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
@@ -117,10 +151,11 @@ def _describe(loaded: LoadedModel, config: EngineConfig) -> EngineInfo:
         policy=limits.policy,
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
-        device=str(loaded.device.device),
+        device=loaded.device_name,
         dtype=loaded.device.dtype_name,
         priority_scheduling=limits.scheduling_policy == "priority",
         speculation=None if config.speculative is None else config.speculative.method,
+        moves_streams=loaded.gives_kv and not make_policy(limits).release.holds_finished,
     )
 
 

@@ -20,8 +20,18 @@ BackendName = Literal["auto", "native", "torch"]
 BACKENDS: tuple[str, ...] = get_args(BackendName)
 Quantization = Literal["auto", "none", "int8"]
 QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
+ActivationQuantization = Literal["auto", "none", "int8"]
+InstructionSet = Literal["auto", "amx", "avx512bf16", "avx512", "avx2", "portable"]
 
 _model, _engine = partial(option, group="model"), partial(option, group="engine")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShare:
+    """One of equal shares of the memory that was free before the first engine started."""
+
+    total_bytes: int
+    num_shares: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,8 +39,10 @@ class EngineConfig:
     """What one engine loads and how it runs. None means: decided at start, and said."""
 
     model: ModelFiles
-    load_format: Literal["auto", "dummy"] = _model(
-        "auto", help="dummy: random weights of the model's configuration"
+    load_format: Literal["auto", "dummy", "stand-in"] = _model(
+        "auto",
+        help="dummy: random weights of the model's configuration; stand-in: no model, but steps that take "
+        "the roofline's time on --device",
     )
     dtype: DTypeName = _model(
         "auto",
@@ -42,10 +54,24 @@ class EngineConfig:
         help="of weights; auto: as in the file, which the torch backend dequantizes; none: all in --dtype; "
         "int8: all matrices in 8 bits, with a scale for 32 neighbours (native backend only)",
     )
+    activation_quantization: ActivationQuantization = _engine(
+        "auto",
+        help="of what meets quantized weights in products, by the native backend; int8: 8 bits, with a scale "
+        "for 32 neighbours, which changes perplexity by less than half a percent; none: --dtype, to which "
+        "each product dequantizes its weights, so nothing is lost and all is slower, decodes the most; auto: "
+        "int8 where the processor multiplies bytes faster (AVX2, AVX-512; with AMX up to 31 rows)",
+    )
     seed: int = _model(0, help="seed of dummy weights")
-    device: str = _engine("auto", help="where to run: auto, cpu, cuda or cuda:N")
+    device: str = _engine(
+        "auto",
+        help="where to run: auto, cpu, cuda or cuda:N; of a stand-in what it stands in for, such as h100-sxm",
+    )
     backend: BackendName = _engine(
         "auto", help="what computes steps: the native CPU engine, or torch; auto: native where it can"
+    )
+    instruction_set: InstructionSet = _engine(
+        "auto",
+        help="what the native CPU engine computes with; auto: the quickest here, timed at the first start",
     )
     threads: int | None = _engine(
         None,
@@ -69,8 +95,9 @@ class EngineConfig:
     step_time_profile: str = _engine(
         "auto",
         metavar="FILE",
-        help="what predicts step times: a file of `onbeat profile`; auto: that of this model and machine in "
-        "the cache, else the roofline alone; calibrate: some seconds of measuring now; roofline; none",
+        help="what predicts step times: a file of `onbeat profile`, or a table of measured steps, FILE.csv; "
+        "auto: the profile of this model and machine in the cache, else the roofline alone; calibrate: some "
+        "seconds of measuring now; roofline; none",
     )
     speculative: SpeculativeConfig | None = _engine(
         None,
@@ -91,8 +118,12 @@ class EngineConfig:
         metavar="FILE",
         help="write what the scheduler did, for `onbeat replay FILE`",
     )
+    memory_share: MemoryShare | None = None
+    """What of the machine's memory the engine may take, where several share it; None is all that is free."""
     slo_classes: Mapping[str, SLO] = field(default_factory=dict)
     """Objectives that requests may carry, by class: at start the engine says which it cannot meet."""
+    reports_load: bool = False
+    """Whether its messages say how it stands: for an engine that is one of several."""
 
     def __post_init__(self) -> None:
         check(self, EngineConfig)

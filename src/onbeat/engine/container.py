@@ -1,4 +1,4 @@
-"""What control groups leave to this process: memory and processors.
+"""What the machine and its control groups leave to this process: memory and processors.
 
 Linux has two versions of them, and a machine may use both. A group's limit holds for the groups inside it,
 so on the way from the process's own group to the outermost the strictest counts.
@@ -6,11 +6,49 @@ so on the way from the process's own group to the outermost the strictest counts
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
+
+
+class FreeMemory(NamedTuple):
+    """How much memory can be taken now."""
+
+    num_bytes: int
+    limit: str
+    """What sets this limit, for people."""
+    num_shares: int = 1
+    """Replicas that have as much each."""
+
+    def replicas_that_fit(self, num_bytes: int) -> str:
+        """Return how many replicas would fit that need so much each, as the end of a message."""
+        if self.num_shares == 1:
+            return ""
+        fitting = self.num_bytes * self.num_shares // num_bytes
+        cure = f"; use --replicas {fitting}, or" if fitting else "; use"
+        return f". Of {self.num_shares} replicas {fitting} would fit{cure} a smaller --kv-cache-memory-bytes"
+
+
+def host_memory() -> FreeMemory:
+    """Return how much memory of this machine, or of its container, is free now."""
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for line in _text(Path("/proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            machine = int(line.split()[1]) * 1024
+    found = [FreeMemory(machine, "this machine")]
+    if (in_container := memory_left()) is not None:
+        found.append(FreeMemory(in_container, "the memory limit of this container"))
+    return min(found)
+
+
+def usable_cores() -> int:
+    """Return the cores that this process may run on, and no more than whole ones that its container has."""
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
+    return cores if quota is None else max(min(cores, int(quota)), 1)
 
 
 def memory_left(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:

@@ -5,20 +5,33 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Protocol
 
 from onbeat.core.errors import EngineDead, Overloaded, SLOUnattainable
+from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.protocols import EnginePulse, Executor
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs, StepStats
-from onbeat.engine.step_watch import StepWatch
+from onbeat.engine.kv_access import BlockMemory
+from onbeat.engine.kv_handover import KVHandover
+from onbeat.engine.kv_transfer.base import KVTransport
+from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.recording.writer import RecordWriter
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.scheduler.replica.speculation.stats import draft_stats
 
 logger = logging.getLogger("onbeat.engine")
+
+
+class StepJudge(Protocol):
+    """Looks at every step that ran."""
+
+    def judge(self, stats: StepStats) -> None:
+        """Look at a step, of which the step-time model has been told; what is found may be set in `stats`."""
+        ...
 
 
 @dataclass(slots=True)
@@ -44,7 +57,15 @@ class EngineCore:
     clock : seconds; the same clock stamps `Request.arrival`.
     recorder : told of every call of the scheduler, in their order; closed at shutdown.
     idle_work : what there is to do while nothing runs: called over and over, returns whether it did anything.
-    watch : judges what each step reached of the device; None where the device's limits are not known.
+    judges : look at every step that ran.
+    reports_load : whether messages say how the engine stands (`StepOutputs.load`), for a fleet.
+    transfers : copies KV from other engines and for them; None where nothing is handed over, or not yet. The
+        executor's shutdown must find it closed, which `shutdown` does.
+    kv_memory : gives access to the KV, for `open_kv`; None where no other engine could copy it.
+
+    Attributes
+    ----------
+    kv : the hand-over of KV; None without `transfers`.
     """
 
     def __init__(  # noqa: PLR0913 -- what it plans with and runs on, and who looks on
@@ -56,7 +77,10 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
         recorder: RecordWriter | None = None,
         idle_work: Callable[[], bool] = lambda: False,
-        watch: StepWatch | None = None,
+        judges: Sequence[StepJudge] = (),
+        reports_load: bool = False,
+        transfers: KVTransfers | None = None,
+        kv_memory: Callable[[], BlockMemory] | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._executor = executor
@@ -64,14 +88,51 @@ class EngineCore:
         self._clock = clock
         self._recorder = recorder
         self._idle_work = idle_work
-        self._watch = watch
+        self._judges = judges
+        self._reports_load = reports_load
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
         self._last_end = 0.0
+        self._kv_memory = kv_memory
+        self.kv: KVHandover | None = None
+        if transfers is not None:
+            self._hand_over_by(transfers)
+
+    def open_kv(self, transports: Sequence[KVTransport]) -> None:
+        """Lend KV to other engines from now on, and take theirs; without effect where that cannot be.
+
+        Parameters
+        ----------
+        transports : the best first.
+
+        Raises
+        ------
+        KVUnavailable : one of them does not work here.
+        """
+        if self._kv_memory is not None and self.kv is None:
+            self._hand_over_by(KVTransfers(self._kv_memory(), transports))
+
+    def _hand_over_by(self, transfers: KVTransfers) -> None:
+        self.kv = KVHandover(
+            self.scheduler,
+            transfers,
+            clock=self._clock,
+            recorder=self._recorder,
+            newest_step=self._newest_step,
+            is_serial=self._max_in_flight_steps == 1,
+        )
+
+    def _newest_step(self) -> Future[ModelRunnerOutput] | None:
+        return self._in_flight[-1].future if self._in_flight else None
 
     @property
     def has_work(self) -> bool:
         return bool(self._in_flight) or self.scheduler.num_unfinished > 0
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether no step may run until another engine has done its part: KV is to come, or room is kept."""
+        return self.kv is not None and not self._in_flight
 
     @property
     def has_room(self) -> bool:
@@ -116,6 +177,8 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests; their blocks are free for the next step. Steps may be under way."""
         request_ids = tuple(request_ids)
+        if self.kv is not None:
+            self.kv.on_abort(request_ids)
         outputs = self.scheduler.abort(request_ids)
         if self._recorder is not None:
             self._recorder.abort(request_ids, self._clock())
@@ -138,7 +201,25 @@ class EngineCore:
         if not self._expired:
             return None
         expired, self._expired = self._expired, []
-        return StepOutputs(self._clock(), expired)
+        return self.message(expired)
+
+    def message(self, outputs: list[RequestOutput]) -> StepOutputs:
+        """Return what clients are told between steps."""
+        now = self._clock()
+        return StepOutputs(now, outputs, load=self._load(now))
+
+    def take_load(self) -> StepOutputs | None:
+        """Return a message that says how the engine stands, if any does and no step will soon."""
+        return self.message([]) if self._reports_load and not self.has_work else None
+
+    def _load(self, now: float) -> ReplicaLoad | None:
+        if not self._reports_load:
+            return None
+        busy = 0.0
+        if self._in_flight:
+            seconds = [step.predicted_seconds or 0.0 for step in self._in_flight]
+            busy = max(self._begin(self._in_flight[0]) + seconds[0] - now, 0.0) + sum(seconds[1:])
+        return self.scheduler.load(now, busy=busy)
 
     def check_alive(self) -> None:
         """Raise `EngineDead` if no step can run any more; call it while none does."""
@@ -146,10 +227,16 @@ class EngineCore:
 
     def do_idle_work(self) -> bool:
         """Use a moment without work; return whether there was something to do. No step may be under way."""
+        if self.kv is not None:
+            self.kv.tend()
+            if self.kv.is_pulling:
+                return False  # it may write to the very memory that a copy goes to
         return self._idle_work()
 
     def shutdown(self) -> None:
         """Wait for steps in flight and let the executor go."""
+        if self.kv is not None:
+            self.kv.close()
         self._executor.shutdown()
         if self._recorder is not None:
             self._recorder.close()
@@ -158,6 +245,8 @@ class EngineCore:
         """Plan the next step and start it; return whether there is one, and room for it."""
         if not self.has_room:
             return False
+        if self.kv is not None:
+            self.kv.tend()
         scheduler = self.scheduler
         before = (scheduler.num_preemptions, scheduler.num_prefix_queries, scheduler.num_prefix_hits)
         start = self._clock()
@@ -166,6 +255,8 @@ class EngineCore:
         self._expired += expired
         num_preemptions = scheduler.num_preemptions - before[0]
         predicted_seconds = None
+        if self.kv is not None:
+            self.kv.on_launch()
         if scheduled is not None:
             end = self._clock()
             future = self._executor.submit(scheduled)
@@ -215,13 +306,13 @@ class EngineCore:
         outputs = self.scheduler.update(step.scheduled, result, now)
         stats = self._stats(step, now, self._clock() - now)
         stats.drafts = draft_stats(step.scheduled, result, outputs)
-        if self._watch is not None:
-            self._watch.judge(stats)
+        for judge in self._judges:
+            judge.judge(stats)
         self._last_end = now
         if self._recorder is not None:
             seconds = stats.end - stats.start
             self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
-        return StepOutputs(now, outputs, stats)
+        return StepOutputs(now, outputs, stats, self._load(now))
 
     def _stats(self, step: _StepInFlight, now: float, update_seconds: float) -> StepStats:
         scheduler, scheduled = self.scheduler, step.scheduled

@@ -7,13 +7,13 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.container import cpu_quota, memory_left
+from onbeat.engine import numa
+from onbeat.engine.container import FreeMemory, host_memory, usable_cores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _ADDRESSES_OF_THREADS = 256 * 2**20
@@ -54,29 +54,29 @@ def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | 
     return DeviceConfig(
         resolved,
         _default_dtype(resolved) if dtype == "auto" else DTYPES[dtype],
-        num_threads or _usable_cores(),
+        num_threads or usable_cores(),
     )
 
 
-class FreeMemory(NamedTuple):
-    """How much memory can be taken now."""
+def thread_advice(device: DeviceConfig) -> str | None:
+    """Return what would be better of the cores that threads run on; None where all is well."""
+    return numa.advice(os.sched_getaffinity(0), device.num_threads) if device.device.type == "cpu" else None
 
-    num_bytes: int
-    limit: str
-    """What sets this limit, for people."""
+
+def device_name(device: DeviceConfig) -> str:
+    """Return what the device calls itself."""
+    if device.device.type == "cuda":
+        return torch.cuda.get_device_name(device.device)
+    lines = _read_text(Path("/proc/cpuinfo")).splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown CPU"
 
 
 def free_memory(device: torch.device) -> FreeMemory:
     """Return how much memory is free now: of the device, or of this machine, container or process."""
     if device.type == "cuda":
         return FreeMemory(torch.cuda.mem_get_info(device)[0], f"the device {device}")
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _read_text(Path("/proc/meminfo")).splitlines():
-        if line.startswith("MemAvailable:"):
-            machine = int(line.split()[1]) * 1024
-    found = [FreeMemory(machine, "this machine")]
-    if (in_container := memory_left()) is not None:
-        found.append(FreeMemory(in_container, "the memory limit of this container"))
+    found = [host_memory()]
     if (in_process := _address_space_left()) is not None:
         found.append(FreeMemory(in_process, "the limit of this process (ulimit -v or -d)"))
     return min(found)
@@ -92,11 +92,6 @@ def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
-
-
-def _usable_cores() -> int:
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
-    return cores if quota is None else max(min(cores, int(quota)), 1)
 
 
 def _resolve_device(name: str) -> torch.device:

@@ -11,7 +11,8 @@ import torch
 
 from onbeat.core.errors import ConfigError
 from onbeat.engine.backend import Backend
-from onbeat.engine.device import FreeMemory, free_memory
+from onbeat.engine.container import FreeMemory
+from onbeat.engine.device import free_memory
 from onbeat.engine.kv_cache import KVCacheSpec
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.speculation.build import ProposerBuilder
@@ -72,8 +73,12 @@ class Footprint:
         """
         return self.kv_cache.num_blocks_in(budget_bytes * self.kv_cache.block_bytes // self.block_bytes)
 
-    def check_weights(self, free: FreeMemory) -> None:
+    def check_weights(self, free: FreeMemory, *, kv_cache_bytes: int = 0) -> None:
         """Check that the weights fit.
+
+        Parameters
+        ----------
+        kv_cache_bytes : that are asked for beside them; they count where it is said how many replicas fit.
 
         Raises
         ------
@@ -81,10 +86,11 @@ class Footprint:
         """
         work = self._work_bytes(0, 0)
         if self.weight_bytes + work >= free.num_bytes:
+            fitting = free.replicas_that_fit(self.weight_bytes + work + kv_cache_bytes)
             raise ConfigError(
                 f"the weights take {_size(self.weight_bytes)}, and loading them {_size(work)} more, but "
                 f"{free.limit} leaves {_size(free.num_bytes)}; use a smaller model, dtype or "
-                "quantization, or give onbeat more memory"
+                f"quantization, or give onbeat more memory{fitting}"
             )
 
     def check_fits(self, free: FreeMemory, *, num_blocks: int, num_tokens: int, num_rows: int) -> None:
@@ -116,11 +122,13 @@ class Footprint:
             raise ConfigError(
                 f"{problem}; no KV cache would fit: lower --max-num-batched-tokens, use a smaller model, "
                 "dtype or quantization, or give onbeat more memory"
+                f"{free.replicas_that_fit(self.weight_bytes + kv_bytes + work)}"
             )
         fitting = _flag_size(fitting_blocks * self.block_bytes)
         raise ConfigError(
             f"{problem}; what fits is --kv-cache-memory-bytes {fitting}, "
             f"with a --max-model-len of at most {fitting_blocks * self.kv_cache.block_size}"
+            f"{free.replicas_that_fit(self.weight_bytes + kv_bytes + work)}"
         )
 
     def _work_bytes(self, num_tokens: int, num_rows: int) -> int:

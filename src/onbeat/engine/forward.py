@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Protocol
 
 import torch
@@ -17,7 +18,9 @@ from torch import Tensor
 from onbeat.engine.attention.base import AttentionBackend, ForwardContext, IntArray
 from onbeat.engine.attention.registry import select_attention_backend
 from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.kv_cache import KVCacheSpec
+from onbeat.engine.layers.linear import select_linear_kernel
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.models.model import Model
 from onbeat.engine.sampler import BestTokens
@@ -33,6 +36,23 @@ class StepLogits:
     """Where the forward pass found them on the way."""
     seconds: float | None = None
     """How long the pass took, where it was measured inside."""
+
+
+class RowProducts(Protocol):
+    """Matrix products as a forward pass computes them, to be timed."""
+
+    flops_per_row: float
+    """Operations of one run for each row."""
+    num_bytes: int
+    """Of the weights, which every run reads."""
+
+    def run(self, num_rows: int) -> float:
+        """Multiply so many rows, and return the seconds that it took."""
+        ...
+
+    def close(self) -> None:
+        """Let go of threads and memory."""
+        ...
 
 
 class ForwardPass(Protocol):
@@ -75,6 +95,10 @@ class ForwardPass(Protocol):
 
         Called over and over while nothing runs; a call takes some milliseconds at most.
         """
+        ...
+
+    def products(self) -> RowProducts:
+        """Return products of its kind; no step may run until they are closed."""
         ...
 
     def close(self) -> None:
@@ -139,6 +163,10 @@ class TorchForward:
         """Make stored values of KV blocks finite."""
         self.attention.scrub(block_ids)
 
+    def kv_regions(self) -> list[KVRegion]:
+        """Return keys and values of each layer; see `GivesKV`."""
+        return [KVRegion.of_tensor(part) for layer in self.attention.layers for part in layer]
+
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
 
@@ -146,5 +174,33 @@ class TorchForward:
         """Return False: torch takes all memory at start."""
         return False
 
+    def products(self) -> RowProducts:
+        """Return products of the kernel that the model's layers have; see `ForwardPass.products`."""
+        return _TorchProducts(self.model.dtype, self.device)
+
     def close(self) -> None:
         """Let go of nothing: torch keeps its threads, and memory goes with the object."""
+
+
+class _TorchProducts:
+    """A square matrix in the caches, times rows."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        weight_OI = torch.ones(_PRODUCT_WIDTH, _PRODUCT_WIDTH, dtype=dtype, device=device)
+        self.flops_per_row = 2.0 * weight_OI.numel()
+        self.num_bytes = weight_OI.nbytes
+        self._linear = select_linear_kernel(dtype, device)(weight_OI)
+        self._weight_OI = weight_OI
+
+    @torch.inference_mode()
+    def run(self, num_rows: int) -> float:
+        x_TI = self._weight_OI.new_ones(num_rows, _PRODUCT_WIDTH)
+        start = perf_counter()
+        self._linear(x_TI)
+        return perf_counter() - start
+
+    def close(self) -> None:
+        """Let go of nothing: memory goes with the object."""
+
+
+_PRODUCT_WIDTH = 1024

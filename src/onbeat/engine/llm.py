@@ -16,6 +16,7 @@ from onbeat.engine.config import EngineConfig
 from onbeat.engine.speculation.config import read_speculative_config
 from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
+from onbeat.hub.stand_in import find_stand_in
 from onbeat.text.chat_template import load_chat_template
 from onbeat.text.stream import TextStream
 from onbeat.text.tokenizer import load_tokenizer
@@ -62,8 +63,11 @@ class LLM:
     ) -> None:
         if speculative_config is not None:
             engine_options["speculative"] = read_speculative_config(speculative_config)
-        needs_weights = engine_options.get("load_format") != "dummy"
-        files = resolve_model(model or DEFAULT_MODEL, needs_weights=needs_weights)
+        load_format, name = engine_options.get("load_format"), model or DEFAULT_MODEL
+        if load_format == "stand-in":
+            files = find_stand_in(name)
+        else:
+            files = resolve_model(name, needs_weights=load_format != "dummy")
         self.tokenizer: Tokenizer = load_tokenizer(files.path)
         self._chat_template = load_chat_template(self.tokenizer, None)
         config = make(EngineConfig, model=files, **{"max_queue_seconds": 0.0, **engine_options})

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from onbeat.engine.backend import Backend, choose_backend
+from onbeat.core.errors import ConfigError
+from onbeat.engine.backend import Backend, OnProgress, choose_backend
 from onbeat.engine.config import EngineConfig
-from onbeat.engine.device import DeviceConfig, detect_device, free_memory
+from onbeat.engine.container import FreeMemory
+from onbeat.engine.device import DeviceConfig, detect_device, free_memory, thread_advice
 from onbeat.engine.footprint import Footprint
-from onbeat.engine.forward import ForwardPass
+from onbeat.engine.kv_access import BlockMemory, GivesKV, KVLayout, block_bytes_of, giving_kv
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.build import ProposerBuilder, Target, choose_proposer
-from onbeat.engine.speculation.proposer import Proposer
 from onbeat.engine.weights import Checkpoint, DummyCheckpoint, open_checkpoint, read_model_config
+from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import settle
 
-OnProgress = Callable[[str], None]
+__all__ = ["LoadedModel", "ModelLoader", "OnProgress", "open_weights", "prepare_model", "resolve_limits"]
 
 DEFAULT_KV_SHARE = 0.25
 """Share of the free memory that the KV cache takes where the user gives no size."""
@@ -44,6 +45,46 @@ class LoadedModel:
     """Of the LM head, likewise."""
     proposer: ProposerBuilder | None = None
     """What proposes drafts; None where nothing does."""
+    stands_in_for: StepTimeDescription | None = None
+    """What takes its time elsewhere; None where the model runs here."""
+
+    @property
+    def device_name(self) -> str:
+        """Where the model runs, or what it stands in for."""
+        return str(self.device.device) if self.stands_in_for is None else self.stands_in_for.device.id
+
+    @property
+    def gives_kv(self) -> bool:
+        """Whether `kv_memory` can be had."""
+        return isinstance(self.runner.forward, GivesKV) and self.device.device.type == "cpu"
+
+    def kv_memory(self, activation_quantization: str = "auto") -> BlockMemory:
+        """Return access to the KV blocks, for engines that hand requests over.
+
+        Parameters
+        ----------
+        activation_quantization : of what quantized weights are multiplied with.
+
+        Raises
+        ------
+        ConfigError : the KV does not lie in this process's memory.
+        """
+        forward, limits = giving_kv(self.runner.forward), self.limits
+        settings, activations = self.runner.forward.settings, ""
+        if self.weights_format is not None:
+            activations = activation_quantization
+            if activations == "auto":  # which the processor decides
+                activations = f"as {settings.get('instruction_set', 'the backend')} has them"
+        layout = KVLayout(
+            model=f"{self.name} ({self.config.architecture}, {self.config.num_layers} layers)",
+            weights=self.weights_format or self.device.dtype_name,
+            dtype=self.device.dtype_name,
+            block_size=limits.block_size,
+            block_bytes=block_bytes_of(forward),
+            backend=settings["backend"],
+            activations=activations,
+        )
+        return BlockMemory(forward, layout, num_blocks=limits.num_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +110,11 @@ class ModelLoader:
             f"loading {self.name} ({config.architecture}) in {device.dtype_name} "
             f"on {device.device} with {device.num_threads} threads, {self.backend.description}"
         )
-        forward = self.backend.build(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        if advice := thread_advice(device):
+            on_progress(advice)
+        forward = self.backend.build(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, on_progress=on_progress
+        )
         proposer = None
         if self.proposer is not None:
             on_progress(_describe_proposer(self.proposer, limits))
@@ -80,7 +125,9 @@ class ModelLoader:
             f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
             f"{limits.max_num_batched_tokens} tokens a step"
         )
-        runner = _make_runner(forward, limits, proposer)
+        runner = ModelRunner.within(
+            limits, forward, Sampler(forward.config.vocab_size, forward.device), proposer
+        )
         on_progress("warming up")
         runner.warm_up()
         return LoadedModel(
@@ -108,6 +155,8 @@ def prepare_model(config: EngineConfig) -> ModelLoader:
     ------
     ConfigError : the model cannot be loaded, or limits and memory do not go together.
     """
+    if config.load_format == "stand-in":
+        raise ConfigError("a stand-in has no model that could be run here; leave --load-format out")
     device = detect_device(config.device, config.dtype, config.threads)
     torch.set_num_threads(device.num_threads)
     checkpoint = open_weights(config)
@@ -134,8 +183,8 @@ def resolve_limits(
     """
     limits = config.limits
     wanted_len = limits.max_model_len or model.max_position_embeddings
-    free = free_memory(device.device)
-    footprint.check_weights(free)
+    free = _free_memory(config, device)
+    footprint.check_weights(free, kv_cache_bytes=config.kv_cache_memory_bytes or 0)
     default = min(int((free.num_bytes - footprint.weight_bytes) * DEFAULT_KV_SHARE), DEFAULT_KV_LIMIT_BYTES)
     num_blocks = footprint.num_blocks_in(config.kv_cache_memory_bytes or default)
     # More blocks than every slot can fill would be memory for nothing.
@@ -153,6 +202,19 @@ def resolve_limits(
         num_rows=settled.max_num_seqs,
     )
     return settled
+
+
+def _free_memory(config: EngineConfig, device: DeviceConfig) -> FreeMemory:
+    """Return how much memory the engine may take: what is free, or its share of that."""
+    free, share = free_memory(device.device), config.memory_share
+    if share is None or device.device.type != "cpu":
+        return free
+    own = FreeMemory(
+        share.total_bytes // share.num_shares,
+        f"this machine, shared by {share.num_shares} replicas,",
+        share.num_shares,
+    )
+    return min(own, free)
 
 
 def open_weights(config: EngineConfig) -> Checkpoint:
@@ -181,16 +243,4 @@ def _describe_proposer(proposer: ProposerBuilder, limits: SchedulerConfig) -> st
     return (
         f"speculative decoding by {proposer.description}: drafts of a request in a step: "
         f"{length[limits.speculation.draft_length]}; {memory}"
-    )
-
-
-def _make_runner(forward: ForwardPass, config: SchedulerConfig, proposer: Proposer | None) -> ModelRunner:
-    return ModelRunner(
-        forward=forward,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=config.max_model_len,
-        sampler=Sampler(forward.config.vocab_size, forward.device),
-        proposer=proposer,
     )

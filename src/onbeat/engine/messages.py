@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
+from onbeat.core.handover import Detached, MoveVerb
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.core.request import Request
 from onbeat.core.step import StepOutputs
+from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.rejection import Rejected
 
 
 class AddRequest(msgspec.Struct, tag="add", array_like=True):
     request: Request
+    stops: bool = False
+    """Whether it stands still after its first token, until it is moved or put back (`reattach`)."""
 
 
 class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
@@ -20,6 +24,48 @@ class AbortRequests(msgspec.Struct, tag="abort", array_like=True):
 
 class Shutdown(msgspec.Struct, tag="shutdown", array_like=True):
     """Stop the loop; whatever is unfinished is dropped."""
+
+
+class OpenKV(msgspec.Struct, tag="open-kv", array_like=True):
+    """Let other engines copy KV, and copy theirs."""
+
+    key: bytes
+    """Of all engines of the fleet: it keeps strangers from copies by `tcp`."""
+    transports: list[str]
+    """The best first."""
+
+
+class AskMove(msgspec.Struct, tag="move", array_like=True):
+    """Do a step of a move."""
+
+    move: str
+    verb: MoveVerb
+    request_id: str
+    """Of the source."""
+    num_tokens: int = 0
+    """Of `reserve`: to have room for."""
+    source: KVSource | None = None
+    """Of `pull`."""
+    first_block: int = 0
+    request: Request | None = None
+    """Of `adopt`, as is the next."""
+    detached: Detached | None = None
+
+
+class MoveAnswer(msgspec.Struct, tag="moved", array_like=True):
+    """What came of a step, up to `adopt`; of the others nobody is told."""
+
+    move: str
+    verb: MoveVerb
+    ok: bool
+    source: KVSource | None = None
+    """Of `hold` and `freeze`: what is lent."""
+    detached: Detached | None = None
+    """Of `freeze`."""
+    num_bytes: int = 0
+    """Of `pull`."""
+    why: str = ""
+    """Where it is not ok, if there is more to say."""
 
 
 class Progress(msgspec.Struct, tag="progress", array_like=True):
@@ -45,6 +91,10 @@ class Died(msgspec.Struct, tag="died", array_like=True):
     message: str
 
 
+class Leaving(msgspec.Struct, tag="leaving", array_like=True):
+    """The process was told to end (SIGTERM): it goes on until its requests are elsewhere, or have ended."""
+
+
 class Stepped(msgspec.Struct, tag="stepped", array_like=True):
     outputs: StepOutputs
 
@@ -55,8 +105,8 @@ class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
     pulse: EnginePulse
 
 
-ToEngine = AddRequest | AbortRequests | Shutdown
-FromEngine = Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Died
+ToEngine = AddRequest | AbortRequests | Shutdown | OpenKV | AskMove
+FromEngine = Progress | Ready | StartFailed | Rejected | Stepped | Heartbeat | Leaving | Died | MoveAnswer
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -17,6 +17,7 @@ from onbeat.engine.input_batch import InputBatch, StepInputs
 from onbeat.engine.sampler import SampledTokens
 from onbeat.engine.speculation.proposer import DraftRow, Proposer
 from onbeat.engine.speculation.verifier import TokenSampler, VerifiedTokens, verify
+from onbeat.scheduler.config import SchedulerConfig
 
 
 class ModelRunner:
@@ -53,6 +54,25 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.num_blocks = num_blocks
         self.batch = InputBatch(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+
+    @classmethod
+    def within(
+        cls,
+        limits: SchedulerConfig,
+        forward: ForwardPass,
+        sampler: TokenSampler,
+        proposer: Proposer | None = None,
+    ) -> ModelRunner:
+        """Return a runner of all that a scheduler with these limits may plan."""
+        return cls(
+            forward=forward,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_model_len=limits.max_model_len,
+            sampler=sampler,
+            proposer=proposer,
+        )
 
     def execute(self, scheduled: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step."""
@@ -127,7 +147,10 @@ class ModelRunner:
         if self.proposer is not None and slots:
             starts = {row.request_id: row.num_computed_tokens for row in scheduled.rows}
             for admitted, slot in zip(scheduled.admitted, slots, strict=True):
-                self.proposer.admit(self.batch, slot, starts.get(admitted.request.request_id, 0))
+                request = admitted.request
+                # Who makes drafts has none of the KV that came from another replica.
+                start = 0 if request.num_external_tokens else starts.get(request.request_id, 0)
+                self.proposer.admit(self.batch, slot, start)
 
     def _release(self, request_id: str) -> None:
         slot = self.batch.release(request_id)

@@ -16,6 +16,10 @@ import tempfile
 from pathlib import Path
 from types import TracebackType
 
+import zmq
+
+from onbeat.core.errors import ConfigError
+
 PREFIX = "onbeat-"
 _LOCK = "lock"
 
@@ -79,3 +83,14 @@ def remove_abandoned(parent: Path) -> None:
             pass  # its process lives
         finally:
             os.close(lock)
+
+
+def check_length_of_socket_paths() -> None:
+    """Raise ConfigError if sockets in the directory for temporary files would have too long a path."""
+    parent = tempfile.gettempdir()
+    length = len(os.fsencode(parent)) + len("/onbeat-abcdefgh/engine")
+    if length > zmq.IPC_PATH_MAX_LEN:
+        raise ConfigError(
+            f"sockets in {parent}, the directory for temporary files, would have paths of {length} bytes; "
+            f"the system takes {zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a shorter path, such as /tmp"
+        )

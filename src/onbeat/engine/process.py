@@ -6,23 +6,33 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket as sockets
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FrameType
 
 import zmq
 
-from onbeat.core.errors import EngineDead, OnbeatError, RequestRejected
+from onbeat.core.errors import EngineDead, KVUnavailable, OnbeatError, RequestRejected
+from onbeat.core.handover import MoveVerb
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.settled_memory import settled_memory
 from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
+from onbeat.engine.kv_transfer.base import KVTransport
+from onbeat.engine.kv_transfer.cma import CmaTransport
+from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
+    AskMove,
     Died,
+    FromEngine,
     Heartbeat,
+    Leaving,
+    OpenKV,
     Progress,
     Ready,
     Shutdown,
@@ -31,65 +41,113 @@ from onbeat.engine.messages import (
     decode_to_engine,
     encode,
 )
+from onbeat.engine.move_port import MovePort
 from onbeat.engine.rejection import pack_rejection
 from onbeat.engine.step_wait import WAKE_SECONDS, StepWait
 
 logger = logging.getLogger("onbeat.engine")
 
-HEARTBEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = WAKE_SECONDS
 """After this long without another message the engine says that it lives."""
 LINGER_SECONDS = 1.0
 """How long the last messages may take to reach the parent."""
+STALL_SECONDS = 0.05
+"""The longest wait for another engine's part before this one looks what else it could run."""
 
 BuildEngine = Callable[[Callable[[str], None]], tuple[EngineCore, EngineInfo]]
 """Called in the engine process with a function that reports progress."""
 
 
 @dataclass(frozen=True, slots=True)
-class EngineAddresses:
-    """ZeroMQ endpoints; each is bound by whoever receives there."""
+class CurveKeys:
+    """Keys of an encrypted connection (CurveZMQ, in Z85), where it leaves the machine."""
 
-    to_engine: str
-    from_engine: str
+    public: bytes
+    secret: bytes
+    server: bytes
+    """Public key of whoever listens."""
 
 
-def run_engine_process(build: BuildEngine, addresses: EngineAddresses) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLink:
+    """How an engine process reaches whom it serves. It connects, and listens nowhere itself."""
+
+    endpoint: str
+    """ZeroMQ endpoint, bound by whoever sends requests."""
+    identity: bytes = b""
+    """Names the process to a listener that serves many; nobody can guess it."""
+    keys: CurveKeys | None = None
+    """None leaves the connection as it is: `ipc` needs none."""
+    cores: tuple[int, ...] = ()
+    """The CPU cores that it may run on; empty leaves that to the system."""
+    cuda_devices: tuple[str, ...] = ()
+    """The CUDA devices that it may use, as in `CUDA_VISIBLE_DEVICES`; empty leaves it as it is."""
+    leaves_on_sigterm: bool = False
+    """Whether it asks to be drained on SIGTERM. Otherwise it ignores the signal."""
+
+
+def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
     """Entry point of the process: build the engine, then serve until told to stop or orphaned."""
     # Ctrl-C and service managers signal the whole group; the parent decides when the engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if link.cores:
+        os.sched_setaffinity(0, link.cores)
+    if link.cuda_devices:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(link.cuda_devices)
     context = zmq.Context()
-    inbox = context.socket(zmq.PULL)
-    outbox = context.socket(zmq.PUSH)
-    for socket in (inbox, outbox):
-        socket.set_hwm(0)  # an unread message waits in memory; a full queue must not stop the step loop
-    inbox.bind(addresses.to_engine)
-    outbox.connect(addresses.from_engine)
+    socket = _connect(context, link)
     try:
-        core, info = build(lambda text: outbox.send(encode(Progress(text))))
+        core, info = build(lambda text: socket.send(encode(Progress(text))))
     except OnbeatError as error:
-        outbox.send(encode(StartFailed(str(error), is_user_error=True)))
+        socket.send(encode(StartFailed(str(error), is_user_error=True)))
     except Exception as error:
         logger.exception("the engine could not start")
-        outbox.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
+        socket.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         with settled_memory():
-            outbox.send(encode(Ready(info)))
-            _serve(core, inbox, outbox)
+            socket.send(encode(Ready(info)))
+            _serve(core, socket, link)
     finally:
         is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()
         context.destroy(linger=0 if is_orphaned else int(LINGER_SECONDS * 1000))
-    if is_orphaned:
-        os._exit(1)  # nobody waits: taking the interpreter apart takes longer than all else
+    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
+    os._exit(1 if is_orphaned else 0)
 
 
-def _serve(core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+def _connect(context: zmq.Context[zmq.Socket[bytes]], link: EngineLink) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.DEALER)
+    socket.set_hwm(0)  # an unread message waits in memory; a full queue must not stop the step loop
+    socket.ipv6 = "[" in link.endpoint
+    if link.identity:
+        socket.routing_id = link.identity
+    if link.keys is not None:
+        socket.curve_publickey, socket.curve_secretkey = link.keys.public, link.keys.secret
+        socket.curve_serverkey = link.keys.server
+    socket.connect(link.endpoint)
+    return socket
+
+
+def _own_address(endpoint: str) -> str:
+    """Return the address by which this machine reaches an endpoint, where others can reach it, too."""
+    if not endpoint.startswith("tcp://"):
+        return "127.0.0.1"
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
+    with sockets.socket(family, sockets.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+def _serve(core: EngineCore, socket: zmq.Socket[bytes], link: EngineLink) -> None:
     """Serve until told to stop; an engine that can run no step any more says why and ends the process."""
-    loop = _EngineLoop(core, inbox, outbox)
+    loop = _EngineLoop(core, socket, address=_own_address(link.endpoint))
+    if link.leaves_on_sigterm:
+        signal.signal(signal.SIGTERM, loop.ask_to_leave)
     try:
         loop.run()
     except EngineDead as error:
-        outbox.send(encode(Died(str(error))))
+        socket.send(encode(Died(str(error))))
         sys.exit(1)
     finally:
         core.shutdown()
@@ -102,18 +160,24 @@ class _EngineLoop:
     A request is queued, refused or aborted when it comes, not when the step under way has ended.
     """
 
-    def __init__(self, core: EngineCore, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], *, address: str) -> None:
         self._core = core
-        self._inbox = inbox
-        self._outbox = outbox
+        self._address = address
+        self._socket = socket
         self._last_word = time.monotonic()
         self._stopped = False
+        self._wants_to_leave = False
         # Not getppid(): the parent may have died while the model was loaded.
         parent = multiprocessing.parent_process()
-        self._wait = StepWait(inbox, parent=parent.sentinel if parent else None, on_wake=self._beat)
+        self._wait = StepWait(socket, parent=parent.sentinel if parent else None, on_wake=self._beat)
+        self._moves = self._open_moves()
+
+    def _open_moves(self) -> MovePort:
+        return MovePort(self._core.kv, answer=self._say, ring=self._wait.ring)
 
     def run(self) -> None:
         core = self._core
+        self._send(core.take_load())
         while not (self._stopped or self._wait.is_orphaned):
             if not core.has_work:
                 core.scheduler.check_invariants()
@@ -124,28 +188,41 @@ class _EngineLoop:
             launched = core.launch()
             self._send(core.take_expired())
             step = core.oldest_step
-            if step is None or (launched and core.has_room):
+            if step is None:
+                if core.waits_for_others:
+                    self._wait.for_message(STALL_SECONDS)
+                continue
+            if launched and core.has_room:
                 continue
             self._wait.until_done(step, self._read_inbox)
             if not self._wait.is_orphaned:
                 self._send(core.collect())
+                self._moves.look()
 
     def close(self) -> None:
         """Let go of what a step under way might still use; call it when none runs any more."""
         self._wait.close()
 
+    def ask_to_leave(self, _signal: int, _frame: FrameType | None) -> None:
+        """Ask to be drained, at the next look around: a signal may come in the middle of a message."""
+        self._wants_to_leave = True
+
     def _beat(self) -> None:
-        """Say that the engine lives, if it has said nothing for a while."""
+        """Say that the engine lives, if it has said nothing for a while, and pass a signal on."""
+        if self._wants_to_leave:
+            self._wants_to_leave = False
+            self._say(Leaving())
+        self._moves.look()
         now = time.monotonic()
         if now - self._last_word >= HEARTBEAT_SECONDS:
             self._last_word = now
-            self._outbox.send(encode(Heartbeat(self._core.pulse())))
+            self._say(Heartbeat(self._core.pulse()))
 
     def _read_inbox(self) -> None:
         """Take every message that is there."""
         while True:
             try:
-                data = self._inbox.recv(flags=zmq.NOBLOCK)
+                data = self._socket.recv(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
             message = decode_to_engine(data)
@@ -153,20 +230,48 @@ class _EngineLoop:
                 case AddRequest():
                     self._add(message)
                 case AbortRequests():
-                    outputs = self._core.abort(message.request_ids)
-                    if outputs:
-                        self._send(StepOutputs(time.monotonic(), outputs))
+                    self._abort(message.request_ids)
+                case AskMove():
+                    self._abort(self._moves.take(message))
+                    if message.verb is MoveVerb.TAKE:
+                        self._send(self._core.take_load())  # no step may tell that it has gone
+                case OpenKV():
+                    self._open_kv(message)
                 case Shutdown():
                     self._stopped = True
+
+    def _abort(self, request_ids: list[str]) -> None:
+        self._moves.forget(request_ids)
+        outputs = self._core.abort(request_ids) if request_ids else []
+        if outputs:
+            self._send(self._core.message(outputs))
 
     def _add(self, message: AddRequest) -> None:
         request_id = message.request.request_id
         try:
             self._core.add(message.request)
+            if message.stops:
+                self._moves.stop_after_first(request_id)
         except RequestRejected as error:
-            self._outbox.send(encode(pack_rejection(request_id, error)))
+            self._say(pack_rejection(request_id, error))
+            self._send(self._core.take_load())
+
+    def _open_kv(self, message: OpenKV) -> None:
+        transports: dict[str, Callable[[], KVTransport]] = {
+            "cma": CmaTransport,
+            "tcp": lambda: TcpTransport(message.key, host=self._address),
+        }
+        try:
+            self._core.open_kv([transports[name]() for name in message.transports])
+        except (OSError, KVUnavailable) as error:
+            logger.warning("streams cannot be moved to this engine or from it: %s", error)
+        self._moves = self._open_moves()
+
+    def _say(self, message: FromEngine) -> None:
+        self._socket.send(encode(message))
 
     def _send(self, outputs: StepOutputs | None) -> None:
         if outputs is not None:
+            self._moves.on_outputs(outputs.outputs)
             self._last_word = time.monotonic()
-            self._outbox.send(encode(Stepped(outputs)))
+            self._socket.send(encode(Stepped(outputs)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.engine.busy import OthersMeter
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.profiling.profiler import QUICK, limits_of, profile_model
 from onbeat.engine.speculation.build import DraftModelBuilder
@@ -15,11 +16,13 @@ from onbeat.engine.step_watch import StepWatch
 from onbeat.perfmodel.description import AnyDescription, SpeculativeDescription, StepTimeDescription
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel
+from onbeat.perfmodel.models import calibrate_by_table
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import MachineLimits, Profile
 from onbeat.perfmodel.profile_file import find_profile, profile_path, profiles_dir, read_profile
+from onbeat.perfmodel.published.step_table import is_step_table
 from onbeat.perfmodel.speculative import BatchWork, SpeculativeStepTime, SpeculativeWork
 from onbeat.perfmodel.utilisation import StepWork
 
@@ -32,6 +35,8 @@ class StepTime:
     watch: StepWatch | None
     description: AnyDescription | None = None
     """What the model was made from, for the record of a run."""
+    was_busy: bool = False
+    """Whether other programs took the processors while it was measured at this start."""
 
 
 def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
@@ -39,7 +44,8 @@ def choose_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) 
 
     Parameters
     ----------
-    source : `auto`, `calibrate`, `roofline`, `none`, or a profile's file (`EngineConfig.step_time_profile`).
+    source : `auto`, `calibrate`, `roofline`, `none`, or the file of a profile or of a table of steps
+        (`EngineConfig.step_time_profile`).
     loaded : the model, not yet in use.
     on_progress : told what was chosen, and why.
 
@@ -76,6 +82,8 @@ class _Chooser:
                 return self._calibrated()
             case "roofline":
                 return self._roofline("as asked for")
+            case file if is_step_table(file):
+                return self._tabled(Path(file))
             case file:
                 return self._profiled(read_profile(Path(file), self._key), Path(file))
 
@@ -96,21 +104,47 @@ class _Chooser:
         self._say(f"step times: from the profile {path} of {profile.created} ({_describe(profile.fitted)})")
         return self._fitted(profile.fitted, profile.limits)
 
+    def _tabled(self, path: Path) -> StepTime:
+        others = OthersMeter(self._loaded.device.num_threads)
+        limits = limits_of(self._loaded, self._key.device, self._precision.compute)
+        fitted = calibrate_by_table(
+            path,
+            model=self._spec,
+            device=device_spec_of(self._key, limits),
+            parallelism=Parallelism(),
+            precision=self._precision,
+        )
+        self._say(f"step times: from the table of steps {path} ({_describe(fitted)})")
+        return self._measured_beside(others, self._fitted(fitted, limits))
+
     def _calibrated(self) -> StepTime:
         self._say(f"step times: calibrating for {QUICK.seconds:g} s")
         start = time.monotonic()
+        others = OthersMeter(self._loaded.device.num_threads)
         profile = profile_model(self._loaded, QUICK).profile
         seconds = time.monotonic() - start
         self._say(f"step times: calibrated in {seconds:.1f} s ({_describe(profile.fitted)})")
-        return self._fitted(profile.fitted, profile.limits)
+        return self._measured_beside(others, self._fitted(profile.fitted, profile.limits))
 
     def _fitted(self, fitted: FittedModel, limits: MachineLimits | None) -> StepTime:
-        return self._learning(device_spec_of(self._key.device, limits), fitted)
+        return self._learning(device_spec_of(self._key, limits), fitted)
 
     def _roofline(self, reason: str) -> StepTime:
+        others = OthersMeter(self._loaded.device.num_threads)
         limits = limits_of(self._loaded, self._key.device, self._precision.compute)
         self._say(f"step times: predicted by the roofline alone, corrected as steps run ({reason})")
-        return self._learning(device_spec_of(self._key.device, limits), None)
+        return self._measured_beside(others, self._learning(device_spec_of(self._key, limits), None))
+
+    def _measured_beside(self, others: OthersMeter, step_time: StepTime) -> StepTime:
+        """Say so if what was measured is that of a busy machine."""
+        found = others.read()
+        if self._key.device != "cpu" or found is None or not found.is_busy:
+            return step_time
+        self._say(
+            f"the machine is busy: {found}. Step times that are measured now are too long; they are "
+            "corrected as steps run"
+        )
+        return replace(step_time, was_busy=True)
 
     def _learning(self, device: DeviceSpec, fitted: FittedModel | None) -> StepTime:
         target = StepTimeDescription(

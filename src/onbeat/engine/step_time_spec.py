@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
-from onbeat.engine.device import DeviceConfig
+from onbeat.engine.device import device_name
 from onbeat.engine.load import LoadedModel
 from onbeat.engine.model_config import ModelConfig
 from onbeat.perfmodel.device_spec import DeviceSpec, cpu_device, find_device
@@ -32,7 +30,6 @@ GPU_IDS = {
 """Names of the driver and the data sheets of `perfmodel`."""
 QUANTIZED_GROUP = 32
 """Of most types that the native engine multiplies as they are."""
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def model_spec_of(config: ModelConfig, name: str) -> ModelSpec:
@@ -81,27 +78,16 @@ def profile_key_of(loaded: LoadedModel, precision: Precision) -> ProfileKey:
     """Return what a profile of this engine holds for."""
     device = loaded.device
     is_cpu = device.device.type == "cpu"
-    name = device_name(device)
+    name, settings = device_name(device), loaded.runner.forward.settings
     return ProfileKey(
         model=loaded.name,
         device="cpu" if is_cpu else known_device(name) or "cuda",
         device_name=name,
         precision=precision,
         threads=device.num_threads if is_cpu else 1,
-        backend=loaded.runner.forward.settings["backend"],
+        backend=settings["backend"],
+        instruction_set=settings.get("instruction_set"),
     )
-
-
-def device_name(device: DeviceConfig) -> str:
-    """Return what the device calls itself."""
-    if device.device.type == "cuda":
-        return torch.cuda.get_device_name(device.device)
-    try:
-        lines = _CPU_INFO.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else "unknown CPU"
 
 
 def known_device(name: str) -> str | None:
@@ -109,13 +95,19 @@ def known_device(name: str) -> str | None:
     return GPU_IDS.get(name.removeprefix("NVIDIA ").removeprefix("Tesla "))
 
 
-def device_spec_of(device_id: str, limits: MachineLimits | None) -> DeviceSpec:
+def device_spec_of(key: ProfileKey, limits: MachineLimits | None) -> DeviceSpec:
     """Return the specification: the data sheet's, or that of the measured limits where there is none.
 
     Parameters
     ----------
+    key : names the device, and what computes there.
     limits : needed for `cpu` and devices without a data sheet.
     """
     if limits is None:
-        return find_device(device_id)
-    return cpu_device(memory_bandwidth=limits.memory_bandwidth, peak_flops=limits.peak_flops)
+        return find_device(key.device)
+    return cpu_device(
+        memory_bandwidth=limits.memory_bandwidth,
+        peak_flops=limits.peak_flops,
+        product_rates=limits.product_rates,
+        architecture="cpu-native" if key.backend == "native" else "cpu",
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -9,7 +10,7 @@ from typing import Any
 
 import zmq
 
-WAKE_SECONDS = 1.0
+WAKE_SECONDS = 0.5
 """The longest wait without a look around."""
 
 
@@ -63,7 +64,7 @@ class StepWait:
         """
         if step.done():
             return
-        step.add_done_callback(self._ring)
+        step.add_done_callback(lambda _: self.ring())
         while not (step.done() or self.is_orphaned):
             if self._inbox in self._poll(WAKE_SECONDS):
                 read_inbox()
@@ -82,5 +83,7 @@ class StepWait:
         os.close(self._bell)
         os.close(self._button)
 
-    def _ring(self, _step: Future[Any]) -> None:
-        os.write(self._button, b"!")
+    def ring(self) -> None:
+        """Let a wait look around; any thread may call it."""
+        with contextlib.suppress(BlockingIOError):  # it has been rung often enough
+            os.write(self._button, b"!")

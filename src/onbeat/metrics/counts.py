@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
 
+from onbeat.core.fleet import ReplicaId, replica_id
 from onbeat.core.slo import SLOMode
 from onbeat.core.step import StepStats
 from onbeat.metrics.buckets import (
@@ -28,6 +31,39 @@ BIAS_MEMORY = 64
 """Steps over which the bias of predictions forgets."""
 
 
+@dataclass(slots=True)
+class EngineGauges:
+    """How one replica stood after its last step, and what it has done since the start of the server."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_used_blocks: int = 0
+    num_blocks: int = 0
+    step_seconds: float = 0.0
+    predicted_wait: float | None = None
+    """Seconds; None where its policy predicts none."""
+    is_drifting: bool | None = None
+    num_steps: int = 0
+    num_prefix_queries: int = 0
+    num_prefix_hits: int = 0
+
+    def on_step(self, stats: StepStats) -> None:
+        """Take in a step."""
+        self.num_running, self.num_waiting = stats.num_running, stats.num_waiting
+        self.num_used_blocks, self.num_blocks = stats.num_used_blocks, stats.num_blocks
+        self.step_seconds = stats.end - stats.start
+        self.predicted_wait = None if stats.scheduler is None else stats.scheduler.predicted_wait
+        self.is_drifting = stats.is_drifting
+        self.num_steps += 1
+        self.num_prefix_queries += stats.num_prefix_queries
+        self.num_prefix_hits += stats.num_prefix_hits
+
+    def on_loss(self) -> None:
+        """Forget what ended with the process."""
+        self.num_running = self.num_waiting = self.num_used_blocks = self.num_blocks = 0
+        self.step_seconds, self.predicted_wait, self.is_drifting = 0.0, None, None
+
+
 class RunCounts:
     """A `metrics.tracker.RunListener` that counts.
 
@@ -48,9 +84,8 @@ class RunCounts:
         self.speculation = SpeculationCounts()
         self.num_open = 0
         """Requests that have not ended."""
-        self._step_running = 0
-        self._step_used_blocks = 0
-        self.num_blocks = 0
+        self.engines: dict[ReplicaId, EngineGauges] = {}
+        """By replica, those that have taken a step."""
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prefix_queries = 0
@@ -86,7 +121,6 @@ class RunCounts:
         self.mfu = Histogram(SHARES)
         self.last_mbu: float | None = None
         self.last_mfu: float | None = None
-        self.is_drifting: bool | None = None
         self._log_bias = 0.0
         self._num_predicted = 0
         self.schedule = Histogram(HOST_SECONDS)
@@ -100,7 +134,18 @@ class RunCounts:
     @property
     def num_running(self) -> int:
         """Requests in the batch: as of the last step, less those that have left since."""
-        return min(self._step_running, self.num_open)
+        return min(sum(each.num_running for each in self.engines.values()), self.num_open)
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks of all replicas."""
+        return sum(each.num_blocks for each in self.engines.values())
+
+    @property
+    def is_drifting(self) -> bool | None:
+        """Whether the steps of any replica have left its step-time model; None where nothing watches."""
+        known = [each.is_drifting for each in self.engines.values() if each.is_drifting is not None]
+        return any(known) if known else None
 
     @property
     def num_best_effort(self) -> int:
@@ -116,7 +161,19 @@ class RunCounts:
     @property
     def num_used_blocks(self) -> int:
         """Blocks held as of the last step; none once no request is open."""
-        return self._step_used_blocks if self.num_open else 0
+        return sum(each.num_used_blocks for each in self.engines.values()) if self.num_open else 0
+
+    def keep_engines(self, replicas: Collection[ReplicaId]) -> None:
+        """Forget how the replicas stood that do not serve any more.
+
+        Parameters
+        ----------
+        replicas : those that do.
+        """
+        for replica, engine in self.engines.items():
+            if replica not in replicas:
+                engine.on_loss()
+                self.policy.forget(replica)
 
     def on_request(self, record: RequestRecord) -> None:
         """Count an open request; the rest waits until it has run."""
@@ -166,13 +223,15 @@ class RunCounts:
         if record.scheduled is not None:
             self.inference.observe(record.delivery_times[-1] - record.scheduled)
 
-    def on_step(self, stats: StepStats) -> None:
-        """Count a step."""
-        self.policy.on_step(stats)
+    def on_step(self, stats: StepStats, replica: int = 0) -> None:
+        """Count a step of a replica."""
+        name = replica_id(replica)
+        engine = self.engines.get(name)
+        if engine is None:
+            engine = self.engines[name] = EngineGauges()
+        engine.on_step(stats)
+        self.policy.on_step(stats, name)
         shape = stats.shape
-        self._step_running = stats.num_running
-        self._step_used_blocks = stats.num_used_blocks
-        self.num_blocks = stats.num_blocks
         self.num_steps += 1
         self.num_preemptions += stats.num_preemptions
         self.num_prefix_queries += stats.num_prefix_queries
@@ -183,7 +242,6 @@ class RunCounts:
             self.speculation.on_step(stats.drafts, seconds, stats.predicted_seconds)
         if stats.predicted_seconds is not None and seconds > 0:
             self._count_prediction(stats.predicted_seconds, seconds)
-        self.is_drifting = stats.is_drifting
         if stats.mbu is not None and stats.mfu is not None:
             self.last_mbu, self.last_mfu = stats.mbu, stats.mfu
             self.mbu.observe(stats.mbu)

@@ -12,6 +12,8 @@ from numpy.typing import ArrayLike, NDArray
 Array = NDArray[np.float64]
 
 CHUNK_VALUES = 1 << 20
+LEVEL = 0.95
+"""Confidence of intervals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +61,21 @@ def describe(values: Array, percentiles: Sequence[float] = (), *, overwrite: boo
         max_ms=float(values.max()) * 1e3,
         percentiles_ms=dict(zip(names, others, strict=True)),
     )
+
+
+def student_half_width(values: ArrayLike, level: float = LEVEL) -> float:
+    """Return half the width of Student's t interval of the mean of independent values.
+
+    Parameters
+    ----------
+    values : at least two.
+    level : confidence, in (0, 1).
+    """
+    from scipy.special import stdtrit  # slow to import, and few commands need it
+
+    values = np.asarray(values, dtype=np.float64)
+    count = values.size
+    return float(stdtrit(count - 1, (1 + level) / 2)) * float(np.std(values, ddof=1)) / math.sqrt(count)
 
 
 def percentile(values: ArrayLike, p: float) -> float:

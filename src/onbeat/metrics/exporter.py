@@ -14,13 +14,15 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from onbeat import __version__
-from onbeat.core.protocols import EngineClient
+from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.metrics.buckets import LAG_SECONDS
 from onbeat.metrics.counts import RunCounts
+from onbeat.metrics.exporter_fleet import fleet_metrics
 from onbeat.metrics.exporter_slo import slo_metrics
 from onbeat.metrics.exporter_speculation import speculation_metrics
 from onbeat.metrics.exporter_vllm import vllm_metrics
 from onbeat.metrics.families import counter, counters, gauge, histogram, keyed
+from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.histogram import Histogram
 
 
@@ -33,10 +35,11 @@ class MetricsExporter(Collector):
     model_name, policy : what is served, and how; shown as they are.
     proposer : what proposes draft tokens, as metrics label it; None where nothing is speculated.
     aliases : `vllm` adds the metrics of vLLM that this server can fill truthfully.
+    fleet_counts : what a fleet does with requests; None where there is none.
     clock : the clock of steps and requests, seconds.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what is served, and where its numbers are
         self,
         counts: RunCounts,
         *,
@@ -44,6 +47,7 @@ class MetricsExporter(Collector):
         policy: str = "",
         proposer: str | None = None,
         aliases: Literal["vllm"] | None = None,
+        fleet_counts: FleetCounts | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._counts = counts
@@ -58,6 +62,8 @@ class MetricsExporter(Collector):
         self._clock = clock
         self._start = clock()
         self._engine: EngineClient | None = None
+        self._fleet: FleetView | None = None
+        self._fleet_counts = fleet_counts or FleetCounts()
         self._http: Counter[tuple[str, ...]] = Counter()
         self._stream_errors: Counter[str] = Counter()
         self._loop_lag = Histogram(LAG_SECONDS)
@@ -66,9 +72,14 @@ class MetricsExporter(Collector):
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
-    def watch(self, engine: EngineClient) -> None:
-        """Export the signs of life of an engine from now on; its pulse must be of the same clock."""
-        self._engine = engine
+    def watch(self, engine: EngineClient, fleet: FleetView | None = None) -> None:
+        """Export the signs of life of an engine from now on; its pulse must be of the same clock.
+
+        Parameters
+        ----------
+        fleet : the replicas behind it.
+        """
+        self._engine, self._fleet = engine, fleet
 
     def count_http(self, endpoint: str, status: int) -> None:
         """Count one HTTP request; 499 stands for a client that left."""
@@ -92,6 +103,9 @@ class MetricsExporter(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics as they stand."""
+        if self._fleet is not None:
+            serving = {each.replica for each in self._fleet.replicas() if each.state in ("ready", "draining")}
+            self._counts.keep_engines(serving)
         yield gauge("onbeat_server_info", "What is served, and how; always 1", 1, self._info)
         yield from self._gauges()
         yield from self._counters()
@@ -100,6 +114,8 @@ class MetricsExporter(Collector):
         yield from slo_metrics(self._counts, now, uptime=now - self._start)
         if self._engine is not None:
             yield from _signs_of_life(self._engine, now)
+        if self._fleet is not None:
+            yield from fleet_metrics(self._fleet, self._fleet_counts, self._counts)
         if self._proposer is not None:
             yield from speculation_metrics(self._counts.speculation, self._proposer)
         if self._aliases == "vllm":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
+from onbeat.core.fleet import ReplicaId
 from onbeat.core.step import SchedulerState, StepStats
 from onbeat.metrics.buckets import GAP_SECONDS, SLACK_SECONDS
 from onbeat.metrics.histogram import Histogram
@@ -35,19 +37,62 @@ class PolicyCounts:
         self.num_over_budget = 0
         """Steps that took longer than their budget."""
         self.slack = Histogram(SLACK_SECONDS)
-        self.state: SchedulerState | None = None
+        self._states: dict[ReplicaId, SchedulerState] = {}
+        """By replica, as it said last."""
+        self._before = SchedulerState()
+        """What lives of replicas that are over have counted."""
+        self._has_lost = False
         self._last_step = 0.0
 
-    def on_step(self, stats: StepStats) -> None:
-        """Count a step."""
+    @property
+    def state(self) -> SchedulerState | None:
+        """Of all replicas together; None where none keeps deadlines.
+
+        Counts and rates are added up, of waiting times the shortest is taken, and of utilisations the mean.
+        """
+        states = list(self._states.values())
+        if not self._has_lost and len(states) <= 1:
+            return states[0] if states else None
+        if not states:
+            return self._before
+        rejected = Counter(self._before.num_rejected)
+        for each in states:
+            rejected.update(each.num_rejected)
+        return SchedulerState(
+            num_best_effort=sum(each.num_best_effort for each in states),
+            num_relegated=sum(each.num_relegated for each in states) + self._before.num_relegated,
+            num_missed=sum(each.num_missed for each in states) + self._before.num_missed,
+            num_rejected=dict(rejected),
+            predicted_wait=min(each.predicted_wait for each in states),
+            arrival_rate=sum(each.arrival_rate for each in states),
+            utilisation=sum(each.utilisation for each in states) / len(states),
+            queue_seconds=min(each.queue_seconds for each in states),
+        )
+
+    def forget(self, replica: ReplicaId) -> None:
+        """Keep of a replica whose process has ended what it has counted alone."""
+        if (state := self._states.pop(replica, None)) is not None:
+            self._has_lost = True
+            self._before.num_relegated += state.num_relegated
+            self._before.num_missed += state.num_missed
+            self._before.num_rejected = dict(Counter(self._before.num_rejected) + Counter(state.num_rejected))
+
+    def on_step(self, stats: StepStats, replica: ReplicaId = "r0") -> None:
+        """Count a step of a replica."""
         self.num_chunk_tokens += stats.shape.num_chunk_tokens
         if stats.budget_seconds is not None:
             self.budget.observe(stats.budget_seconds)
             self.num_over_budget += stats.end - stats.start > stats.budget_seconds
         if stats.scheduler is not None:
-            self.state = stats.scheduler
+            self._take(replica, stats.scheduler)
             self._last_step = stats.end
             self.slack.observe_many(stats.scheduler.decode_slacks)
+
+    def _take(self, replica: ReplicaId, state: SchedulerState) -> None:
+        known = self._states.get(replica)
+        if known is not None and _num_decided(state) < _num_decided(known):
+            self.forget(replica)  # it counts from nothing: another life
+        self._states[replica] = state
 
     def load(self, now: float, *, num_open: int) -> LoadEstimate | None:
         """Return what the policy expects; None without one that estimates.
@@ -75,3 +120,8 @@ class PolicyCounts:
             arrival_rate=state.arrival_rate * share,
             utilisation=state.utilisation * share,
         )
+
+
+def _num_decided(state: SchedulerState) -> int:
+    """Return a count that only rises while a process lives."""
+    return state.num_relegated + state.num_missed + sum(state.num_rejected.values())

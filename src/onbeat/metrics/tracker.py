@@ -42,8 +42,8 @@ class RunListener(Protocol):
         """Hear that a request ended; the record is complete and nothing follows for it."""
         ...
 
-    def on_step(self, stats: StepStats) -> None:
-        """Hear of a step, before the deliveries it made."""
+    def on_step(self, stats: StepStats, replica: int = 0, /) -> None:
+        """Hear of a step of a replica, before the deliveries it made."""
         ...
 
 
@@ -118,11 +118,11 @@ class RequestTracker:
         self._tell_refusal(record, _reason(error))
         self._finish(record, "rejected", now)
 
-    def on_step(self, message: StepOutputs) -> None:
+    def on_step(self, message: StepOutputs, replica: int = 0) -> None:
         """Take in one step message of the engine."""
         if message.stats is not None:
             for listener in self._listeners:
-                listener.on_step(message.stats)
+                listener.on_step(message.stats, replica)
         for output in message.outputs:
             record = self._open.get(output.request_id)
             if record is not None:

@@ -56,43 +56,48 @@ class OnlineCorrection:
             value += self._drafts.of(shape).value
         return math.exp(value)
 
-    def observe(self, shape: BatchShape, ratio: float) -> None:
+    def observe(self, shape: BatchShape, ratio: float) -> float:
         """Learn from one step.
 
         Parameters
         ----------
         ratio : measured / predicted without this correction; positive and finite.
+
+        Returns
+        -------
+        The factor as it was before.
         """
         value = math.log(ratio)
         if len(self._first) < _NUM_FIRST:
             self._first.append(value)
             if len(self._first) == _NUM_FIRST:
                 self._pace, self.has_lost_pace = median(self._first), False
-            return
-        left = self._learn_kind(shape, value - self._pace)
-        self._pace += _WEIGHT * self._bounded(left)
-
-    def _bounded(self, left: float) -> float:
-        """Return how much to believe of what nobody expected of a step."""
+            return 1.0
+        key, pace = _key(shape), self._pace
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            bucket = self._buckets[key] = _SlowMean()
+        believed = pace + bucket.value
+        if shape.num_draft_tokens:
+            believed += self._drafts.of(shape).value
+            left = self._drafts.observe(shape, value - pace - bucket.value)
+        else:
+            left = bucket.observe(value - pace)
         if abs(left) <= _FAR:
             self._num_far, self.has_lost_pace = 0, False
-            return left
+        else:
+            left = self._bounded(left)
+        self._pace = pace + _WEIGHT * left
+        return math.exp(believed)
+
+    def _bounded(self, left: float) -> float:
+        """Return how much to believe of what nobody expected of a step that is further off than `_FAR`."""
         side = 1 if left > 0 else -1
         self._num_far = self._num_far + side if self._num_far * side > 0 else side
         most = abs(self._num_far) * _FAR
         if abs(self._num_far) >= _NUM_SURE and abs(left) > most:
             self.has_lost_pace = True
         return min(max(left, -most), most)
-
-    def _learn_kind(self, shape: BatchShape, value: float) -> float:
-        """Learn what a kind of batch takes beside others; return what nobody expected of the value."""
-        key = _key(shape)
-        bucket = self._buckets.get(key)
-        if bucket is None:
-            bucket = self._buckets[key] = _SlowMean()
-        if not shape.num_draft_tokens:
-            return bucket.observe(value)
-        return self._drafts.observe(shape, value - bucket.value)
 
 
 class DraftSurcharge:
@@ -147,12 +152,13 @@ class _SlowMean:
 
     def observe(self, value: float) -> float:
         """Count a value, as at most `_FAR` away from what was believed; return how far it was away."""
-        left = value - self.value
-        self._count += 1
-        value = self.value + min(max(left, -_FAR), _FAR)
-        self._mean += (value - self._mean) * max(_SLOW_WEIGHT, 1 / self._count)
+        believed = self.value
+        left = value - believed
+        value = believed + (left if abs(left) <= _FAR else math.copysign(_FAR, left))
+        self._count = count = self._count + 1
+        self._mean += (value - self._mean) * (1 / count if count < _LONGEST_MEMORY else _SLOW_WEIGHT)
         prior = 0.0 if self._prior is None else self._prior.value
-        self.value = (_PRIOR * prior + self._count * self._mean) / (_PRIOR + self._count)
+        self.value = (_PRIOR * prior + count * self._mean) / (_PRIOR + count)
         return left
 
 
@@ -165,8 +171,9 @@ _FAR = 0.3
 _NUM_SURE = 3
 """The step in a row that tells another pace from a slow spell, if it is still so many times `_FAR` off:
 in a change to 2.5 times it no longer is, in one to 3.5 times it is."""
-_SLOW_WEIGHT = 1 / 64
-"""Share of the newest step in what a kind of batch takes beside others."""
+_LONGEST_MEMORY = 64
+_SLOW_WEIGHT = 1 / _LONGEST_MEMORY
+"""Share of the newest step in what a kind of batch takes beside others, once there were that many."""
 _PRIOR = 16
 """Steps that what was believed of a kind counts for beside its own."""
 
@@ -217,10 +224,12 @@ class DriftAlarm:
 
     def observe(self, ratio: float) -> None:
         """Count one step's measured / predicted."""
-        self._num_steps += 1
-        # A stall of a second is not drift: one step weighs as a factor of four beside the others at most.
-        left = min(max(math.log(ratio) - self._mean, -_LOG_LIMIT), _LOG_LIMIT)
-        self._mean += left / min(self._num_steps, self._memory)
+        self._num_steps = num_steps = self._num_steps + 1
+        left = math.log(ratio) - self._mean
+        if abs(left) > _LOG_LIMIT:
+            # A stall of a second is not drift: one step weighs as a factor of four beside the others at most.
+            left = math.copysign(_LOG_LIMIT, left)
+        self._mean += left / (num_steps if num_steps < self._memory else self._memory)
         if self._is_alarming:
             self._is_alarming = abs(self._mean) >= self._off
         elif self._num_steps >= self._memory:

@@ -113,11 +113,16 @@ def _single(values: Mapping[str, Any]) -> StepTimeDescription:
     fitted = values["fitted"]
     return StepTimeDescription(
         model=_build(ModelSpec, values["model"]),
-        device=_build(DeviceSpec, values["device"]),
+        device=_device(values["device"]),
         parallelism=_build(Parallelism, values["parallelism"]),
         precision=_build(Precision, values["precision"]),
         fitted=None if fitted is None else _fitted(fitted),
     )
+
+
+def _device(values: Mapping[str, Any]) -> DeviceSpec:
+    rates = tuple((int(rows), float(rate)) for rows, rate in values.get("product_rates", ()))
+    return _build(DeviceSpec, {**values, "product_rates": rates})
 
 
 def _fitted(values: Mapping[str, Any]) -> FittedModel:

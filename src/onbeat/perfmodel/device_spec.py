@@ -15,6 +15,7 @@ import yaml
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.measure_cpu import CPULimits, measure_cpu, memory_bytes_of_machine
 from onbeat.perfmodel.precision import BYTES
+from onbeat.perfmodel.product_rates import ProductRates
 
 CPU = "cpu"
 
@@ -31,6 +32,9 @@ class DeviceSpec:
     """Bytes per second."""
     peak_flops: Mapping[str, float]
     """Number format -> dense floating-point operations per second."""
+    product_rates: ProductRates = ()
+    """Measured, of matrix products by their rows; empty where products of all sizes reach one share of the
+    peak."""
     nvlink_bandwidth: float | None = None
     """Bytes per second of one device, both directions together; None without such links."""
     pcie_bandwidth: float | None = None
@@ -87,7 +91,12 @@ def find_device(device_id: str) -> DeviceSpec:
 
 
 def cpu_device(
-    *, memory_bandwidth: float, peak_flops: float | Mapping[str, float], memory_bytes: float | None = None
+    *,
+    memory_bandwidth: float,
+    peak_flops: float | Mapping[str, float],
+    memory_bytes: float | None = None,
+    product_rates: ProductRates = (),
+    architecture: str = CPU,
 ) -> DeviceSpec:
     """Return this machine as a device with measured limits.
 
@@ -96,23 +105,29 @@ def cpu_device(
     memory_bandwidth : bytes per second that all used threads together read.
     peak_flops : operations per second of a matrix product, of every number format or by format.
     memory_bytes : of the machine if not given.
+    product_rates : of matrix products by their rows; without them the peak is the rate of all.
+    architecture : what computes there, `cpu` or `cpu-native`: whose default parameters the roofline takes.
 
     Raises
     ------
     ConfigError : a limit that is not above 0.
     """
     rates = peak_flops if isinstance(peak_flops, Mapping) else dict.fromkeys(BYTES, peak_flops)
-    if not (memory_bandwidth > 0 and all(rate > 0 for rate in rates.values())):
+    of_products = dict(product_rates)
+    if not (memory_bandwidth > 0 and all(rate > 0 for rate in (*rates.values(), *of_products.values()))):
+        by_rows = f", by rows {of_products}" if of_products else ""
         raise ConfigError(
             f"CPU limits must be above 0; got {memory_bandwidth:g} bytes/s and {dict(rates)} operations/s"
+            f"{by_rows}"
         )
     return DeviceSpec(
         id=CPU,
         name="this CPU",
-        architecture=CPU,
+        architecture=architecture,
         memory_bytes=memory_bytes if memory_bytes is not None else memory_bytes_of_machine(),
         memory_bandwidth=memory_bandwidth,
         peak_flops=MappingProxyType(dict(rates)),
+        product_rates=product_rates,
         sources={"all": "measured on this machine"},
     )
 
@@ -120,7 +135,11 @@ def cpu_device(
 @cache
 def _measured_cpu() -> DeviceSpec:
     limits: CPULimits = measure_cpu()
-    return cpu_device(memory_bandwidth=limits.memory_bandwidth, peak_flops=limits.peak_flops)
+    return cpu_device(
+        memory_bandwidth=limits.memory_bandwidth,
+        peak_flops=limits.peak_flops,
+        product_rates=limits.product_rates,
+    )
 
 
 @cache

@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import numpy as np
 
 from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.product_rates import ROW_COUNTS, ProductRates, product_rates
 
 _READ_BYTES = 128 * 2**20  # well beyond the caches
 _MATRIX_SIZE = 1024
 _BUDGET_SECONDS = 0.5
+_ROWS_SECONDS = 0.04
+"""For the products of each number of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +28,12 @@ class CPULimits:
     """Bytes per second of reading an array that no cache holds."""
     peak_flops: float
     """Operations per second of a float32 matrix product."""
+    product_rates: ProductRates
+    """The same by the product's rows."""
 
 
 def measure_cpu() -> CPULimits:
-    """Measure read bandwidth and the rate of a matrix product: the best of what fits in about 1 s.
+    """Measure read bandwidth and the rates of matrix products: the best of what fits in about 1.5 s.
 
     The best and not the mean: another program can only take time away.
     """
@@ -38,15 +44,30 @@ def measure_cpu() -> CPULimits:
     half = len(values) // 2
     read = _shortest(lambda: np.dot(values[:half], values[half:]))
     product = _shortest(lambda: np.matmul(left, left, out=out))
-    return CPULimits(memory_bandwidth=_READ_BYTES / read, peak_flops=2 * _MATRIX_SIZE**3 / product)
+    by_rows = {
+        rows: _shortest(partial(np.matmul, left[:rows], left, out=out[:rows]), _ROWS_SECONDS)
+        for rows in ROW_COUNTS
+    }
+    bandwidth, flops_per_row = _READ_BYTES / read, 2.0 * _MATRIX_SIZE**2
+    peak = max(_MATRIX_SIZE / product, *(rows / seconds for rows, seconds in by_rows.items())) * flops_per_row
+    return CPULimits(
+        memory_bandwidth=bandwidth,
+        peak_flops=peak,
+        product_rates=product_rates(
+            by_rows,
+            flops_per_row=flops_per_row,
+            reading_seconds=left.nbytes / bandwidth,
+            peak=peak,
+        ),
+    )
 
 
-def _shortest(work: Callable[[], object]) -> float:
+def _shortest(work: Callable[[], object], budget: float = _BUDGET_SECONDS) -> float:
     """Seconds of the quickest of several runs; the first, which warms up, does not count."""
     work()
     start = perf_counter()
     best = float("inf")
-    while perf_counter() - start < _BUDGET_SECONDS:
+    while perf_counter() - start < budget:
         begin = perf_counter()
         work()
         best = min(best, perf_counter() - begin)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.device_spec import DeviceSpec
+from onbeat.perfmodel.device_spec import CPU, DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -68,7 +68,7 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     usable = device.memory_bytes * gpu_memory_utilization
     weights = _weight_bytes(model, parallelism, precision)
     activations = _activation_bytes(model, parallelism, precision, max_num_batched_tokens)
-    if device.architecture != "cpu":
+    if device.id != CPU:
         activations += CONTEXT_BYTES
     block_bytes = (
         model.kv_bytes_per_token(precision)

@@ -70,6 +70,7 @@ _FAMILIES: Mapping[str, _Family] = {
     "gemma3_text": _Family(ties_embeddings=True, sliding_share=_by_pattern),
     "opt": _Family(is_gated_mlp=False, ties_embeddings=True),
     "bloom": _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4),
+    "minimax_m2": _PLAIN,
     "falcon": _Family(is_gated_mlp=False, ties_embeddings=True, default_intermediate_factor=4),
 }
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.fitted import FittedModel, make_form
+from onbeat.perfmodel.engines import find_engine, make_engine_roofline
+from onbeat.perfmodel.fitted import FittedModel, fit, make_form
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -18,6 +19,7 @@ from onbeat.perfmodel.profile import check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.published.linear import linear_closure
 from onbeat.perfmodel.published.operator_table import operator_table_closure
+from onbeat.perfmodel.published.step_table import COLUMNS, is_step_table, read_step_table
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.roofline import make_roofline
 
@@ -26,6 +28,9 @@ ROOFLINE_SIGMA = 0.17
 OPERATOR_TABLE_SIGMA = 0.05
 """The same of operator tables: Vidur (Agrawal et al., MLSys 2024) states errors below 5 % nearly always."""
 LINEAR_SIGMA = 0.10
+ENGINE_SIGMA = 0.10
+"""The same of the roofline with an engine's terms, on held-back deployments (docs/calibration.md)."""
+STEP_TABLE = "step-table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +43,11 @@ class Deployment:
     precision: Precision
     profile: Path | None
     """Where the measurements are; what is in it depends on the model's kind."""
+    engine: str | None
+    """One of `engines.ENGINES`, whose terms the roofline gets."""
 
 
-def make_step_time_model(
+def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
     kind: str,
     *,
     model: ModelSpec,
@@ -48,14 +55,17 @@ def make_step_time_model(
     parallelism: Parallelism | None = None,
     precision: Precision | None = None,
     profile: Path | None = None,
+    engine: str | None = None,
 ) -> Predictor:
     """Return a step-time model of a replica by the name of its kind.
 
     Parameters
     ----------
-    kind : one of `STEP_TIME_MODELS`.
-    profile : `fitted`: a file that `onbeat profile` wrote; `operator-table`: a directory of CSV files in
-        Vidur's format, or a YAML file that names them; `linear`: a file of coefficients; `roofline`: none.
+    kind : one of `STEP_TIME_MODELS`, or the path of a table of steps, which is then `step-table` of that.
+    profile : `fitted`: a file that `onbeat profile` wrote; `step-table`: a table of steps, see
+        `read_step_table`; `operator-table`: a directory of CSV files in Vidur's format, or a YAML file that
+        names them; `linear`: a file of coefficients; `roofline`: none.
+    engine : one of `engines.ENGINES`, whose terms the roofline gets; the other kinds measure what they model.
 
     Returns
     -------
@@ -63,25 +73,71 @@ def make_step_time_model(
 
     Raises
     ------
-    ConfigError : an unknown kind; a profile that is missing, superfluous, unreadable or of something else.
+    ConfigError : an unknown kind or engine; a profile that is missing, superfluous, unreadable or of
+        something else; an engine where the kind takes none.
     """
-    try:
-        make = STEP_TIME_MODELS[kind]
-    except KeyError:
-        near = get_close_matches(kind, STEP_TIME_MODELS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+    kind, profile = _without_path(kind, profile)
+    require_step_time(kind)
+    if engine is not None and kind != "roofline":
         raise ConfigError(
-            f"unknown step-time model {kind!r}: {hint}choose one of {', '.join(STEP_TIME_MODELS)}"
-        ) from None
-    return make(
+            f"--engine {engine} adds the terms of an engine to the roofline, but the step-time model {kind} "
+            "rests on measurements; leave --engine out, or choose --step-time roofline"
+        )
+    return STEP_TIME_MODELS[kind](
         Deployment(
             model=model,
             device=device,
             parallelism=parallelism or Parallelism(),
             precision=precision or Precision(),
             profile=profile,
+            engine=engine,
         )
     )
+
+
+def require_step_time(kind: str) -> str:
+    """Return the name of a kind, or the path of a table of steps, as it is.
+
+    Raises
+    ------
+    ConfigError : neither; a near match is named.
+    """
+    if kind not in STEP_TIME_MODELS and not is_step_table(kind):
+        near = get_close_matches(kind, STEP_TIME_MODELS, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(
+            f"unknown step-time model {kind!r}: {hint}choose one of {', '.join(STEP_TIME_MODELS)}, or name a "
+            "table of steps, FILE.csv"
+        )
+    return kind
+
+
+def calibrate_by_table(
+    path: Path,
+    *,
+    model: ModelSpec,
+    device: DeviceSpec,
+    parallelism: Parallelism,
+    precision: Precision,
+) -> FittedModel:
+    """Calibrate the roofline by a table of measured steps; see `read_step_table`.
+
+    Raises
+    ------
+    ConfigError : the table cannot be read, or has too few distinct batches for a fit.
+    """
+    table = read_step_table(path)
+    try:
+        return fit(
+            table.shapes,
+            table.seconds,
+            model=model,
+            device=device,
+            parallelism=parallelism,
+            precision=precision,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"the table of steps {path} cannot be fitted: {error}") from error
 
 
 def fitted_predictor(
@@ -99,7 +155,12 @@ def fitted_predictor(
     device : the device that was fitted for; see `limited_device` where its limits were measured.
     """
     form = make_form(fitted.method, model=model, device=device, parallelism=parallelism, precision=precision)
-    return Predictor(form.closure(fitted.parameters), ResidualModel(fitted.ratios), fitted.shape_range)
+    return Predictor(
+        form.closure(fitted.parameters),
+        ResidualModel(fitted.ratios),
+        fitted.shape_range,
+        errors=fitted.errors,
+    )
 
 
 def _roofline(deployment: Deployment) -> Predictor:
@@ -108,6 +169,15 @@ def _roofline(deployment: Deployment) -> Predictor:
             f"the roofline takes no profile (got {deployment.profile}): leave it out, or choose "
             "--step-time fitted, which calibrates the roofline by it"
         )
+    if deployment.engine is not None:
+        closure = make_engine_roofline(
+            find_engine(deployment.engine),
+            deployment.model,
+            deployment.device,
+            parallelism=deployment.parallelism,
+            precision=deployment.precision,
+        )
+        return Predictor(closure, ResidualModel.log_normal(ENGINE_SIGMA))
     closure = make_roofline(
         deployment.model,
         deployment.device,
@@ -138,6 +208,24 @@ def _fitted(deployment: Deployment) -> Predictor:
     )
 
 
+def _step_table(deployment: Deployment) -> Predictor:
+    path = _needed(deployment, STEP_TABLE, f"a CSV file with the columns {', '.join(COLUMNS)}")
+    fitted = calibrate_by_table(
+        path,
+        model=deployment.model,
+        device=deployment.device,
+        parallelism=deployment.parallelism,
+        precision=deployment.precision,
+    )
+    return fitted_predictor(
+        fitted,
+        model=deployment.model,
+        device=deployment.device,
+        parallelism=deployment.parallelism,
+        precision=deployment.precision,
+    )
+
+
 def _operator_table(deployment: Deployment) -> Predictor:
     path = _needed(
         deployment, "operator-table", "a directory of operator profiles, or a YAML file naming them"
@@ -157,6 +245,17 @@ def _linear(deployment: Deployment) -> Predictor:
     return Predictor(closure, ResidualModel.log_normal(LINEAR_SIGMA))
 
 
+def _without_path(kind: str, profile: Path | None) -> tuple[str, Path | None]:
+    """Return a kind and what it is made from, where the kind may be the path of a table of steps."""
+    if not is_step_table(kind):
+        return kind, profile
+    if profile is not None:
+        raise ConfigError(
+            f"--step-time {kind} names a table of steps, and --profile {profile} another file; leave one out"
+        )
+    return STEP_TABLE, Path(kind).expanduser()
+
+
 def _needed(deployment: Deployment, kind: str, what: str) -> Path:
     if deployment.profile is None:
         raise ConfigError(f"the step-time model {kind} needs a profile: --profile FILE, {what}")
@@ -166,6 +265,7 @@ def _needed(deployment: Deployment, kind: str, what: str) -> Path:
 STEP_TIME_MODELS: dict[str, Callable[[Deployment], Predictor]] = {
     "roofline": _roofline,
     "fitted": _fitted,
+    STEP_TABLE: _step_table,
     "operator-table": _operator_table,
     "linear": _linear,
 }

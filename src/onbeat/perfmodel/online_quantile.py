@@ -17,13 +17,14 @@ class OnlineQuantile:
     ready_after : steps that must have been seen; before that, whoever asks relies on what was known before.
     """
 
-    __slots__ = ("_factors", "_num_left", "_ratios", "_ready_after", "_sorted")
+    __slots__ = ("_factors", "_num_left", "_ratios", "_ready_after", "_seen")
 
     def __init__(self, *, window: int = 512, ready_after: int = 64) -> None:
         self._ratios: deque[float] = deque(maxlen=window)
         self._ready_after = ready_after
         self._num_left = ready_after
-        self._sorted: list[float] = []
+        self._seen: list[float] = []
+        """The window as of the last look; empty before the first."""
         self._factors: dict[float, float] = {}
 
     def observe(self, ratio: float) -> None:
@@ -32,22 +33,22 @@ class OnlineQuantile:
         self._num_left -= 1
         if self._num_left <= 0:
             self._num_left = _REFRESH_EVERY
-            self._sorted = sorted(self._ratios)
+            self._seen = list(self._ratios)  # sorted for those who ask, if anybody does
             self._factors.clear()
 
     def forget(self) -> None:
         """Begin anew: the steps so far say nothing of those to come."""
         self._ratios.clear()
-        self._sorted.clear()
+        self._seen.clear()
         self._factors.clear()
         self._num_left = self._ready_after
 
     def factor(self, q: float) -> float | None:
         """Return the q-quantile, by the nearest rank; None until enough steps were seen."""
-        if not self._sorted:
+        if not self._seen:
             return None
         found = self._factors.get(q)
         if found is None:
-            index = min(int(q * len(self._sorted)), len(self._sorted) - 1)
-            found = self._factors[q] = self._sorted[index]
+            index = min(int(q * len(self._seen)), len(self._seen) - 1)
+            found = self._factors[q] = sorted(self._seen)[index]
         return found

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.shape_range import ShapeRange
@@ -33,11 +34,21 @@ class Predictor:
     correction : online factors; None to keep the closure as it is.
     alarm : looks at every observed step; None for none.
     recent : quantiles of observed steps, which replace those of `residual` once there are enough.
+    errors : of the closure on steps that it was not fitted to; None where nothing was fitted.
     """
 
-    __slots__ = ("_alarm", "_correction", "_inflation", "_recent", "_residual", "_seconds", "_shape_range")
+    __slots__ = (
+        "_alarm",
+        "_correction",
+        "_inflation",
+        "_recent",
+        "_residual",
+        "_seconds",
+        "_shape_range",
+        "errors",
+    )
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - parts that are there or not
         self,
         seconds: Callable[[BatchShape], float],
         residual: ResidualModel | None = None,
@@ -45,7 +56,9 @@ class Predictor:
         correction: OnlineCorrection | None = None,
         alarm: DriftAlarm | None = None,
         recent: OnlineQuantile | None = None,
+        errors: FitErrors | None = None,
     ) -> None:
+        self.errors = errors
         self._seconds = seconds
         self._residual = residual
         self._shape_range = shape_range
@@ -63,6 +76,7 @@ class Predictor:
             OnlineCorrection(),
             DriftAlarm(),
             OnlineQuantile(),
+            self.errors,
         )
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:
@@ -93,7 +107,8 @@ class Predictor:
 
         A time that is not positive (a clock that stood still) teaches nothing and is passed over.
         """
-        if self._correction is None and self._alarm is None and self._recent is None:
+        correction, alarm, recent = self._correction, self._alarm, self._recent
+        if correction is None and alarm is None and recent is None:
             return
         if not (shape.num_new_tokens and 0 < seconds < math.inf):
             return
@@ -101,25 +116,20 @@ class Predictor:
         if self._inflation is not None:
             expected *= self._inflation(shape)
         ratio = seconds / expected
-        if self._correction is None:
-            if self._recent is not None:
-                self._recent.observe(ratio)
+        if correction is None:
+            if recent is not None:
+                recent.observe(ratio)
         else:
-            self._learn(self._correction, shape, ratio)
-        if self._alarm is not None:
-            self._alarm.observe(ratio)
-
-    def _learn(self, correction: OnlineCorrection, shape: BatchShape, ratio: float) -> None:
-        """Correct by a step, and count how far off it was where that says how far off others will be."""
-        had_lost_pace = correction.has_lost_pace
-        left = ratio / correction.factor(shape)
-        correction.observe(shape, ratio)
-        if self._recent is None:
-            return
-        if correction.has_lost_pace:
-            self._recent.forget()  # the first steps of the change were counted before it was known for one
-        elif not had_lost_pace:
-            self._recent.observe(left)
+            had_lost_pace = correction.has_lost_pace
+            factor = correction.observe(shape, ratio)
+            # How far off a step was, where that says how far off others will be.
+            if recent is not None:
+                if correction.has_lost_pace:
+                    recent.forget()  # the first steps of the change were counted before it was known for one
+                elif not had_lost_pace:
+                    recent.observe(ratio / factor)
+        if alarm is not None:
+            alarm.observe(ratio)
 
     @property
     def drift(self) -> Drift | None:

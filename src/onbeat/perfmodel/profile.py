@@ -12,6 +12,7 @@ from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fitted import FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.product_rates import ProductRates
 
 REMEDY = "Run `onbeat profile MODEL` on this machine again"
 
@@ -33,6 +34,8 @@ class ProfileKey:
     """Threads that a CPU engine computes with; 1 on other devices."""
     backend: str = "torch"
     """What computes a step: the same machine takes another time with another one."""
+    instruction_set: str | None = None
+    """The one that a native CPU engine computes with; None for other engines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,8 @@ class MachineLimits:
     """Bytes per second."""
     peak_flops: Mapping[str, float]
     """Number format -> operations per second."""
+    product_rates: ProductRates = ()
+    """Of matrix products by their rows, in the engine's number format; empty where all reach one rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,7 @@ def limited_device(device: DeviceSpec, limits: MachineLimits | None) -> DeviceSp
         device,
         memory_bandwidth=limits.memory_bandwidth,
         peak_flops={**device.peak_flops, **limits.peak_flops},
+        product_rates=limits.product_rates,
     )
 
 

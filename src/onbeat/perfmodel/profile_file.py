@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "MeasuredStep",
     "Profile",
     "ProfileKey",
+    "cache_dir",
     "check_profile",
     "find_profile",
     "limited_device",
@@ -42,16 +43,25 @@ __all__ = [
 ]
 
 
-def profiles_dir() -> Path:
-    """Return the directory of profiles: `$XDG_CACHE_HOME/onbeat/profiles`, or under `~/.cache`."""
+def cache_dir() -> Path:
+    """Return where everything is that can be had again: `$XDG_CACHE_HOME/onbeat`, or under `~/.cache`."""
     # The XDG specification: a relative path is invalid and must be ignored.
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat" / "profiles"
+    return (base if base.is_absolute() else Path.home() / ".cache") / "onbeat"
+
+
+def profiles_dir() -> Path:
+    """Return the directory of profiles, in the cache."""
+    return cache_dir() / "profiles"
 
 
 def profile_path(directory: Path, key: ProfileKey) -> Path:
-    """Return the file of a profile in a directory: legible, and apart for machines that share a home."""
-    text = json.dumps(_values(key), sort_keys=True)
+    """Return the file of a profile in a directory: legible, and apart for machines that share a home.
+
+    One engine on one machine has one file, whatever its instruction set: where this has changed since, the
+    file is found and refused, not passed over.
+    """
+    text = json.dumps(_values(replace(key, instruction_set=None)), sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
     name = re.sub(r"[^a-z0-9.]+", "-", key.model.lower()).strip("-.")
     return directory / f"{name}_{key.device}_{key.precision.weights}_t{key.threads}_{digest}.json"
@@ -79,6 +89,8 @@ def write_profile(path: Path, profile: Profile) -> None:
 def _values(key: ProfileKey) -> dict[str, Any]:
     """Return a key as plain values; what is not given of its formats leaves no trace."""
     values = asdict(key)
+    if key.instruction_set is None:
+        del values["instruction_set"]
     values["precision"] = {name: value for name, value in values["precision"].items() if value is not None}
     return values
 

@@ -13,15 +13,18 @@ from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FIT_METHODS, FittedModel
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.product_rates import ProductRates
 from onbeat.perfmodel.profile import REMEDY, MachineLimits, MeasuredStep, Profile, ProfileKey
 from onbeat.perfmodel.shape_range import ShapeRange
 from onbeat.perfmodel.shapes import FIELDS
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 2
-"""Changes whenever a reader of the old layout would misread the new one. Files of another version are
-refused, not converted: measuring again takes two minutes."""
+SCHEMA_VERSION = 3
+"""Changes whenever a reader of the old layout would misread the new one."""
+_READABLE = (2, SCHEMA_VERSION)
+"""Version 2 has one rate for all matrix products, and the instruction set among the engine's settings. Files
+of other versions are refused, not converted: measuring again takes two minutes."""
 _LATER_COLUMNS = ("num_draft_tokens", "num_draft_passes", "num_catch_up_tokens", "catch_up_pairs")
 """Sums that files of before there were drafts, or draft models that read, lack: they are 0 there."""
 
@@ -35,20 +38,20 @@ def parse_profile(content: object, path: Path) -> Profile:
     """
     top = _Object(content, path, "")
     version = top.value("schema_version", int)
-    if version != SCHEMA_VERSION:
+    if version not in _READABLE:
         raise ConfigError(
-            f"the profile {path} has schema version {version}, but this onbeat reads version "
-            f"{SCHEMA_VERSION}. {REMEDY}"
+            f"the profile {path} has schema version {version}, but this onbeat reads versions "
+            f"{' and '.join(map(str, _READABLE))}. {REMEDY}"
         )
-    limits = top.raw("limits")
+    limits, engine = top.raw("limits"), top.object("engine")
     return Profile(
-        key=_key(top.object("key")),
+        key=_key(top.object("key"), engine if version == 2 else top.object("key")),
         onbeat_version=top.value("onbeat_version", str),
         created=top.value("created", str),
         steps=_steps(top),
         fitted=_fitted(top.object("fit")),
         limits=None if limits is None else _limits(top.object("limits")),
-        engine=dict(top.object("engine").items),
+        engine=dict(engine.items),
     )
 
 
@@ -98,7 +101,7 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _key(key: _Object) -> ProfileKey:
+def _key(key: _Object, instruction_set: _Object) -> ProfileKey:
     precision, parallelism = key.object("precision"), key.object("parallelism")
     return ProfileKey(
         model=key.value("model", str),
@@ -116,6 +119,11 @@ def _key(key: _Object) -> ProfileKey:
         ),
         threads=key.value("threads", int),
         backend=key.value("backend", str),
+        instruction_set=(
+            instruction_set.value("instruction_set", str)
+            if "instruction_set" in instruction_set.items
+            else None
+        ),
     )
 
 
@@ -124,7 +132,25 @@ def _limits(limits: _Object) -> MachineLimits:
     return MachineLimits(
         memory_bandwidth=limits.positive("memory_bandwidth"),
         peak_flops={name: rates.positive(name) for name in rates.items},
+        product_rates=_product_rates(limits),
     )
+
+
+def _product_rates(limits: _Object) -> ProductRates:
+    rates = limits.items.get("product_rates", [])
+    try:
+        found = tuple((num_rows, float(rate)) for num_rows, rate in rates)
+        rows = [num_rows for num_rows, _ in found]
+        is_well_formed = rows == sorted(set(rows)) and all(
+            isinstance(num_rows, int) and num_rows > 0 and math.isfinite(rate) and rate > 0
+            for num_rows, rate in found
+        )
+    except (TypeError, ValueError):
+        is_well_formed = False
+    if not is_well_formed:
+        wanted = "a list of [rows, operations per second], all above 0, rows ascending"
+        raise limits.error("product_rates", rates, wanted)
+    return found
 
 
 def _fitted(fit: _Object) -> FittedModel:

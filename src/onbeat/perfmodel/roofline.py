@@ -3,12 +3,13 @@
 Williams, Waterman and Patterson, "Roofline", CACM 2009, per part of a step: matrices, LM head, attention of
 chunks, attention of decodes, element-wise operations, all-reduces, transfers between stages. The parts of a
 step depend on each other, so their times add up. A decode row that verifies drafts reads its context once
-and computes with it for each of its tokens.
+and computes with it for each of its tokens. Where a device's matrix products were measured by their rows, the
+arithmetic of matrices and LM head follows these rates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.product_rates import SMOOTHNESS
 from onbeat.perfmodel.roofline_terms import RooflineTerms, roofline_terms
 
 Vector = NDArray[np.float64]
@@ -49,8 +51,9 @@ class RooflineParameters:
     link_efficiency: float = 0.6
     """Of the links' peak bandwidth in one direction."""
     tile_tokens: float = 64.0
-    """Rows of a matrix product that are computed in vain: half a tile of 128, on average."""
-    smoothness: float = 3.0
+    """Rows of a matrix product that are computed in vain: half a tile of 128, on average. Without meaning
+    where the rates of products were measured by their rows."""
+    smoothness: float = SMOOTHNESS
     """Exponent p of the soft maximum (a^p + b^p)^(1/p) of arithmetic and memory; the maximum at infinity."""
 
     DEFAULTS: ClassVar[RooflineParameters]
@@ -77,6 +80,18 @@ _BY_ARCHITECTURE = {
         layer_seconds=2e-4,
         step_seconds=1e-3,
     ),
+    # Layers of the native engine are measured as they are, with their norms and the gaps between threads; a
+    # whole step does not keep up the best of short runs.
+    "cpu-native": replace(
+        RooflineParameters.DEFAULTS,
+        gemm_efficiency=0.9,
+        attention_efficiency=0.5,
+        weight_bandwidth_efficiency=0.9,
+        kv_bandwidth_efficiency=0.5,
+        elementwise_passes=0.5,
+        layer_seconds=5e-6,
+        step_seconds=5e-4,
+    ),
 }
 
 
@@ -88,6 +103,10 @@ class _Coefficients:
     token: float
     gemm_token: float
     tile_tokens: float
+    row_costs: Sequence[float]
+    """Of 0, 1, ... rows, in rows at the peak rate; empty without measured rates."""
+    row_cost: float
+    """Of each row where there are more."""
     dense_weights: float
     expert_weights: float
     expert_miss: float
@@ -105,6 +124,7 @@ def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coef
     by_weight, by_kv = 1 / parameters.weight_bandwidth_efficiency, 1 / parameters.kv_bandwidth_efficiency
     num_messages = terms.num_all_reduces + terms.num_sends
     kv, pair = terms.kv_token * by_kv, terms.pair / parameters.attention_efficiency
+    costs = terms.row_costs
     return _Coefficients(
         fixed=parameters.step_seconds
         + terms.num_layers * parameters.layer_seconds
@@ -112,7 +132,9 @@ def _coefficients(terms: RooflineTerms, parameters: RooflineParameters) -> _Coef
         token=terms.elementwise_token * parameters.elementwise_passes * by_weight
         + (terms.all_reduce_token + terms.send_token) / parameters.link_efficiency,
         gemm_token=terms.gemm_token / parameters.gemm_efficiency,
-        tile_tokens=parameters.tile_tokens,
+        tile_tokens=0.0 if costs else parameters.tile_tokens,
+        row_costs=costs,
+        row_cost=costs[-1] / (len(costs) - 1) if costs else 1.0,
         dense_weights=terms.dense_weights * by_weight,
         expert_weights=terms.expert_weights * by_weight,
         expert_miss=terms.expert_miss,
@@ -156,9 +178,14 @@ def make_roofline(
 def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     """Written flat, on local floats: a simulator asks it a million times, a scheduler in every step."""
     fixed, token, dense_weights = at.fixed, at.token, at.dense_weights
-    gemm_token, gemm_fixed = at.gemm_token, at.gemm_token * at.tile_tokens
+    costs, num_costs = at.row_costs, len(at.row_costs)
+    gemm_unit, gemm_token, gemm_fixed = (
+        at.gemm_token,
+        at.gemm_token * at.row_cost,
+        at.gemm_token * at.tile_tokens,
+    )
     expert_weights, expert_miss = at.expert_weights, at.expert_miss
-    head_row, head_weights = at.head_row, at.head_weights
+    head_unit, head_row, head_weights = at.head_row, at.head_row * at.row_cost, at.head_weights
     pair, kv, decode_kv = at.pair, at.kv, at.decode_kv
     window, share = at.window, at.windowed_share
     p, inverse_p = at.smoothness, 1 / at.smoothness
@@ -171,13 +198,14 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         tokens = shape.num_new_tokens
         if tokens == 0:
             return 0.0
-        a, b = gemm_fixed + tokens * gemm_token, dense_weights
+        a = costs[tokens] * gemm_unit if tokens < num_costs else gemm_fixed + tokens * gemm_token
+        b = dense_weights
         if expert_weights:
             b += expert_weights * (1 - expert_miss**tokens)
         total = fixed + tokens * token
         total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
         if rows := shape.num_lm_head_rows:
-            a, b = rows * head_row, head_weights
+            a, b = costs[rows] * head_unit if rows < num_costs else rows * head_row, head_weights
             total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
         decodes, context = shape.num_decodes, shape.decode_context_tokens
         if share and context > decodes * window:
@@ -232,13 +260,22 @@ def roofline_seconds(
     total = (
         at.fixed
         + tokens * at.token
-        + _soft_max((tokens + at.tile_tokens) * at.gemm_token, weights, at.smoothness)
+        + _soft_max((_row_costs(tokens, at) + at.tile_tokens) * at.gemm_token, weights, at.smoothness)
     )
     total += np.where(
-        rows > 0, _soft_max(rows * at.head_row, np.full_like(rows, at.head_weights), at.smoothness), 0
+        rows > 0,
+        _soft_max(_row_costs(rows, at) * at.head_row, np.full_like(rows, at.head_weights), at.smoothness),
+        0,
     )
     total += _attention(matrix, at)
     return np.where(tokens > 0, total, 0.0)
+
+
+def _row_costs(rows: Vector, at: _Coefficients) -> Vector:
+    if not at.row_costs:
+        return rows
+    listed = np.asarray(at.row_costs)[np.minimum(rows, len(at.row_costs) - 1).astype(np.int64)]
+    return np.where(rows < len(at.row_costs), listed, rows * at.row_cost)
 
 
 def _attention(matrix: Vector, at: _Coefficients) -> Vector:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onbeat.core.errors import ConfigError
@@ -9,6 +10,7 @@ from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
+from onbeat.perfmodel.product_rates import row_costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,8 @@ class RooflineTerms:
     """Most tokens that a windowed layer attends to; infinite without windows."""
     windowed_share: float
     """Share of the layers with a window."""
+    row_costs: Sequence[float]
+    """See `product_rates.row_costs`."""
 
 
 def roofline_terms(
@@ -86,6 +90,7 @@ def roofline_terms(
         send_token=(parallelism.pipeline - 1) * hidden_bytes * link_seconds,
         window=float("inf") if model.sliding_window is None else float(model.sliding_window),
         windowed_share=model.num_sliding_layers / model.num_layers,
+        row_costs=row_costs(device.product_rates, peak),
     )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf, sqrt
+from math import inf
 from typing import Any
 
 import numpy as np
-from scipy.special import stdtrit
 
 from onbeat.core.errors import ConfigError
+from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.planner.cases import BuiltCase, Case, Labels
 from onbeat.planner.objective import Objective
 from onbeat.planner.parallel import TaskContext
@@ -20,9 +20,6 @@ from onbeat.planner.trial import run_trial
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
 from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
-
-LEVEL = 0.95
-"""Confidence of the interval."""
 
 
 class Outcome(StrEnum):
@@ -222,13 +219,11 @@ def rate_interval(brackets: Sequence[Bracket], *, level: float = LEVEL) -> tuple
     """
     lows = np.array([bracket.low for bracket in brackets])
     highs = np.array([bracket.high for bracket in brackets])
-    count = len(brackets)
     rate = float(lows.mean())
-    if count == 1 or not np.isfinite(highs).all():
+    if len(brackets) == 1 or not np.isfinite(highs).all():
         return rate, (float(lows.min()), float(highs.max()))
-    factor = float(stdtrit(count - 1, (1 + level) / 2)) / sqrt(count)
-    low = rate - factor * float(lows.std(ddof=1))
-    high = float(highs.mean()) + factor * float(highs.std(ddof=1))
+    low = rate - student_half_width(lows, level)
+    high = float(highs.mean()) + student_half_width(highs, level)
     return rate, (max(0.0, low), high)
 
 

@@ -11,9 +11,8 @@ from onbeat.metrics.summary_keys import run_keys
 from onbeat.planner.cases import Case, Labels, case_name
 from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Stopped
-from onbeat.planner.trial import require_finished, stop_if
+from onbeat.planner.trial import simulate_trial
 from onbeat.report.result import TradeoffPoint
-from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -67,16 +66,9 @@ def run_level(task: LevelTask, context: TaskContext) -> FrontierPoint | None:
     level = task.level
     try:
         built = task.case.build()
-        config = built.config
         if level.concurrency is not None:
-            config = replace(config, max_concurrency=level.concurrency)
-        result = simulate(
-            level.apply(task.load),
-            config,
-            built.step_time,
-            on_progress=lambda *_: stop_if(context.is_stopped),
-        )
-        require_finished(result)
+            built = built._replace(config=replace(built.config, max_concurrency=level.concurrency))
+        result = simulate_trial(built, level.apply(task.load), context.is_stopped)
     except ConfigError as error:
         return FrontierPoint(labels=task.case.labels, level=level, run=None, error=str(error))
     except Stopped:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
-from onbeat.planner.cases import Case
+from onbeat.planner.cases import BuiltCase, Case
 from onbeat.planner.objective import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
 from onbeat.simulator.result import SimulationResult
@@ -19,48 +19,44 @@ IsStopped = Callable[[], bool]
 def run_trial(
     case: Case, load: OfferedLoad, objective: Objective, is_stopped: IsStopped, *, to_the_end: bool = False
 ) -> Verdict:
-    """Run a load and judge it.
+    """Run a load and judge it; raises as `simulate_trial`, but for a miss.
 
     Parameters
     ----------
     to_the_end : finish a run that misses its objective, for the sake of its numbers.
-
-    Raises
-    ------
-    Stopped : it was asked to end, or Ctrl-C ended it.
-    ConfigError : the case cannot run this load.
     """
-    built = case.build()
-    watch = None if to_the_end else MissWatch(objective.allowances(load), len(load))
     try:
-        result = simulate(
-            load,
-            built.config,
-            built.step_time,
-            observer=watch,
-            on_progress=lambda *_: stop_if(is_stopped),
-        )
+        result = simulate_trial(case.build(), load, is_stopped, watched=None if to_the_end else objective)
     except ObjectiveMissed as missed:
         return missed.verdict
-    require_finished(result)
     return objective.judge(result)
 
 
-def stop_if(is_stopped: IsStopped) -> None:
-    """Leave a run that was asked to end.
+def simulate_trial(
+    built: BuiltCase, load: OfferedLoad, is_stopped: IsStopped, *, watched: Objective | None = None
+) -> SimulationResult:
+    """Run a load.
+
+    Parameters
+    ----------
+    watched : the run ends where this is missed for certain; without, it goes to the end.
 
     Raises
     ------
-    Stopped : it was.
+    ObjectiveMissed : the objective is missed.
+    Stopped : the run was asked to end, or Ctrl-C ended it: its records say nothing of the rate.
+    ConfigError : the case cannot run this load.
     """
-    if is_stopped():
-        raise Stopped
 
+    def stop_if_asked(*_: object) -> None:
+        if is_stopped():
+            raise Stopped
 
-def require_finished(result: SimulationResult) -> None:
-    """Raise `Stopped` where Ctrl-C ended the simulation: its records say nothing of the rate."""
+    watch = None if watched is None else MissWatch(watched.allowances(load), len(load))
+    result = simulate(load, built.config, built.step_time, observer=watch, on_progress=stop_if_asked)
     if not result.is_complete:
         raise Stopped
+    return result
 
 
 class ObjectiveMissed(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from onbeat.core.hashing import hash_block, root_hash
+from onbeat.core.hashing import hash_blocks, root_hash
 
 LOGGED_BYTES = 8
 """Of each 16-byte hash: among a thousand million blocks two would be mixed up with odds of 1 in 37."""
@@ -33,10 +33,7 @@ class HashChain:
         pending += token_ids
         if len(pending) < size:
             return []
-        hashes = []
-        num_full = len(pending) - len(pending) % size
-        for start in range(0, num_full, size):
-            self._parent = hash_block(self._parent, pending[start : start + size])
-            hashes.append(self._parent[:LOGGED_BYTES].hex())
-        del pending[:num_full]
-        return hashes
+        hashes = hash_blocks(self._parent, pending, size)
+        self._parent = hashes[-1]
+        del pending[: len(hashes) * size]
+        return [each[:LOGGED_BYTES].hex() for each in hashes]

@@ -2,9 +2,9 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 3, ...}`` with the fields of `RecordHeader`;
-2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, with the fields
-   of the classes below, defaults left out;
+1. the header: ``{"file": "onbeat-record", "schema_version": 5, ...}`` with the fields of `RecordHeader`;
+2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
+   with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
 
 Requests are numbered from 0 in the order of their ``add``; everywhere else the number stands for the id.
@@ -21,21 +21,33 @@ not.
    capacity (`AddCall.refused`); ``schedule`` with the requests that it gave up (`ScheduleCall.expired`)
 3  drafts: those that rows were planned with (`RecordedRow.num_draft_tokens`), and what became of them
    (`UpdateCall.drafted`, `UpdateCall.available`, `UpdateCall.undelivered`)
+4  ``add`` of a request that is resumed with tokens from elsewhere (`AddCall.num_resumed_tokens`)
+5  ``handover``: what takes KV, and requests with theirs, to other replicas and from them; ``add`` of one that
+   came so (`AddCall.adoption`), of one whose KV comes from elsewhere or stays for others
+   (`AddCall.num_external_tokens`, `AddCall.keeps_kv`)
 == ==================================================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
+from onbeat.core.handover import StreamDeadlines
 from onbeat.core.slo import ShedMode
 
+DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
+"""Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 3
-READABLE_VERSIONS = (1, 2, 3)
+SCHEMA_VERSION = 5
+READABLE_VERSIONS = (1, 2, 3, 4, 5)
 TRAILER = "end"
+
+HandoverVerb = Literal[
+    "hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free", "fetch", "receive", "fail"
+]
+"""`left` is the answer to `detach`, `fetch` that of a request whose KV is to be written into its blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +78,19 @@ class RecordedRefusal(NamedTuple):
     """None where a number of requests or tokens was reached."""
 
 
+class RecordedAdoption(NamedTuple):
+    """What `Handovers.adopt` was told of a request beside what `add` is told."""
+
+    handover_id: str
+    scheduled_time: float
+    num_cached_tokens: int
+    num_preemptions: int
+    deadlines: StreamDeadlines | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class AddCall:
-    """`Scheduler.add` of a request that it took, or refused for want of capacity."""
+    """`Scheduler.add` of a request that it took, or refused for want of capacity; or `Handovers.adopt`."""
 
     now: float
     """What the scheduler was given."""
@@ -79,7 +101,8 @@ class AddCall:
     max_tokens: int
     priority: int = 0
     block_hashes: tuple[bytes, ...] = ()
-    """Hashes of the prompt's full blocks; empty where the prefix cache is off."""
+    """Hashes of the full blocks of the prompt, and of the output tokens that it is resumed with; empty where
+    the prefix cache is off."""
     slo: tuple[float | None, float | None, float | None] | None = None
     """TTFT, TBT and E2E objective, seconds."""
     slo_class: str | None = None
@@ -87,6 +110,15 @@ class AddCall:
     tenant: str | None = None
     shed: ShedMode = ShedMode.OFF
     refused: RecordedRefusal | None = None
+    num_resumed_tokens: int = 0
+    """Output tokens that its client had already."""
+    first_token_time: float | None = None
+    """When the first of them was delivered, seconds."""
+    num_external_tokens: int = 0
+    """Leading tokens whose KV came from another replica."""
+    keeps_kv: bool = False
+    adoption: RecordedAdoption | None = None
+    """None of a request that was added."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +192,20 @@ class UpdateCall:
     """Request -> hashes of blocks that its new tokens filled."""
 
 
-Call = AddCall | AbortCall | ScheduleCall | UpdateCall
+@dataclass(frozen=True, slots=True)
+class HandoverCall:
+    """A verb of `Handovers`, and what it answered."""
+
+    now: float
+    verb: HandoverVerb
+    id: str
+    """Of the request; of the hand-over for `reserve` and `release`."""
+    num_tokens: int | None = None
+    """That `reserve` was asked for."""
+    block_ids: tuple[int, ...] | None = None
+    """That `hold` and `reserve` answered; None where they had none."""
+    is_out: bool | None = None
+    """Whether a request has left the batch, for `left`, or joined it again, for `reattach`."""
+
+
+Call = AddCall | AbortCall | ScheduleCall | UpdateCall | HandoverCall

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.handover import StreamDeadlines
 from onbeat.core.slo import ShedMode
 from onbeat.recording.lines import GzipLines
 from onbeat.recording.log import (
+    DEADLINES,
     FILE_KIND,
     READABLE_VERSIONS,
     TRAILER,
     AbortCall,
     AddCall,
     Call,
+    HandoverCall,
+    HandoverVerb,
     RecordedAdmission,
+    RecordedAdoption,
     RecordedRefusal,
     RecordedRow,
     RecordHeader,
@@ -179,6 +185,41 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         tenant=values.get("tenant"),
         shed=ShedMode(values.get("shed", ShedMode.OFF)),
         refused=None if refused is None else RecordedRefusal(*refused),
+        num_resumed_tokens=values.get("num_resumed_tokens", 0),
+        first_token_time=values.get("first_token_time"),
+        num_external_tokens=values.get("num_external_tokens", 0),
+        keeps_kv=values.get("keeps_kv", False),
+        adoption=None if (adoption := values.get("adoption")) is None else _adoption(*adoption),
+    )
+
+
+def _adoption(
+    handover_id: str,
+    scheduled_time: float,
+    num_cached_tokens: int,
+    num_preemptions: int,
+    stood: list[Any] | None,
+) -> RecordedAdoption:
+    deadlines = None
+    if stood is not None:
+        values = dict(zip(DEADLINES, stood, strict=True))
+        for name, value in values.items():
+            if value is None:
+                values[name] = -inf if name.endswith("_delivery") else inf
+        deadlines = StreamDeadlines(**values)
+    return RecordedAdoption(handover_id, scheduled_time, num_cached_tokens, num_preemptions, deadlines)
+
+
+def _handover_call(values: Mapping[str, Any]) -> HandoverCall:
+    if values["verb"] not in get_args(HandoverVerb):
+        raise ValueError(f"no verb {values['verb']}")
+    return HandoverCall(
+        now=values["now"],
+        verb=values["verb"],
+        id=values["id"],
+        num_tokens=values.get("num_tokens"),
+        block_ids=_numbers(values.get("block_ids")),
+        is_out=values.get("is_out"),
     )
 
 
@@ -244,4 +285,5 @@ _PARSERS: Mapping[str, Callable[[Mapping[str, Any]], Call]] = {
     "abort": _abort_call,
     "schedule": _schedule_call,
     "update": _update_call,
+    "handover": _handover_call,
 }

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import wraps
+from math import isinf
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol
 
@@ -17,7 +18,15 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
 from onbeat.recording.background_file import BackgroundFile
 from onbeat.recording.hash_chain import HashChain
-from onbeat.recording.log import FILE_KIND, SCHEMA_VERSION, TRAILER, RecordHeader
+from onbeat.recording.log import (
+    DEADLINES,
+    FILE_KIND,
+    SCHEMA_VERSION,
+    TRAILER,
+    HandoverVerb,
+    RecordedAdoption,
+    RecordHeader,
+)
 
 logger = logging.getLogger("onbeat.recording")
 
@@ -99,14 +108,20 @@ class RecordWriter:
 
     @_guarded
     def add(
-        self, request: Request, now: float, *, refusal: Overloaded | SLOUnattainable | None = None
+        self,
+        request: Request,
+        now: float,
+        *,
+        refusal: Overloaded | SLOUnattainable | None = None,
+        adoption: RecordedAdoption | None = None,
     ) -> None:
-        """Log a request that the scheduler took, or refused for want of capacity.
+        """Log a request that the scheduler took, or refused for want of capacity; or that it adopted.
 
         Parameters
         ----------
         now : the time that it was given; seconds.
         refusal : what it raised.
+        adoption : by which hand-over it came, and how it stood; None of one that was added.
         """
         chain = HashChain(self._block_size, request.cache_salt) if self._logs_hashes else None
         opened = _OpenRequest(self._num_requests, chain)
@@ -124,8 +139,14 @@ class RecordWriter:
         }
         if request.priority:
             call["priority"] = request.priority
-        if chain is not None and (hashes := chain.extend(request.prompt_token_ids)):
-            call["block_hashes"] = hashes
+        if request.resumed_token_ids:
+            call["num_resumed_tokens"] = len(request.resumed_token_ids)
+            call["first_token_time"] = request.first_token_time
+        _put_kv(call, request, adoption)
+        if chain is not None:
+            token_ids = (request.prompt_token_ids, request.resumed_token_ids)
+            if hashes := [each for ids in token_ids for each in chain.extend(ids)]:
+                call["block_hashes"] = hashes
         _put_objectives(call, request)
         if refusal is not None:
             call["refused"] = [refusal.code]
@@ -133,6 +154,26 @@ class RecordWriter:
                 call["refused"] += [refusal.predicted_ttft, refusal.retry_after]
             elif refusal.retry_after is not None:
                 call["refused"] += [None, refusal.retry_after]
+        self._write(call)
+
+    @_guarded
+    def handover(
+        self,
+        verb: HandoverVerb,
+        name: str,
+        now: float,
+        *,
+        num_tokens: int | None = None,
+        block_ids: Sequence[int] | None = None,
+        is_out: bool | None = None,
+    ) -> None:
+        """Log a verb of `Handovers`, all but `adopt`; see `HandoverCall`."""
+        call: dict[str, Any] = {"call": "handover", "now": now, "verb": verb, "id": _printable(name)}
+        for key, value in (("num_tokens", num_tokens), ("block_ids", block_ids), ("is_out", is_out)):
+            if value is not None:
+                call[key] = value
+        if verb == "free" and (opened := self._open.get(name)) is not None:
+            self._end(name, opened)
         self._write(call)
 
     @_guarded
@@ -302,6 +343,26 @@ def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
     """
     sink = BackgroundFile(path)
     return lambda header: RecordWriter(sink, header)
+
+
+def _put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | None) -> None:
+    """Put in what comes from other replicas, or stays for them."""
+    if request.num_external_tokens:
+        call["num_external_tokens"] = request.num_external_tokens
+    if request.keeps_kv:
+        call["keeps_kv"] = True
+    if adoption is not None:
+        call["adoption"] = _adoption_list(adoption)
+
+
+def _adoption_list(adoption: RecordedAdoption) -> list[Any]:
+    """Return an adoption as a list; JSON has no infinity, so that is null."""
+    deadlines = adoption.deadlines
+    stood = None
+    if deadlines is not None:
+        values = (getattr(deadlines, name) for name in DEADLINES)
+        stood = [None if isinstance(value, float) and isinf(value) else value for value in values]
+    return [_printable(adoption.handover_id), *adoption[1:4], stood]
 
 
 def _put_objectives(call: dict[str, Any], request: Request) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from onbeat.report.fleet_view import fleet_table, plain_table
 from onbeat.report.live_view import ClassView, DraftView, Percentiles, ServerView, StepView, WorstDecileView
 from onbeat.report.units import against, duration, percent, short, sparkline
 
@@ -39,6 +39,7 @@ def live_frame(
     """
     gap = Text()
     parts: list[RenderableType] = [_head(view, url), Rule(style="dim"), _queues(view), gap]
+    parts += [] if view.fleet is None else [fleet_table(view.fleet), gap]
     parts.append(_classes(view.classes))
     parts += [] if view.worst_decile is None else [gap, _worst_decile(view.worst_decile)]
     parts += [gap, _steps(view.steps)]
@@ -106,18 +107,7 @@ def _queues(view: ServerView) -> RenderableType:
 def _classes(classes: Sequence[ClassView]) -> RenderableType:
     if not classes:
         return Text("no request with objectives so far", style="dim")
-    table = Table(
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        expand=True,
-        pad_edge=False,
-        padding=(0, 0, 0, 1),
-        header_style="dim",
-        border_style="dim",
-    )
-    table.add_column("class", no_wrap=True, overflow="ellipsis", ratio=1)
-    for title in ("req/s", "good/s", "attained", "TTFT P50", "TTFT P99", "TBT P99"):
-        table.add_column(title, justify="right", no_wrap=True)
+    table = plain_table("class", "req/s", "good/s", "attained", "TTFT P50", "TTFT P99", "TBT P99")
     for own in classes:
         table.add_row(
             own.name,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.metrics.exposition import Scrape, ScrapeWindow
+from onbeat.report.fleet_view import FleetRows, fleet_rows
 
 RATE_SECONDS = 10.0
 """Rates and means are over so long."""
@@ -122,6 +123,8 @@ class ServerView:
     used_blocks: float
     blocks: float
     load: LoadView
+    fleet: FleetRows | None
+    """None where there is one replica."""
     steps: StepView
     drafts: DraftView | None
     """None where the server does not speculate."""
@@ -206,6 +209,7 @@ class ServerHistory:
             used_blocks=new.value("onbeat_kv_blocks_used") or 0.0,
             blocks=new.value("onbeat_kv_blocks") or 0.0,
             load=_load(recent),
+            fleet=fleet_rows(recent),
             steps=_steps(recent, longer),
             drafts=_drafts(recent),
             classes=_classes(recent, longer),

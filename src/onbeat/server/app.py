@@ -14,11 +14,12 @@ from starlette.middleware.cors import CORSMiddleware
 
 from onbeat import __version__
 from onbeat.core.errors import OnbeatError
-from onbeat.core.protocols import EngineClient, Tokenizer
+from onbeat.core.protocols import EngineClient, FleetView, Tokenizer
 from onbeat.server.chat import ChatCompletionRequest, chat_routes
 from onbeat.server.completions import CompletionRequest, completion_routes
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
+from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
 from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.middleware import (
@@ -41,6 +42,7 @@ from onbeat.text.chat_template import ChatTemplate
 ENDPOINTS = OPEN_PATHS | {
     *("/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}"),
     *("/tokenize", "/detokenize"),
+    *("/fleet", "/fleet/drain", "/fleet/scale", "/fleet/restart"),
 }
 """The paths that the log and the metrics tell apart."""
 REQUEST_BODIES = (ChatCompletionRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest)
@@ -57,6 +59,8 @@ def create_app(
     chat_template: ChatTemplate | None,
     config: ServerConfig,
     telemetry: Telemetry,
+    *,
+    fleet: FleetView | None = None,
 ) -> FastAPI:
     """Return the OpenAI-compatible application over a running engine.
 
@@ -67,16 +71,18 @@ def create_app(
     chat_template : how chats become prompts; None for base models, whose chat endpoint then answers 400.
     config : who may call and what one request may ask for.
     telemetry : metrics and timeline; its tracker must observe the engine.
+    fleet : the replicas behind the engine client, to show and to ask; None where there is nothing to ask.
 
     Notes
     -----
-    `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `watch`,
+    `app.state` has what `server.run` needs of the application: `lifecycle`, `engine`, `fleet`,
     `telemetry`.
     """
     lifecycle = Lifecycle()
     info = engine.info
     services = Services(
         engine=engine,
+        fleet=fleet,
         tokenizer=tokenizer,
         chat_template=chat_template,
         config=config,
@@ -86,7 +92,7 @@ def create_app(
         watch=EngineWatch(engine, config.hang),
         created=int(time.time()),
     )
-    telemetry.exporter.watch(engine)
+    telemetry.exporter.watch(engine, fleet)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -106,7 +112,7 @@ def create_app(
     )
     app.state.lifecycle = lifecycle
     app.state.engine = engine
-    app.state.watch = services.watch
+    app.state.fleet = fleet
     app.state.telemetry = telemetry
     for router in (
         chat_routes(services),
@@ -114,12 +120,15 @@ def create_app(
         tokenizer_routes(services),
         model_routes(services),
         health_routes(services),
+        *([] if fleet is None else [fleet_routes(fleet, config)]),
         telemetry.routes(),
     ):
         app.include_router(router)
     for kind in (OnbeatError, HTTPException):
         app.add_exception_handler(kind, handle_error)
-    describe(app, REQUEST_BODIES, vocab_size=info.vocab_size, needs_key=bool(config.api_keys))
+    describe(
+        app, (*REQUEST_BODIES, *FLEET_BODIES), vocab_size=info.vocab_size, needs_key=bool(config.api_keys)
+    )
     _add_middleware(app, config, telemetry)
     return app
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.hang import HangLimits
 from onbeat.core.options import check, option, part
 from onbeat.server.slo_defaults import SLODefaults, key_digest
 
@@ -53,20 +54,6 @@ class ConnectionLimits:
 
     def __post_init__(self) -> None:
         check(self, ConnectionLimits)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HangLimits:
-    """When an engine is held to hang. It gives a sign of life every second, also while a step runs."""
-
-    silence_seconds: float = 30.0
-    """Longest time without a sign of life."""
-    step_seconds: float = 30.0
-    """A step may always take this long."""
-    step_ratio: float = 100.0
-    """Beyond that, it may take this many times what was predicted."""
-    unpredicted_step_seconds: float = 600.0
-    """What a step may take where nothing predicts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -290,6 +290,7 @@ def engine_requests(
                 weight=objectives.weight,
                 tenant=objectives.tenant,
                 shed=objectives.shed,
+                resumes=objectives.resumes,
             )
             requests.append(request)
     return requests

@@ -30,6 +30,8 @@ TTFT_HEADER = "x-llm-d-slo-ttft-ms"
 TBT_HEADER = "x-llm-d-slo-tpot-ms"
 OLD_NAMES = {TTFT_HEADER: "x-slo-ttft-ms", TBT_HEADER: "x-slo-tpot-ms"}
 """As the first versions of llm-d's gateway had them; clients such as inference-perf still send these."""
+RESUME_HEADER = "x-onbeat-resume"
+"""Whether the request goes on elsewhere where its replica is lost: `on`, as without it, or `off`."""
 TENANT_HEADER = "x-llm-d-inference-fairness-id"
 LONGEST_TENANT = 128
 
@@ -86,6 +88,8 @@ class ObjectiveFields(BaseModel):
 
     slo: SLOFields | None = None
     service_tier: ServiceTier | None = None
+    resume: bool | None = None
+    """Whether it goes on elsewhere where the replica that has it is lost; true if absent."""
     user: str | None = None
     """Who shares the server fairly with others, where neither a gateway nor an API key says so."""
 
@@ -99,6 +103,7 @@ class RequestObjectives:
     weight: float = 1.0
     tenant: str | None = None
     shed: ShedMode = ShedMode.OFF
+    resumes: bool = True
 
 
 def request_objectives(
@@ -133,6 +138,7 @@ def request_objectives(
         weight=next((weight for weight in weights if weight is not None), 1.0),
         tenant=_tenant(fields, headers, key_digest),
         shed=_shed_of_body(body) or of_class.shed or defaults.shed,
+        resumes=_resumes(fields, headers),
     )
 
 
@@ -170,6 +176,13 @@ def _shed_of_body(body: SLOFields) -> ShedMode | None:
     if body.shed is None:
         return None
     return ShedMode.REJECT if body.shed else ShedMode.RELEGATE
+
+
+def _resumes(fields: ObjectiveFields, headers: Headers) -> bool:
+    text = headers.get(RESUME_HEADER, "on").strip().lower()
+    if text not in ("on", "off"):
+        raise _wrong(RESUME_HEADER, f"{text[:40]!r}; it should be 'on' or 'off'")
+    return text == "on" if fields.resume is None else fields.resume
 
 
 def _tenant(fields: ObjectiveFields, headers: Headers, key_digest: str | None) -> str | None:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE
 from onbeat.server.fields import HARMLESS, NO_OP_VALUES
 from onbeat.server.middleware import OPEN_PATHS
-from onbeat.server.objectives import LONGEST_TENANT, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
+from onbeat.server.objectives import LONGEST_TENANT, RESUME_HEADER, TBT_HEADER, TENANT_HEADER, TTFT_HEADER
 from onbeat.server.prompts import TOKEN_ID_SCHEMA
 
 _COMPONENT = "#/components/schemas/{model}"
@@ -61,9 +61,11 @@ def _slo_headers() -> list[dict[str, Any]]:
     """Return the description of the headers that say a request's objectives, and for whom it is."""
     objective = {"type": "number", "minimum": SHORTEST_OBJECTIVE * 1e3, "maximum": LONGEST_OBJECTIVE * 1e3}
     tenant = {"type": "string", "maxLength": LONGEST_TENANT}
+    resume = {"type": "string", "enum": ["on", "off"], "default": "on"}
     described = [
         (TTFT_HEADER, "TTFT objective, milliseconds", objective),
         (TBT_HEADER, "TBT objective, milliseconds", objective),
+        (RESUME_HEADER, "Whether it goes on elsewhere where its replica is lost", resume),
         (TENANT_HEADER, "Who shares the server fairly with others", tenant),
     ]
     return [
@@ -289,6 +291,34 @@ class EngineLoad(BaseModel):
     server_load: int
 
 
+class ReplicaLimitsShown(BaseModel):
+    device: str
+    max_model_len: int
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+
+
+class ReplicaStatus(BaseModel):
+    replica: str
+    state: Literal["starting", "ready", "draining", "down", "stopped"]
+    why: str
+    lives: int
+    requests: int
+    streaming: int
+    process_id: int | None
+    host: str
+    silence_seconds: float | None
+    limits: ReplicaLimitsShown | None
+    load: dict[str, Any] | None
+
+
+class FleetStatus(BaseModel):
+    ready: bool
+    requests_waiting: int
+    replicas: list[ReplicaStatus]
+
+
 class VersionInfo(BaseModel):
     version: str
 
@@ -296,6 +326,7 @@ class VersionInfo(BaseModel):
 _MEANINGS = {
     400: "The request is malformed, asks for something unsupported, or does not fit the context",
     401: "The API key is missing or wrong",
+    403: "The caller may not do that",
     404: "There is no such model",
     413: "The body is over the limit",
     429: "The server sheds this request; see Retry-After",

@@ -14,9 +14,10 @@ from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.datastructures import State
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.protocols import EngineClient
+from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.config import ServerConfig
 from onbeat.server.connection import BoundedConnection
@@ -25,7 +26,7 @@ from onbeat.server.lifecycle import Lifecycle
 logger = logging.getLogger("onbeat.server")
 
 _ABORT_SECONDS = 2.0
-"""What requests that are aborted, or whose engine has ended, get to tell their clients."""
+"""What requests that are aborted get to tell their clients."""
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that none is closed while its next request is on the way."""
@@ -111,12 +112,11 @@ async def serve(
     *,
     on_started: Callable[[str], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then drain; or until the engine has ended.
+    """Serve until SIGTERM or SIGINT, then drain.
 
     On the first signal `/ready` turns 503, new generations get 503, and running ones finish within
     `config.shutdown_timeout` seconds; those that do not are aborted and say so. A second signal aborts
-    at once. Without its engine the server ends once open requests have heard so: whoever supervises it can
-    start it again.
+    at once. Replicas that end meanwhile are started again; while none lives `/health` answers 503.
 
     Parameters
     ----------
@@ -132,9 +132,8 @@ async def serve(
     check_tls(config)
     _listen(sock, f"{config.host}:{config.port}")
     server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
-    stopper = _Stopper(app.state.lifecycle, app.state.engine, server, config.shutdown_timeout)
+    stopper = _Stopper(app.state, server, config.shutdown_timeout)
     try:
-        stopper.stop_with(app.state.watch.ended)
         with settled_memory(), _signals(stopper.on_signal):
             await server.serve(sockets=[sock])
     except OSError as error:
@@ -212,42 +211,29 @@ class _Server(uvicorn.Server):
 class _Stopper:
     """Turns signals into an orderly end."""
 
-    def __init__(
-        self, lifecycle: Lifecycle, engine: EngineClient, server: uvicorn.Server, timeout: float
-    ) -> None:
-        self._lifecycle = lifecycle
-        self._engine = engine
+    def __init__(self, state: State, server: uvicorn.Server, timeout: float) -> None:
+        self._lifecycle: Lifecycle = state.lifecycle
+        self._engine: EngineClient = state.engine
+        self._fleet: FleetView | None = state.fleet
         self._server = server
         self._timeout = timeout
         self._drain: asyncio.Task[None] | None = None
         self._hurry = asyncio.Event()
-        self._death: asyncio.Task[None] | None = None
-
-    def stop_with(self, ended: asyncio.Event) -> None:
-        """Stop the server once its engine has ended."""
-        self._death = asyncio.create_task(self._stop_after(ended))
 
     def on_signal(self) -> None:
         if self._drain is None:
             logger.info("draining: no new requests; %d are running", self._lifecycle.num_open)
             self._lifecycle.start_draining()
+            if self._fleet is not None:
+                self._fleet.expect_end()
             self._drain = asyncio.create_task(self._stop_when_idle())
         else:
             logger.info("stopping at once")
             self._hurry.set()
 
     async def close(self) -> None:
-        if self._death is not None:
-            self._death.cancel()
         if self._drain is not None:
             await self._drain
-
-    async def _stop_after(self, ended: asyncio.Event) -> None:
-        await ended.wait()
-        logger.error("the server ends, since its engine has; %d requests are open", self._lifecycle.num_open)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._lifecycle.wait_until_idle(), _ABORT_SECONDS)
-        self._server.should_exit = True
 
     async def _stop_when_idle(self) -> None:
         idle = asyncio.create_task(self._lifecycle.wait_until_idle())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from onbeat.core.protocols import EngineClient, EngineInfo, Tokenizer
+from onbeat.core.protocols import EngineClient, EngineInfo, FleetView, Tokenizer
 from onbeat.server.config import MAX_QUOTED, ServerConfig
 from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator
@@ -18,6 +18,8 @@ class Services:
     """The parts that the routes share."""
 
     engine: EngineClient
+    fleet: FleetView | None
+    """The replicas behind it; None where nothing is known of them."""
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     config: ServerConfig

@@ -9,7 +9,8 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from onbeat import __version__
-from onbeat.core.errors import EngineDead
+from onbeat.core.errors import EngineDead, Overloaded
+from onbeat.core.protocols import FleetView
 from onbeat.server.errors import engine_hangs
 from onbeat.server.openapi import EngineLoad, ModelCard, ModelList, VersionInfo, error_answers
 from onbeat.server.services import Services
@@ -21,9 +22,9 @@ def health_routes(services: Services) -> APIRouter:
     empty: dict[int | str, dict[str, Any]] = {200: {"description": "Yes; no body"}, **error_answers(503)}
 
     async def health() -> Response:
-        """Tell whether the engine lives and goes on; stays 200 while the server drains."""
+        """Tell whether a replica lives and goes on; stays 200 while the server drains."""
         if not services.engine.is_alive:
-            raise EngineDead("the engine process has ended, and the server ends too; see its log")
+            raise _all_down(services.fleet)
         if services.watch.hang is not None:
             raise engine_hangs(services.watch.hang)
         return Response()
@@ -31,6 +32,8 @@ def health_routes(services: Services) -> APIRouter:
     async def ready() -> Response:
         """Tell whether the server takes new requests; 503 as soon as it is told to stop."""
         services.lifecycle.check_open()
+        if services.fleet is not None and services.engine.is_alive and not services.fleet.is_ready:
+            raise _all_down(services.fleet)
         return await health()
 
     async def load() -> Response:
@@ -48,6 +51,21 @@ def health_routes(services: Services) -> APIRouter:
     router.add_api_route("/load", load, methods=["GET"], response_model=EngineLoad)
     router.add_api_route("/version", version, methods=["GET"], response_model=VersionInfo)
     return router
+
+
+def _all_down(fleet: FleetView | None) -> Exception:
+    """Return what a health check gets while no replica lives, or none takes requests."""
+    if fleet is None:
+        return EngineDead("the engine process has ended; see the server's log")
+    states = "; ".join(
+        f"{each.replica} is {each.state}" + (f" ({each.why})" if each.why else "")
+        for each in fleet.replicas()
+    )
+    message = f"no replica takes requests: {states or 'there is none'}"
+    seconds = fleet.seconds_to_ready
+    if seconds is None:
+        return EngineDead(f"{message}. None is started again by itself: see the log, then POST /fleet/scale")
+    return Overloaded(message, code="no_replica", retry_after=seconds)
 
 
 def model_routes(services: Services) -> APIRouter:

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from onbeat.core.slo import SLOMode
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
+from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.tracker import RequestTracker, RunListener
 from onbeat.server.config import ServerConfig
 from onbeat.server.middleware import HttpContext
@@ -31,6 +32,7 @@ class Telemetry:
     listeners : more that want to hear of steps and requests, such as a timeline.
     policy : the scheduler's, as metrics show it.
     proposer : what proposes draft tokens; None where nothing is speculated.
+    fleet_counts : what a fleet does with requests, as its client counts it.
     slo_mode : what keeping a TBT objective means to them.
 
     Attributes
@@ -38,7 +40,7 @@ class Telemetry:
     tracker : must observe the engine client (`observers=[telemetry.tracker]`).
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 -- what is served, and who wants to hear
         self,
         config: ServerConfig,
         model_name: str,
@@ -47,6 +49,7 @@ class Telemetry:
         policy: str = "",
         proposer: str | None = None,
         slo_mode: SLOMode = "stream",
+        fleet_counts: FleetCounts | None = None,
     ) -> None:
         counts = RunCounts(slo_mode)
         self.tracker = RequestTracker([counts, *listeners])
@@ -56,6 +59,7 @@ class Telemetry:
             policy=policy,
             proposer=proposer,
             aliases=config.metrics_aliases,
+            fleet_counts=fleet_counts,
         )
 
     def on_http(self, context: HttpContext) -> None:

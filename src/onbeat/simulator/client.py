@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.cluster.routers import RoutingRequest
+from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.simulator.acceptance import RequestDrafts
 from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from math import isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.routers import require_router
@@ -136,6 +137,68 @@ class MemberChange(NamedTuple):
     joins: bool
 
 
+ChangeKind = Literal["kill", "drain", "restart", "scale"]
+CHANGE_KINDS: tuple[ChangeKind, ...] = get_args(ChangeKind)
+
+
+class FleetChange(NamedTuple):
+    """Something that happens to a fleet, whose decisions about it are simulated, too."""
+
+    when: float
+    """Virtual seconds."""
+    kind: ChangeKind
+    """`kill`: a replica dies, with all that it has. `drain`: it ends what runs there, and stops. `restart`:
+    it drains and starts again. `scale`: there are to be so many replicas."""
+    number: int
+    """Of the replica, or replicas."""
+
+
+def parse_change(text: str) -> FleetChange:
+    """Read a change of a fleet as `30 kill 0` or `90 scale 4`: when (seconds), what, and which or how many.
+
+    Raises
+    ------
+    ConfigError : it is written otherwise.
+    """
+    parts = text.split()
+    if len(parts) == 3 and parts[1] in CHANGE_KINDS:
+        try:
+            return FleetChange(float(parts[0]), parts[1], int(parts[2]))
+        except ValueError:
+            pass
+    raise ConfigError(
+        f"{text!r} is no change of a fleet: write seconds, one of {', '.join(CHANGE_KINDS)}, and the number "
+        "of the replica (with scale, of all), as in '30 kill 0' or '90 scale 4'"
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaKind:
+    """What one replica of a mixed fleet is."""
+
+    scheduler: SchedulerConfig
+    step_time: StepTimeModel
+    device: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTimes:
+    """How long what a simulated fleet does takes, seconds."""
+
+    start: float = 10.0
+    """From the decision to start a replica until it takes requests; those at time 0 are there at once."""
+    drain: float = DRAIN_SECONDS
+    """What runs on a replica that drains may take so long."""
+    report: float = 0.002
+    """Until what a replica reports is heard of."""
+
+    def __post_init__(self) -> None:
+        for name in ("start", "drain", "report"):
+            value = getattr(self, name)
+            if not (isfinite(value) and value >= 0):
+                raise ConfigError(f"fleet time {name} is {value:g} s; it must be a finite time, 0 or more")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """Equal replicas behind a router, or a pool for prompts and one for decodes.
@@ -166,12 +229,20 @@ class SimulationConfig:
     """What every request asks for where its TTFT objective is predicted to be missed."""
     step_noise: float = 0.0
     """Standard deviation of the logarithm of what each step takes, over what is predicted (its mean is 1)."""
+    steps_ahead: int = 0
+    """1: a step is planned when the one before it starts, so that a request joins a step later than it could
+    if planning took no time; 0: when the one before it ends."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of drafts, where the scheduler plans any."""
     disaggregation: DisaggregationConfig | None = None
     """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
     member_changes: tuple[MemberChange, ...] = ()
     """A replica whose first change is that it joins gets no requests before."""
+    fleet_changes: tuple[FleetChange, ...] = ()
+    fleet_times: FleetTimes = field(default_factory=FleetTimes)
+    kinds: tuple[ReplicaKind, ...] = ()
+    """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
+    the last. Empty: all are as `scheduler` says."""
 
     def __post_init__(self) -> None:
         require_router(self.router)
@@ -187,17 +258,43 @@ class SimulationConfig:
             raise ConfigError(
                 f"step_noise is {self.step_noise:g}; it must be a finite number, 0 or more, such as 0.05"
             )
+        if self.steps_ahead not in ((0, 1) if self.pipeline == 1 else (0,)):
+            raise ConfigError(
+                f"steps_ahead is {self.steps_ahead}; it must be 0 or 1, and 0 with pipeline stages"
+            )
         if self.scheduler.num_micro_batches not in (1, self.pipeline):
             raise ConfigError(
                 f"the scheduler has num_micro_batches {self.scheduler.num_micro_batches}, but there are "
                 f"{self.pipeline} pipeline stages; each stage runs one micro-batch, so give the same number"
             )
+        self._check_fleet()
         for change in self.member_changes:
             if not (isfinite(change.when) and change.when >= 0 and 0 <= change.replica < self._num_members):
                 raise ConfigError(
                     f"{change} is impossible: there are {self._num_members} replicas, counted from 0, and "
                     "the run starts at 0 s"
                 )
+
+    @property
+    def has_fleet(self) -> bool:
+        """Whether replicas are looked after as those of a live fleet are, or only chosen from."""
+        if self.fleet_changes or self.kinds:
+            return True
+        is_fixed = self.disaggregation is None and not self.member_changes
+        return is_fixed and self.num_replicas > 1 and self.router == "slo"
+
+    def _check_fleet(self) -> None:
+        for change in self.fleet_changes:
+            if not (isfinite(change.when) and change.when >= 0 and change.number >= 0):
+                raise ConfigError(f"{change} is impossible: numbers and times are 0 or more")
+        if not self.has_fleet:
+            return
+        if self.disaggregation is not None:
+            raise ConfigError("fleet changes and kinds are simulated of one pool; leave the two pools out")
+        if self.member_changes:
+            raise ConfigError("give either member_changes, or fleet_changes and kinds")
+        if self.scheduler.speculation is not None and self.fleet_changes:
+            raise ConfigError("fleet changes are not simulated with drafts; leave one of them out")
 
     @property
     def _num_members(self) -> int:

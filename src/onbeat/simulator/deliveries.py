@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections.abc import Iterable
 
-from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.request import RequestOutput
-from onbeat.metrics.record import RequestRecord
 from onbeat.simulator.client import OfferedRequest
 
 REJECTED = "rejected"
@@ -42,8 +42,19 @@ class Deliveries:
         """Return an open request; where there are drafts, its record counts the tokens that it has."""
         return self._open[request_id]
 
+    def drop(self, request_id: str) -> OfferedRequest:
+        """Write no more for a request, which goes on elsewhere; return it."""
+        return self._open.pop(request_id)
+
+    @property
+    def open_requests(self) -> list[OfferedRequest]:
+        """Requests that have not ended, in the order in which they came."""
+        return list(self._open.values())
+
     def num_left(self, request_id: str) -> int:
-        """Return the output tokens that a request has yet to get."""
+        """Return the output tokens that a request has yet to get; many, if it has gone on elsewhere."""
+        if request_id not in self._open:
+            return sys.maxsize
         record = self._open[request_id].record
         assert record.offered_output_tokens is not None
         num_tokens = record.num_output_tokens if self._has_drafts else len(record.delivery_times)
@@ -86,7 +97,11 @@ class Deliveries:
 
     def first(self, outputs: Iterable[RequestOutput]) -> list[OfferedRequest]:
         """Return the requests whose first token is in the outputs that are about to be taken."""
-        found = [self._open[output.request_id] for output in outputs]
+        found = []
+        for output in outputs:
+            offered = self._open[output.request_id]
+            offered.record.num_cached_tokens = output.num_cached_tokens
+            found.append(offered)
         return [offered for offered in found if not offered.record.delivery_times]
 
     def _close(self, offered: OfferedRequest, output: RequestOutput, end: float) -> None:
@@ -104,10 +119,23 @@ class Deliveries:
         record.end = end
 
 
-def write_refusal(record: RequestRecord, refusal: Overloaded | SLOUnattainable, now: float) -> None:
-    """Close the record of a request that was refused now."""
+def refuse(offered: OfferedRequest, error: RequestRejected, replica_name: str | None, now: float) -> None:
+    """Close the record of a request that a scheduler refused now for want of capacity.
+
+    Parameters
+    ----------
+    replica_name : of the one that did; None where no replica was asked.
+
+    Raises
+    ------
+    ConfigError : it was refused because it could never run.
+    """
+    if not isinstance(error, REFUSALS):
+        raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
+    record = offered.record
+    record.replica = replica_name
     record.is_rejected = True
     record.finish_reason = REJECTED
     record.end = now
-    if isinstance(refusal, SLOUnattainable):
-        record.predicted_ttft = record.predicted_wait = refusal.predicted_ttft
+    if isinstance(error, SLOUnattainable):
+        record.predicted_ttft = record.predicted_wait = error.predicted_ttft

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.disaggregation import PoolRouter, decode_part, prompt_part
-from onbeat.scheduler.cluster.routers import Router, RoutingRequest
+from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 from onbeat.scheduler.cluster.work import WorkEstimate, describe
 from onbeat.simulator.client import OfferedRequest
 from onbeat.workload.offered import OfferedLoad
@@ -57,7 +57,9 @@ class Dispatcher:
         if self._router is None:
             return 0, offered
         offered.routing = describe(offered.request, self._work)
-        return self._router.route(offered.routing), offered
+        choice = self._router.route(offered.routing)
+        assert choice is not None, "the last member never leaves"
+        return choice.replica, offered
 
     def move_on(self, replica: int, offered: OfferedRequest, now: float) -> None:
         """Return None: a replica runs the whole request."""
@@ -151,5 +153,10 @@ class PoolDispatcher:
 def assign(router: Router, load: OfferedLoad) -> NDArray[np.int32]:
     """Return the replica of each request of a load, by a router that ignores the replicas' state."""
     assert router.ignores_state
-    route = router.route
-    return np.fromiter((route(RoutingRequest(str(index))) for index in range(len(load))), np.int32, len(load))
+
+    def replica_of(index: int) -> int:
+        choice = router.route(RoutingRequest(str(index)))
+        assert choice is not None, "there is a member"
+        return choice.replica
+
+    return np.fromiter(map(replica_of, range(len(load))), np.int32, len(load))

@@ -5,21 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.cluster.disaggregation import PoolRouter
-from onbeat.scheduler.cluster.routers import Router
+from onbeat.scheduler.cluster.disaggregation import PoolRouter, cannot_leave
+from onbeat.scheduler.cluster.fleet import Decided
+from onbeat.scheduler.cluster.routers import make_router
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.work import WorkEstimate
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.client import Clients
-from onbeat.simulator.config import DisaggregationConfig, SimulationConfig
+from onbeat.simulator.config import DisaggregationConfig, MemberChange, ReplicaKind, SimulationConfig
 from onbeat.simulator.dispatch import Dispatcher, PoolDispatcher
+from onbeat.simulator.fleet_loop import Deciders, FleetLoop
 from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector, SimulationObserver
 from onbeat.simulator.pipeline import PipelineReplica
 from onbeat.simulator.replica import SerialReplica, VirtualReplica
 from onbeat.simulator.result import ReplicaCounters
 from onbeat.workload.offered import OfferedLoad
+
+
+class FleetOutcome(NamedTuple):
+    """What replicas did in a run."""
+
+    counters: list[ReplicaCounters]
+    is_complete: bool
+    """Whether the run came to its end (Ctrl-C)."""
+    decisions: dict[str, int]
+    """See `SimulationResult.decisions`."""
 
 
 def make_replica(
@@ -29,26 +43,29 @@ def make_replica(
     *,
     observer: SimulationObserver | None = None,
     is_alone: bool = False,
+    is_watched: bool = False,
 ) -> VirtualReplica:
     """Return replica `index`, with or without pipeline stages.
 
     Parameters
     ----------
-    is_alone : whether every request comes to this replica.
+    is_alone, is_watched : see `SerialReplica`.
     """
     if config.pipeline > 1:
         return PipelineReplica(str(index), config, step_time, observer=observer)
-    return SerialReplica(str(index), config, step_time, observer=observer, is_alone=is_alone)
+    return SerialReplica(
+        str(index), config, step_time, observer=observer, is_alone=is_alone, is_watched=is_watched
+    )
 
 
 def run_together(
     load: OfferedLoad,
     config: SimulationConfig,
     step_time: StepTimeModel,
-    router: Router,
     collector: Collector,
     observer: SimulationObserver | None,
-) -> tuple[list[ReplicaCounters], bool]:
+    on_decision: Decided | None = None,
+) -> FleetOutcome:
     """Run all replicas on one clock.
 
     Parameters
@@ -56,26 +73,62 @@ def run_together(
     config : with `disaggregation`, whose schedulers, counts and step times take the place of the others.
     collector : takes the records, one a request.
     observer : hears of steps; of pools, prefill replicas are numbered first, then decode replicas.
-
-    Returns
-    -------
-    What each replica did, and whether the run came to its end (Ctrl-C).
+    on_decision : of a fleet, is told of each event, its time and the actions.
 
     Raises
     ------
     ConfigError : a request that is longer than a pool takes, or that no replica can ever run.
     """
+    if config.has_fleet or on_decision is not None:
+        return _run_fleet(_fleet(load, config, step_time, collector, observer, on_decision), collector)
     if config.disaggregation is None:
+        router = make_router(config.router, config.num_replicas, seed=config.seed)
         replicas, loop = _mixed(load, config, step_time, router, collector, observer)
     else:
         replicas, loop = _pools(load, config, config.disaggregation, collector, observer)
-    is_complete = True
+    is_complete = _run(loop, collector)
+    return FleetOutcome([each.counters() for each in replicas], is_complete, {})
+
+
+def _run(loop: EventLoop | FleetLoop, collector: Collector) -> bool:
+    """Run to the end; return whether it came (Ctrl-C)."""
     try:
         loop.run()
         collector.report()
     except KeyboardInterrupt:
-        is_complete = False
-    return [each.counters() for each in replicas], is_complete
+        return False
+    return True
+
+
+def _run_fleet(loop: FleetLoop, collector: Collector) -> FleetOutcome:
+    is_complete = _run(loop, collector)
+    return FleetOutcome(loop.all_counters(), is_complete, dict(loop.decisions))
+
+
+def _fleet(
+    load: OfferedLoad,
+    config: SimulationConfig,
+    step_time: StepTimeModel,
+    collector: Collector,
+    observer: SimulationObserver | None,
+    on_decision: Decided | None,
+) -> FleetLoop:
+    def make(index: int, kind: ReplicaKind) -> VirtualReplica:
+        own = replace(plain, scheduler=kind.scheduler)
+        is_watched = not router.ignores_state
+        return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
+
+    plain = replace(config, kinds=(), fleet_changes=(), router="round-robin")
+    router = make_router(config.router, 0, seed=config.seed)
+    deciders = Deciders(router, _work_estimate(load, router, step_time), on_decision)
+    return FleetLoop(Clients(load, config), config, step_time, deciders, collector, make)
+
+
+def _work_estimate(load: OfferedLoad, router: Router, step_time: StepTimeModel) -> WorkEstimate | None:
+    """Return what predicts work for a router; None where it does not look at it."""
+    if not router.weighs_work:
+        return None
+    return WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))
 
 
 def _mixed(
@@ -91,9 +144,7 @@ def _mixed(
         make_replica(index, config, step_time, observer=observer, is_alone=is_alone)
         for index in range(config.num_replicas)
     ]
-    work = None
-    if router.weighs_work:
-        work = WorkEstimate(step_time, mean_output_tokens=float(load.num_output_tokens.mean()))
+    work = _work_estimate(load, router, step_time)
     dispatcher = Dispatcher(None if is_alone else router, work)
     changes = _changes(config, router)
     return replicas, EventLoop(Clients(load, config), replicas, dispatcher, collector, changes=changes)
@@ -135,9 +186,19 @@ def _changes(config: SimulationConfig, router: Router | PoolRouter) -> list[tupl
     """Let replicas wait that join later; return when each joins or leaves, and what to call then."""
     changes = sorted(config.member_changes)
     first = {change.replica: change for change in reversed(changes)}
-    for change in first.values():
-        if change.joins:
-            router.leave(change.replica)
+    late = {change.replica for change in first.values() if change.joins}
+    if not isinstance(router, PoolRouter):
+        _check_one_stays(set(range(config.num_replicas)) - late, changes)
+    for replica in late:
+        router.leave(replica)
     return [
         (when, partial(router.join if joins else router.leave, replica)) for when, replica, joins in changes
     ]
+
+
+def _check_one_stays(members: set[int], changes: Sequence[MemberChange]) -> None:
+    """Raise ConfigError where the last member is to leave."""
+    for _, replica, joins in changes:
+        members = members | {replica} if joins else members - {replica}
+        if not members:
+            raise cannot_leave(replica)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from math import inf
 
-from onbeat.core.errors import ConfigError, RequestRejected
+from onbeat.core.errors import RequestRejected
 from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.config import KVTransfer
-from onbeat.simulator.deliveries import REFUSALS, write_refusal
+from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.dispatch import Placement
 from onbeat.simulator.observer import Collector
 from onbeat.simulator.replica import VirtualReplica
@@ -133,12 +133,9 @@ class EventLoop:
         """Ask a replica to take a request."""
         try:
             self._replicas[index].add(offered, now)
-        except REFUSALS as refusal:
-            offered.record.replica = self._replicas[index].name
-            write_refusal(offered.record, refusal, now)
-            self._close(index, offered, now)
         except RequestRejected as error:
-            raise ConfigError(f"request {offered.index} of the load can never run: {error}") from error
+            refuse(offered, error, self._replicas[index].name, now)
+            self._close(index, offered, now)
 
     def _plan(self, index: int, now: float) -> None:
         """Start a step where the replica is free, and the transfers that its plan makes room for."""

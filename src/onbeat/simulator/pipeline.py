@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from math import inf
 
+from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -72,6 +73,21 @@ class PipelineReplica:
                 self._core.begin_work(now)
         self.next_time = self._find_next(now)
         return self._core.expire(now)
+
+    def load(self, now: float) -> ReplicaLoad:
+        """Return how it stands; it is busy while its first stage is taken."""
+        busy = max(0.0, self._free_at[0] - now) if self._under_way else 0.0
+        return self._core.scheduler.load(now, busy=busy)
+
+    def withdraw(self, request_id: str, now: float) -> None:  # noqa: ARG002
+        """Let go of a request with the tokens that it has got by now."""
+        self._core.withdraw(request_id)
+
+    def abandon(self, now: float) -> list[OfferedRequest]:
+        """Die; return the requests that had not ended, with the tokens that they had got by now."""
+        self._core.end_work(now)
+        self.next_time = inf
+        return self._core.deliveries.open_requests
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""

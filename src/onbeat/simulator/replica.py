@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from math import inf
 from typing import Protocol
 
+from onbeat.core.errors import RequestRejected
+from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.step_time import StepTimeModel, refuse_prediction
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.deliveries import refuse
 from onbeat.simulator.observer import SimulationObserver
 from onbeat.simulator.replica_core import ReplicaCore, StepUnderWay
 from onbeat.simulator.result import ReplicaCounters
@@ -51,6 +54,18 @@ class VirtualReplica(Protocol):
         """Begin a step, if the replica is free and has work; return requests that have waited in vain."""
         ...
 
+    def load(self, now: float) -> ReplicaLoad:
+        """Return how it stands after `start`, for whoever shares requests out."""
+        ...
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        """Let go of a request with the tokens that it has got by now."""
+        ...
+
+    def abandon(self, now: float) -> list[OfferedRequest]:
+        """Die; return the requests that had not ended, with the tokens that they had got by now."""
+        ...
+
     def counters(self) -> ReplicaCounters:
         """Return what it has done so far."""
         ...
@@ -63,11 +78,16 @@ class SerialReplica:
     predicted, but the scheduler plans and updates only once. A request that arrives meanwhile ends the run
     with the step under way, just as if the steps had been planned one by one.
 
+    An engine that plans a step ahead has planned the next one when the step under way began, and so does not
+    see what came since: such requests are held until the step after the next is planned, or nothing else is
+    there to run. One that comes as a step ends has missed the plan of that instant, too.
+
     Parameters
     ----------
     name : as records carry it.
     observer : hears of steps.
     is_alone : whether every arrival comes to this replica, so that no router asks about it.
+    is_watched : whether somebody asks for its load after each step.
     """
 
     def __init__(
@@ -78,6 +98,7 @@ class SerialReplica:
         *,
         observer: SimulationObserver | None = None,
         is_alone: bool = False,
+        is_watched: bool = False,
     ) -> None:
         self.name = name
         self._core = ReplicaCore(name, config, step_time, observer)
@@ -89,18 +110,27 @@ class SerialReplica:
         self._repeats = observer is None or not observer.wants_every_step
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
-        self._lookahead = 1 if is_alone or self._learns else _STEPS_AT_ONCE
+        self._goes_by_step = self._learns or is_watched
+        self._lookahead = 1 if is_alone or self._goes_by_step else _STEPS_AT_ONCE
         self._step: StepUnderWay | None = None
         """The step under way, or the first of the run under way."""
         self._ends: array[float] = array("d")
         """Ends of the steps of the run, as far as they are predicted."""
         self._num_left = 0
         """Steps that the run may still have beyond those predicted."""
+        self._plans_ahead = config.steps_ahead > 0
+        self._held: list[tuple[float, OfferedRequest]] = []
+        """Requests that no plan has seen, and when they came."""
+        self._last_step = (-inf, -inf)
+        """Start and end of the last step that has ended."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
         self.interrupt(now)  # even a refusal changes what a policy expects
-        self._core.add(offered, now)
+        if self._plans_ahead and (self._step is not None or self._last_step[1] == now):
+            self._held.append((now, offered))
+        else:
+            self._core.add(offered, now)
 
     def interrupt(self, now: float) -> None:
         """Stop a run under way at the end of its current step."""
@@ -127,7 +157,8 @@ class SerialReplica:
             self._step, self.next_time = self._core.plan(ends[-1]), last
             self._ends = array("d", [last])
             assert self._step is not None
-            assert self._step.shape == shape, "the policy would not have run this step again"
+            is_ahead = self._lookahead > 1  # of the step under way, in the run that was cut
+            assert is_ahead or self._step.shape == shape, "the policy would not have run this step again"
 
     def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now."""
@@ -137,7 +168,10 @@ class SerialReplica:
         if step is None or now < self.next_time or self._num_left:
             return []
         self._step, self.next_time = None, inf
-        return self._core.end_step(step, self._ends, None if self._is_alone else self.started)
+        ends = self._ends
+        if self._plans_ahead:
+            self._last_step = (ends[-2] if len(ends) > 1 else step.start, ends[-1])
+        return self._core.end_step(step, ends, None if self._is_alone else self.started)
 
     def start(self, now: float, next_arrival: float) -> list[OfferedRequest]:
         """Plan the next step and predict when it ends, or look further ahead in a run that goes on."""
@@ -147,14 +181,56 @@ class SerialReplica:
             return []
         core = self._core
         core.begin_work(now)
-        step = self._step = core.plan(now, repeats=self._repeats)
+        refused = self._admit(now, came_before=self._last_step[0]) if self._held else []
+        step = self._step = core.plan(now, repeats=self._repeats and not self._held)
+        if step is None and self._held:
+            refused += self._admit(now, came_before=inf)
+            step = self._step = core.plan(now, repeats=self._repeats)
         if step is None:
             core.end_work(now)
         else:
             self._num_left = core.sampler.max_steps(step.scheduled)
             self._ends = array("d")
             self._look_ahead(step, now, next_arrival)
-        return core.expire(now)
+        return core.expire(now) + refused if refused else core.expire(now)
+
+    def _admit(self, now: float, *, came_before: float) -> list[OfferedRequest]:
+        """Let the scheduler see held requests that came before a time; return those that it refuses."""
+        refused = []
+        for when, offered in self._held:
+            if when < came_before:
+                try:
+                    self._core.add(offered, now)
+                except RequestRejected as error:
+                    refuse(offered, error, self.name, now)
+                    refused.append(offered)
+        self._held = [(when, offered) for when, offered in self._held if when >= came_before]
+        return refused
+
+    def load(self, now: float) -> ReplicaLoad:
+        """Return how it stands, as if the steps of a run had been planned one by one."""
+        if self._step is None:
+            return self.scheduler.load(now)
+        num_ended = bisect_right(self._ends, now)
+        return self.scheduler.load(now, busy=self._ends[num_ended] - now, num_ended=num_ended)
+
+    def withdraw(self, request_id: str, now: float) -> None:
+        """Let go of a request with the tokens that it has got by now."""
+        self._deliver_until(now)
+        self._core.withdraw(request_id)
+
+    def abandon(self, now: float) -> list[OfferedRequest]:
+        """Die; return the requests that had not ended, with the tokens that they had got by now."""
+        self._deliver_until(now)
+        self._core.end_work(now)
+        self.next_time = inf
+        return self._core.deliveries.open_requests
+
+    def _deliver_until(self, now: float) -> None:
+        """Deliver what the steps of a run have brought by now."""
+        self.interrupt(now)
+        if self._step is not None and not self._learns:
+            self._catch_up(self._step, now)
 
     def counters(self) -> ReplicaCounters:
         """Return what the replica has done so far."""
@@ -171,7 +247,7 @@ class SerialReplica:
         num_rows = shape.num_lm_head_rows
         num_free = num_left - self._lookahead
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
-        is_shared = self._learns and not self._is_alone
+        is_shared = self._goes_by_step and not self._is_alone
         learner = self.scheduler if self._learns else None
         while num_left:
             if ends:  # the shape of the step after it

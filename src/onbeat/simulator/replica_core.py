@@ -140,6 +140,11 @@ class ReplicaCore:
             self._observer.on_step(self._index, stats)
         return finished
 
+    def withdraw(self, request_id: str) -> None:
+        """Let go of a request, which goes on elsewhere."""
+        self.deliveries.drop(request_id)
+        self.scheduler.abort((request_id,))
+
     def begin_work(self, now: float) -> None:
         """Count from now on as busy, unless it does already."""
         if self._busy_since == inf:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 
 from onbeat.core.request import FinishReason
 from onbeat.core.step import BatchShape
@@ -67,6 +68,20 @@ class ReplicaCounters:
     drafts: DraftCounts | None = None
     """None where nothing is speculated."""
 
+    def joined(self, later: ReplicaCounters) -> ReplicaCounters:
+        """Return the counts of two lives of a replica together."""
+        work = self.work.copy()
+        for each in fields(BatchShape):
+            setattr(work, each.name, getattr(work, each.name) + getattr(later.work, each.name))
+        both = ReplicaCounters(work=work, num_blocks=later.num_blocks, drafts=self.drafts)
+        for name in (
+            *("num_steps", "busy_seconds", "num_preemptions", "num_prefix_queries", "num_prefix_hits"),
+            *("num_leaked_blocks", "bubble_seconds"),
+        ):
+            setattr(both, name, getattr(self, name) + getattr(later, name))
+        both.peak_used_blocks = max(self.peak_used_blocks, later.peak_used_blocks)
+        return both
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
@@ -83,6 +98,8 @@ class SimulationResult:
     is_complete: bool
     """False where the run was interrupted: the records are those of requests that had ended."""
     replicas: list[ReplicaCounters] = field(default_factory=list)
+    decisions: Mapping[str, int] = field(default_factory=dict)
+    """What a fleet decided how often: why requests were sent or refused, starts and stops. Empty without."""
 
     @property
     def num_completed(self) -> int:

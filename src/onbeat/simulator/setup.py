@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.options import change, check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import CPU, DeviceSpec, find_device
+from onbeat.perfmodel.engines import find_engine
+from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.memory import KVCapacity, kv_capacity
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
-from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model
+from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model, require_step_time
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
@@ -25,7 +28,15 @@ from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
 from onbeat.scheduler.replica.policies import settle
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
-from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig, SimulationConfig
+from onbeat.simulator.config import (
+    DisaggregationConfig,
+    FleetChange,
+    FleetTimes,
+    KVTransfer,
+    PoolConfig,
+    SimulationConfig,
+    parse_change,
+)
 from onbeat.simulator.speculation import SpeculationSettings, beside_draft_model
 from onbeat.workload.offered import OfferedLoad
 
@@ -104,7 +115,31 @@ class ReplicaSettings:
         None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
     )
     replicas: int = _fleet(1, at_least=1, metavar="N", help="how many there are")
-    router: str = _fleet("round-robin", choices=tuple(ROUTERS), help="who decides where a request goes")
+    router: str | None = _fleet(
+        None,
+        choices=tuple(ROUTERS),
+        help="who decides where a request goes (default: slo with several replicas under policy slo, else "
+        "round-robin)",
+    )
+    fleet_changes: tuple[FleetChange, ...] = _fleet(
+        (),
+        parse=parse_change,
+        metavar="CHANGE",
+        help="what happens to replicas: '30 kill 0', in second 30 replica 0 dies; likewise restart, drain; "
+        "'90 scale 4', there are to be 4",
+    )
+    start_seconds: float = _fleet(
+        10.0,
+        flag="--replica-start-seconds",
+        metavar="SECONDS",
+        help="of a replica that is started in the run",
+    )
+    drain_seconds: float = _fleet(
+        DRAIN_SECONDS,
+        flag="--drain-seconds",
+        metavar="SECONDS",
+        help="that requests may take on a replica that drains",
+    )
     limits: SchedulerLimits = part(SchedulerLimits)
     declared_max_tokens: int | None = option(
         None,
@@ -114,9 +149,18 @@ class ReplicaSettings:
         "(default: exactly its output)",
     )
     shed: ShedMode = shed_option()
-    step_time: str = _step("roofline", choices=tuple(STEP_TIME_MODELS), help="the model")
+    step_time: str = _step(
+        "roofline",
+        metavar="KIND|FILE.csv",
+        parse=require_step_time,
+        help=f"{', '.join(STEP_TIME_MODELS)}; or a table of measured steps, which calibrates the roofline",
+    )
     profile: Path | None = _step(
         None, metavar="FILE", help="what it is made from: of `onbeat profile`, or a table"
+    )
+    engine: Literal["none", "vllm", "tensorrt-llm", "sglang"] = _step(
+        "none",
+        help="give the roofline the terms of a whole engine, and plan a step ahead as that engine does",
     )
     host_overhead: float = _step(
         0.0,
@@ -153,6 +197,8 @@ class Simulation:
 
     config: SimulationConfig
     step_time: StepTimeModel
+    step_times: str
+    """What predicts them, for a reader: with its error on held-back steps, where it was fitted to some."""
     model: ModelSpec
     draft: ModelSpec | None
     """What makes drafts, where a model does."""
@@ -192,6 +238,7 @@ def build_simulation(
         parallelism=parallelism,
         precision=precision,
         profile=settings.profile,
+        engine=_engine(settings),
     )
     draft_time = None if draft is None else _roofline(settings, draft, device, precision)
     step_time = target_time if draft_time is None else SpeculativeStepTime(target_time, draft_time)
@@ -220,7 +267,9 @@ def build_simulation(
         config=SimulationConfig(
             scheduler=scheduler,
             num_replicas=settings.replicas,
-            router=settings.router,
+            router=settings.router or _default_router(settings, scheduler),
+            fleet_changes=settings.fleet_changes,
+            fleet_times=FleetTimes(start=settings.start_seconds, drain=settings.drain_seconds),
             host_overhead=settings.host_overhead,
             pipeline=settings.pipeline_parallel,
             seed=settings.seed,
@@ -228,10 +277,12 @@ def build_simulation(
             declared_max_tokens=settings.declared_max_tokens,
             shed=settings.shed,
             step_noise=settings.step_noise,
+            steps_ahead=_steps_ahead(settings),
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
             disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
         ),
         step_time=step_time,
+        step_times=_described(settings, target_time.errors),
         model=model,
         draft=draft,
         device=device,
@@ -240,6 +291,12 @@ def build_simulation(
         memory=memory,
         num_devices=settings.num_devices,
     )
+
+
+def _default_router(settings: ReplicaSettings, scheduler: SchedulerConfig) -> str:
+    """Return the router of a live fleet with such replicas."""
+    is_fleet = settings.disaggregation is None and settings.replicas > 1
+    return "slo" if is_fleet and scheduler.policy == "slo" else "round-robin"
 
 
 def build_for_load(
@@ -279,8 +336,28 @@ def _roofline(
 ) -> Predictor:
     """Return the step times of a draft model: what is measured, if anything is, is the target."""
     return make_step_time_model(
-        "roofline", model=draft, device=device, parallelism=_parallelism(settings), precision=precision
+        "roofline",
+        model=draft,
+        device=device,
+        parallelism=_parallelism(settings),
+        precision=precision,
+        engine=_engine(settings),
     )
+
+
+def _engine(settings: ReplicaSettings) -> str | None:
+    return None if settings.engine == "none" else settings.engine
+
+
+def _described(settings: ReplicaSettings, errors: FitErrors | None) -> str:
+    name = settings.step_time if settings.engine == "none" else f"{settings.step_time} of {settings.engine}"
+    return name if errors is None else f"{name}, fitted to measured steps (relative error: {errors})"
+
+
+def _steps_ahead(settings: ReplicaSettings) -> int:
+    """Return how many steps the engine plans ahead: none through stages, where vLLM refuses it too."""
+    engine = _engine(settings)
+    return 0 if engine is None or settings.pipeline_parallel > 1 else find_engine(engine).steps_ahead
 
 
 def _memory(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError, OnbeatError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.cluster.routers import Router
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.client import Clients
 from onbeat.simulator.columns import RecordColumns
 from onbeat.simulator.config import SimulationConfig

@@ -7,16 +7,18 @@ import time
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.record import RequestRecord
-from onbeat.scheduler.cluster.routers import Router, make_router
+from onbeat.scheduler.cluster.fleet import Decided
+from onbeat.scheduler.cluster.routers import make_router
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.fleet import run_together
+from onbeat.simulator.fleet import FleetOutcome, run_together
 from onbeat.simulator.observer import Collector, Progress, ProgressMeter, SimulationObserver
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.shards import IndependentReplicas, run_in_processes
 from onbeat.workload.offered import OfferedLoad
 
 
-def simulate(
+def simulate(  # noqa: PLR0913 (three say who watches)
     load: OfferedLoad,
     config: SimulationConfig,
     step_time: StepTimeModel,
@@ -24,6 +26,7 @@ def simulate(
     on_progress: Progress | None = None,
     observer: SimulationObserver | None = None,
     jobs: int = 1,
+    on_decision: Decided | None = None,
 ) -> SimulationResult:
     """Run a load through virtual replicas.
 
@@ -38,6 +41,7 @@ def simulate(
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
     observer : hears of each step and request.
     jobs : most processes to use; only replicas whose router ignores their state can be told apart.
+    on_decision : is told of each event of the fleet, its time and the actions, if not None.
 
     Returns
     -------
@@ -57,14 +61,14 @@ def simulate(
     keep = kept.__setitem__
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
     router = make_router(config.router, config.num_replicas, seed=config.seed)
-    if observer is None and _is_separable(load, config, router):
+    if observer is None and on_decision is None and _is_separable(load, config, router):
         replicas = IndependentReplicas(load, config, step_time, router)
         if jobs > 1:
-            counters, is_complete = run_in_processes(replicas, jobs, keep, meter.advance)
+            outcome = FleetOutcome(*run_in_processes(replicas, jobs, keep, meter.advance), {})
         else:
-            counters, is_complete = replicas.run_all(keep, meter.advance)
+            outcome = FleetOutcome(*replicas.run_all(keep, meter.advance), {})
     else:
-        counters, is_complete = run_together(load, config, step_time, router, collector, observer)
+        outcome = run_together(load, config, step_time, collector, observer, on_decision)
     meter.finish()
     records = [record for record in kept if record is not None]
     return SimulationResult(
@@ -72,13 +76,14 @@ def simulate(
         num_requests=len(load),
         duration=max((record.end for record in records), default=0.0),
         wall_seconds=time.perf_counter() - started,
-        is_complete=is_complete,
-        replicas=counters,
+        is_complete=outcome.is_complete,
+        replicas=outcome.counters,
+        decisions=outcome.decisions,
     )
 
 
 def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
     """Whether what happens on one replica has no effect on another."""
     is_open = load.arrivals is not None and config.max_concurrency is None
-    is_fixed = config.disaggregation is None and not config.member_changes
+    is_fixed = config.disaggregation is None and not (config.member_changes or config.has_fleet)
     return is_fixed and is_open and router.ignores_state and config.num_replicas > 1

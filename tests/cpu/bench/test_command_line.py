@@ -194,6 +194,7 @@ def test_objectives_and_long_prompts_that_cannot_be_had_are_refused(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_the_preset_runs_the_whole_study(server: Background, tmp_path: Path) -> None:
     path = tmp_path / "m.json"
 

@@ -174,3 +174,43 @@ def test_stats_carry_budget_and_promises():
     assert message.stats.scheduler.decode_slacks == [0.5]
     assert message.stats.budget_seconds is message.stats.budget_request_id is None
     core.shutdown()
+
+
+class TestLoad:
+    def test_nobody_is_told_who_did_not_ask(self):
+        core, _ = build_fake_engine(lambda text: None)
+        core.add(*make_requests((5, 7)))
+        message = core.step()
+        assert message is not None
+        assert message.load is None
+        assert core.take_load() is None
+        assert core.message([]).load is None
+        core.shutdown()
+
+    def test_each_step_says_how_the_engine_stands_after_it(self):
+        core, _ = build_fake_engine(lambda text: None, reports_load=True)
+        idle = core.take_load()
+        assert idle is not None
+        assert idle.load is not None
+        assert (idle.outputs, idle.load.num_taken, idle.load.num_running) == ([], 0, 0)
+        for request in make_requests((20, 8), (30, 8)):
+            core.add(request)
+        assert core.take_load() is None  # the next step will say
+        message = core.step()
+        assert message is not None
+        assert message.load is not None
+        assert (message.load.num_taken, message.load.num_decodes, message.load.busy) == (2, 2, 0.0)
+        assert message.load.time == message.now
+        core.shutdown()
+
+    def test_a_step_under_way_keeps_it_busy(self):
+        core, _ = build_fake_engine(
+            lambda text: None, step_seconds=0.01, max_in_flight_steps=2, reports_load=True
+        )
+        core.add(*make_requests((20, 8)))
+        assert core.step() is None
+        assert core.launch()
+        message = core.collect()
+        assert message.load is not None
+        assert 0 < message.load.busy <= 2.1e-3  # as predicted, by now partly over
+        core.shutdown()

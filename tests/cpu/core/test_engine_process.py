@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import tempfile
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +22,12 @@ from onbeat.core.errors import (
     PromptTooLong,
     SLOUnattainable,
 )
+from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.slo import SLO, ShedMode
-from onbeat.engine.client import ProcessEngineClient
+from onbeat.engine.messages import AskMove, OpenKV
 from tests.cpu.core.shedding import build_shedding_engine
+from tests.direct_client import ProcessEngineClient
 from tests.fake_runner import build_fake_engine
 
 
@@ -303,3 +307,44 @@ async def test_a_request_that_waited_in_vain_hears_so():
         assert len(tokens) == 40
     states = [message.stats.scheduler for message in log.messages if message.stats is not None]
     assert all(state.decode_slacks == [0.5] for state in states)
+
+
+async def test_an_engine_of_several_says_how_it_stands_also_when_idle():
+    log = StepLog()
+    build = partial(build_fake_engine, step_seconds=0.001, reports_load=True)
+    async with ProcessEngineClient(build, observers=[log]) as client:
+        await wait_for(lambda: log.messages)
+        start = log.messages[0]
+        assert (start.outputs, start.load.num_taken, start.load.tightest_tbt) == ([], 0, math.inf)
+        assert start.load.costs.token > 0
+        with pytest.raises(PromptTooLong):
+            await collect(client, make_request("long", num_prompt=2000))
+        await wait_for(lambda: log.messages[-1].load.num_taken == 1)
+        await collect(client, make_request("a", max_tokens=5))
+        assert [message.load.num_taken for message in log.messages[-5:]] == [2] * 5
+        assert [message.load.num_running for message in log.messages[-5:]] == [1] * 4 + [0]
+        stream = client.generate(make_request("b", max_tokens=900))
+        await anext(stream)
+        await stream.aclose()
+        await wait_for(lambda: log.messages[-1].load.num_running == 0)
+        assert log.messages[-1].load.num_taken == 3
+
+
+def processor_seconds(process_id: int) -> float:
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def test_an_engine_that_waits_for_another_sleeps():
+    async with engine(keeps_kv=True, max_num_seqs=1) as client:
+        client._send(OpenKV(b"k" * 32, ["cma"]))
+        client._send(AskMove("m1", MoveVerb.RESERVE, "elsewhere", num_tokens=16))
+        task = asyncio.create_task(collect(client, make_request()))
+        await asyncio.sleep(0.1)
+        before = processor_seconds(client.process_id)
+        await asyncio.sleep(0.5)
+        assert not task.done(), "the only slot is kept for a request from elsewhere"
+        assert processor_seconds(client.process_id) - before < 0.2
+        client._send(AskMove("m1", MoveVerb.RELEASE, "elsewhere"))
+        tokens, _ = await task
+        assert len(tokens) == 8

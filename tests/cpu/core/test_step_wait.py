@@ -73,7 +73,7 @@ def test_messages_are_read_when_they_come(wiring):
 
 def test_a_late_bell_does_not_end_the_next_wait(wiring):
     """A step whose end was seen without its bell leaves a byte behind."""
-    wiring.wait._ring(Future())
+    wiring.wait.ring()
     step: Future[None] = Future()
     start = time.monotonic()
     thread = end_later(step, 0.1)

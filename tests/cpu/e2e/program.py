@@ -56,12 +56,17 @@ class ServerProgram:
 
     @property
     def engine_pid(self) -> int:
-        """The process id of the engine; the server's other child is multiprocessing's own helper."""
+        """The process id of the first engine."""
+        process_ids = self.engine_pids
+        assert process_ids, "the server has no engine process"
+        return process_ids[0]
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """The process ids of the engines; the server's other child is multiprocessing's own helper."""
         pid = self.process.pid
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return int(child)
-        raise AssertionError("the server has no engine process")
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if _is_engine(child)]
 
     def example(self) -> str:
         """Return the command that the ready line tells to try."""
@@ -85,6 +90,13 @@ class ServerProgram:
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name; those with labels as `name{value,value}`."""
         return read_metrics(httpx.get(f"{self.url}/metrics").text)
+
+
+def _is_engine(process_id: str) -> bool:
+    try:
+        return b"spawn_main" in Path(f"/proc/{process_id}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -139,7 +151,7 @@ def run_program(
     )
 
 
-def wait_for(condition: Callable[[], object], timeout: float = 10.0) -> None:
+def wait_for(condition: Callable[[], object], timeout: float = 30.0) -> None:
     """Wait until a condition holds."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -277,3 +277,13 @@ def test_cuda_where_there_is_none(tiny_directory: Path) -> None:
 def test_no_compiler_is_needed(tiny_directory: Path) -> None:
     with serving(tiny_directory, *DUMMY, env=environment(PATH="/nonexistent", CXX=None, CC=None)) as server:
         assert server.metrics()["onbeat_requests_running"] == 0
+
+
+def test_more_replicas_than_memory_are_told_how_many_fit(tiny_directory: Path) -> None:
+    line = refusal(
+        tiny_directory, *DUMMY, "--replicas", "500", "--kv-cache-memory-bytes", "1G", "--dtype", "float32"
+    )
+    found = re.search(r"Of 500 replicas (\d+) would fit; use --replicas (\d+), or", line)
+    assert found is not None, line
+    assert found[1] == found[2]
+    assert 0 < int(found[1]) < 500

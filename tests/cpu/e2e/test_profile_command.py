@@ -23,14 +23,16 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_a_server_uses_the_profile_that_was_measured(tiny_directory, env, tmp_path):
-    run = run_program("profile", tiny_directory, *TINY, "--seconds", "1", "--quiet", env=env)
+    run = run_program("profile", tiny_directory, *TINY, "--seconds", "1", env=env)
     assert run.returncode == 0, run.stderr
     assert "held back" in run.stdout
     assert "MBU" in run.stdout
     assert "drafts each" in run.stdout
+    assert "ms by instruction set: 1 decode in " in run.stderr
+    assert " (taken): " in run.stderr
     (path,) = (tmp_path / "cache" / "onbeat" / "profiles").glob("*.json")
     assert str(path) in run.stdout
-    assert json.loads(path.read_text())["schema_version"] == 2
+    assert json.loads(path.read_text())["schema_version"] == 3
     page = path.with_suffix(".html").read_text()
     assert "Predicted against measured" in page
     assert "Steps that verify drafts" in page

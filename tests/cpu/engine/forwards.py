@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from onbeat.engine.config import Quantization
+from onbeat.engine.config import ActivationQuantization, Quantization
 from onbeat.engine.forward import ForwardPass, TorchForward
 from onbeat.engine.models.model import Model
 from onbeat.engine.native.forward import NativeForward, NativeOptions
@@ -46,6 +46,7 @@ def on_native(
     *,
     dtype: torch.dtype = torch.float32,
     quantization: Quantization = "none",
+    activation_quantization: ActivationQuantization = "auto",
     num_threads: int = 2,
     instruction_set: str | None = None,
 ) -> Callable[..., NativeForward]:
@@ -58,6 +59,7 @@ def on_native(
             num_blocks=num_blocks,
             block_size=block_size,
             num_threads=num_threads,
+            activation_quantization=activation_quantization,
             instruction_set=instruction_set,
         )
         return NativeForward(library, checkpoint.config, weights, options)

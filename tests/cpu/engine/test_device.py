@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine import device
-from onbeat.engine.device import FreeMemory, detect_device, free_memory
+from onbeat.engine import container
+from onbeat.engine.container import FreeMemory
+from onbeat.engine.device import detect_device, free_memory
 
 CPU = torch.device("cpu")
 
@@ -35,7 +36,7 @@ def test_threads_follow_cores_and_the_quota_of_the_container(
 ) -> None:
     """A step waits for its slowest thread, so a share of a core is worse than none."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(device, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(container, "cpu_quota", lambda: quota)
     assert detect_device("cpu").num_threads == expected
     assert detect_device("cpu", num_threads=5).num_threads == 5
 
@@ -64,7 +65,7 @@ def test_memory_is_what_the_machine_has_at_most() -> None:
 
 
 def test_memory_is_what_the_container_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "memory_left", lambda: 12345)
+    monkeypatch.setattr(container, "memory_left", lambda: 12345)
     assert free_memory(CPU) == FreeMemory(12345, "the memory limit of this container")
 
 

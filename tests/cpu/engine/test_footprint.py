@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from onbeat.core.errors import ConfigError
-from onbeat.engine.device import FreeMemory
+from onbeat.engine.container import FreeMemory
 from onbeat.engine.footprint import Footprint, short_memory_in_words
 from onbeat.engine.kv_cache import KVCacheSpec
 
@@ -72,3 +72,13 @@ def test_memory_that_runs_out_is_said_in_words() -> None:
 
 def _in_words():
     return short_memory_in_words(CPU)
+
+
+def test_shares_say_how_many_would_fit() -> None:
+    share = FreeMemory(256 * MIB, "this machine, shared by 4 replicas,", 4)
+    with pytest.raises(
+        ConfigError, match=r"shared by 4 replicas, leaves 256 MiB.* Of 4 replicas 2 would fit"
+    ):
+        FOOTPRINT.check_fits(share, num_blocks=128, num_tokens=1024, num_rows=32)
+    with pytest.raises(ConfigError, match="Of 4 replicas 1 would fit; use --replicas 1, or"):
+        FOOTPRINT.check_weights(FreeMemory(90 * MIB, "this machine, shared by 4 replicas,", 4))

@@ -18,6 +18,7 @@ from onbeat.core.options import make
 from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import LoadedModel, prepare_model
+from onbeat.engine.native.library import NotLoaded, load_library
 from onbeat.engine.profiling.batches import (
     BatchLimits,
     BatchRow,
@@ -29,15 +30,16 @@ from onbeat.engine.profiling.batches import (
 )
 from onbeat.engine.profiling.campaign import Campaign
 from onbeat.engine.profiling.fit import FitTarget, fit_best
-from onbeat.engine.profiling.limits import measure_limits
+from onbeat.engine.profiling.limits import measure_limits, with_product_rates
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
-from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
-from onbeat.engine.step_time_spec import known_device, model_spec_of
+from onbeat.engine.profiling.profiler import ProfileSettings, limits_of, profile_model
+from onbeat.engine.step_time_spec import known_device, model_spec_of, profile_key_of
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.device_spec import cpu_device
 from onbeat.perfmodel.model_spec import model_spec_from_hf
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.profile import MeasuredStep
+from onbeat.perfmodel.product_rates import ROW_COUNTS
+from onbeat.perfmodel.profile import MachineLimits, MeasuredStep
 from onbeat.perfmodel.profile_file import read_profile, write_profile
 from onbeat.perfmodel.shapes import draft_pairs
 from tests.cpu.e2e.tiny_directory import LLAMA, write_tiny_directory
@@ -231,6 +233,64 @@ def test_limits_are_of_this_machine():
     limits = measure_limits(torch.device("cpu"), torch.float32, "fp32")
     assert 1e8 < limits.memory_bandwidth < 1e13
     assert 1e8 < limits.peak_flops["fp32"] < 1e15
+
+
+class FakeProducts:
+    """Rows at a rate of their own, on a machine whose every third run is disturbed."""
+
+    flops_per_row = 1e6
+    num_bytes = 1000
+
+    def __init__(self, seconds_per_row: float = 1e-6) -> None:
+        self.seconds_per_row = seconds_per_row
+        self.runs: list[int] = []
+        self.is_closed = False
+
+    def run(self, num_rows: int) -> float:
+        self.runs.append(num_rows)
+        quick = num_rows * self.seconds_per_row * (1 if num_rows < 16 else 0.25)
+        return quick * (9 if len(self.runs) % 3 == 0 else 1)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_rates_by_rows_are_the_best_of_several_runs():
+    limits = MachineLimits(memory_bandwidth=1e12, peak_flops={"bf16": 1e12})
+    products = FakeProducts()
+    found = with_product_rates(limits, products, "bf16")
+    assert products.is_closed
+    assert found.peak_flops["bf16"] == pytest.approx(4e12), "more than the large product reached"
+    rates = dict(found.product_rates)
+    assert list(rates) == list(ROW_COUNTS)
+    assert rates[2] == pytest.approx(1e12, rel=0.01)
+    assert rates[512] == pytest.approx(4e12)
+
+
+def test_products_that_take_long_are_not_repeated():
+    limits = MachineLimits(memory_bandwidth=1e12, peak_flops={"bf16": 1e12})
+    products = FakeProducts(seconds_per_row=0.03)
+    found = with_product_rates(limits, products, "bf16")
+    assert [rows for rows, _ in found.product_rates] == [1, 2, 4]
+
+
+@pytest.mark.parametrize("backend", ["torch", "native"])
+def test_an_engine_measures_its_own_products(backend, tmp_path):
+    if backend == "native" and isinstance(load_library(), NotLoaded):
+        pytest.skip("the native library is not built")
+    loaded = load(write_tiny_directory(tmp_path / "tiny"), backend=backend)
+    products = loaded.runner.forward.products()
+    assert products.flops_per_row > 0
+    assert products.num_bytes > 0
+    assert 0 < products.run(1) < 1
+    assert 0 < products.run(ROW_COUNTS[-1]) < 1
+    products.close()
+    limits = limits_of(loaded, "cpu", "fp32")
+    assert limits is not None
+    assert [rows for rows, _ in limits.product_rates] == list(ROW_COUNTS)
+    assert all(0 < rate <= limits.peak_flops["fp32"] * 1.001 for _, rate in limits.product_rates)
+    assert (profile_key_of(loaded, Precision()).instruction_set is None) == (backend == "torch")
+    loaded.runner.forward.close()
 
 
 def test_a_profile_is_measured_fitted_and_read_again(loaded, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import timeit
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,10 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.request import Request, SamplingParams
+from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape, StepStats
 from onbeat.engine.build import build_engine
+from onbeat.engine.busy import Others, OthersMeter
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.load import prepare_model
 from onbeat.engine.profiling.profiler import ProfileSettings, profile_model
@@ -22,8 +25,10 @@ from onbeat.engine.step_time_source import choose_step_time
 from onbeat.engine.step_watch import StepWatch
 from onbeat.hub.resolve import resolve_model
 from onbeat.perfmodel.correction import Drift
+from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import Profile
 from onbeat.perfmodel.profile_file import profile_path, profiles_dir, write_profile
+from tests.busy_loops import busy_loops
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 
 SHORT = ProfileSettings(seconds=0.5, num_levels=3, num_mixed=8, num_held_back=4, max_context_tokens=1024)
@@ -110,6 +115,47 @@ def test_a_profile_of_another_backend_is_not_taken(config, profile):
     assert "roofline alone" in said[0]
 
 
+def test_a_profile_of_another_instruction_set_is_named(config, profile):
+    key = replace(profile.key, instruction_set="another")
+    path = profile_path(profiles_dir(), key)
+    write_profile(path, replace(profile, key=key))
+    _, said = run(config)
+    assert "roofline alone" in said[0]
+    assert f"{path} is of instruction set 'another'" in said[0]
+
+
+def test_a_busy_machine_is_said_where_it_was_measured(config, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(OthersMeter, "read", lambda _: Others(1.5, num_allowed=2, num_threads=2))
+    classes = {"fast": SLO(tbt=0.001)}
+    true_time = Predictor.step_time
+    monkeypatch.setattr(Predictor, "step_time", lambda self, shape, q=None: 1e3 * true_time(self, shape, q))
+    core, _ = build_engine(change(config, step_time_profile="roofline", slo_classes=classes), said.append)
+    core.shutdown()
+    (busy,) = [line for line in said if "busy:" in line]
+    assert busy.startswith("the machine is busy: other programs take 1.5 of 2 cores. ")
+    (miss,) = [line for line in said if line.startswith("class fast: TBT 1 ms, but one decode alone takes ")]
+    assert miss.endswith(" (as measured while the machine was busy)")
+
+
+def test_a_start_beside_loops_on_all_cores_says_so(config):
+    said: list[str] = []
+    cores = len(os.sched_getaffinity(0))
+    with busy_loops(cores):
+        core, _ = build_engine(change(config, step_time_profile="roofline", threads=cores), said.append)
+    core.shutdown()
+    assert [line for line in said if line.startswith("the machine is busy: other programs take ")]
+
+
+def test_a_profile_in_the_cache_was_measured_at_another_time(config, profile, monkeypatch):
+    said: list[str] = []
+    write_profile(profile_path(profiles_dir(), profile.key), profile)
+    monkeypatch.setattr(OthersMeter, "read", lambda _: Others(1.5, num_allowed=2, num_threads=2))
+    core, _ = build_engine(config, said.append)
+    core.shutdown()
+    assert not [line for line in said if "busy" in line]
+
+
 def test_a_damaged_profile_in_the_cache_is_named_and_does_not_keep_from_serving(config, profile):
     path = profile_path(profiles_dir(), profile.key)
     write_profile(path, profile)
@@ -127,6 +173,21 @@ def test_a_named_profile_must_match(config, profile, tmp_path):
         run(change(config, step_time_profile=str(path)))
     with pytest.raises(ConfigError, match="cannot read the profile"):
         run(change(config, step_time_profile=str(tmp_path / "missing.json")))
+
+
+def test_a_table_of_measured_steps_is_fitted(config, profile, tmp_path):
+    path = tmp_path / "steps.csv"
+    lines = ["batch,new_tokens,context,seconds"]
+    lines += [
+        f"{size},1,{context},{2e-3 + 1e-4 * size}" for size in (1, 2, 4, 8) for context in (16, 64, 200)
+    ]
+    path.write_text("\n".join(lines))
+    steps, said = run(change(config, step_time_profile=str(path)))
+    check_judged(steps)
+    assert said[0].startswith(f"step times: from the table of steps {path} (roofline fit, error ")
+    path.write_text("batch,new_tokens,context,seconds\n1,1,16,-1\n")
+    with pytest.raises(ConfigError, match="seconds is '-1'; it must be a finite time above 0"):
+        run(change(config, step_time_profile=str(path)))
 
 
 def test_calibration_takes_seconds(config):

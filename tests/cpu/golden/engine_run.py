@@ -86,14 +86,7 @@ def run_engine(
         policy=setting.policy,
     )
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
-    runner = ModelRunner(
-        forward=forward,
-        num_blocks=config.num_blocks,
-        block_size=config.block_size,
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        sampler=Sampler(forward.config.vocab_size, forward.device),
-    )
+    runner = ModelRunner.within(config, forward, Sampler(forward.config.vocab_size, forward.device))
     scheduler = Scheduler(config, LinearStepTime())
     executor = PredictedTime(ThreadExecutor(runner), scheduler)
     core = EngineCore(scheduler, executor, max_in_flight_steps=setting.depth, clock=lambda: executor.now)

@@ -18,6 +18,7 @@ import numpy as np
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, NotLoaded, address, load_library
 from onbeat.engine.native.matrix import MatrixLayout, PackedMatrix
 from onbeat.engine.native.structures import (
+    ACTIVATION_QUANTIZATIONS,
     MOST_QKV,
     LayerStructure,
     ModelStructure,
@@ -30,6 +31,7 @@ LAYOUTS = (
     MatrixLayout(Store.F32),
     MatrixLayout(Store.BF16),
     MatrixLayout(Store.Q8, 32),
+    MatrixLayout(Store.Q8, 16),
 )
 """Stores that float rows go into."""
 
@@ -117,6 +119,7 @@ class Engine:
             block_size=sizes.block_size,
             num_blocks=sizes.num_blocks,
             num_threads=int(rng.integers(1, 5)),
+            activation_quantization=int(rng.choice(list(ACTIVATION_QUANTIZATIONS.values()))),
             rms_norm_eps=1e-5,
             attention_scale=0.1,
             embedding_scale=1.0,

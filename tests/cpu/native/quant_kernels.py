@@ -8,7 +8,7 @@ import platform
 import subprocess
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -32,6 +32,7 @@ HALF_SCALES = {
 """Where a block's numbers of half precision stand, in bytes."""
 NEEDED = {
     "avx512bf16": ("avx512_bf16", "avx512_vnni"),
+    "avx512vnni": ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"),
     "avx512": ("avx512f", "avx512bw", "avx512vl", "avx512dq"),
     "avx2": ("avx2", "fma", "f16c"),
     "portable": (),
@@ -85,6 +86,7 @@ class Kernels:
         self.library = ctypes.CDLL(str(path))
         self.library.shim_create.restype = ctypes.c_void_p
         self.library.shim_bytes.restype = ctypes.c_int64
+        self.library.shim_quantized_bytes.restype = ctypes.c_int64
         self.library.shim_value.restype = ctypes.c_float
 
     def takes(self, store: str, group: int, source: str) -> bool:
@@ -98,6 +100,28 @@ class Kernels:
         row_bytes = ctypes.c_int64(rows.strides[0])
         self.library.shim_pack(matrix.handle, SOURCES[source], _pointer(rows), row_bytes)
         return matrix
+
+    def quantize(self, x: Floats) -> QuantizedInputs:
+        """Return rows of a multiple of 32 numbers as products see them."""
+        num_rows, num_inputs = map(ctypes.c_int64, x.shape)
+        memory = np.empty(self.library.shim_quantized_bytes(num_rows, num_inputs), np.uint8)
+        values = np.empty(x.shape, np.int8)
+        scales, sums = np.empty((2, len(x), x.shape[1] // 32), np.float32)
+        results = (_pointer(memory), _pointer(values), _pointer(scales), _pointer(sums))
+        self.library.shim_quantize(_pointer(x), num_rows, num_inputs, *results)
+        return QuantizedInputs(values, scales, sums)
+
+
+class QuantizedInputs(NamedTuple):
+    """Bytes [rows, inputs], and for each 32 of them a scale and the sum of what they stand for."""
+
+    values: NDArray[np.int8]
+    scales: Floats
+    sums: Floats
+
+    def dequantized(self) -> NDArray[np.float64]:
+        """Return the numbers that they stand for."""
+        return self.values * self.scales.astype(np.float64).repeat(32, axis=-1)
 
 
 class Matrix:

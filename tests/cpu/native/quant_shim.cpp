@@ -87,6 +87,24 @@ void shim_multiply_bf16(const ob_matrix* matrix, const bf16* x, int64_t num_rows
     multiply(*matrix, x, num_rows, y);
 }
 
+int64_t shim_quantized_bytes(int64_t num_rows, int64_t padded_inputs) {
+    return quantized_rows_bytes(num_rows, padded_inputs);
+}
+
+// values: [rows, padded inputs]. scales, sums: [rows, padded inputs / 32].
+void shim_quantize(const float* x, int64_t num_rows, int64_t padded_inputs, void* memory, int8_t* values,
+                   float* scales, float* sums) {
+    const QuantizedRows rows = quantize_rows(memory, x, padded_inputs, num_rows, padded_inputs);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        memcpy(values + row * padded_inputs, rows.values + row * rows.stride, padded_inputs);
+        for (int64_t block = 0; block < rows.num_blocks; ++block) {
+            const QuantizedBlock& from = rows.blocks[row * rows.num_blocks + block];
+            scales[row * rows.num_blocks + block] = from.scale;
+            sums[row * rows.num_blocks + block] = from.sum;
+        }
+    }
+}
+
 void shim_expand_float(const ob_matrix* matrix, float* panels) { expand<Float32>(*matrix, panels); }
 
 void shim_expand_bf16(const ob_matrix* matrix, bf16* panels) { expand<BFloat16>(*matrix, panels); }

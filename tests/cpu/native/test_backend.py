@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from onbeat.engine.load import ModelLoader, prepare_model
 from onbeat.engine.native.library import VARIABLE, NativeLibrary
 from onbeat.hub.resolve import resolve_model
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.cpu.native.test_forward import first_logits, relative_error
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +58,12 @@ def start_sentence(loader: ModelLoader) -> str:
 def test_native_is_taken_where_it_can_run(native_library: NativeLibrary, config: EngineConfig) -> None:
     loader = prepare_model(config)
     sets = native_library.instruction_sets
-    assert start_sentence(loader).endswith(f"by the native engine ({sets[0]}, fp32 weights)")
+    said: list[str] = []
+    assert loader.load(said.append).runner.forward.settings["instruction_set"] == sets[0]
+    assert said[0].endswith("by the native engine (fp32 weights)")
+    assert said[1] == f"instruction set {sets[0]}, the newest; the model is too small to time others"
     quantized = prepare_model(change(config, quantization="int8", dtype="bfloat16"))
-    assert start_sentence(quantized).endswith(f"by the native engine ({sets[0]}, int8 weights)")
+    assert start_sentence(quantized).endswith("by the native engine (int8 weights)")
     loaded = quantized.load(lambda _: None)
     assert (loaded.weights_format, loaded.embedding_format) == ("int8", "int8")
 
@@ -85,6 +90,9 @@ def test_torch_serves_what_the_native_engine_cannot_and_says_why(
         ({"backend": "native", "dtype": "float64"}, "it does not compute in float64; leave --backend out"),
         ({"quantization": "int8"}, r"quantization int8 needs the native engine, .*leave --quantization out"),
         ({"quantization": "int8", "backend": "torch"}, r"would run by torch \(as asked for\)"),
+        ({"activation_quantization": "int8"}, r"by torch .*leave --activation-quantization out"),
+        ({"instruction_set": "avx2", "backend": "torch"}, r"set avx2 needs .* by torch \(as asked for\)"),
+        ({"instruction_set": "avx2"}, r"by torch \(its library .*leave --instruction-set out"),
     ],
 )
 def test_what_cannot_be_had_is_refused(
@@ -94,10 +102,78 @@ def test_what_cannot_be_had_is_refused(
         prepare_model(change(config, **changes))
 
 
-@pytest.mark.parametrize(("field", "value"), [("backend", "jax"), ("quantization", "int3")])
+def test_an_instruction_set_that_is_asked_for_computes(
+    native_library: NativeLibrary, config: EngineConfig
+) -> None:
+    loader = prepare_model(change(config, instruction_set="portable"))
+    said: list[str] = []
+    loader.load(said.append)
+    assert said[0].endswith("by the native engine (portable, fp32 weights)")
+    assert not any(line.startswith("instruction set") for line in said)
+    assert loader.load(lambda _: None).runner.forward.settings["instruction_set"] == "portable"
+
+
+def test_an_instruction_set_of_other_processors_is_refused_with_those_of_this_one(
+    native_library: NativeLibrary, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = copy(native_library)
+    library.instruction_sets = ("avx2", "portable")
+    monkeypatch.setattr("onbeat.engine.backend.load_library", lambda: library)
+    with pytest.raises(ConfigError, match="has no amx; choose one of avx2, portable, or leave --instr"):
+        prepare_model(change(config, instruction_set="amx"))
+
+
+def test_what_the_system_withholds_is_said(
+    native_library: NativeLibrary, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = copy(native_library)
+    library.instruction_sets = ("portable",)
+    library.withheld = "amx (arch_prctl: Operation not permitted)"
+    monkeypatch.setattr("onbeat.engine.backend.load_library", lambda: library)
+    said: list[str] = []
+    prepare_model(config).load(said.append)
+    assert said[1].startswith(
+        "the system withholds the instruction set amx (arch_prctl: Operation not permitted)"
+    )
+    assert said[2] == "instruction set portable, the only one here"
+    with pytest.raises(
+        ConfigError, match=r"its system \(withheld: amx \(arch_prctl: Operation not permitted\)\)"
+    ):
+        prepare_model(change(config, instruction_set="amx"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("backend", "jax"),
+        ("quantization", "int3"),
+        ("activation_quantization", "w8a8"),
+        ("instruction_set", "sse"),
+    ],
+)
 def test_unknown_choices_are_named(config: EngineConfig, field: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown {field} '{value}'; choose one of auto"):
         change(config, **{field: value})
+
+
+def test_activations_in_8_bits_are_for_quantized_weights(
+    native_library: NativeLibrary, config: EngineConfig
+) -> None:
+    asked_for = change(config, activation_quantization="int8")
+    with pytest.raises(ConfigError, match=r"needs quantized weights, .* give --quantization int8 too"):
+        prepare_model(asked_for)
+    prepare_model(change(asked_for, quantization="int8"))
+
+
+def test_activations_are_quantized_unless_told_otherwise(
+    native_library: NativeLibrary, config: EngineConfig
+) -> None:
+    logits = []
+    for way in ("auto", "none"):
+        changed = change(config, quantization="int8", activation_quantization=way)
+        forward = prepare_model(changed).load(lambda _: None).runner.forward
+        logits.append(first_logits(lambda forward=forward, **_: forward, lengths=(9,)))
+    assert 1e-4 < relative_error(*logits) < 0.05
 
 
 def test_quantized_weights_leave_more_memory(native_library: NativeLibrary, config: EngineConfig) -> None:

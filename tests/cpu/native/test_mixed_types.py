@@ -10,22 +10,27 @@ import pytest
 import torch
 import transformers
 
+from onbeat.engine.config import ActivationQuantization, Quantization
 from onbeat.engine.models.registry import build_model
 from onbeat.engine.native.layouts import NATURAL_LAYOUTS, PLAIN_LAYOUTS
 from onbeat.engine.native.library import NativeLibrary
 from onbeat.engine.weights import Checkpoint, open_checkpoint
 from onbeat.hub.files import ModelFiles
 from tests.cpu.engine.forwards import on_native, on_torch, pack
+from tests.cpu.engine.tiny_models import random_prompt
 from tests.cpu.native.quant_kernels import random_rows
-from tests.cpu.native.test_forward import first_logits, relative_error
+from tests.cpu.native.test_forward import first_logits, inputs_of, relative_error
 from tests.cpu.weights import tiny_models as gguf_models
 
 CPU = torch.device("cpu")
+EXACT = ("Q4_0", "Q4_1", "Q8_0")
+"""Types that stores hold to the last bit; scales of K-quants are rounded to half precision."""
 MIXTURES = [
     ("Q4_K", "Q4_K", "Q6_K"),  # of Q4_K_M
     ("Q4_K", "Q4_K", "Q5_K"),  # of Q4_K_S: a type without a store
     ("Q6_K", "Q4_K", "Q6_K"),
     ("Q6_K", "Q8_0", "Q4_K"),
+    EXACT,
 ]
 """Types of queries, keys and values."""
 
@@ -57,6 +62,27 @@ def write_and_open(path: Path, types: tuple[str, str, str], *, has_bias: bool) -
     return open_checkpoint(ModelFiles(kind="gguf", path=path, name="tiny"))
 
 
+@pytest.mark.parametrize("types", [EXACT, ("Q4_K", "Q4_K", "Q5_K")], ids="-".join)
+@pytest.mark.parametrize("quantization", ["auto", "int8"])
+@pytest.mark.parametrize("num_tokens", [15, 16, 37, 64, 65])
+def test_inputs_that_threads_quantize_together_are_those_of_one(
+    native_library: NativeLibrary,
+    types: tuple[str, str, str],
+    quantization: Quantization,
+    num_tokens: int,
+    tmp_path: Path,
+) -> None:
+    """Of few rows each thread makes them all, and of all where one matrix is a plain one."""
+    checkpoint = write_and_open(tmp_path / "model.gguf", types, has_bias=False)
+    inputs, found = inputs_of(random_prompt(num_tokens)), []
+    for num_threads in (1, 2, 3):
+        make = on_native(native_library, checkpoint, quantization=quantization, num_threads=num_threads)
+        logits = make(num_blocks=8, block_size=16).run(inputs, wants_logits=True).values_RV
+        assert logits is not None
+        found.append(logits)
+    assert all(torch.equal(logits, found[0]) for logits in found)
+
+
 @pytest.mark.parametrize("types", MIXTURES, ids="-".join)
 @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
 def test_quantized_parts_stay_quantized(
@@ -71,14 +97,17 @@ def test_quantized_parts_stay_quantized(
 
     exact = first_logits(on_torch(build_model(checkpoint, dtype=torch.float32, device=CPU)))
     for instruction_set in native_library.instruction_sets:
-        make = on_native(
-            native_library,
-            checkpoint,
-            quantization="auto",
-            num_threads=3,
-            instruction_set=instruction_set,
-        )
-        assert relative_error(first_logits(make), exact) < 0.03, instruction_set
+        errors: dict[ActivationQuantization, float] = {"auto": 0.03, "none": 1e-5 if types == EXACT else 2e-3}
+        for activations, error in errors.items():
+            make = on_native(
+                native_library,
+                checkpoint,
+                quantization="auto",
+                activation_quantization=activations,
+                num_threads=3,
+                instruction_set=instruction_set,
+            )
+            assert relative_error(first_logits(make), exact) < error, (instruction_set, activations)
 
 
 def test_mixed_types_in_bfloat16(native_library: NativeLibrary, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import platform
 import shutil
 from pathlib import Path
 from types import ModuleType
@@ -120,6 +121,29 @@ def test_without_a_compiler_the_wheel_stays_pure_and_says_what_to_do(
     assert "'/no/such/compiler'" in warning
     assert "install g++" in warning
     assert not stale.exists()
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is no x86")
+def test_a_compiler_that_does_not_know_amx_builds_the_rest_and_it_is_said(
+    hatch_build: ModuleType, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = tree / "old-g++"
+    old.write_text(
+        '#!/bin/sh\ncase "$*" in *-mamx-tile*) echo "unrecognized option -mamx-tile" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    old.chmod(0o755)
+    monkeypatch.setenv("CXX", str(old))
+    warnings: list[str] = []
+    hatch_build.add_to_wheel(tree, {"artifacts": []}, warnings.append)
+    (warning,) = warnings
+    assert "built without the instruction set amx" in warning
+    assert "unrecognized option -mamx-tile" in warning
+    assert "g++ 11 or newer" in warning
+    assert ctypes.CDLL(str(tree / hatch_build.LIBRARY)).answer() == 42
+    assert not [name for name in objects(tree) if name.startswith("kernels_amx")]
+    assert [name for name in objects(tree) if name.startswith("kernels_avx512bf16")]
 
 
 def test_a_tree_without_sources_is_named(hatch_build: ModuleType, tmp_path: Path) -> None:

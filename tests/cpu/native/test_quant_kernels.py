@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -38,11 +40,16 @@ def width(kind: str, num_inputs: int) -> int:
     return -(-num_inputs // 256) * 256 if kind.endswith("_K") else num_inputs
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Kernels]:
+    return functools.cache(lambda name: compile_kernels(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.fixture(scope="module", params=NEEDED)
-def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+def kernels(request: pytest.FixtureRequest, compiled: Callable[[str], Kernels]) -> Kernels:
     if request.param not in instruction_sets():
         pytest.skip(f"this processor has no {request.param}")
-    return compile_kernels(request.param, tmp_path_factory.mktemp(request.param))
+    return compiled(request.param)
 
 
 def relative_error(actual: Floats, expected: NDArray[np.float64]) -> float:
@@ -142,6 +149,50 @@ def test_a_product_with_whole_inputs_is_exact(kernels: Kernels, kind: str, num_r
     x = whole_inputs(num_rows, num_inputs)
     expected = x.astype(np.float64) @ matrix.values().T.astype(np.float64)
     assert relative_error(matrix.multiply(x), expected) < 2e-6
+
+
+def test_inputs_are_quantized_to_the_nearest(kernels: Kernels) -> None:
+    x = np.random.default_rng(6).standard_normal((7, 320)).astype(np.float32)
+    x[3, 64:96] = 0
+    inputs = kernels.quantize(x)
+    largest = np.abs(x).reshape(7, -1, 32).max(-1)
+    np.testing.assert_allclose(inputs.scales, largest / 127, rtol=1e-6)
+    assert (np.abs(inputs.values.reshape(7, -1, 32)).max(-1) == np.where(largest > 0, 127, 0)).all()
+    half_steps = (inputs.scales.astype(np.float64) / 2).repeat(32, axis=-1)
+    assert (np.abs(inputs.dequantized() - x) <= half_steps * (1 + 1e-4)).all()
+    sums = inputs.dequantized().reshape(7, -1, 32).sum(-1)
+    np.testing.assert_allclose(inputs.sums, sums, rtol=1e-6, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", STORE_OF)
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(32, 1), (96, 33), (576, 100), (1536, 64)])
+def test_a_product_of_the_quantized_inputs_is_exact_to_rounding(
+    kernels: Kernels, kind: str, num_inputs: int, num_outputs: int
+) -> None:
+    """For any number of rows; the sum of a group has no rounding, that of the groups is a float's."""
+    num_inputs = width(kind, num_inputs)
+    matrix = kernels.pack(*STORE_OF[kind], kind, random_rows(kind, num_outputs, num_inputs), num_inputs)
+    x = np.random.default_rng(7).standard_normal((70, num_inputs)).astype(np.float32)
+    inputs = kernels.quantize(x).dequantized()
+    weights = matrix.values().T.astype(np.float64)
+    all_rows = matrix.multiply(x)
+    assert (np.abs(all_rows - inputs @ weights) <= 4e-7 * (np.abs(inputs) @ np.abs(weights))).all()
+    for num_rows in range(1, 70):
+        np.testing.assert_array_equal(matrix.multiply(x[:num_rows]), all_rows[:num_rows])
+
+
+@pytest.mark.parametrize("kind", STORE_OF)
+def test_instruction_sets_give_the_same_product(compiled: Callable[[str], Kernels], kind: str) -> None:
+    """All add the same numbers in the same order; without fused multiply-add, each is rounded once more."""
+    num_inputs = width(kind, 576)
+    raw = random_rows(kind, 40, num_inputs)
+    x = np.random.default_rng(8).standard_normal((13, num_inputs)).astype(np.float32)
+    *fused, portable = (
+        compiled(name).pack(*STORE_OF[kind], kind, raw, num_inputs).multiply(x) for name in instruction_sets()
+    )
+    for product in fused:
+        np.testing.assert_array_equal(product, fused[0])
+        assert relative_error(product, portable.astype(np.float64)) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", ["float", "bf16"])

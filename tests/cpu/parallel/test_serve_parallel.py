@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,38 +55,38 @@ def test_a_split_server_answers_as_a_whole_one(server: ServerProgram, directory:
     assert not is_running(rank)
 
 
-def test_a_rank_killed_under_load_ends_the_engine_and_is_told(server: ServerProgram) -> None:
+def test_streams_go_on_in_another_engine_when_a_rank_is_killed(server: ServerProgram) -> None:
     engine = server.engine_pid
     [rank] = rank_pids(engine)
+    request = {**REQUEST, "max_tokens": 3000}
+    whole = httpx.post(f"{server.url}/v1/completions", json=request, timeout=60).json()["choices"]
     with ThreadPoolExecutor(2) as pool:
-        request = {**REQUEST, "max_tokens": 3000}
         running = [
-            pool.submit(httpx.post, f"{server.url}/v1/completions", json=request, timeout=60)
+            pool.submit(httpx.post, f"{server.url}/v1/completions", json=request, timeout=120)
             for _ in range(2)
         ]
         wait_for(lambda: server.metrics()["onbeat_requests_running"] == 2)
         os.kill(rank, signal.SIGKILL)
-        start = time.monotonic()
         replies = [future.result() for future in running]
-        assert time.monotonic() - start < 5
-    cause = f"rank 1 (process {rank}) was ended by SIGKILL"
     for reply in replies:
-        assert reply.status_code == 503
-        assert reply.json()["error"]["code"] == "engine_dead"
-        assert cause in reply.json()["error"]["message"]
-    assert server.exit_code() == 1
-    assert not is_running(engine)
-    assert server.lines[-1].startswith("onbeat: error: tensor-parallel ")
-    assert any("the engine has died" in line and cause in line for line in server.lines)
+        assert reply.status_code == 200, reply.text
+        assert reply.json()["choices"] == whole
+    wait_for(lambda: not is_running(engine))
+    cause = f"rank 1 (process {rank}) was ended by SIGKILL"
+    assert any("r0 is lost" in line and cause in line for line in server.lines)
     assert not any("Traceback" in line for line in server.lines)
 
 
 def test_a_rank_killed_while_nothing_runs_is_noticed(server: ServerProgram) -> None:
     complete(server.url)
-    [rank] = rank_pids(server.engine_pid)
+    engine = server.engine_pid
+    [rank] = rank_pids(engine)
     os.kill(rank, signal.SIGKILL)
-    assert server.exit_code() == 1
-    assert f"rank 1 (process {rank}) was ended by SIGKILL" in server.lines[-1]
+    wait_for(lambda: not is_running(engine))
+    wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 200, timeout=60)
+    complete(server.url)
+    cause = f"rank 1 (process {rank}) was ended by SIGKILL"
+    assert any("r0 is lost" in line and cause in line for line in server.lines)
 
 
 def test_a_size_that_does_not_divide_is_one_line(directory: Path) -> None:

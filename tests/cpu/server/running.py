@@ -9,7 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import openai
@@ -24,6 +24,9 @@ from onbeat.server.run import bind, uvicorn_config
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import ByteTokenizer, FakeEngine
+
+if TYPE_CHECKING:
+    from onbeat.cluster.client import FleetClient
 
 TEMPLATE = (
     "{% for m in messages %}"
@@ -113,17 +116,28 @@ def parse_events(body: bytes) -> list[Any]:
     return events
 
 
-def make_app(engine: FakeEngine, config: ServerConfig, *, has_template: bool = True) -> FastAPI:
-    telemetry = Telemetry(config, engine.info.model_name, proposer=engine.info.speculation)
+def make_app(
+    engine: FakeEngine, config: ServerConfig, *, has_template: bool = True, has_fleet: bool = False
+) -> FastAPI:
+    fleet = cast("FleetClient", engine) if has_fleet else None
+    telemetry = Telemetry(
+        config,
+        engine.info.model_name,
+        proposer=engine.info.speculation,
+        fleet_counts=None if fleet is None else fleet.counts,
+    )
     engine.add_observer(telemetry.tracker)
     template = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>") if has_template else None
-    return create_app(engine, ByteTokenizer(), template, config, telemetry)
+    return create_app(engine, ByteTokenizer(), template, config, telemetry, fleet=fleet)
 
 
 @asynccontextmanager
-async def serving(engine: FakeEngine, *, has_template: bool = True, **fields: Any) -> AsyncIterator[Served]:
+async def serving(
+    engine: FakeEngine, *, has_template: bool = True, has_fleet: bool = False, **fields: Any
+) -> AsyncIterator[Served]:
+    """Serve an engine; with `has_fleet` it is the client of a fleet."""
     config = ServerConfig(port=0, **fields)
-    app = make_app(engine, config, has_template=has_template)
+    app = make_app(engine, config, has_template=has_template, has_fleet=has_fleet)
     sock = bind(config)
     # connections inherit it: a client that does not read then stops its stream soon
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)

@@ -1,4 +1,4 @@
-"""An engine that hangs is seen, and so is that it goes on; a server without its engine ends."""
+"""An engine that hangs is seen, and so is that it goes on."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import cast
 
-import aiohttp
 import pytest
 
+from onbeat.core.hang import HangLimits, find_hang
 from onbeat.core.protocols import EnginePulse
-from onbeat.engine.client import ProcessEngineClient
-from onbeat.server.config import HangLimits, ServerConfig
-from onbeat.server.lifecycle import find_hang
-from onbeat.server.run import bind, serve
-from tests.cpu.server.running import Served, make_app, serving
+from tests.cpu.server.running import Served, serving
+from tests.direct_client import ProcessEngineClient
 from tests.fake_runner import build_fake_engine
-from tests.fakes_engine import FakeEngine, Script
+from tests.fakes_engine import FakeEngine
 
 
 @asynccontextmanager
@@ -137,17 +134,3 @@ async def test_a_server_without_its_engine_says_so(served: Served, engine: FakeE
     assert await metric(served, "onbeat_engine_alive") == 0
     answer = await served.post("/v1/completions", {"prompt": "x"})
     assert (answer.status, answer.headers["Retry-After"]) == (503, "5")
-
-
-async def test_a_server_without_its_engine_ends_with_the_last_answer() -> None:
-    engine = FakeEngine(Script(end=False, seconds_per_step=0.02, die_after=20))
-    config = ServerConfig(port=0)
-    app = make_app(engine, config)
-    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    with bind(config) as sock:
-        server = asyncio.create_task(serve(app, config, sock, on_started=started.set_result))
-        served = Served(await started, engine, app, aiohttp.ClientSession())
-        events = await served.events("/v1/completions", {"prompt": "x", "max_tokens": 500})
-        assert events[-2]["error"]["code"] == "engine_dead"
-        await asyncio.wait_for(server, 5)
-        await served.close()

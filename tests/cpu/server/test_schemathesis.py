@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,11 +14,41 @@ from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
+from onbeat.core.errors import InvalidRequest
+from onbeat.core.fleet import ReplicaLoad, ReplicaView
+from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.server.config import ServerConfig
 from tests.cpu.server.running import make_app
 from tests.fakes_engine import VOCAB_SIZE, FakeEngine
 
-APP = make_app(FakeEngine(max_model_len=256), ServerConfig(log_requests=False, max_n=4))
+
+class FakeFleet(FakeEngine):
+    """An engine that shows itself as a fleet of one replica and does nothing that it is asked to."""
+
+    num_waiting = 0
+    is_ready = True
+    seconds_to_ready = None
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields)
+        self.counts = FleetCounts()
+
+    def replicas(self) -> Sequence[ReplicaView]:
+        load = ReplicaLoad(time=0.0, num_taken=0)
+        return [ReplicaView(replica="r0", state="ready", limits=self.info.limits, load=load)]
+
+    def drain(self, replica: str, *, seconds: float, restarts: bool) -> None:
+        if replica != "r0":
+            raise InvalidRequest(f"there is no replica {replica!r}", param="replica")
+
+    def scale(self, num_replicas: int) -> None:
+        """Nothing starts or ends."""
+
+    def restart(self) -> None:
+        """Nothing ends."""
+
+
+APP = make_app(FakeFleet(max_model_len=256), ServerConfig(log_requests=False, max_n=4), has_fleet=True)
 # each case would start and end the application, and what has ended does not start again
 APP.router.lifespan_context = lambda _: nullcontext()
 CHECKS: list[Any] = [

@@ -121,15 +121,9 @@ def serve(
         ),
     )
     forward = make_forward(num_blocks=limits.num_blocks, block_size=limits.block_size)
-    runner = ModelRunner(
-        forward=forward,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
-        max_num_seqs=limits.max_num_seqs,
-        max_model_len=limits.max_model_len,
-        sampler=Sampler(forward.config.vocab_size, forward.device),
-        proposer=None if make_proposer is None else make_proposer(forward, limits),
-    )
+    proposer = None if make_proposer is None else make_proposer(forward, limits)
+    sampler = Sampler(forward.config.vocab_size, forward.device)
+    runner = ModelRunner.within(limits, forward, sampler, proposer)
     scheduler = Scheduler(limits)
     core = EngineCore(scheduler, ThreadExecutor(runner), max_in_flight_steps=setting.depth)
     outcome = Outcome([], 0, 0, 0, 0, 0, 0)

@@ -120,14 +120,8 @@ def run(
     config = SchedulerConfig(**{**LIMITS, **limits}, speculation=speculation)
     forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
     runner = NotingRunner(
-        ModelRunner(
-            forward=forward,
-            num_blocks=config.num_blocks,
-            block_size=config.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=config.max_model_len,
-            sampler=sampler or Sampler(forward.config.vocab_size, forward.device),
-            proposer=proposer,
+        ModelRunner.within(
+            config, forward, sampler or Sampler(forward.config.vocab_size, forward.device), proposer
         )
     )
     ticks = itertools.count()

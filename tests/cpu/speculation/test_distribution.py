@@ -12,7 +12,7 @@ import torch
 from scipy.stats import binomtest, chi2_contingency, chisquare
 
 from onbeat.engine.attention.base import IntArray
-from onbeat.engine.forward import StepLogits
+from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.sampler import Sampler
@@ -51,6 +51,9 @@ class MarkovForward:
 
     def touch_ahead(self) -> bool:
         return False
+
+    def products(self) -> RowProducts:
+        raise NotImplementedError("nobody times a Markov chain")
 
     def close(self) -> None: ...
 

@@ -99,7 +99,7 @@ def test_a_server_that_goes_away_is_waited_for() -> None:
         assert terminal.press_ctrl_c() == 130
 
 
-@pytest.mark.parametrize(("health", "foot"), [(503, "The engine has ended"), (404, "Since the server")])
+@pytest.mark.parametrize(("health", "foot"), [(503, "No replica takes requests"), (404, "Since the server")])
 def test_a_server_whose_engine_died_says_so(health: int, foot: str, run_top) -> None:
     with showing(STORED) as server:
         server.health = health

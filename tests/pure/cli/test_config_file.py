@@ -114,3 +114,42 @@ def test_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_two_files_are_refused(file: Path) -> None:
     with pytest.raises(ConfigError, match="--config is given more than once"):
         serve("--config", file, f"--config={file}")
+
+
+def test_the_fleet_is_a_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("model: a.gguf\nfleet:\n  replicas: 3\n  router: least-work\n")
+    args = serve("--config", path)
+    assert (args.replicas, args.router, args.launcher) == (3, "least-work", "local")
+    assert serve("--config", path, "-dp", "2").replicas == 2
+    assert serve("--config", path, "--data-parallel-size", "4").replicas == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("fleet: 2", "it takes a mapping of replicas, router, launcher"),
+        ("fleet: {replica: 2}", "'fleet' has no 'replica'; it takes replicas"),
+        ("fleet: {port: 2}", "'fleet' has no 'port'"),
+    ],
+)
+def test_a_bad_fleet_is_told(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        serve("--config", path)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "message"),
+    [
+        ("--router", "round-robbin", "did you mean round-robin?"),
+        ("--launcher", "slurm", "choose one of local, ray"),
+    ],
+)
+def test_an_unknown_router_or_launcher_is_told(
+    flag: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        serve("a.gguf", flag, value)
+    assert message in capsys.readouterr().err

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
-from onbeat.cli.serve import example_request
+from onbeat.cli.serve import example_request, public_name
 from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
+from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
 
 
@@ -88,3 +90,16 @@ def test_the_example_survives_the_shell(model: str, is_chat: bool) -> None:
 def test_the_example_has_no_key_where_none_is_needed() -> None:
     example = example_request("http://127.0.0.1:8000", "m", is_chat=True, needs_key=False)
     assert "Authorization" not in example
+
+
+@pytest.mark.parametrize("tokenizer", ["models/mine", "cache/other.gguf"], ids=["its own", "another's"])
+def test_metrics_name_no_path_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokenizer: str
+) -> None:
+    """They are open to everybody; of a stand-in, `path` is where its tokenizer is."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    files = ModelFiles(kind="hf", path=Path(tokenizer), name="models/mine")
+    assert public_name(ServerConfig(), files) == "mine"
+    assert public_name(ServerConfig(), replace(files, name="owner/name")) == "owner/name"
+    assert public_name(ServerConfig(served_model_names=("seen",)), files) == "seen"

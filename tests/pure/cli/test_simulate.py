@@ -18,10 +18,12 @@ from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
 from onbeat.simulator.setup import POOL_POLICY, build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
+from tests.pure.perfmodel.test_step_table import write_measured
 
 DATA = Path(__file__).parents[2] / "data"
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--device", "h100-sxm"]
 LOAD = ["--num-prompts", "12", "--input-len", "300", "--output-len", "20", "--request-rate", "10"]
+CAPACITY = ["--num-prompts", "40", "--input-len", "300", "--slo-tbt-ms", "200", "--repeats", "1"]
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 AZURE_LINES = [
     "2023-11-16 18:15:46.6805900,374,44\n",
@@ -106,6 +108,19 @@ def test_a_run_with_objectives_says_who_pays(tmp_path: Path, capsys: pytest.Capt
     assert f"Worst decile (prompts of {span} tokens): " in out
     for words in ("Objectives by length of prompt", "Objectives by tenant", "longest wait"):
         assert words in out
+
+
+def test_a_fleet_that_something_happens_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = tmp_path / "fleet.record"
+    fleet = ["--replicas", "3", "--policy", "slo", "--fleet-changes", "1 kill 0", "2 restart 1"]
+    flags = ["--num-prompts", "40", "--request-rate", "10", "--replica-start-seconds", "1"]
+    found = summary_of(tmp_path, *fleet, *flags, "--record", str(record))
+    assert found["router"] == "slo"
+    assert found["completed"] == 40
+    assert found["fleet_decisions"]["start"] == 5
+    assert "fleet decisions: " in capsys.readouterr().out
+    assert main(["replay", str(record)]) == 0
+    assert "decisions: identical in" in capsys.readouterr().out
 
 
 def keys_in(document: Any) -> Any:
@@ -364,6 +379,29 @@ def test_requests_that_do_not_fit_can_be_left_out(tmp_path: Path) -> None:
     assert replay_trace(path, *flags) == 0
     found = json.loads(result.read_text())
     assert (found["completed"], found["num_overlong"]) == (2, 1)
+
+
+def test_a_table_of_measured_steps_is_used_and_its_error_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = str(write_measured(tmp_path / "steps.csv"))
+    sheets, measured = summary_of(tmp_path), summary_of(tmp_path, "--step-time", table)
+    assert measured["mean_tpot_ms"] > sheets["mean_tpot_ms"] + 4  # its host takes 5 ms a step
+    assert measured["step_time"] == table
+    shown = " ".join(capsys.readouterr().err.split())
+    assert f"step times: {table}, fitted to measured steps (relative error: mean " in shown
+    assert "on 16 held-back points)" in shown
+    assert main(["capacity", *MODEL, "--step-time", table, *CAPACITY]) == 0
+    assert "on 16 held-back points)" in " ".join(capsys.readouterr().err.split())
+
+
+def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, engine = summary_of(tmp_path), summary_of(tmp_path, "--engine", "vllm")
+    assert (plain["engine"], engine["engine"]) == ("none", "vllm")
+    assert engine["mean_tpot_ms"] > 1.05 * plain["mean_tpot_ms"]
+    more = engine["mean_ttft_ms"] - plain["mean_ttft_ms"]
+    assert more > 0.4 * engine["mean_tpot_ms"]  # an idle replica begins at once
+    assert "step times: roofline of vllm" in capsys.readouterr().err
 
 
 def edit_profile(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:

@@ -36,8 +36,6 @@ def serve(*arguments: str) -> argparse.Namespace:
         ("--hf-token hf_secret", "$HF_TOKEN"),
         ("--hf-token", "$HF_TOKEN"),
         ("-pp 1", "ignored: -pp (there is one stage)"),
-        ("--data-parallel-size 1", "there is one replica"),
-        ("-dp 1", "there is one replica"),
     ],
 )
 def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> None:
@@ -57,7 +55,6 @@ def test_what_asks_for_nothing_is_taken_with_one_line(flags: str, said: str) -> 
         ("--generation-config auto", "requests state their own"),
         ("--task embed", "this server only generates text, not 'embed'"),
         ("-pp 2", "one pipeline stage, not '2'"),
-        ("--data-parallel-size 4", "one replica; run several, not '4'"),
         ("--dtype int3", "invalid choice: 'int3'"),
         ("--load-format pt", "invalid choice: 'pt'"),
         ("--max-model-len many", "expected a whole number"),

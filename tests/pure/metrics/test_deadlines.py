@@ -43,7 +43,7 @@ def scheduled(run: Deliveries, slo: SLO, max_output_tokens: int = MAX_TOKENS) ->
     sampling = SamplingParams(max_tokens=MAX_TOKENS)
     request = Request(request_id="r", prompt_token_ids=(1,), sampling=sampling, arrival=ARRIVAL, slo=slo)
     state = SLOState()
-    state.begin(request, "stream", max_output_tokens=max_output_tokens)
+    state.begin(request, "stream", now=request.arrival, max_output_tokens=max_output_tokens)
     for time, (_, size) in zip(times_of(run), run, strict=True):
         state.note_delivery(time, size)
     return state

@@ -39,7 +39,7 @@ class Recorder:
         self.heard.append("finish")
         self.finished.append(record)
 
-    def on_step(self, stats: StepStats) -> None:
+    def on_step(self, stats: StepStats, replica: int = 0) -> None:
         self.heard.append("step")
 
 

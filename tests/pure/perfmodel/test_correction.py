@@ -51,6 +51,15 @@ def test_it_waits_until_it_has_seen_enough() -> None:
     assert not correction.has_lost_pace
 
 
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.05, 20.0)), min_size=1, max_size=60))
+def test_learning_tells_what_the_factor_was(steps: list[tuple[bool, float]]) -> None:
+    correction = OnlineCorrection()
+    for has_drafts, ratio in steps:
+        shape = verifies(4, 100, 3) if has_drafts else decodes(4, 100)
+        before = correction.factor(shape)
+        assert correction.observe(shape, ratio) == before
+
+
 def test_slow_first_steps_do_not_make_the_pace() -> None:
     correction, shape = OnlineCorrection(), decodes(4, 100)
     learn(correction, shape, 100.0, 3)

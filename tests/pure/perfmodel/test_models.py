@@ -63,8 +63,8 @@ def write_fitted(path: Path, precision: Precision = BF16) -> None:
     write_profile(path, profile)
 
 
-def test_the_table_has_the_four_kinds() -> None:
-    assert list(STEP_TIME_MODELS) == ["roofline", "fitted", "operator-table", "linear"]
+def test_the_table_has_the_five_kinds() -> None:
+    assert list(STEP_TIME_MODELS) == ["roofline", "fitted", "step-table", "operator-table", "linear"]
 
 
 def test_the_roofline_needs_nothing_and_is_unsure() -> None:

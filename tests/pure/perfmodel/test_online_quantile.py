@@ -58,6 +58,13 @@ def test_what_lies_beyond_the_window_is_forgotten():
     assert quantile.factor(0.99) == 1.0
 
 
+def test_who_asks_late_hears_of_the_last_look():
+    quantile = observe_all(OnlineQuantile(ready_after=10), [1.0] * 10)
+    observe_all(quantile, [9.0] * 31)
+    assert quantile.factor(1.0) == 1.0
+    assert observe_all(quantile, [9.0]).factor(1.0) == 9.0
+
+
 def test_what_it_forgets_does_not_come_back():
     quantile = observe_all(OnlineQuantile(ready_after=10), [20.0] * 300)
     assert quantile.factor(0.5) == 20.0

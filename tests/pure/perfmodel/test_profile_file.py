@@ -45,7 +45,11 @@ PROFILE = Profile(
         ratios=(0.97, 1.03),
         shape_range=ShapeRange.of([step.shape for step in STEPS]),
     ),
-    limits=MachineLimits(memory_bandwidth=2e10, peak_flops={"fp32": 1e11, "bf16": 2e11}),
+    limits=MachineLimits(
+        memory_bandwidth=2e10,
+        peak_flops={"fp32": 1e11, "bf16": 2e11},
+        product_rates=((1, 1e10), (16, 1.5e11)),
+    ),
     engine={"block_size": 16, "attention": "torch"},
 )
 
@@ -69,6 +73,30 @@ def test_a_profile_of_before_there_were_drafts_is_read(tmp_path: Path) -> None:
             del row[place]
     path.write_text(json.dumps(content))
     assert read_profile(path, KEY) == PROFILE
+
+
+def test_a_profile_of_before_rates_went_by_rows_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "p.json"
+    write_profile(path, PROFILE)
+    content = json.loads(path.read_text())
+    content["schema_version"] = 2
+    del content["limits"]["product_rates"]
+    content["engine"]["instruction_set"] = "avx512"
+    path.write_text(json.dumps(content))
+    profile = read_profile(path, replace(KEY, instruction_set="avx512"))
+    assert profile.limits is not None
+    assert profile.limits.product_rates == ()
+    with pytest.raises(ConfigError, match="instruction set 'avx512', not 'amx'"):
+        read_profile(path, replace(KEY, instruction_set="amx"))
+
+
+def test_a_profile_of_another_instruction_set_is_found_and_refused(tmp_path: Path) -> None:
+    key, other = replace(KEY, instruction_set="avx512bf16"), replace(KEY, instruction_set="amx")
+    path = profile_path(tmp_path, key)
+    write_profile(path, replace(PROFILE, key=key))
+    assert find_profile(tmp_path, key) == replace(PROFILE, key=key)
+    with pytest.raises(ConfigError, match=r"is of instruction set 'avx512bf16', not 'amx'.*onbeat profile"):
+        find_profile(tmp_path, other)
 
 
 def test_a_profile_knows_the_format_of_the_embedding(tmp_path: Path) -> None:
@@ -131,7 +159,7 @@ Change = Callable[[dict[str, Any]], object]
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c: c.update(schema_version=99), rf"schema version 99, but .* version {SCHEMA_VERSION}"),
+        (lambda c: c.update(schema_version=99), rf"schema version 99, but .* 2 and {SCHEMA_VERSION}"),
         (lambda c: c.pop("schema_version"), "schema_version is None; it must be there"),
         (lambda c: c.pop("key"), "key is None"),
         (lambda c: c["key"].update(threads="two"), r"key\.threads is 'two'; it must be of type int"),
@@ -151,6 +179,12 @@ Change = Callable[[dict[str, Any]], object]
         (lambda c: c["fit"]["errors"].pop("p90"), "fit is .*p90"),
         (lambda c: c["limits"].update(memory_bandwidth=0), r"limits\.memory_bandwidth is 0"),
         (lambda c: c["limits"]["peak_flops"].update(fp32=-1), r"limits\.peak_flops\.fp32 is -1"),
+        (
+            lambda c: c["limits"].update(product_rates=[[2, 1e9], [1, 1e9]]),
+            r"limits\.product_rates is .*ascend",
+        ),
+        (lambda c: c["limits"].update(product_rates=[[1, 0]]), r"limits\.product_rates is \[\[1, 0\]\]"),
+        (lambda c: c["limits"].update(product_rates=3), r"limits\.product_rates is 3"),
         (lambda c: c.update(engine=[1]), "engine is .*an object"),
     ],
 )
@@ -180,4 +214,5 @@ def test_measured_limits_take_the_place_of_the_data_sheets() -> None:
     assert limited.memory_bandwidth == 2e10
     assert limited.peak("bf16") == 2e11
     assert limited.peak("fp8") == device.peak("fp8")
+    assert limited.product_rates == ((1, 1e10), (16, 1.5e11))
     assert limited_device(device, None) is device

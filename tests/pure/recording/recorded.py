@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import asdict, replace
 from pathlib import Path
+from random import Random
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
+from onbeat.core.handover import Detached
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.core.step_time import StepTimeModel
-from onbeat.recording.log import RecordHeader
+from onbeat.recording.log import RecordedAdoption, RecordHeader
 from onbeat.recording.writer import RecordWriter, create_record
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 
 
@@ -51,6 +54,10 @@ class RecordedRun:
         self.finished: dict[str, FinishReason] = {}
         self.refused: dict[str, Overloaded | SLOUnattainable] = {}
         self.num_tokens: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}
+        self.detached: dict[str, Detached] = {}
+        self.has_handovers = False
+        self.num_adopted = 0
 
     def tick(self) -> float:
         self.now += 0.1 + 1e-9 * len(self.steps)
@@ -65,11 +72,71 @@ class RecordedRun:
             self.writer.add(request, now, refusal=error)
         else:
             self.open[request.request_id] = None
+            self.requests[request.request_id] = request
             self.writer.add(request, now)
 
     def abort(self, *request_ids: str) -> None:
         self.note(self.scheduler.abort(request_ids))
         self.writer.abort(request_ids, self.tick())
+
+    def hand_over(self, pick: Random, verb: str) -> None:
+        """Ask for a verb of hand-overs, of some request or of one of two rooms."""
+        self.has_handovers = True
+        handover, note, now = self.scheduler.handover, self.writer.handover, self.tick()
+        name = pick.choice([*self.open, *self.detached, "unknown"])
+        room = pick.choice(["one", "two"])
+        match verb:
+            case "hold":
+                held = handover.hold(name, now + 30)
+                note("hold", name, now, block_ids=None if held is None else held.block_ids)
+            case "unhold":
+                handover.release_hold(name)
+                note("unhold", name, now)
+            case "reserve":
+                num_tokens = pick.randrange(1, 120)
+                block_ids = handover.reserve(room, num_tokens, now + 30)
+                note("reserve", room, now, num_tokens=num_tokens, block_ids=block_ids)
+            case "release":
+                handover.release_reservation(room)
+                note("release", room, now)
+            case "detach":
+                if name in self.open:
+                    handover.detach(name)
+                    note("detach", name, now)
+            case "reattach":
+                note("reattach", name, now, is_out=handover.reattach(name))
+                self.detached.pop(name, None)
+            case "adopt":
+                self.adopt(room, name, now)
+        self.take_detached()
+
+    def adopt(self, room: str, name: str, now: float) -> None:
+        """Move a request within the scheduler: it leaves, and comes again by a hand-over."""
+        if (detached := self.detached.pop(name, None)) is None:
+            return
+        handover, request = self.scheduler.handover, self.requests[name]
+        num_tokens = len(request.prompt_token_ids) + len(detached.output_token_ids)
+        block_ids = handover.reserve(room, num_tokens, now + 30)
+        self.writer.handover("reserve", room, now, num_tokens=num_tokens, block_ids=block_ids)
+        holds_batches = POLICIES[self.scheduler.config.policy]().release.holds_finished
+        if block_ids is None or holds_batches:
+            self.writer.handover("reattach", name, now, is_out=handover.reattach(name))
+            return
+        handover.free(name)
+        self.writer.handover("free", name, now)
+        moved = detached.moved(request)
+        handover.adopt(room, moved, detached, now)
+        standing = (detached.scheduled_time, detached.num_cached_tokens, detached.num_preemptions)
+        adoption = RecordedAdoption(room, *standing, detached.deadlines)
+        self.writer.add(moved, now, adoption=adoption)
+        self.num_adopted += 1
+
+    def take_detached(self) -> None:
+        for answer in self.scheduler.handover.take_detached():
+            is_out = answer.detached is not None
+            self.writer.handover("left", answer.request_id, self.tick(), is_out=is_out)
+            if answer.detached is not None:
+                self.detached[answer.request_id] = answer.detached
 
     def step(self) -> None:
         now, before = self.tick(), self.scheduler.num_preemptions
@@ -114,14 +181,31 @@ class RecordedRun:
         outputs = self.scheduler.update(scheduled, result, now)
         self.note(outputs)
         self.writer.update(scheduled, result, outputs, now=now, seconds=seconds)
+        self.take_detached()
 
     def note(self, outputs) -> None:
         for output in outputs:
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
                 del self.open[output.request_id]
+                self.detached.pop(output.request_id, None)
+
+    def end_handovers(self) -> None:
+        """Let every request go on here, and give everything back."""
+        while self.in_flight:
+            self.collect(self.in_flight.popleft())
+        for name in list(self.detached):
+            self.writer.handover("reattach", name, self.tick(), is_out=self.scheduler.handover.reattach(name))
+        for room in ("one", "two"):
+            self.scheduler.handover.release_reservation(room)
+            self.writer.handover("release", room, self.tick())
+        for name in self.requests:
+            self.scheduler.handover.release_hold(name)
+            self.writer.handover("unhold", name, self.tick())
 
     def finish(self) -> None:
+        if self.has_handovers:
+            self.end_handovers()
         for _ in range(20_000):
             if not self.open and not self.in_flight:
                 break

@@ -69,12 +69,31 @@ class RecordedMachine(RuleBasedStateMachine):
         weight=st.sampled_from([1.0, 4.0]),
         tenant=st.sampled_from([None, "one", "two"]),
         shed=st.sampled_from(ShedMode),
+        num_sent=st.just(0) | st.integers(0, 79),
+        first_age=st.none() | st.floats(0.0, 1.0),
     )
-    def arrive(self, num_prompt, max_tokens, priority, first_token, salt, stop, slo, weight, tenant, shed):
+    def arrive(
+        self,
+        num_prompt,
+        max_tokens,
+        priority,
+        first_token,
+        salt,
+        stop,
+        slo,
+        weight,
+        tenant,
+        shed,
+        num_sent,
+        first_age,
+    ):
+        num_sent = min(num_sent, max_tokens - 1, 255 - num_prompt)
         self.run_.add(
             Request(
                 request_id=f"r{self.num_requests}",
                 prompt_token_ids=tuple(range(first_token, first_token + num_prompt)),
+                resumed_token_ids=tuple(range(num_prompt, num_prompt + num_sent)),
+                first_token_time=None if first_age is None else self.run_.now - first_age,
                 sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=(stop,)),
                 arrival=self.run_.now,
                 priority=priority,
@@ -98,6 +117,15 @@ class RecordedMachine(RuleBasedStateMachine):
         if self.run_.open:
             self.run_.failing.add(pick.choice(list(self.run_.open)))
 
+    @rule(
+        pick=st.randoms(use_true_random=False),
+        verb=st.sampled_from(
+            ["hold", "unhold", "reserve", "release", "detach", "detach", "reattach", "adopt", "adopt"]
+        ),
+    )
+    def hand_over(self, pick, verb):
+        self.run_.hand_over(pick, verb)
+
     @rule(count=st.integers(1, 12))
     def run_steps(self, count):
         for _ in range(count):
@@ -117,7 +145,7 @@ class RecordedMachine(RuleBasedStateMachine):
         assert result.difference is None
         assert result.num_steps == len(self.run_.steps) == recording.num_steps
         assert result.num_calls == recording.num_calls
-        assert result.num_requests == self.num_requests
+        assert result.num_requests == self.num_requests + self.run_.num_adopted
         assert result.num_rows == sum(len(step.rows) for step in self.run_.steps)
         reasons = list(self.run_.finished.values())
         assert result.num_aborted == reasons.count(FinishReason.ABORT)

@@ -221,7 +221,7 @@ class TestVersions:
             run.step()
         run.finish()
         lines = lines_of(path)
-        assert lines[0]["schema_version"] == 3
+        assert lines[0]["schema_version"] == 5
         lines[0]["schema_version"] = 1
         later = (
             *("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens"),
@@ -235,10 +235,10 @@ class TestVersions:
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)
-        lines[0]["schema_version"] = 4
+        lines[0]["schema_version"] = 6
         write_lines(path, lines)
         with pytest.raises(
-            ConfigError, match=r"version 4, this onbeat reads 1, 2 and 3; replay it with onbeat"
+            ConfigError, match=r"version 6, this onbeat reads 1, 2, 3, 4 and 5; replay it with onbeat"
         ):
             Recording(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import fields as fields_of
+from typing import Any
 
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
@@ -122,7 +123,7 @@ class Driver(EngineLoop):
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
-        self.outputs[request.request_id] = []
+        self.outputs[request.request_id] = list(request.resumed_token_ids)
 
     @property
     def finish_order(self) -> list[str]:
@@ -169,6 +170,12 @@ class Driver(EngineLoop):
             if row.samples:
                 assert end == self.known_tokens[row.request_id]
                 self.known_tokens[row.request_id] += 1
+
+
+def sent_tokens(request_id: str, num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
+    """Return fields of a request that goes on behind so many tokens, which another driver has delivered."""
+    positions = range(num_prompt_tokens, num_prompt_tokens + num_tokens)
+    return {"resumed_token_ids": tuple(token_of(request_id, position) for position in positions)}
 
 
 def token_of(request_id: str, position: int) -> int:

@@ -13,7 +13,7 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.cluster.disaggregation import PoolRouter, decode_part, prompt_part
-from onbeat.scheduler.cluster.routers import RoutingRequest
+from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.work import WorkEstimate, describe
 
 
@@ -87,7 +87,9 @@ class TestWork:
         assert told.decode_work == pytest.approx(10 * (0.001 + 1e-6 * 106))  # half of the output is behind
 
     def test_nothing_is_predicted_for_routers_that_do_not_ask(self):
-        assert describe(make_request(block_hashes=None), None) == RoutingRequest("r")
+        told = describe(make_request(block_hashes=None), None)
+        assert (told.request_id, told.prefill_work, told.decode_work) == ("r", 0.0, 0.0)
+        assert (told.num_prompt_tokens, told.max_tokens) == (100, 8)
 
     def test_a_prediction_that_is_no_time_is_refused(self):
         class Silent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.idle_check import idle_misses
+from onbeat.scheduler.replica.idle_check import IdleCheck
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class LinearStepTime:
 
     def observe(self, shape: BatchShape, seconds: float) -> None:
         raise AssertionError("a question teaches nothing")
+
+
+def idle_misses(model: LinearStepTime, classes: Mapping[str, SLO], **check: int) -> list[str]:
+    return IdleCheck(**check).misses(model, classes)
 
 
 def test_a_fast_machine_has_nothing_to_say() -> None:
@@ -75,7 +80,7 @@ def test_the_decode_reads_its_context() -> None:
 
 def test_only_prompts_that_the_model_takes_count() -> None:
     model = LinearStepTime(0.061, 0.002)
-    assert idle_misses(model, {"chat": SLO(ttft=0.5)}, prompt_tokens=(128, 200)) == []
+    assert idle_misses(model, {"chat": SLO(ttft=0.5)}, long=200) == []
 
 
 @given(
@@ -90,6 +95,14 @@ def test_it_speaks_exactly_when_an_objective_is_missed(
     said = idle_misses(LinearStepTime(base, per_token), {"c": SLO(ttft=ttft, tbt=tbt)})
     assert any("TTFT" in text for text in said) == (base + 1024 * per_token > ttft)
     assert any("TBT" in text for text in said) == (base + per_token > tbt)
+    assert IdleCheck().is_missed(LinearStepTime(base, per_token), SLO(ttft=ttft, tbt=tbt)) == bool(said)
+
+
+def test_a_verdict_has_a_margin_and_the_speeds_it_rests_on() -> None:
+    model, slo = LinearStepTime(0.098, 0.002), SLO(ttft=5.0, tbt=0.095)
+    assert IdleCheck().is_missed(model, slo)
+    assert not IdleCheck().is_missed(model, slo, margin=1.1)
+    assert IdleCheck().speed(model, slo) == "one decode takes 100 ms, a prompt of 1024 tokens takes 2146 ms"
 
 
 @pytest.mark.parametrize("classes", [{}, {"c": SLO()}])

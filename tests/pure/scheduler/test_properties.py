@@ -10,7 +10,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from onbeat.core.request import FinishReason
 from onbeat.scheduler.replica.policies import POLICIES
 from tests.examples import examples
-from tests.pure.scheduler.driver import POLICY_NAMES, Driver, make_config, make_request, token_of
+from tests.pure.scheduler.driver import (
+    POLICY_NAMES,
+    Driver,
+    make_config,
+    make_request,
+    sent_tokens,
+    token_of,
+)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -43,13 +50,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 80),
         priority=st.integers(-2, 2),
         shared=st.booleans(),
+        num_sent=st.none() | st.integers(1, 79),
     )
-    def arrive(self, num_prompt, max_tokens, priority, shared):
+    def arrive(self, num_prompt, max_tokens, priority, shared, num_sent):
+        """Of those with `num_sent`, another replica has delivered as many tokens, or all but the last."""
         request_id = f"r{len(self.requests)}"
         salt = "shared" if shared else request_id
+        num_left = min(max_tokens, self.driver.scheduler.config.max_model_len - num_prompt)
+        sent = {} if num_sent is None else sent_tokens(request_id, num_prompt, min(num_sent, num_left - 1))
         self.driver.add(
             make_request(
-                request_id, num_prompt, max_tokens, arrival=self.driver.now, priority=priority, salt=salt
+                request_id,
+                num_prompt,
+                max_tokens,
+                arrival=self.driver.now,
+                priority=priority,
+                salt=salt,
+                **sent,
             )
         )
         self.requests[request_id] = (num_prompt, max_tokens)

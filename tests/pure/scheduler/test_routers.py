@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import ReplicaLimits
 from onbeat.scheduler.cluster.routers import (
     ROUTERS,
     LeastOutstanding,
@@ -16,37 +17,48 @@ from onbeat.scheduler.cluster.routers import (
     PrefixAffinity,
     RandomRouter,
     RoundRobin,
-    RoutingRequest,
     make_router,
 )
+from onbeat.scheduler.cluster.routing import Router, RoutingRequest
 
 
 def request(request_id="r", blocks=(), prefill=0.0, decode=0.0) -> RoutingRequest:
     return RoutingRequest(request_id, blocks, prefill, decode)
 
 
+def limits(**changes) -> ReplicaLimits:
+    values = {"max_model_len": 4096, "max_num_seqs": 64, "num_blocks": 1000, "block_size": 16, **changes}
+    return ReplicaLimits(**values)
+
+
+def route(router: Router, request: RoutingRequest) -> int:
+    choice = router.route(request)
+    assert choice is not None
+    return choice.replica
+
+
 def test_round_robin_takes_turns():
     router = RoundRobin(3)
-    assert [router.route(request()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
+    assert [route(router, request()) for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
 
 
 def test_random_choice_depends_on_seed_and_id_alone():
     ids = [f"r{index}" for index in range(3000)]
-    first = [RandomRouter(4, seed=1).route(request(each)) for each in ids]
-    backwards = [RandomRouter(4, seed=1).route(request(each)) for each in reversed(ids)]
+    first = [route(RandomRouter(4, seed=1), request(each)) for each in ids]
+    backwards = [route(RandomRouter(4, seed=1), request(each)) for each in reversed(ids)]
     assert first == backwards[::-1]
-    assert first != [RandomRouter(4, seed=2).route(request(each)) for each in ids]
+    assert first != [route(RandomRouter(4, seed=2), request(each)) for each in ids]
     assert all(650 < count < 850 for count in Counter(first).values())
 
 
 def test_least_outstanding_prefers_the_least_recently_chosen_of_equals():
     router = LeastOutstanding(3)
-    assert [router.route(request()) for _ in range(4)] == [0, 1, 2, 0]
+    assert [route(router, request()) for _ in range(4)] == [0, 1, 2, 0]
     router.on_finish(2, request())
-    assert router.route(request()) == 2
+    assert route(router, request()) == 2
     for replica in (1, 0, 0):
         router.on_finish(replica, request())
-    assert router.route(request()) == 1  # empty as 0, but chosen longer ago
+    assert route(router, request()) == 1  # empty as 0, but chosen longer ago
 
 
 @given(
@@ -59,7 +71,7 @@ def test_least_outstanding_always_takes_a_minimum(num_replicas, actions):
     for is_arrival, choice in actions:
         busy = [replica for replica, count in enumerate(outstanding) if count]
         if is_arrival or not busy:
-            replica = router.route(request())
+            replica = route(router, request())
             assert outstanding[replica] == min(outstanding)
             outstanding[replica] += 1
         else:
@@ -71,16 +83,16 @@ def test_least_outstanding_always_takes_a_minimum(num_replicas, actions):
 def test_least_work_weighs_prompts_until_their_first_token():
     router = LeastWork(2)
     long, short = request("long", prefill=5.0, decode=1.0), request("short", prefill=1.0, decode=2.0)
-    assert router.route(long) == 0
-    assert [router.route(short) for _ in range(2)] == [1, 1]  # 3 s is less than 6
+    assert route(router, long) == 0
+    assert [route(router, short) for _ in range(2)] == [1, 1]  # 3 s is less than 6
     router.on_first_token(0, long)
-    assert router.route(short) == 0  # 1 s is left there, 6 on the other
+    assert route(router, short) == 0  # 1 s is left there, 6 on the other
 
 
 def test_least_work_forgets_rounding_errors_when_a_replica_is_idle():
     router = LeastWork(2)
     for _ in range(1000):
-        replicas = [router.route(request(prefill=0.1, decode=0.2)) for _ in range(2)]
+        replicas = [route(router, request(prefill=0.1, decode=0.2)) for _ in range(2)]
         assert sorted(replicas) == [0, 1]
         for replica in replicas:
             router.on_first_token(replica, request(prefill=0.1, decode=0.2))
@@ -89,25 +101,25 @@ def test_least_work_forgets_rounding_errors_when_a_replica_is_idle():
 
 def test_prefix_affinity_follows_the_longest_known_prefix():
     router = PrefixAffinity(3)
-    assert router.route(request(blocks=(1, 2, 3))) == 0
-    assert router.route(request(blocks=(7, 8))) == 1
-    assert router.route(request(blocks=(1, 2, 4))) == 0
-    assert router.route(request(blocks=(7, 8, 9))) == 1
-    assert router.route(request(blocks=(1, 9, 9, 9, 9))) == 2  # one block of five is too little
-    assert router.route(request()) == 2  # nothing is known: the least outstanding
+    assert route(router, request(blocks=(1, 2, 3))) == 0
+    assert route(router, request(blocks=(7, 8))) == 1
+    assert route(router, request(blocks=(1, 2, 4))) == 0
+    assert route(router, request(blocks=(7, 8, 9))) == 1
+    assert route(router, request(blocks=(1, 9, 9, 9, 9))) == 2  # one block of five is too little
+    assert route(router, request()) == 2  # nothing is known: the least outstanding
 
 
 def test_prefix_affinity_leaves_an_overloaded_replica():
-    router = PrefixAffinity(2, min_excess=3, max_imbalance=1.5)
-    choices = [router.route(request(blocks=(1, 2))) for _ in range(6)]
+    router = PrefixAffinity(2, min_excess=3 / 256, max_imbalance=1.5)
+    choices = [route(router, request(blocks=(1, 2))) for _ in range(6)]
     assert choices == [0, 0, 0, 0, 1, 1]  # with 4 against 0 it moves, and so does the prefix
 
 
 def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
     router = PrefixAffinity(2, max_known_blocks=4)
-    assert router.route(request(blocks=(1, 2))) == 0
-    router.route(request(blocks=(3, 4, 5)))
-    assert router.route(request(blocks=(1, 2))) == 0  # by load: its prefix is forgotten
+    assert route(router, request(blocks=(1, 2))) == 0
+    route(router, request(blocks=(3, 4, 5)))
+    assert route(router, request(blocks=(1, 2))) == 0  # by load: its prefix is forgotten
     assert len(router._replica_of_block) == 4
 
 
@@ -115,7 +127,7 @@ def test_prefix_affinity_remembers_a_bounded_number_of_blocks():
 def test_a_router_does_not_grow_with_the_requests(name):
     router = make_router(name, 8)
     for index in range(5000):
-        replica = router.route(request(str(index), prefill=0.1, decode=0.1))
+        replica = route(router, request(str(index), prefill=0.1, decode=0.1))
         router.on_first_token(replica, request(prefill=0.1, decode=0.1))
         router.on_finish(replica, request(prefill=0.1, decode=0.1))
     assert len(router._replicas._heap) <= 4 * 8
@@ -124,7 +136,7 @@ def test_a_router_does_not_grow_with_the_requests(name):
 @pytest.mark.parametrize("name", sorted(ROUTERS))
 def test_every_router_stays_within_the_replicas(name):
     router = make_router(name, 5, seed=3)
-    chosen = {router.route(request(str(index), blocks=(index % 7, index))) for index in range(200)}
+    chosen = {route(router, request(str(index), blocks=(index % 7, index))) for index in range(200)}
     assert chosen == set(range(5))
 
 
@@ -137,30 +149,54 @@ def test_unknown_routers_are_named():
 def test_a_replica_that_left_is_chosen_no_more_until_it_joins_again(name):
     router = make_router(name, 3)
     prompts = [request(f"{number}", blocks=(number % 7,), prefill=1.0) for number in range(90)]
-    before = [(router.route(each), each) for each in prompts[:30]]
+    before = [(route(router, each), each) for each in prompts[:30]]
     router.leave(1)
-    assert {router.route(each) for each in prompts[30:60]} == {0, 2}
+    assert {route(router, each) for each in prompts[30:60]} == {0, 2}
     for replica, each in before:  # it ends what it has
         router.on_first_token(replica, each)
         router.on_finish(replica, each)
     router.join(1)
-    assert {router.route(each) for each in prompts[60:]} >= {1}
+    assert {route(router, each) for each in prompts[60:]} >= {1}
     assert {replica for replica, _ in before} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_the_last_replica_cannot_leave(name):
+def test_nothing_is_chosen_where_nobody_is_left(name):
     router = make_router(name, 2)
     router.leave(0)
-    with pytest.raises(ConfigError, match="replica 1 cannot leave"):
-        router.leave(1)
-    assert router.route(request()) == 1
+    assert router.route(request(), 0.0, {1}) is None
+    assert route(router, request()) == 1
+    router.leave(1)
+    assert router.route(request()) is None
+    router.join(7)
+    assert route(router, request()) == 7
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_excluded_replicas_are_passed_over(name):
+    router = make_router(name, 4)
+    for number in range(40):
+        choice = router.route(request(str(number), blocks=(1, number)), 0.0, {0, 2})
+        assert choice is not None
+        assert choice.replica in (1, 3)
+    assert {route(router, request(str(number))) for number in range(40, 90)} >= {0, 2}
+
+
+def test_the_excess_that_affinity_bears_is_a_share_of_the_slots():
+    def run(max_num_seqs: int) -> int:
+        router = PrefixAffinity(0)
+        for replica in range(2):
+            router.join(replica, limits(max_num_seqs=max_num_seqs))
+        choices = [route(router, request(blocks=(1, 2))) for _ in range(100)]
+        return choices.index(1)
+
+    assert (run(64), run(256)) == (9, 33)
 
 
 def test_a_turn_passes_over_a_replica_that_left():
     router = RoundRobin(3)
-    assert router.route(request()) == 0
+    assert route(router, request()) == 0
     router.leave(1)
-    assert [router.route(request()) for _ in range(3)] == [2, 0, 2]
+    assert [route(router, request()) for _ in range(3)] == [2, 0, 2]
     router.join(1)
-    assert [router.route(request()) for _ in range(4)] == [0, 1, 2, 0]
+    assert [route(router, request()) for _ in range(4)] == [0, 1, 2, 0]

@@ -39,6 +39,26 @@ def deadlines_after(state: SLOState, *times: float) -> list[float]:
     return result
 
 
+@given(
+    slo=st.sampled_from(
+        [None, SLO(ttft=1.0), SLO(tbt=0.1), SLO(ttft=1.0, tbt=0.1), SLO(e2e=20.0), SLO(ttft=1.0, e2e=20.0)]
+    ),
+    mode=st.sampled_from(SLO_MODES),
+    gaps=st.lists(st.sampled_from([0.0, 0.03, 0.1, 0.17, 0.9, 3.0]), min_size=1, max_size=30),
+    num_before=st.integers(0, 3),
+    max_tokens=st.sampled_from([30, 400]),
+)
+def test_a_run_of_tokens_counts_as_its_tokens_one_by_one(slo, mode, gaps, num_before, max_tokens):
+    at_once, one_by_one = (make_state(slo, mode, max_tokens=max_tokens) for _ in range(2))
+    times = [ARRIVAL + sum(gaps[: index + 1]) for index in range(len(gaps))]
+    num_before = min(num_before, len(times) - 1)
+    missed = [one_by_one.note_delivery(time) for time in times]
+    missed_at_once = [at_once.note_delivery(time) for time in times[:num_before]]
+    missed_at_once.append(at_once.note_run(times[num_before:]))
+    assert at_once.deadlines() == one_by_one.deadlines()
+    assert sum(missed_at_once) == sum(missed)
+
+
 class TestDueTimes:
     @pytest.mark.parametrize(
         ("slo", "expected"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
-from onbeat.scheduler.replica.slo.triage import _SPARED, Job, select_feasible, shortest_first
+from onbeat.scheduler.replica.slo.triage import Job, select_feasible
 from tests.pure.scheduler.timed import make_request, make_state
 
 sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)
@@ -54,6 +54,15 @@ def test_with_equal_worths_no_other_choice_has_more_in_time(pairs, start, share)
     assert all_in_time(kept, start=start, share=share)
     assert len(kept) == most_in_time(jobs, start, share)
     assert sorted(kept + left_behind, key=jobs.index) == jobs
+
+
+@given(sizes, st.integers(0, 5))
+def test_with_a_margin_all_but_the_first_are_early(pairs, margin):
+    jobs = make_jobs(pairs)
+    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of, margin=margin)
+    early = [job if job is jobs[0] else job._replace(deadline=job.deadline - margin) for job in kept]
+    assert all_in_time(early)
+    assert margin or len(kept) == most_in_time(jobs, 0.0, 1.0)
 
 
 weight_lists = st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=8, max_size=8)
@@ -189,27 +198,3 @@ class TestLongestWait:
         kept, _ = select_feasible(jobs, start=50.0, share=1.0, worth=weight_of, order="longest-wait")
         first = next((job for job in jobs if 50.0 + job.seconds <= job.deadline), None)
         assert kept[:1] == ([] if first is None else [first])
-
-
-class TestShortestFirst:
-    @given(sizes, st.sampled_from([1.0, 0.5]))
-    def test_nobody_is_late_for_it_and_nobody_is_lost(self, pairs, share):
-        jobs = make_jobs(pairs)
-        if all_in_time(jobs, share=share):
-            turns = shortest_first(jobs, start=0.0, share=share)
-            assert sorted(turns, key=jobs.index) == jobs
-            assert all_in_time(turns, share=share)
-
-    def test_with_time_to_spare_the_short_one_passes_the_long(self):
-        long, short = make_jobs([(50, 10), (60, 1)])
-        assert shortest_first([long, short], start=0.0, share=1.0) == [short, long]
-
-    def test_without_only_deadlines_count(self):
-        long, short = make_jobs([(11, 10), (60, 1)])
-        assert shortest_first([long, short], start=0.0, share=1.0) == [long, short]
-
-    def test_so_much_is_given_away_of_what_the_tightest_can_spare(self):
-        jobs = make_jobs([(74, 10), (100, 2), (100, 2)])  # the tightest can spare 64 s
-        assert 64 * _SPARED == 2.0
-        turns = shortest_first(jobs, start=0.0, share=1.0)
-        assert [job.seconds for job in turns] == [2.0, 10.0, 2.0]

@@ -190,8 +190,21 @@ class TestRoom:
         work = work_of(model)
         free, bound = (work.room_beside(decodes(10), each, inf) for each in (inf, limit))
         assert bound.length == limit < free.length
-        assert bound.share == pytest.approx(1 - model.step_time(decodes(10)) / limit)
+        assert bound.share == pytest.approx(1 - model.step_time(decodes(10)) / limit, rel=0.02)
         assert bound.share < free.share
+
+    def test_a_limit_leaves_what_fits_where_short_chunks_cost_as_much_as_long_ones(self):
+        class ReadsWeights(FakeStepTime):
+            """Less than 512 tokens take the time in which all weights are read."""
+
+            def step_time(self, shape, q=None):
+                return 0.1 + 1e-4 * max(0, shape.num_new_tokens - 512)
+
+        work = work_of(ReadsWeights())
+        room = work.room_beside(decodes(10), 0.11, inf)
+        assert room.length == 0.11
+        fits = 512 + 100 - 10
+        assert room.share == pytest.approx(work.seconds(fits, 0) / 0.11, rel=0.01)
 
     def test_some_time_is_counted_on_however_little_is_left(self):
         model = FakeStepTime(per_context=0.0)

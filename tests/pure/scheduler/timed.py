@@ -119,7 +119,7 @@ def make_state(
     """Return a request that has just arrived, with its deadlines."""
     state = RequestState(request, sort_key=sort_key, max_model_len=max_model_len, slo=SLOState())
     max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
-    state.slo.begin(request, mode, max_output_tokens=max_output_tokens)
+    state.slo.begin(request, mode, now=request.arrival, max_output_tokens=max_output_tokens)
     return state
 
 
@@ -143,7 +143,7 @@ class TimedDriver(Driver):
         except RequestRejected as error:
             self.rejected[request.request_id] = error
             return
-        self.outputs[request.request_id] = []
+        self.outputs[request.request_id] = list(request.resumed_token_ids)
         self.times[request.request_id] = []
 
     def receive(self, outputs) -> None:

@@ -64,8 +64,8 @@ def test_whom_to_leave_behind_is_the_callers_choice() -> None:
         late[order] = [wait > 1.0 for wait in waits]
     assert late["most"] == [True] + [False] * 12
     assert not late["longest-wait"][0]
-    # The long prompt takes the time of some five; who is late is the same at every step.
-    assert late["longest-wait"] == [False] * 8 + [True] * 5
+    # The long prompt takes the time of some four; who is late is the same at every step.
+    assert late["longest-wait"] == [False] * 9 + [True] * 4
 
 
 @pytest.mark.parametrize(

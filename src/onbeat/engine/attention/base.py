@@ -10,12 +10,15 @@ H head width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+
+from onbeat.engine.kv_cache import LayerKVCache
 
 IntArray = NDArray[np.int64]
 BlockTable = NDArray[np.int32]
@@ -41,6 +44,11 @@ class AttentionBackend(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def layers(self) -> Sequence[LayerKVCache]:
+        """The KV cache of each layer."""
+        ...
 
     def prepare(self, batch: AttentionBatch) -> Any:
         """Return what `run` needs for this step; only this backend looks into it."""

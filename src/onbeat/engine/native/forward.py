@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,18 @@ import torch
 from torch import Tensor
 
 from onbeat.core.errors import ConfigError, EngineError
-from onbeat.engine.attention.base import IntArray
-from onbeat.engine.forward import StepLogits
+from onbeat.engine.attention.base import AttentionBatch, IntArray
+from onbeat.engine.config import ActivationQuantization
+from onbeat.engine.forward import RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.kv_access import KVRegion
 from onbeat.engine.layers.rotary import inverse_frequencies
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.native.layouts import PLAIN_LAYOUTS
 from onbeat.engine.native.library import ERROR_BYTES, NativeLibrary, address
 from onbeat.engine.native.packing import FloatArray, LayerWeights, NativeWeights
 from onbeat.engine.native.structures import (
+    ACTIVATION_QUANTIZATIONS,
     ACTIVATIONS,
     MOST_QKV,
     LayerStructure,
@@ -33,6 +36,7 @@ from onbeat.engine.native.structures import (
     StepStructure,
 )
 from onbeat.engine.sampler import BestTokens
+from onbeat.perfmodel.product_rates import ROW_COUNTS
 
 CPU = torch.device("cpu")
 _BYTES_AHEAD = 256 << 20
@@ -53,6 +57,8 @@ class NativeOptions:
     num_blocks: int
     block_size: int
     num_threads: int
+    activation_quantization: ActivationQuantization = "auto"
+    """Of what quantized weights are multiplied with."""
     instruction_set: str | None = None
     """None takes the best one of this processor."""
 
@@ -75,13 +81,16 @@ class NativeForward:
     def __init__(
         self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
     ) -> None:
+        self.library = library
         self.config = config
+        self.options = options
         self.device = CPU
         self.weights = weights  # the library only borrows them
         self.instruction_set = options.instruction_set or library.instruction_sets[0]
         self._num_threads = options.num_threads
         kv_numbers = 2 * config.num_layers * config.num_kv_heads * config.head_dim * options.block_size
         self._num_blocks_ahead = max(1, _BYTES_AHEAD // (kv_numbers * options.dtype.itemsize))
+        self._library, self._options = library, options
         self._functions = library.functions
         self._structures = _EngineStructures(config, weights, options)
         error = ctypes.create_string_buffer(ERROR_BYTES)
@@ -139,12 +148,22 @@ class NativeForward:
         if status != Status.OK:
             raise EngineError(f"the native engine has no blocks {block_ids.tolist()} to scrub")
 
+    def kv_regions(self) -> list[KVRegion]:
+        """Return the one piece of memory that the library has for all blocks; see `GivesKV`."""
+        block_bytes = ctypes.c_int64()
+        address = self._functions.ob_engine_kv(self._engine, ctypes.byref(block_bytes))
+        return [KVRegion(address, block_bytes.value)]
+
     def check_alive(self) -> None:
         """Find nothing: all of it is in this process."""
 
     def touch_ahead(self) -> bool:
         """Have a little of the KV cache's memory provided; see `ForwardPass.touch_ahead`."""
         return bool(self._functions.ob_engine_touch(self._engine, self._num_blocks_ahead))
+
+    def products(self) -> RowProducts:
+        """Return those of the model's first layer; see `ForwardPass.products`."""
+        return _FirstLayer(self._library, self.config, self.weights, self._options)
 
     def close(self) -> None:
         """Let threads and KV cache go; no step may run any more. Being forgotten does the same."""
@@ -155,6 +174,67 @@ class NativeForward:
         if len(self._logits_RV) < num_rows:
             self._logits_RV = torch.empty(num_rows, self.config.vocab_size)
         return self._logits_RV[:num_rows]
+
+
+def first_layers(
+    config: ModelConfig, weights: NativeWeights, num_layers: int
+) -> tuple[ModelConfig, NativeWeights]:
+    """Return a model of the first layers alone; it shares their weights."""
+    return (
+        replace(config, num_layers=num_layers, sliding_layers=config.sliding_layers[:num_layers]),
+        replace(weights, layers=weights.layers[:num_layers]),
+    )
+
+
+class _FirstLayer:
+    """Products of a model's first layer, by an engine that has this layer alone and computes no logits.
+
+    Rows are many short sequences, whose attention takes next to no time.
+    """
+
+    def __init__(
+        self, library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
+    ) -> None:
+        layer = weights.layers[0]
+        self.flops_per_row = 2.0 * sum(matrix.num_outputs * matrix.num_inputs for matrix in layer.matrices)
+        self.num_bytes = sum(matrix.num_bytes for matrix in layer.matrices)
+        self._forward = NativeForward(
+            library,
+            *first_layers(config, weights, 1),
+            replace(options, num_blocks=_PRODUCT_SEQUENCES, block_size=_PRODUCT_TOKENS),
+        )
+
+    def run(self, num_rows: int) -> float:
+        tokens = np.arange(num_rows)
+        lens_R = np.bincount(tokens // _PRODUCT_TOKENS).astype(np.int64)
+        slots_R = np.arange(len(lens_R))
+        inputs = StepInputs(
+            token_ids_T=np.zeros(num_rows, np.int64),
+            positions_T=tokens % _PRODUCT_TOKENS,
+            attention=AttentionBatch(
+                query_lens_R=lens_R,
+                context_lens_R=lens_R,
+                slots_R=slots_R,
+                block_tables_SB=slots_R[:, None].astype(np.int32),
+                slot_mapping_T=tokens,
+            ),
+            sampling_tokens=np.empty(0, np.int64),
+            sampling_rows=[],
+            sampling_request_ids=[],
+            sampling_slots=np.empty(0, np.int64),
+            sampling_positions=np.empty(0, np.int64),
+        )
+        seconds = self._forward.run(inputs, wants_logits=False).seconds
+        assert seconds is not None, "the library measures every step"
+        return seconds
+
+    def close(self) -> None:
+        """Let its threads and memory go; the weights are the model's."""
+        self._forward.close()
+
+
+_PRODUCT_TOKENS = 16
+_PRODUCT_SEQUENCES = ROW_COUNTS[-1] // _PRODUCT_TOKENS
 
 
 class _EngineStructures:
@@ -192,6 +272,7 @@ class _EngineStructures:
             block_size=options.block_size,
             num_blocks=options.num_blocks,
             num_threads=options.num_threads,
+            activation_quantization=ACTIVATION_QUANTIZATIONS[options.activation_quantization],
             rms_norm_eps=config.rms_norm_eps,
             attention_scale=config.attention_scale,
             embedding_scale=embedding_scale,

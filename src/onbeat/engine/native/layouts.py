@@ -89,6 +89,11 @@ class WeightLayouts:
         runs = groupby(names, key=lambda name: self.layouts([name])[0].store)
         return [tuple(run) for _, run in runs]
 
+    @property
+    def are_any_quantized(self) -> bool:
+        """Whether a matrix is kept in 8 bits or less."""
+        return not self._bytes_by_store().keys() <= {Store.F32, Store.BF16}
+
     def num_bytes(self) -> int:
         """Return about how many bytes the matrices take."""
         return math.ceil(sum(self._bytes_by_store().values()))

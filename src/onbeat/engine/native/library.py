@@ -22,6 +22,7 @@ ERROR_BYTES = 512
 
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_instruction_sets": (c_char_p, ()),
+    "ob_withheld_instruction_sets": (c_char_p, ()),
     "ob_matrix_create": (c_void_p, (c_int32, c_int64, c_int64, c_int32, c_char_p, c_size_t)),
     "ob_matrix_pack": (c_int32, (c_void_p, c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int32)),
     "ob_matrix_bytes": (c_int64, (c_void_p,)),
@@ -32,6 +33,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ob_engine_step": (c_int32, (c_void_p, POINTER(StepStructure))),
     "ob_engine_scrub": (c_int32, (c_void_p, c_void_p, c_int64)),
     "ob_engine_touch": (c_int32, (c_void_p, c_int64)),
+    "ob_engine_kv": (c_void_p, (c_void_p, POINTER(c_int64))),
 }
 """Name to result and arguments."""
 
@@ -56,8 +58,11 @@ class NativeLibrary:
             function = getattr(functions, name)
             function.restype, function.argtypes = result, arguments
         self.functions: Any = functions
+        self.path = Path(functions._name)
         self.instruction_sets: tuple[str, ...] = tuple(functions.ob_instruction_sets().decode().split())
         """Those that the build has and this processor runs, best first."""
+        self.withheld: str = functions.ob_withheld_instruction_sets().decode()
+        """What the processor has, but its system withholds from this process, and why; or nothing."""
 
 
 def load_library() -> NativeLibrary | NotLoaded:

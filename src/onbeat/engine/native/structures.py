@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from ctypes import Structure, c_double, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
-ABI_VERSION = 5
+from onbeat.engine.config import ActivationQuantization
+
+ABI_VERSION = 8
 
 
 class Status(IntEnum):
@@ -41,6 +44,8 @@ class Source(IntEnum):
 
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 """By the name in `ModelConfig.hidden_activation`."""
+
+ACTIVATION_QUANTIZATIONS: Mapping[ActivationQuantization, int] = {"auto": 0, "none": 1, "int8": 2}
 
 
 MOST_QKV = 3
@@ -84,6 +89,7 @@ class ModelStructure(Structure):
         ("block_size", c_int32),
         ("num_blocks", c_int32),
         ("num_threads", c_int32),
+        ("activation_quantization", c_int32),
         ("rms_norm_eps", c_float),
         ("attention_scale", c_float),
         ("embedding_scale", c_float),

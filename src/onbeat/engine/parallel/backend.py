@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from onbeat.core.errors import ConfigError
@@ -55,7 +56,13 @@ class ParallelBackend:
         spec = KVCacheSpec.of_model(self._rank_config, dtype=self._rank_device.dtype, block_size=block_size)
         return replace(spec, num_kv_heads=self._size * spec.num_kv_heads)
 
-    def build(self, *, num_blocks: int, block_size: int) -> ForwardPass:
+    def build(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        on_progress: Callable[[str], None],  # noqa: ARG002
+    ) -> ForwardPass:
         return start_ranks(
             self._config, self._checkpoint, self._rank_device, num_blocks=num_blocks, block_size=block_size
         )
@@ -68,11 +75,13 @@ def _check_options(config: EngineConfig, device: DeviceConfig) -> None:
             f"the native engine runs in one process, but tensor_parallel_size is {size}; tensor parallelism "
             "needs the torch backend: leave --backend out, or --tensor-parallel-size"
         )
-    if config.quantization == "int8":
-        raise ConfigError(
-            f"quantization int8 needs the native engine, but with a tensor_parallel_size of {size} the model "
-            "would run by torch; leave one of the two out"
-        )
+    for setting in ("quantization", "activation_quantization", "instruction_set"):
+        value = getattr(config, setting)
+        if value not in ("auto", "none"):
+            raise ConfigError(
+                f"{setting} {value} needs the native engine, but with a tensor_parallel_size of {size} the "
+                "model would run by torch; leave one of the two out"
+            )
     if device.device.type != "cpu":
         raise ConfigError(
             f"tensor parallelism runs on the CPU only, but the device is {device.device}; give --device cpu, "

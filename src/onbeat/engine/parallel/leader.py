@@ -12,7 +12,7 @@ from onbeat.core.errors import EngineDead
 from onbeat.engine.attention.base import IntArray
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.device import DeviceConfig
-from onbeat.engine.forward import ForwardPass, StepLogits
+from onbeat.engine.forward import ForwardPass, RowProducts, StepLogits
 from onbeat.engine.input_batch import StepInputs
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.owned_folder import OwnedFolder
@@ -87,6 +87,10 @@ class LeadingForward:
     def touch_ahead(self) -> bool:
         """Return False: ranks compute with torch, which takes all memory at start."""
         return False
+
+    def products(self) -> RowProducts:
+        """Return products by all threads in this process: what all ranks together reach at best."""
+        return self._own.products()
 
     def scrub(self, block_ids: IntArray) -> None:
         """Make stored values of KV blocks finite, on all ranks."""

@@ -20,7 +20,12 @@ from onbeat.engine.profiling.batches import (
 )
 from onbeat.engine.profiling.campaign import Campaign, OnRun
 from onbeat.engine.profiling.fit import FitTarget, fit_best
-from onbeat.engine.profiling.limits import best_limits, measure_limits, torch_threads
+from onbeat.engine.profiling.limits import (
+    best_limits,
+    measure_limits,
+    torch_threads,
+    with_product_rates,
+)
 from onbeat.engine.profiling.measure import StepTimer, num_blocks_for
 from onbeat.engine.step_time_spec import FORMATS, device_spec_of, model_spec_of, precision_of, profile_key_of
 from onbeat.perfmodel.fitted import MIN_DISTINCT_SHAPES
@@ -101,7 +106,7 @@ def profile_model(
         limits = best_limits(limits, again)
     target = FitTarget(
         model=model_spec_of(loaded.config, loaded.name),
-        device=device_spec_of(key.device, limits),
+        device=device_spec_of(key, limits),
         precision=precision,
     )
     profile = Profile(
@@ -128,7 +133,10 @@ def limits_of(loaded: LoadedModel, device_id: str, number_format: str) -> Machin
         return None
     device = loaded.device
     with torch_threads(device.num_threads):  # the limits are those of all cores, whoever computes
-        return measure_limits(device.device, device.dtype, number_format)
+        limits = measure_limits(device.device, device.dtype, number_format)
+        if device_id != "cpu":
+            return limits
+        return with_product_rates(limits, loaded.runner.forward.products(), number_format)
 
 
 _NAMES = [str(dtype).removeprefix("torch.") for dtype in FORMATS]

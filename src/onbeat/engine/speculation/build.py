@@ -126,7 +126,10 @@ class DraftModelBuilder:
         return self.backend.kv_cache_spec(block_size).block_bytes
 
     def build(self, forward: ForwardPass, limits: SchedulerConfig) -> Proposer:
-        draft = self.backend.build(num_blocks=limits.num_blocks, block_size=limits.block_size)
+        # What it decides is of interest for the model that it drafts for, which was told.
+        draft = self.backend.build(
+            num_blocks=limits.num_blocks, block_size=limits.block_size, on_progress=lambda _: None
+        )
         _warm_up(draft, limits)
         return DraftModelProposer(
             draft,

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.request import Request
 from onbeat.core.slo import ShedMode
-from onbeat.scheduler.cluster.routers import LeastOutstanding, RoutingRequest
+from onbeat.scheduler.cluster.routers import LeastOutstanding
+from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
 
 
 class PoolRouter:
@@ -24,6 +26,11 @@ class PoolRouter:
         self._num_prefill = num_prefill
         self._prefill = LeastOutstanding(num_prefill)
         self._decode = LeastOutstanding(num_decode)
+        self._members = [
+            frozenset(range(num_prefill)),
+            frozenset(range(num_prefill, num_prefill + num_decode)),
+        ]
+        """Of the prefill pool and of the decode pool."""
 
     def is_decode(self, replica: int) -> bool:
         """Return whether a replica is one of the decode pool."""
@@ -31,11 +38,11 @@ class PoolRouter:
 
     def route_prompt(self, request: RoutingRequest) -> int:
         """Return the prefill replica that runs the prompt."""
-        return self._prefill.route(request)
+        return _chosen(self._prefill.route(request))
 
     def route_decodes(self, request: RoutingRequest) -> int:
         """Return the decode replica that runs all after the first token."""
-        return self._num_prefill + self._decode.route(request)
+        return self._num_prefill + _chosen(self._decode.route(request))
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Hear that a replica has ended its part of a request, however it ended."""
@@ -45,11 +52,16 @@ class PoolRouter:
     def join(self, replica: int) -> None:
         """Let a replica of either pool be chosen again."""
         pool, own = self._pool(replica)
+        self._members[self.is_decode(replica)] |= {replica}
         pool.join(own)
 
     def leave(self, replica: int) -> None:
         """Choose a replica of either pool no more; raises ConfigError for the last one of a pool."""
         pool, own = self._pool(replica)
+        others = self._members[self.is_decode(replica)] - {replica}
+        if not others:
+            raise cannot_leave(replica)
+        self._members[self.is_decode(replica)] = others
         pool.leave(own)
 
     def _pool(self, replica: int) -> tuple[LeastOutstanding, int]:
@@ -57,6 +69,18 @@ class PoolRouter:
         if self.is_decode(replica):
             return self._decode, replica - self._num_prefill
         return self._prefill, replica
+
+
+def cannot_leave(replica: int) -> ConfigError:
+    """Return the error of a replica that is to leave as the last one."""
+    return ConfigError(
+        f"replica {replica} cannot leave: no other takes requests; let another one join before"
+    )
+
+
+def _chosen(choice: Choice | None) -> int:
+    assert choice is not None, "a pool never loses its last member"
+    return choice.replica
 
 
 def prompt_part(request: Request, *, num_output_tokens: int) -> Request:

@@ -4,77 +4,26 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
-from heapq import heapify, heappop, heappush
-from typing import Protocol
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
+from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
+from onbeat.scheduler.cluster.routing import Choice, Router, RoutingRequest
+from onbeat.scheduler.cluster.slo_router import SLORouter
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingRequest:
-    """What a router may know of a request."""
+class _KnowsNoPrefixes:
+    """A router that cannot say what replicas hold."""
 
-    request_id: str
-    block_hashes: Sequence[BlockHash] = ()
-    """Of its prompt, first block first; empty where prefixes are not known."""
-    prefill_work: float = 0.0
-    """Predicted seconds of a replica until its first token."""
-    decode_work: float = 0.0
-    """Predicted seconds of a replica for the tokens after that."""
+    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:  # noqa: ARG002
+        """Return nothing."""
+        return {}
 
 
-class Router(Protocol):
-    """Chooses a replica and hears what becomes of the request there.
-
-    At first all replicas are members. Each call costs at most O(log replicas), and O(blocks) where prefixes
-    are looked at; a change of the members O(replicas).
-    """
-
-    ignores_state: bool
-    """Whether the choice depends on the requests so far alone, and not on how the replicas get on."""
-    weighs_work: bool
-    """Whether it looks at predicted work, which others need not predict."""
-
-    def route(self, request: RoutingRequest) -> int:
-        """Return the replica that serves the request; it counts as outstanding there from now on."""
-        ...
-
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Hear that its prompt is done."""
-        ...
-
-    def on_finish(self, replica: int, request: RoutingRequest) -> None:
-        """Hear that it ended."""
-        ...
-
-    def join(self, replica: int) -> None:
-        """Let a replica that has left be chosen again, with what is outstanding there."""
-        ...
-
-    def leave(self, replica: int) -> None:
-        """Choose a replica no more; it may still end what it has.
-
-        Raises
-        ------
-        ConfigError : it is the last one.
-        """
-        ...
-
-
-def _without(members: Iterable[int], replica: int) -> list[int]:
-    rest = sorted(set(members) - {replica})
-    if not rest:
-        raise ConfigError(
-            f"replica {replica} cannot leave: no other takes requests; let another one join before"
-        )
-    return rest
-
-
-class _Stateless:
+class _Stateless(_KnowsNoPrefixes):
     """A router that need not hear of requests."""
 
     ignores_state = True
@@ -83,16 +32,30 @@ class _Stateless:
     def __init__(self, num_replicas: int) -> None:
         self._members = list(range(num_replicas))
 
-    def join(self, replica: int) -> None:
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
         self._members = sorted({*self._members, replica})
 
     def leave(self, replica: int) -> None:
-        self._members = _without(self._members, replica)
+        self._members = [each for each in self._members if each != replica]
+
+    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
+        """Return None: nothing is predicted."""
+
+    def _allowed(self, excluded: Collection[int]) -> list[int]:
+        if not excluded:
+            return self._members
+        return [each for each in self._members if each not in excluded]
+
+    def take(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing is kept."""
 
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Nothing is kept."""
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing is kept."""
+
+    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
         """Nothing is kept."""
 
 
@@ -102,11 +65,18 @@ class RoundRobin(_Stateless):
     _next = 0
     """The first that may be next."""
 
-    def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests are alike)
-        members = self._members
+    def route(
+        self,
+        request: RoutingRequest,  # noqa: ARG002 (all requests are alike)
+        now: float = 0.0,  # noqa: ARG002
+        excluded: Collection[int] = NONE_EXCLUDED,
+    ) -> Choice | None:
+        members = self._allowed(excluded)
+        if not members:
+            return None
         replica = members[bisect_left(members, self._next) % len(members)]
         self._next = replica + 1
-        return replica
+        return Choice(replica, "turn")
 
 
 class RandomRouter(_Stateless):
@@ -116,59 +86,20 @@ class RandomRouter(_Stateless):
         super().__init__(num_replicas)
         self._prefix = f"{seed}/"
 
-    def route(self, request: RoutingRequest) -> int:
+    def route(
+        self,
+        request: RoutingRequest,
+        now: float = 0.0,  # noqa: ARG002
+        excluded: Collection[int] = NONE_EXCLUDED,
+    ) -> Choice | None:
+        members = self._allowed(excluded)
+        if not members:
+            return None
         digest = blake2b((self._prefix + request.request_id).encode(), digest_size=8).digest()
-        return self._members[int.from_bytes(digest, "little") % len(self._members)]
+        return Choice(members[int.from_bytes(digest, "little") % len(members)], "hash")
 
 
-class LeastLoaded:
-    """Replicas by a load that goes up and down; of equal ones, the least recently chosen first.
-
-    A heap in which only a replica's newest entry counts; stale ones are dropped when they come to the top, or
-    all at once when they are the majority, so a change costs O(log replicas).
-    """
-
-    def __init__(self, num_replicas: int) -> None:
-        self.loads = [0.0] * num_replicas
-        self.members = frozenset(range(num_replicas))
-        self._last_choices = list(range(-num_replicas, 0))
-        self._num_choices = 0
-        self._heap = [(0.0, order, replica) for replica, order in enumerate(self._last_choices)]
-
-    def peek(self) -> int:
-        """Return the member with the least load."""
-        heap, members = self._heap, self.members
-        while True:
-            load, last_choice, replica = heap[0]
-            is_newest = load == self.loads[replica] and last_choice == self._last_choices[replica]
-            if is_newest and replica in members:
-                return replica
-            heappop(heap)
-
-    def choose(self, replica: int, load: float) -> None:
-        """Add load to a replica that was chosen."""
-        self._last_choices[replica] = self._num_choices
-        self._num_choices += 1
-        self.add(replica, load)
-
-    def add(self, replica: int, load: float) -> None:
-        """Change a replica's load."""
-        self.loads[replica] += load
-        heappush(self._heap, self._entry(replica))
-        if len(self._heap) > 4 * len(self.loads):
-            self.set_members(self.members)
-
-    def set_members(self, members: Iterable[int]) -> None:
-        """Say which replicas may be chosen; the loads of the others are kept."""
-        self.members = frozenset(members)
-        self._heap = [self._entry(each) for each in self.members]
-        heapify(self._heap)
-
-    def _entry(self, replica: int) -> tuple[float, int, int]:
-        return (self.loads[replica], self._last_choices[replica], replica)
-
-
-class _ByLoad:
+class _ByLoad(_KnowsNoPrefixes):
     """A router that counts each replica's load: in requests that have not ended, unless it says otherwise."""
 
     ignores_state = False
@@ -177,26 +108,42 @@ class _ByLoad:
     def __init__(self, num_replicas: int) -> None:
         self._replicas = LeastLoaded(num_replicas)
 
+    def take(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
+        self._replicas.add(replica, 1)
+
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         """Nothing changes: the request is still outstanding."""
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:  # noqa: ARG002
         self._replicas.add(replica, -1)
 
-    def join(self, replica: int) -> None:
+    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
+        """Nothing changes: what is outstanding is counted here."""
+
+    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
+        """Return None: nothing is predicted."""
+
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
         self._replicas.set_members({*self._replicas.members, replica})
 
     def leave(self, replica: int) -> None:
-        self._replicas.set_members(_without(self._replicas.members, replica))
+        self._replicas.set_members(self._replicas.members - {replica})
 
 
 class LeastOutstanding(_ByLoad):
     """The replica with the fewest requests that have not ended."""
 
-    def route(self, request: RoutingRequest) -> int:  # noqa: ARG002 (all requests count the same)
-        replica = self._replicas.peek()
+    def route(
+        self,
+        request: RoutingRequest,  # noqa: ARG002 (all requests count the same)
+        now: float = 0.0,  # noqa: ARG002
+        excluded: Collection[int] = NONE_EXCLUDED,
+    ) -> Choice | None:
+        replica = self._replicas.peek(excluded)
+        if replica is None:
+            return None
         self._replicas.choose(replica, 1)
-        return replica
+        return Choice(replica, "load")
 
 
 class LeastWork(_ByLoad):
@@ -208,11 +155,22 @@ class LeastWork(_ByLoad):
         super().__init__(num_replicas)
         self._num_outstanding = [0] * num_replicas
 
-    def route(self, request: RoutingRequest) -> int:
-        replica = self._replicas.peek()
+    def route(
+        self,
+        request: RoutingRequest,
+        now: float = 0.0,  # noqa: ARG002
+        excluded: Collection[int] = NONE_EXCLUDED,
+    ) -> Choice | None:
+        replica = self._replicas.peek(excluded)
+        if replica is None:
+            return None
         self._num_outstanding[replica] += 1
         self._replicas.choose(replica, request.prefill_work + request.decode_work)
-        return replica
+        return Choice(replica, "load")
+
+    def take(self, replica: int, request: RoutingRequest) -> None:
+        self._num_outstanding[replica] += 1
+        self._replicas.add(replica, request.decode_work)
 
     def on_first_token(self, replica: int, request: RoutingRequest) -> None:
         self._replicas.add(replica, -request.prefill_work)
@@ -223,17 +181,26 @@ class LeastWork(_ByLoad):
         is_idle = self._num_outstanding[replica] == 0
         self._replicas.add(replica, -self._replicas.loads[replica] if is_idle else -request.decode_work)
 
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
+        super().join(replica, limits)
+        self._num_outstanding += [0] * (replica + 1 - len(self._num_outstanding))
+
+
+_USUAL_SLOTS = 256
+"""`max_num_seqs` of a replica that nothing is known of."""
+
 
 class PrefixAffinity(_ByLoad):
     """The replica that was last sent the request's longest known prefix, unless it is overloaded.
 
     Overloaded is one with more than `max_imbalance` times the requests of the least loaded replica, and
-    `min_excess` above it; then, and where less than `min_share` of the prompt's blocks are known, the least
-    outstanding replica gets the request (SGLang's cache-aware router works by the same rules; Zheng et al.,
-    "SGLang", NeurIPS 2024).
+    more above it than `min_excess` of its slots; then, and where less than `min_share` of the prompt's
+    blocks are known, the least outstanding replica gets the request (SGLang's cache-aware router works by
+    the same rules; Zheng et al., "SGLang", NeurIPS 2024).
 
     Parameters
     ----------
+    min_excess : share of a replica's `max_num_seqs`; 256 where its limits are not known.
     max_known_blocks : blocks remembered, over all replicas; the least recently seen are forgotten first.
     """
 
@@ -242,7 +209,7 @@ class PrefixAffinity(_ByLoad):
         num_replicas: int,
         *,
         max_imbalance: float = 1.5,
-        min_excess: int = 32,
+        min_excess: float = 0.125,
         min_share: float = 0.5,
         max_known_blocks: int = 1_000_000,
     ) -> None:
@@ -252,14 +219,30 @@ class PrefixAffinity(_ByLoad):
         self._min_share = min_share
         self._max_known_blocks = max_known_blocks
         self._replica_of_block: OrderedDict[BlockHash, int] = OrderedDict()
+        self._excess: dict[int, float] = {}
 
-    def route(self, request: RoutingRequest) -> int:
-        least = self._replicas.peek()
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
+        super().join(replica, limits)
+        if limits is not None:
+            self._excess[replica] = self._min_excess * limits.max_num_seqs
+
+    def route(
+        self,
+        request: RoutingRequest,
+        now: float = 0.0,  # noqa: ARG002
+        excluded: Collection[int] = NONE_EXCLUDED,
+    ) -> Choice | None:
+        least = self._replicas.peek(excluded)
+        if least is None:
+            return None
         matched = self._match(request.block_hashes)
-        replica = least if matched is None or self._is_overloaded(matched, least) else matched
+        is_matched = (
+            matched is not None and matched not in excluded and not self._is_overloaded(matched, least)
+        )
+        replica = matched if is_matched and matched is not None else least
         self._remember(request.block_hashes, replica)
         self._replicas.choose(replica, 1)
-        return replica
+        return Choice(replica, "prefix" if is_matched else "load")
 
     def _match(self, block_hashes: Sequence[BlockHash]) -> int | None:
         """Return the member that holds enough of the prompt's first blocks."""
@@ -274,7 +257,8 @@ class PrefixAffinity(_ByLoad):
 
     def _is_overloaded(self, replica: int, least: int) -> bool:
         load, least_load = self._replicas.loads[replica], self._replicas.loads[least]
-        return load > self._max_imbalance * least_load and load - least_load > self._min_excess
+        excess = self._excess.get(replica, self._min_excess * _USUAL_SLOTS)
+        return load > self._max_imbalance * least_load and load - least_load > excess
 
     def _remember(self, block_hashes: Sequence[BlockHash], replica: int) -> None:
         known = self._replica_of_block
@@ -291,6 +275,7 @@ ROUTERS: dict[str, Callable[[int, int], Router]] = {
     "least-outstanding": lambda num_replicas, seed: LeastOutstanding(num_replicas),  # noqa: ARG005
     "least-work": lambda num_replicas, seed: LeastWork(num_replicas),  # noqa: ARG005
     "prefix-affinity": lambda num_replicas, seed: PrefixAffinity(num_replicas),  # noqa: ARG005
+    "slo": lambda num_replicas, seed: SLORouter(num_replicas),  # noqa: ARG005
 }
 """name -> (number of replicas, seed) -> router"""
 

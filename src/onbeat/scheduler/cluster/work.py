@@ -5,7 +5,7 @@ from __future__ import annotations
 from onbeat.core.request import Request
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step
-from onbeat.scheduler.cluster.routers import RoutingRequest
+from onbeat.scheduler.cluster.routing import RoutingRequest
 
 _TYPICAL_BATCH = 32
 """Decodes that share a step, where the work of one of them is asked for."""
@@ -52,4 +52,8 @@ def describe(request: Request, work: WorkEstimate | None) -> RoutingRequest:
         request.block_hashes or (),
         0.0 if work is None else work.prefill(num_prompt_tokens),
         0.0 if work is None else work.decode(num_prompt_tokens),
+        num_prompt_tokens,
+        request.sampling.max_tokens,
+        arrival=request.arrival,
+        slo=request.slo,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from onbeat.core.hashing import BlockHash
 
@@ -64,9 +64,11 @@ class BlockPool:
 
         Blocks that were in use last come first, then those that never were, then the longest idle.
         """
-        assert num_blocks <= self.num_free_blocks, "allocation was not planned for"
-        self.num_used_blocks += num_blocks
-        self.peak_used_blocks = max(self.peak_used_blocks, self.num_used_blocks)
+        num_used = self.num_used_blocks + num_blocks
+        assert num_used <= self.num_blocks, "allocation was not planned for"
+        self.num_used_blocks = num_used
+        if num_used > self.peak_used_blocks:
+            self.peak_used_blocks = num_used
         block_ids = self._free_ids[: -num_blocks - 1 : -1]
         del self._free_ids[len(self._free_ids) - len(block_ids) :]
         if len(block_ids) < num_blocks:
@@ -117,6 +119,17 @@ class BlockPool:
             block_hash = self._hash_of_id.pop(block_id, None)
             if block_hash is not None:
                 del self._id_of_hash[block_hash]
+
+    def check_references(self, num_references: Mapping[int, int]) -> None:
+        """Raise AssertionError unless each block has as many references as its users know of.
+
+        Parameters
+        ----------
+        num_references : of each block in use.
+        """
+        assert len(num_references) == self.num_used_blocks, "a block is held by nobody, or by a stranger"
+        shared = {block_id: num - 1 for block_id, num in num_references.items() if num > 1}
+        assert shared == self._num_sharers, "a block has other references than its users know of"
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless every block is in exactly one state."""

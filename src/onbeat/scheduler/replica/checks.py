@@ -16,8 +16,9 @@ def check_request(request: Request, config: SchedulerConfig, *, holds_finished: 
 
     Raises
     ------
-    InvalidRequest : the prompt is empty, or its KV can neither come nor stay as the request asks.
-    PromptTooLong : the prompt does not fit the context.
+    InvalidRequest : the prompt is empty, no token of the answer is left to generate, or its KV can neither
+        come nor stay as the request asks.
+    PromptTooLong : the prompt, with what was generated of its answer, does not fit the context.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
     if num_prompt_tokens == 0:
@@ -27,16 +28,36 @@ def check_request(request: Request, config: SchedulerConfig, *, holds_finished: 
             f"the prompt has {num_prompt_tokens} tokens; with an output token this server takes "
             f"at most {config.max_model_len}. Shorten it or serve with a larger max_model_len"
         )
-    if not 0 <= request.num_external_tokens < num_prompt_tokens:
+    num_tokens = num_prompt_tokens + len(request.resumed_token_ids)
+    if request.resumed_token_ids:
+        _check_resumed(request, config, num_tokens)
+    if not 0 <= request.num_external_tokens < num_tokens:
         raise InvalidRequest(
-            f"num_external_tokens is {request.num_external_tokens} of {num_prompt_tokens} prompt tokens; at "
-            "least the last one is computed here",
+            f"num_external_tokens is {request.num_external_tokens} of {num_tokens} tokens; at least the last "
+            "one is computed here",
             param="num_external_tokens",
         )
     if request.keeps_kv and holds_finished:
         raise InvalidRequest(
             f"policy {config.policy!r} holds whole batches, so none can keep its KV; use another",
             param="keeps_kv",
+        )
+
+
+def _check_resumed(request: Request, config: SchedulerConfig, num_tokens: int) -> None:
+    """Refuse a stream of which nothing is left to generate, or not here."""
+    num_resumed, max_tokens = len(request.resumed_token_ids), request.sampling.max_tokens
+    if num_resumed >= max_tokens:
+        raise InvalidRequest(
+            f"the request is resumed with {num_resumed} output tokens, but max_tokens is {max_tokens}; "
+            "resume only what has not ended",
+            param="resumed_token_ids",
+        )
+    if num_tokens >= config.max_model_len:
+        raise PromptTooLong(
+            f"the prompt has {num_tokens - num_resumed} tokens, and {num_resumed} of its answer were sent; "
+            f"with another one this server takes at most {config.max_model_len}. Resume it where "
+            "max_model_len is larger"
         )
 
 

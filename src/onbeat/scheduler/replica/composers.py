@@ -86,7 +86,7 @@ class BatchAtATime:
         self._reservation = reservation
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (a batch is never broken up)
-        is_open = all(state.num_output_tokens <= 1 for state in plan.running)
+        is_open = all(state.num_delivered_tokens <= 1 for state in plan.running)
         if is_open:
             plan.admit_waiting(self._chunking, self._reservation)
         if plan.is_empty:

@@ -15,17 +15,18 @@ def deliver(
     ----------
     num_drafts : that the step was planned with.
     """
-    num_tokens = state.num_tokens + len(sampled_ids)
+    num_before = state.num_tokens
+    num_tokens = num_before + len(sampled_ids)
     finish_reason, stop_token_id = None, None
     if state.stop_token_ids or num_tokens > state.max_total_tokens:
         sampled_ids, stop_token_id = _cut_at_end(state, sampled_ids)
-        num_tokens = state.num_tokens + len(sampled_ids)
+        num_tokens = num_before + len(sampled_ids)
     if stop_token_id is not None:
         finish_reason = FinishReason.STOP
     elif num_tokens >= state.max_total_tokens:
         finish_reason = FinishReason.LENGTH
     state.receive(sampled_ids, num_drafts)
-    return RequestOutput(
+    output = RequestOutput(
         state.request_id,
         sampled_ids,
         finish_reason,
@@ -33,8 +34,11 @@ def deliver(
         state.num_cached_tokens,
         state.num_preemptions,
         state.scheduled_time,
-        logprobs if logprobs is None else logprobs[: len(sampled_ids)],
     )
+    output.num_previous_tokens = num_before - state.num_prompt_tokens
+    if logprobs is not None:
+        output.logprobs = logprobs[: len(sampled_ids)]
+    return output
 
 
 def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:
@@ -49,6 +53,7 @@ def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutp
         state.scheduled_time,
         num_drafted_tokens=state.draft.num_drafted,
         num_accepted_tokens=state.draft.num_accepted,
+        num_previous_tokens=state.num_output_tokens,
     )
 
 

@@ -2,63 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 
 
-def idle_misses(
-    model: StepTimeModel,
-    classes: Mapping[str, SLO],
-    *,
-    prompt_tokens: Sequence[int] = (128, 1024),
-    context: int = 1024,
-) -> list[str]:
-    """Return a sentence for each objective that is missed although a request has the machine to itself.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IdleCheck:
+    """What a request does that has the machine to itself, and ought to keep its objectives.
 
-    Parameters
-    ----------
-    model : asked for mean step times: what the mean misses, planning cannot save.
-    classes : objectives by name.
-    prompt_tokens : lengths of prompts that ought to keep the TTFT objective, each run as one chunk.
-    context : tokens that the one decode attends to.
-
-    Returns
-    -------
-    Sentences such as `class chat: TBT 50 ms, but one decode alone takes 63 ms here`; none where all is well.
+    Models are asked for mean step times: what the mean misses, planning cannot save.
     """
-    lengths = sorted(prompt_tokens)
-    return [
-        f"class {name}: {miss}"
-        for name, slo in classes.items()
-        for miss in _misses(model, slo, lengths, context)
-    ]
 
+    short: int = 128
+    """Tokens of a prompt that ought to keep the E2E objective, in one chunk."""
+    long: int = 1024
+    """Tokens of a prompt that ought to keep the TTFT objective, likewise."""
+    context: int = 1024
+    """Tokens that a decode attends to, which ought to keep the TBT objective."""
 
-def _misses(model: StepTimeModel, slo: SLO, lengths: Sequence[int], context: int) -> Iterator[str]:
-    decode = _step_seconds(model, num_computed_tokens=context - 1, num_new_tokens=1)
-    if slo.ttft is not None and _prefill_seconds(model, lengths[-1]) > slo.ttft:
-        yield _ttft_miss(model, slo.ttft, lengths)
-    if slo.tbt is not None and decode > slo.tbt:
-        yield f"TBT {_ms(slo.tbt)}, but one decode alone takes {_ms(decode)} here"
-    shortest = _prefill_seconds(model, lengths[0])
-    if slo.e2e is not None and shortest > slo.e2e:
-        yield f"E2E {_ms(slo.e2e)}, but a prompt of {lengths[0]} tokens alone takes {_ms(shortest)} here"
+    def misses(self, model: StepTimeModel, classes: Mapping[str, SLO]) -> list[str]:
+        """Return a sentence for each objective of a class that is missed.
 
+        Such as `class chat: TBT 50 ms, but one decode alone takes 63 ms here`; none where all is well.
+        """
+        return [f"class {name}: {miss}" for name, slo in classes.items() for miss in self._misses(model, slo)]
 
-def _ttft_miss(model: StepTimeModel, ttft: float, lengths: Sequence[int]) -> str:
-    longest = model.max_chunk_tokens(BatchShape(), 0, ttft)
-    if not longest:
-        return f"TTFT {_ms(ttft)}: every prompt misses it even when idle"
-    taken = _prefill_seconds(model, lengths[0])
-    if taken > ttft:
-        return (
-            f"TTFT {_ms(ttft)}: prompts above {longest} tokens miss it even when idle "
-            f"({lengths[0]} tokens take {_ms(taken)})"
-        )
-    return f"TTFT {_ms(ttft)}: prompts above {longest} tokens miss it even when idle"
+    def is_missed(self, model: StepTimeModel, slo: SLO, margin: float = 1.0) -> bool:
+        """Return whether a step takes longer than `margin` times the objective for it."""
+        return any(seconds > margin * objective for objective, seconds, _ in self._steps(model, slo))
+
+    def speed(self, model: StepTimeModel, slo: SLO) -> str:
+        """Return what the steps take that objectives are held against: `one decode takes 12 ms`."""
+        return ", ".join(f"{what} takes {_ms(seconds)}" for _, seconds, what in self._steps(model, slo))
+
+    def _misses(self, model: StepTimeModel, slo: SLO) -> Iterator[str]:
+        if slo.ttft is not None and _prefill_seconds(model, self.long) > slo.ttft:
+            yield self._ttft_miss(model, slo.ttft)
+        if slo.tbt is not None and (decode := self._decode_seconds(model)) > slo.tbt:
+            yield f"TBT {_ms(slo.tbt)}, but one decode alone takes {_ms(decode)} here"
+        if slo.e2e is not None and (shortest := _prefill_seconds(model, self.short)) > slo.e2e:
+            yield f"E2E {_ms(slo.e2e)}, but a prompt of {self.short} tokens alone takes {_ms(shortest)} here"
+
+    def _ttft_miss(self, model: StepTimeModel, ttft: float) -> str:
+        longest = model.max_chunk_tokens(BatchShape(), 0, ttft)
+        if not longest:
+            return f"TTFT {_ms(ttft)}: every prompt misses it even when idle"
+        taken = _prefill_seconds(model, self.short)
+        if taken > ttft:
+            return (
+                f"TTFT {_ms(ttft)}: prompts above {longest} tokens miss it even when idle "
+                f"({self.short} tokens take {_ms(taken)})"
+            )
+        return f"TTFT {_ms(ttft)}: prompts above {longest} tokens miss it even when idle"
+
+    def _steps(self, model: StepTimeModel, slo: SLO) -> Iterator[tuple[float, float, str]]:
+        """Yield each objective, the seconds of the step that is held against it, and what this step is."""
+        if slo.tbt is not None:
+            yield slo.tbt, self._decode_seconds(model), "one decode"
+        if slo.ttft is not None:
+            yield slo.ttft, _prefill_seconds(model, self.long), f"a prompt of {self.long} tokens"
+        if slo.e2e is not None:
+            yield slo.e2e, _prefill_seconds(model, self.short), f"a prompt of {self.short} tokens"
+
+    def _decode_seconds(self, model: StepTimeModel) -> float:
+        return _step_seconds(model, num_computed_tokens=self.context - 1, num_new_tokens=1)
 
 
 def _prefill_seconds(model: StepTimeModel, num_tokens: int) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onbeat.core.hashing import hash_block, root_hash
+from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.scheduler.replica.block_pool import BlockPool
 from onbeat.scheduler.replica.request_state import NEVER, RequestState
 
@@ -54,9 +54,17 @@ class KVCacheManager:
         state.num_registered_blocks = len(cached_block_ids)
         state.num_tokens_to_register = num_cached + self.block_size
 
+    def adopt(self, state: RequestState, block_ids: list[int], num_computed: int) -> None:
+        """Give a new request blocks that hold the KV of its first tokens."""
+        assert not state.block_ids, "it has blocks"
+        assert num_computed <= len(block_ids) * self.block_size
+        state.block_ids = block_ids
+        state.num_allocated_tokens = len(block_ids) * self.block_size
+        state.restart(num_computed)
+
     def grow(self, state: RequestState, num_tokens: int) -> tuple[int, ...]:
         """Extend the block table to hold `num_tokens`; return the new ids."""
-        num_new_blocks = self.num_blocks_for(num_tokens) - len(state.block_ids)
+        num_new_blocks = -(-num_tokens // self.block_size) - len(state.block_ids)
         if num_new_blocks <= 0:
             return ()
         new_block_ids = self.pool.allocate(num_new_blocks)
@@ -93,9 +101,9 @@ class KVCacheManager:
     def _extend_hashes(self, state: RequestState, num_blocks: int) -> int:
         """Hash the request's first blocks, as far as its tokens are known; return how many have a hash."""
         hashes = state.block_hashes
-        while len(hashes) < num_blocks and state.request.block_hashes is None:
+        if len(hashes) < num_blocks and state.request.block_hashes is None:
             parent = hashes[-1] if hashes else root_hash(state.request.cache_salt)
             assert isinstance(parent, bytes)
-            start = len(hashes) * self.block_size
-            hashes.append(hash_block(parent, state.token_slice(start, start + self.block_size)))
+            size = self.block_size
+            hashes += hash_blocks(parent, state.token_slice(len(hashes) * size, num_blocks * size), size)
         return len(hashes)

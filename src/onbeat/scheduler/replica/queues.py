@@ -89,6 +89,8 @@ class WaitingQueue:
 
     def first_below(self, rank: float, most: int) -> list[RequestState]:
         """Return the first requests of a lower rank, at most so many."""
+        if not self._buckets:
+            return []
         found: list[RequestState] = []
         for bucket in self._buckets:
             found += bucket.items[: most - len(found)]
@@ -98,6 +100,8 @@ class WaitingQueue:
 
     def first_from(self, rank: float, most: int) -> list[RequestState]:
         """Return the first requests of at least this rank, at most so many."""
+        if not self._buckets:
+            return []
         index = self._bucket_of_rank(rank)
         found: list[RequestState] = []
         for bucket in self._buckets[index:]:

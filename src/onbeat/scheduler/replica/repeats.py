@@ -22,11 +22,8 @@ def count_repeats(decodes: Sequence[RequestState], shape: BatchShape, kv: KVCach
     """
     if shape.num_chunks:
         return 1
-    num_left = [
-        state.max_total_tokens - state.num_tokens
-        for state in decodes
-        if state.status is RequestStatus.RUNNING
-    ]
+    running = RequestStatus.RUNNING
+    num_left = [state.max_total_tokens - state.num_tokens for state in decodes if state.status is running]
     if not num_left or shape.num_lm_head_rows != len(num_left):
         return 1
     # Every row may be about to need a block, and then one more each block_size tokens.
@@ -48,8 +45,9 @@ def _until_findable(decodes: Iterable[RequestState], block_size: int, num_repeat
 
 def advance_repeats(states: Iterable[RequestState], num_more: int, kv: KVCacheManager) -> None:
     """Advance the rows of a step that was run `num_more` times beyond the first."""
+    running = RequestStatus.RUNNING
     for state in states:
-        if state.status is RequestStatus.RUNNING:
+        if state.status is running:
             state.advance(num_more, 0)
             if state.num_computed_tokens > state.num_allocated_tokens:
                 kv.grow(state, state.num_computed_tokens)

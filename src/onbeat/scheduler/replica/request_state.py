@@ -22,6 +22,8 @@ class RequestStatus(Enum):
     RUNNING = auto()
     PADDING = auto()
     """Finished, but its row and blocks are held until its batch ends (static batching)."""
+    DETACHED = auto()
+    """Out of the batch with its KV, on its way to another replica."""
     FINISHED = auto()
 
 
@@ -39,6 +41,10 @@ class DraftState:
     """Its tokens that a model which makes drafts has read once all planned steps have run."""
     read_life: int = 0
     """How often it had been preempted when they were counted: a preemption makes that model forget it."""
+
+    def forget(self) -> None:
+        """Note that the model runner has let the request go, and whoever makes its drafts."""
+        self.num_ready, self.num_read = None, 0
 
     def count(self, num_drafted: int, num_accepted: int) -> None:
         """Count the drafts of a delivery."""
@@ -95,8 +101,8 @@ class RequestState:
         self.sort_key = sort_key
         self.status = RequestStatus.WAITING
         self.num_prompt_tokens = len(request.prompt_token_ids)
-        self.output_token_ids: list[int] = []
-        self.num_tokens = self.num_prompt_tokens
+        self.output_token_ids: list[int] = list(request.resumed_token_ids)
+        self.num_tokens = self.num_prompt_tokens + len(self.output_token_ids)
         """Known tokens: prompt and delivered output."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once every planned step has run."""
@@ -120,8 +126,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.is_in_flight = False
-        """Whether a micro-batch that has not come back (kept with pipeline stages only), or a transfer of its
-        KV, holds it."""
+        """Whether no step may take it: a micro-batch that has not come back (kept with pipeline stages only)
+        or a transfer of its KV holds it, or it is to leave the batch."""
         self.slo = slo
         """Its deadlines, and whether they were kept."""
         self.num_hit_tokens = 0
@@ -134,6 +140,11 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def num_delivered_tokens(self) -> int:
+        """Output tokens that were generated here, not those that it was resumed with."""
+        return self.num_output_tokens - len(self.request.resumed_token_ids)
 
     @property
     def num_wanted_tokens(self) -> int:

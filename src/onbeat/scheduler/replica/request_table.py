@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from onbeat.core.step import AdmittedRequest
@@ -35,14 +36,12 @@ class RequestTable:
         """Prompt tokens looked up in the prefix cache so far."""
         self.num_prefix_hits = 0
         """Of these, tokens found."""
-        self._max_num_seqs = config.max_num_seqs
+        self.max_num_seqs = config.max_num_seqs
         self._tracker = tracker
         self._released_ids: list[str] = []
         self._kv_fetches: list[AdmittedRequest] = []
         self._unannounced: dict[str, AdmittedRequest] = {}
         """Admitted requests that no step has told the model runner of: their KV is on its way."""
-        self._kept_block_ids: dict[str, list[int]] = {}
-        """Blocks of requests that have ended but whose KV is to be fetched."""
 
     # --- moves ----------------------------------------------------------------------------------------
 
@@ -85,20 +84,43 @@ class RequestTable:
         state.pad()
         del self.states[state.request_id]
 
-    def drop(self, state: RequestState, *, keeps_kv: bool = False) -> None:
-        """Forget a request, wherever it is, and free what it holds, save for KV that is to be fetched."""
+    def drop(self, state: RequestState) -> None:
+        """Forget a request that waits or runs, and free what it holds."""
         if self.states.pop(state.request_id, None) is not None and self._tracker is not None:
             self._tracker.on_drop(state)
         if state.status is RequestStatus.WAITING:
             self.waiting.remove(state)
         else:
             self.running.remove(state)
-            if keeps_kv:
-                self._kept_block_ids[state.request_id] = self.kv.detach(state)
-            else:
-                self.kv.free(state)
+            self.kv.free(state)
             self._leave_runner(state)
         state.status = RequestStatus.FINISHED
+
+    def take_out(self, state: RequestState) -> None:
+        """Take a request out of the batch with all that it holds; whoever asks keeps its slot free."""
+        self.running.remove(state)
+        del self.states[state.request_id]
+        self._leave_runner(state)
+        state.status = RequestStatus.DETACHED
+        state.draft.forget()
+
+    def put_in(self, state: RequestState, step_id: int) -> None:
+        """Let a request with its KV join the batch; its slot is free.
+
+        Parameters
+        ----------
+        step_id : of the next step, with which the model runner hears of it.
+        """
+        state.status = RequestStatus.RUNNING
+        state.admitted_step_id = step_id
+        self.states[state.request_id] = state
+        self.running.insert_sorted(state)
+        admitted = AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
+        self._unannounced[state.request_id] = admitted
+
+    def rank(self, state: RequestState) -> None:
+        """Give a request that is in no list the place that its deadline, or the loss of it, asks for."""
+        self._rank(state)
 
     # --- what others must hear of ---------------------------------------------------------------------
 
@@ -121,25 +143,37 @@ class RequestTable:
     def receive_kv(self, request_id: str) -> None:
         """Let a request run whose external tokens are in its blocks; see `Scheduler.receive_kv`."""
         state = self.states.get(request_id)
-        if state is None:
+        if state is None or not state.num_external_tokens:
             return
         self.mark_in_flight([state], is_in_flight=False)
         num_external_tokens = state.receive_kv()
-        if num_external_tokens and state.status is RequestStatus.RUNNING:
+        if state.status is RequestStatus.RUNNING:
             state.restart(num_external_tokens)
 
-    def release_kv(self, request_id: str) -> None:
-        """Free the blocks of an ended request that kept them; an id without any is ignored."""
-        self.kv.pool.release(self._kept_block_ids.pop(request_id, []))
+    def give_up_kv(self, request_id: str) -> None:
+        """Let a request compute its external tokens; see `Scheduler.kv_failed`."""
+        state = self.states.get(request_id)
+        if state is None or not state.num_external_tokens:
+            return
+        self.mark_in_flight([state], is_in_flight=False)
+        state.receive_kv()
+        if state.status is RequestStatus.RUNNING:
+            self._to_queue(state)
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
+    def check_invariants(self, kept_block_ids: Iterable[int] = (), *, num_slots_kept: int = 0) -> None:
+        """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment.
+
+        Parameters
+        ----------
+        kept_block_ids : held by others than running requests, one for each reference.
+        num_slots_kept : of the batch, for others than these.
+        """
         self.kv.pool.check_invariants()
-        held = [block_id for state in self.running for block_id in state.block_ids]
-        held += [block_id for block_ids in self._kept_block_ids.values() for block_id in block_ids]
-        assert len(set(held)) == self.kv.pool.num_used_blocks, "a block is held by no running request"
+        held = Counter(block_id for state in self.running for block_id in state.block_ids)
+        held.update(kept_block_ids)
+        self.kv.pool.check_references(held)
         assert list(self.running) == sorted(self.running, key=lambda state: state.sort_key)
-        assert len(self.running) <= self._max_num_seqs
+        assert len(self.running) + num_slots_kept <= self.max_num_seqs, "a slot is given twice"
         waiting = list(self.waiting)
         assert waiting == sorted(waiting, key=lambda state: state.sort_key)
         assert all(state.status is RequestStatus.WAITING and not state.block_ids for state in waiting)
@@ -157,17 +191,21 @@ class RequestTable:
     def _preempt(self, state: RequestState) -> None:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
         assert state.status is RequestStatus.RUNNING
+        state.num_preemptions += 1
+        self.num_preemptions += 1
+        self._to_queue(state)
+
+    def _to_queue(self, state: RequestState) -> None:
+        """Let a running request wait, without any of its KV."""
         self.running.remove(state)
         self.kv.free(state)
         state.status = RequestStatus.WAITING
-        state.num_preemptions += 1
-        self.num_preemptions += 1
         self._leave_runner(state)
         self._rank(state)
         self.waiting.push(state)
 
     def mark_in_flight(self, states: Iterable[RequestState], *, is_in_flight: bool) -> None:
-        """Say whether a micro-batch or a transfer holds requests, so that no step may run them."""
+        """Say whether something holds requests, so that no step may run them; see `RequestState`."""
         for state in states:
             state.is_in_flight = is_in_flight
 
@@ -181,7 +219,7 @@ class RequestTable:
         state.admitted_step_id = step_id
         if state.scheduled_time < 0:
             state.scheduled_time = now
-            state.num_cached_tokens = state.num_computed_tokens
+            state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
             self.num_prefix_queries += state.num_prompt_tokens
             self.num_prefix_hits += state.num_cached_tokens
             if self._tracker is not None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from math import inf
 
 from onbeat.core.errors import ConfigError, InvalidRequest
+from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import (
     AdmittedRequest,
@@ -20,6 +21,8 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
 from onbeat.scheduler.replica.delivery import deliver, last_output
+from onbeat.scheduler.replica.handover import Handovers
+from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.scheduler.replica.relegation import Relegation
@@ -29,13 +32,16 @@ from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.speculation.drafting import make_drafting
 from onbeat.scheduler.replica.step_plan import StepPlan
-from onbeat.scheduler.replica.step_rows import commit_rows
+from onbeat.scheduler.replica.step_rows import StepInFlight, commit_rows
 from onbeat.scheduler.replica.verification import (
     SampledRow,
     correct_shape,
     sampled_rows,
     take_back_rejected,
 )
+
+_ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
+"""Of requests that get no more tokens."""
 
 
 class Scheduler:
@@ -63,6 +69,8 @@ class Scheduler:
         if self._slo is not None:
             assert step_time_model is not None
             self._slo.start(step_time_model)
+        self._work = None if self._slo is None else self._slo.work
+        """What prompts cost; None where nobody asks."""
         self._quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=self._quantile)
@@ -72,14 +80,23 @@ class Scheduler:
         self._states = self._table.states
         self.kv, self.running, self.waiting = self._table.kv, self._table.running, self._table.waiting
         self._relegation = Relegation(self._table, self._slo)
-        self._in_flight: deque[tuple[int, list[RequestState], float]] = deque()
-        """(step id, rows, when it was planned)"""
+        self._in_flight: deque[StepInFlight] = deque()
+        self.handover = Handovers(
+            self._table,
+            self._policy,
+            self._in_flight,
+            accept=self._accept,
+            release_batch=self._release_batch,
+        )
+        """What takes KV, and requests with theirs, to other replicas and from them."""
         self._last_update = float("-inf")
         self._last_plan = 0.0
         """When the last planned step starts."""
         self._busy_until = float("-inf")
         """When the last planned step is expected to end; kept for policies that ask."""
         self._num_added = 0
+        self._num_taken = 0
+        self._load_reporter: LoadReporter | None = None
         self._num_steps = 0
         self._repeat_limit = inf
         """Predicted seconds up to which the step under way may be run again."""
@@ -119,29 +136,25 @@ class Scheduler:
 
         Raises
         ------
-        InvalidRequest : the id is in use, or the prompt is empty.
+        InvalidRequest : the id is in use, the prompt is empty, or it is resumed with its whole answer.
         PromptTooLong : the request can never fit the context or the KV cache.
         Overloaded : as many requests or tokens wait as may (`max_num_queued_reqs`, `max_num_queued_tokens`),
             or it would have to wait for too long (`max_queue_seconds`).
         SLOUnattainable : it would miss its TTFT objective and asks to be refused then (`Request.shed`).
         """
-        if request.request_id in self._states:
-            raise InvalidRequest(
-                f"request id {request.request_id!r} is in use; use a new one", param="request_id"
+        self._num_taken += 1
+        self._check(request)
+        if not request.resumed_token_ids:
+            check_queue(
+                request,
+                self.config,
+                num_requests=len(self.waiting),
+                num_tokens=self.waiting.num_prompt_tokens,
             )
-        check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
-        check_queue(
-            request, self.config, num_requests=len(self.waiting), num_tokens=self.waiting.num_prompt_tokens
-        )
-        sort_key = (self._order.rank(request), request.arrival, self._num_added)
-        self._num_added += 1
-        limit = self.config.max_model_len
-        state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
-        if self._policy.keeps_deadlines:
-            max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
-            state.slo.begin(request, self.config.slo_mode, max_output_tokens=max_output_tokens)
+        now = request.arrival if now is None else now
+        state = self._new_state(request, now)
         if self._slo is not None:
-            plan = self._new_plan(request.arrival if now is None else now)
+            plan = self._new_plan(now)
             self._slo.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
         self._table.add(state)
 
@@ -160,6 +173,18 @@ class Scheduler:
         now = max(self._last_plan, self._busy_until if self._in_flight else self._last_update)
         return self._slo.report(self._new_plan(now), self.num_relegated)
 
+    def load(self, now: float, *, busy: float = 0.0, num_ended: int = 0) -> ReplicaLoad:
+        """Return how the replica stands, for whoever shares requests out. It changes no plan.
+
+        Parameters
+        ----------
+        busy : seconds from now until the steps under way are expected to end.
+        num_ended : how often the step under way, if it is run several times, has ended so far.
+        """
+        if self._load_reporter is None:
+            self._load_reporter = LoadReporter(self.config, self._policy, self._table, self.step_time_model)
+        return self._load_reporter.take(now, num_taken=self._num_taken, busy=busy, num_ended=num_ended)
+
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
         outputs = []
@@ -168,6 +193,8 @@ class Scheduler:
             if state is not None:
                 outputs.append(last_output(state, FinishReason.ABORT))
                 self._table.drop(state)
+            elif (state := self.handover.free(request_id)) is not None:
+                outputs.append(last_output(state, FinishReason.ABORT))
         self._release_batch()  # it may have been the last that kept its batch together
         return outputs
 
@@ -203,7 +230,7 @@ class Scheduler:
         """
         model, shape = self.step_time_model, scheduled.shape
         assert model is not None
-        self._observe(shape, self._in_flight[0][2], now)
+        self._observe(shape, self._in_flight[0].planned_at, now)
         self._last_update = self._last_run = now
         num_rows = shape.num_lm_head_rows
         shape.decode_context_tokens += num_rows
@@ -229,50 +256,56 @@ class Scheduler:
         now : when the step, or its last run, ended; seconds.
         ends : when each run ended, where it was run several times.
         """
-        step_id, states, planned_at = self._in_flight.popleft()
+        step_id, states, _, planned_at = self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         self._take_back(states, scheduled, result)
         correct_shape(scheduled, result)
-        if now != self._last_run:
-            self._observe(scheduled.shape, planned_at, now)
-        self._last_update = now
-        keeps_deadlines = self._policy.keeps_deadlines
+        self._learn(scheduled.shape, planned_at, now)
+        keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
         outputs: list[RequestOutput] = []
+        run = ends if ends is not None and len(ends) > 1 else None
         failed = result.failed or {}
         sampled = sampled_rows(result)
+        running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(states, scheduled.rows, strict=True):
-            _, num_computed, num_new, _, samples, _ = row
+            _, num_computed, num_new, _, samples, num_drafts = row
             if samples:
                 got = next(sampled)
             status = state.status
-            if status is RequestStatus.FINISHED or status is RequestStatus.PADDING:
+            if status in _ENDED:
                 continue
             if failed and state.request_id in failed:
                 outputs.append(self._fail(state, failed[state.request_id]))
                 continue
             # Not those of a row planned before a preemption: they belong to others by now.
-            holds_blocks = status is RequestStatus.RUNNING and state.admitted_step_id <= step_id
+            holds_blocks = status is running and state.admitted_step_id <= step_id
+            num_valid = num_computed + num_new
             finished = False
             if samples:
-                output = self._deliver(state, row, got, holds_blocks=holds_blocks)
+                output = deliver(state, got[0], got[1], num_drafts)
+                if drafting is not None:
+                    self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
-                    self._note_delivery(state, output, now, ends)
-            # All but the last token sampled; a row planned behind drafts does not know its place itself.
-            num_valid = state.num_tokens - 1 if samples else num_computed + num_new
+                    self._note_delivery(state, output, now, run)
+                # All but the last token sampled; a row planned behind drafts does not know its place itself.
+                num_valid = state.num_tokens - 1
             if holds_blocks and num_valid >= state.num_tokens_to_register:
                 self.kv.register_full_blocks(state, num_valid)
             if finished:
                 self._finish(state)
         self._release_batch()
+        self.handover.settle()
         return outputs
+
+    # --- hand-over of KV ------------------------------------------------------------------------------
 
     def take_kv_fetches(self) -> list[AdmittedRequest]:
         """Return the requests admitted since the last call whose KV is to be fetched into their blocks now.
 
-        Each of them waits for its `receive_kv`. It can be preempted or aborted meanwhile, so a transfer asks
-        before it writes into blocks.
+        Each of them waits for its `receive_kv`. It can be preempted or aborted meanwhile: who writes to
+        blocks asks for `handover.take_fetches`, which keeps them in use.
         """
         return self._table.take_kv_fetches()
 
@@ -281,15 +314,15 @@ class Scheduler:
 
         Without effect on one that has ended. One that was preempted meanwhile computes all its tokens itself.
         """
-        self._table.receive_kv(request_id)
+        self.handover.receive(request_id)
 
     def release_kv(self, request_id: str) -> None:
-        """Free the blocks of an ended request that kept them; an id without any is ignored."""
-        self._table.release_kv(request_id)
+        """Give up the KV that is held of a request; an id without any is ignored."""
+        self.handover.release_hold(request_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
-        self._table.check_invariants()
+        self.handover.check_invariants()
 
     # --- commit ---------------------------------------------------------------------------------------
 
@@ -314,6 +347,7 @@ class Scheduler:
             model=self.step_time_model,
         )
         plan.step_id = self._num_steps
+        plan.max_num_seqs -= self.handover.num_slots_kept
         return plan
 
     def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
@@ -332,7 +366,7 @@ class Scheduler:
         rows, states, admitted = commit_rows(plan, self._table, shape, now=now, step_id=step_id)
         self._fetch_kv(plan, now)
         released_ids = self._table.take_released_ids()
-        self._in_flight.append((step_id, states, now))
+        self._in_flight.append(StepInFlight(step_id, states, tuple(rows), now))
         if self.config.num_micro_batches > 1:
             self._table.mark_in_flight(states, is_in_flight=True)
         if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
@@ -343,7 +377,7 @@ class Scheduler:
             self._repeat_limit = plan.repeat_limit
         return SchedulerOutput(
             step_id,
-            tuple(rows),
+            self._in_flight[-1].rows,
             tuple(admitted),
             released_ids,
             shape,
@@ -371,54 +405,91 @@ class Scheduler:
             self._num_steps += num_more
             advance_repeats(states, num_more, self.kv)
 
+    def _accept(self, request: Request, now: float) -> RequestState:
+        """Return a request that has been taken elsewhere; raises as `add` where it can never run here."""
+        self._check(request)
+        return self._new_state(request, now)
+
+    def _check(self, request: Request) -> None:
+        """Refuse a request that can never run here; see `add`."""
+        request_id = request.request_id
+        if request_id in self._states or self.handover.knows(request_id):
+            raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
+        check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
+
+    def _new_state(self, request: Request, now: float) -> RequestState:
+        """Return a new request with its place in the order and its deadlines."""
+        sort_key = (self._order.rank(request), request.arrival, self._num_added)
+        self._num_added += 1
+        limit = self.config.max_model_len
+        state = RequestState(request, sort_key=sort_key, max_model_len=limit, slo=SLOState())
+        if self._policy.keeps_deadlines:
+            max_output_tokens = state.max_total_tokens - state.num_prompt_tokens
+            state.slo.begin(request, self.config.slo_mode, now=now, max_output_tokens=max_output_tokens)
+        return state
+
     # --- results --------------------------------------------------------------------------------------
+
+    def _learn(self, shape: BatchShape, planned_at: float, now: float) -> None:
+        """Learn from a step that came back, unless `run_again` was told of it."""
+        if now != self._last_run:
+            self._observe(shape, planned_at, now)
+        self._last_update = now
 
     def _observe(self, shape: BatchShape, planned_at: float, now: float) -> None:
         """Let the step-time model, and who plans with it, learn from a step."""
         if self.step_time_model is None:
             return
+        begun = planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
-        is_pipeline = self.config.num_micro_batches > 1
-        seconds = now - (planned_at if is_pipeline else max(planned_at, self._last_update))
-        self.step_time_model.observe(shape, seconds)
-        if self._slo is not None:
-            self._slo.on_step()
+        if begun < self._last_update and self.config.num_micro_batches == 1:
+            begun = self._last_update
+        self.step_time_model.observe(shape, now - begun)
+        if self._work is not None:
+            self._work.refresh()
 
-    def _deliver(
-        self, state: RequestState, row: ScheduledRequest, got: SampledRow, *, holds_blocks: bool
-    ) -> RequestOutput:
-        """Give a request the tokens of its row."""
-        token_ids, logprobs, num_drafted, num_available = got
-        output = deliver(state, token_ids, logprobs, row.num_draft_tokens)
-        if self._drafting is not None:
-            num_accepted = len(token_ids) - 1 if num_drafted else 0
-            draft = state.draft
-            draft.count(num_drafted, min(num_accepted, len(output.new_token_ids)))  # not beyond its end
-            output.num_drafted_tokens, output.num_accepted_tokens = draft.num_drafted, draft.num_accepted
-            if holds_blocks and row.num_draft_tokens:
-                take_back_rejected(state, row.num_draft_tokens, len(token_ids))
-            self._drafting.observe(
-                state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
-            )
-        return output
+    def _note_drafts(
+        self,
+        state: RequestState,
+        row: ScheduledRequest,
+        output: RequestOutput,
+        got: SampledRow,
+        *,
+        holds_blocks: bool,
+    ) -> None:
+        """Count what became of the drafts of a row, and learn from it."""
+        assert self._drafting is not None
+        token_ids, _, num_drafted, num_available = got
+        num_accepted = len(token_ids) - 1 if num_drafted else 0
+        draft = state.draft
+        draft.count(num_drafted, min(num_accepted, len(output.new_token_ids)))  # not beyond its end
+        output.num_drafted_tokens, output.num_accepted_tokens = draft.num_drafted, draft.num_accepted
+        if holds_blocks and row.num_draft_tokens:
+            take_back_rejected(state, row.num_draft_tokens, len(token_ids))
+        self._drafting.observe(
+            state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
+        )
 
     def _note_delivery(
-        self, state: RequestState, output: RequestOutput, now: float, ends: Sequence[float] | None
+        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None
     ) -> None:
-        """Hold a delivery against its deadline, and tell the caller what has become of the objective."""
-        slo, tracker = state.slo, None if self._slo is None else self._slo.tracker
-        if ends is not None and len(ends) > 1:
-            for end in ends:  # one token each
-                if tracker is None:
-                    slo.note_delivery(end)
-                else:
-                    tracker.on_delivery(state, 1, end)
-        elif tracker is None:
-            slo.note_delivery(now)
-        else:
-            tracker.on_delivery(state, len(output.new_token_ids), now)
-        if tracker is None:
+        """Hold a delivery against its deadline, and tell the caller what has become of the objective.
+
+        Parameters
+        ----------
+        run : when each of several steps ended that brought a token each; None for a delivery now.
+        """
+        slo = state.slo
+        if self._slo is None:
+            if run is None:
+                slo.note_delivery(now)
+            else:
+                slo.note_run(run)
             return
+        if run is None:
+            self._slo.tracker.on_delivery(state, len(output.new_token_ids), now)
+        else:
+            self._slo.tracker.on_run(state, run)
         output.is_relegated = slo.is_best_effort
         if slo.predicted_ttft is not None:
             output.predicted_ttft = slo.take_prediction()
@@ -440,7 +511,9 @@ class Scheduler:
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
             self._table.pad(state)
         else:
-            self._table.drop(state, keeps_kv=state.request.keeps_kv)
+            if state.request.keeps_kv:
+                self.handover.keep(state)
+            self._table.drop(state)
 
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):

@@ -31,6 +31,41 @@ class StepPlan:
     `make_room_for_waiting` in the order of their policy.
     """
 
+    __slots__ = (
+        "_config",
+        "_freed_block_ids",
+        "_kv",
+        "_max_rows",
+        "admissions",
+        "budget",
+        "budget_request_id",
+        "catch_ups",
+        "chunks",
+        "decodes",
+        "expected_tokens",
+        "is_repeatable",
+        "kv_fetches",
+        "late",
+        "max_num_seqs",
+        "model",
+        "now",
+        "num_blocks_left",
+        "num_draft_passes",
+        "num_drafts",
+        "num_hit_tokens",
+        "num_kept",
+        "num_tokens_left",
+        "overdue",
+        "predicted_wait",
+        "ran_out_of_blocks",
+        "repeat_limit",
+        "running",
+        "slack",
+        "step_id",
+        "victims",
+        "waiting",
+    )
+
     def __init__(
         self,
         *,
@@ -92,6 +127,8 @@ class StepPlan:
         """Whether the policy would plan a step of decodes again as long as only token counts change."""
         self.repeat_limit = inf
         """And as long as it is predicted to take no longer than this, seconds."""
+        self.max_num_seqs = config.max_num_seqs
+        """Requests that may be in the batch: slots that are kept for others left out."""
         self._max_rows = -(-config.max_num_seqs // config.num_micro_batches)
         self._freed_block_ids: set[int] = set()
         """Blocks that the preemptions of this plan give back."""
@@ -104,7 +141,7 @@ class StepPlan:
     def num_slots_left(self) -> int:
         """Waiting requests that may still join the batch in this step, tokens and blocks aside."""
         num_running = self.num_kept - len(self.victims) + self._num_admitted
-        return min(self._config.max_num_seqs - num_running, self.num_rows_left)
+        return min(self.max_num_seqs - num_running, self.num_rows_left)
 
     def num_blocks_missing(self, state: RequestState) -> int:
         """Return the blocks that a waiting request lacks, not counting what the prefix cache holds for it."""
@@ -127,10 +164,6 @@ class StepPlan:
     def num_freed_by(self, state: RequestState) -> int:
         """Return the blocks that preempting a request would free."""
         return len(self._kv.pool.exclusive_ids(state.block_ids))
-
-    @property
-    def max_num_seqs(self) -> int:
-        return self._config.max_num_seqs
 
     @property
     def block_size(self) -> int:
@@ -231,7 +264,7 @@ class StepPlan:
 
     def num_growing(self, states: Iterable[RequestState]) -> int:
         """Return how many of these need another block for their next token."""
-        return sum(map(needs_block, states))
+        return sum([state.num_computed_tokens >= state.num_allocated_tokens for state in states])
 
     def take_block(self) -> bool:
         """Set a block aside for a request that grows; False where none is left."""
@@ -263,7 +296,7 @@ class StepPlan:
         cached_block_ids, num_reserved = self._kv.match(head), reservation.num_tokens(head)
         head_rank = order.rank(head.request)
         before = (self.num_kept, self.num_blocks_left)
-        while self.num_kept == self._config.max_num_seqs or (
+        while self.num_kept >= self.max_num_seqs or (
             self._num_new_blocks(cached_block_ids, num_reserved) + self._num_spare_blocks(reservation)
             > self.num_blocks_left
         ):
@@ -276,7 +309,7 @@ class StepPlan:
     def _has_room(self) -> bool:
         """Whether one more request may join this step, blocks aside."""
         return (
-            self.num_kept + self._num_admitted < self._config.max_num_seqs
+            self.num_kept + self._num_admitted < self.max_num_seqs
             and len(self.decodes) + len(self.chunks) + len(self.admissions) < self._max_rows
             and self.num_tokens_left > 0
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
@@ -10,6 +11,27 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.verification import advance_with_drafts, new_tuple
+
+
+class StepInFlight(NamedTuple):
+    """A step that was planned and has not come back."""
+
+    step_id: int
+    states: list[RequestState]
+    """Of each row."""
+    rows: tuple[ScheduledRequest, ...]
+    planned_at: float
+    """Seconds."""
+
+
+def oldest_row(in_flight: Iterable[StepInFlight], state: RequestState) -> ScheduledRequest | None:
+    """Return the first row in flight of a request since it was last admitted; None where it has none."""
+    for step_id, states, rows, _ in in_flight:
+        if step_id >= state.admitted_step_id:
+            for other, row in zip(states, rows, strict=True):
+                if other is state:
+                    return row
+    return None
 
 
 class CommittedRows(NamedTuple):
@@ -65,6 +87,7 @@ def advance_decodes(
     """
     rows: list[ScheduledRequest] = []
     context = num_sampling = 0
+    running = RequestStatus.RUNNING
     for state in states:
         num_computed = state.num_computed_tokens
         context += num_computed
@@ -72,7 +95,7 @@ def advance_decodes(
         if num_computed >= state.num_allocated_tokens:
             block_ids = kv.grow(state, num_computed + 1)
         samples = False
-        if state.status is RequestStatus.RUNNING:  # a padding row runs its last token again and again
+        if state.status is running:  # a padding row runs its last token again and again
             samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
             state.advance(1, samples)
             num_sampling += samples

@@ -45,12 +45,13 @@ def advance_with_drafts(
     """
     rows: list[ScheduledRequest] = []
     context = num_sampling = num_verifying = 0
+    running = RequestStatus.RUNNING
     for state, num in zip(states, num_drafts, strict=True):
         num_computed, num_new = state.num_computed_tokens, 1 + num
         block_ids: tuple[int, ...] = ()
         if num_computed + num_new > state.num_allocated_tokens:
             block_ids = kv.grow(state, num_computed + num_new)
-        samples = state.status is RequestStatus.RUNNING
+        samples = state.status is running
         if samples:
             state.advance(num_new, num_new, num)
             num_sampling += num_new

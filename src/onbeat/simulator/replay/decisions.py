@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from math import isclose
+from math import inf, isclose
 from typing import Any
 
-from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
+from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
+from onbeat.core.handover import DetachAnswer, Detached
 from onbeat.core.request import FinishReason, Request, RequestOutput, SamplingParams
 from onbeat.core.slo import SLO
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
@@ -17,6 +18,8 @@ from onbeat.recording.log import (
     AbortCall,
     AddCall,
     Call,
+    HandoverCall,
+    RecordedAdoption,
     RecordedRefusal,
     RecordHeader,
     ScheduleCall,
@@ -123,6 +126,9 @@ class Replay:
         self.result = ReplayResult()
         self._ids: dict[int, str] = {}
         self._in_flight: deque[SchedulerOutput] = deque()
+        self._left: list[DetachAnswer] = []
+        """Answers of the scheduler that the record has not come to."""
+        self._fetched: set[str] = set()
 
     def run(self) -> ReplayResult:
         """Feed all calls; stop at the first difference."""
@@ -153,6 +159,9 @@ class Replay:
                 return self._schedule(call)
             case UpdateCall():
                 return self._update(call)
+            case HandoverCall():
+                self._hand_over(call)
+                return []
 
     def _add(self, call: AddCall) -> None:
         self._ids[call.request] = call.request_id
@@ -160,6 +169,8 @@ class Replay:
         request = Request(
             request_id=call.request_id,
             prompt_token_ids=range(call.num_prompt_tokens),
+            resumed_token_ids=range(call.num_resumed_tokens),
+            first_token_time=call.first_token_time,
             sampling=SamplingParams(max_tokens=call.max_tokens, stop_token_ids=(STOP_TOKEN_ID,)),
             arrival=call.arrival,
             priority=call.priority,
@@ -169,7 +180,12 @@ class Replay:
             weight=call.weight,
             tenant=call.tenant,
             shed=call.shed,
+            num_external_tokens=call.num_external_tokens,
+            keeps_kv=call.keeps_kv,
         )
+        if call.adoption is not None:
+            self._adopt(call, call.adoption, request)
+            return
         refusal = None
         try:
             self.scheduler.add(request, call.now)
@@ -180,6 +196,59 @@ class Replay:
         self.result.num_rejected += refusal is not None
         if not _is_same_refusal(call.refused, refusal):
             self._compare(None, f"refusal of {call.request_id}", call.refused, refusal)
+
+    def _adopt(self, call: AddCall, adoption: RecordedAdoption, request: Request) -> None:
+        detached = Detached(
+            request_id=call.request_id,
+            output_token_ids=tuple(request.resumed_token_ids),
+            num_kv_tokens=call.num_external_tokens,
+            block_ids=(),
+            scheduled_time=adoption.scheduled_time,
+            num_cached_tokens=adoption.num_cached_tokens,
+            num_preemptions=adoption.num_preemptions,
+            deadlines=adoption.deadlines,
+        )
+        try:
+            self.scheduler.handover.adopt(adoption.handover_id, request, detached, call.now)
+        except RequestRejected as error:
+            self._compare(None, f"adoption of {call.request_id}", "done", str(error))
+
+    def _hand_over(self, call: HandoverCall) -> None:  # noqa: C901 -- one line a verb
+        """Ask the scheduler's hand-overs again; leases end where the record released them."""
+        handover, name = self.scheduler.handover, call.id
+        block_ids: tuple[int, ...] | None = None
+        is_out: bool | None = None
+        match call.verb:
+            case "hold":
+                held = handover.hold(name, inf)
+                block_ids = None if held is None else held.block_ids
+            case "unhold":
+                handover.release_hold(name)
+            case "reserve":
+                assert call.num_tokens is not None
+                block_ids = handover.reserve(name, call.num_tokens, inf)
+            case "release":
+                handover.release_reservation(name)
+            case "detach":
+                handover.detach(name)
+            case "left":
+                self._left += handover.take_detached()
+                is_out = any(each.request_id == name and each.detached is not None for each in self._left)
+                self._left = [each for each in self._left if each.request_id != name]
+            case "reattach":
+                is_out = handover.reattach(name)
+            case "free":
+                handover.free(name)
+            case "fetch":
+                self._fetched |= {each.request.request_id for each in handover.take_fetches()}
+                is_out = True if name in self._fetched else None
+                self._fetched.discard(name)
+            case "receive":
+                handover.receive(name)
+            case "fail":
+                handover.fail(name)
+        recorded, replayed = (call.block_ids, call.is_out), (block_ids, is_out)
+        self._compare(None, f"answer to {call.verb} of {name} (blocks, is out)", recorded, replayed)
 
     def _abort(self, call: AbortCall) -> list[RequestOutput]:
         outputs = self.scheduler.abort([self._ids[request] for request in call.requests])

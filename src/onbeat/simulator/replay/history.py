@@ -11,12 +11,14 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.metrics.record import RequestRecord
-from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
+from onbeat.recording.log import AbortCall, AddCall, HandoverCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
 from onbeat.simulator.acceptance import KnownDrafts
 from onbeat.simulator.deliveries import REJECTED
 from onbeat.simulator.replay.decisions import recorded_slo
 
+MOVED = "moved"
+"""`RequestRecord.finish_reason` of a request that went on in another engine."""
 _AHEAD = 1e-6
 """Seconds by which a request comes before a step ends: virtual times are sums, whose last digits differ."""
 
@@ -92,6 +94,8 @@ def read_history(recording: Recording) -> RunHistory:
                 reader.schedule(call)
             case UpdateCall():
                 reader.update(call)
+            case HandoverCall():
+                reader.hand_over(call)
     return reader.history()
 
 
@@ -130,7 +134,7 @@ class _HistoryReader:
         record = RequestRecord(
             request_id=call.request_id,
             arrival=call.arrival,
-            num_prompt_tokens=call.num_prompt_tokens,
+            num_prompt_tokens=call.num_prompt_tokens + call.num_resumed_tokens,
             request_class=call.slo_class,
             slo=recorded_slo(call),
             tenant=call.tenant,
@@ -147,6 +151,13 @@ class _HistoryReader:
     def abort(self, call: AbortCall) -> None:
         for request in call.requests:
             self._end(request, call.now, FinishReason.ABORT)
+
+    def hand_over(self, call: HandoverCall) -> None:
+        """Close the record of a request that has gone on elsewhere."""
+        if call.verb == "free":
+            open_ids = {self._records[request].request_id: request for request in self._open}
+            if call.id in open_ids:
+                self._end(open_ids[call.id], call.now, MOVED)
 
     def schedule(self, call: ScheduleCall) -> None:
         for request in call.expired:
@@ -215,8 +226,8 @@ class _HistoryReader:
             if call.available is not None:
                 drafts.num_available[place + count] = call.available[index]
 
-    def _end(self, request: int, now: float, reason: FinishReason) -> None:
+    def _end(self, request: int, now: float, reason: str) -> None:
         record = self._records[request]
-        record.end, record.finish_reason = now, reason.value
+        record.end, record.finish_reason = now, str(reason)
         self._open.discard(request)
         self._was_idle = self._was_idle or not self._open

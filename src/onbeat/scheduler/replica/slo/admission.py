@@ -16,7 +16,8 @@ from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode, ShedOrder
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import SHORTEST_RETRY, Backlog
-from onbeat.scheduler.replica.slo.triage import Job, select_feasible, shortest_first
+from onbeat.scheduler.replica.slo.outlook import Triage, longest_wait_seconds, seconds_before
+from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -90,6 +91,8 @@ class Admission:
     def decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Predict an arrival's TTFT and set `predicted_ttft`.
 
+        A stream that is resumed has had its first token, and is taken whatever is predicted.
+
         Parameters
         ----------
         plan : the queues as they are, at the time of the arrival.
@@ -100,6 +103,8 @@ class Admission:
         SLOUnattainable : it asks to be rejected where its objective cannot be kept, and that is so.
         Overloaded : it would be served as best effort, and too many wait for that.
         """
+        if state.output_token_ids:
+            return
         outlook = self._look(state, plan, max(plan.now, busy_until))
         slo = state.slo
         slo.predicted_ttft = outlook.ttft
@@ -152,12 +157,13 @@ class Admission:
         room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
-        queue = _Queue(plan, view, jobs, start + 0.5 * room.length, room)  # as the policy plans
+        queue = _Queue(plan, view, jobs, start, room)
         own = Job(state.slo.ttft_deadline, seconds, state)
         place = self._place(own, queue)
-        wait = room.finish_seconds(place.seconds_before + seconds, seconds + sum(job.seconds for job in jobs))
-        if plan.running or jobs:  # a later arrival may fill its last step
-            wait = max(wait, 0.5 * room.length + room.drain_seconds(place.seconds_before + seconds))
+        until_done = place.seconds_before + seconds
+        wait = room.finish_seconds(until_done, seconds + sum(job.seconds for job in jobs))
+        if plan.running or jobs:
+            wait = max(wait, longest_wait_seconds(until_done, room))
         ttft = start - state.request.arrival + wait
         return Outlook(ttft, place.delays_others, self._slows_streams(state, view), place.runs_as_best_effort)
 
@@ -174,21 +180,16 @@ class Admission:
         if is_behind_all:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
+        margin = 0.5 * room.length  # as the policy plans
         if own.state.request.shed is ShedMode.REJECT:
             # Accepted requests stay: the arrival must find its place among them.
-            end = queue.start + before / room.share
+            end = queue.start + margin + before / room.share
             return _Place(before, delays_others=self._delays_others(own, everyone[index + 1 :], end, room))
-        kept, left_behind = select_feasible(
-            everyone, start=queue.start, share=room.share, worth=self._tracker.worth, order=self._shed_order
-        )
-        if own in left_behind:
+        triage = Triage(queue.start, room.share, self._tracker.worth, margin, self._shed_order)
+        turn = seconds_before(own, everyone, triage, by_deadline=before)
+        if turn is None:
             return _Place(self._all_work(queue), runs_as_best_effort=True)
-        if left_behind:
-            before -= sum(job.seconds for job in left_behind if job.deadline < own.deadline)
-        elif not is_behind_all:
-            turns = shortest_first(kept, start=queue.start, share=room.share)
-            before = sum(job.seconds for job in turns[: turns.index(own)])
-        return _Place(max(0.0, before))
+        return _Place(turn)
 
     def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
         """Whether prompts behind an arrival are late because of it.

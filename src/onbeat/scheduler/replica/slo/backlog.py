@@ -120,7 +120,11 @@ class Backlog:
         if self._bound is None:
             return []
         latest = now - OVERDUE * self._bound.seconds
-        return [state for state in states if state.scheduled_time < 0 and _waits_since(state) < latest]
+        return [
+            state
+            for state in states
+            if state.scheduled_time < 0 and not state.output_token_ids and _waits_since(state) < latest
+        ]
 
     def refusal(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> Overloaded | None:
         """Return why another prompt is not taken; None where it is.

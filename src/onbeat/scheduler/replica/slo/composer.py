@@ -15,7 +15,7 @@ from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS, Backlog, Que
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
-from onbeat.scheduler.replica.slo.triage import Job, select_feasible, shortest_first
+from onbeat.scheduler.replica.slo.triage import Job, select_feasible
 from onbeat.scheduler.replica.slo.victims import Victims
 from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
@@ -26,6 +26,10 @@ GAP_QUANTILE = 0.99
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
 """Of a TBT objective that a step leaves to its streams: they earn the time to outlast a stall."""
+SPENT_SHARE = 1 / 4
+"""Of the time that the most urgent stream has in hand, what one step may take."""
+LONGEST_GAP = 2.0
+"""The longest step that time in hand may be spent on, TBT objectives."""
 E2E_QUANTILE = 0.9
 """Of output lengths, to spread an e2e objective over: with the median half of the answers would be late."""
 PACED_SHARE = 2 / 3
@@ -40,12 +44,14 @@ class SLOComposer:
     """Plans each step against the clock.
 
     1. The step ends before the tightest TBT objective of its streams has passed, and before the earliest of
-       their deadlines; a stream that is behind has decodes run alone until it has caught up.
+       their deadlines; a stream that is behind has decodes run alone until it has caught up. While all are
+       far ahead (`stream` mode), a step may take up to two objectives.
     2. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
        would be left behind although there are slots for them, those that have plenty.
     3. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
-       the others leave goes to them, and then to best effort. While all have time, short ones go first.
-    4. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing.
+       the others leave goes to them, and then to best effort.
+    4. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing. One
+       that ends a prompt holds no more than lets it be in time.
     5. For a prompt that lacks a slot or memory, requests without objectives are preempted.
 
     The rule is stateless: what it learns is learnt between plans (`SLOTracker`, `PrefillWork`).
@@ -101,11 +107,6 @@ class SLOComposer:
         self.tracker.predicted_wait = plan.predicted_wait
         self.backlog.on_plan(plan)
 
-    def on_step(self) -> None:
-        """Take what the model learnt from a step."""
-        assert self.work is not None
-        self.work.refresh()
-
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Predict what an arrival may expect, and learn of the load.
 
@@ -124,16 +125,17 @@ class SLOComposer:
         if not plan.running:
             work.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
-        limit = state.max_total_tokens - state.num_prompt_tokens
-        num_output = tracker.lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
+        slo_class, num_sent = state.request.slo_class, state.num_output_tokens
+        limit = state.max_total_tokens - state.num_tokens
+        num_output = tracker.lengths.remaining(slo_class, num_sent, q=0.5, limit=limit)
         if state.request.slo is not None and state.request.slo.e2e is not None:
+            expected = tracker.lengths.remaining(slo_class, num_sent, q=E2E_QUANTILE, limit=limit)
             state.slo.begin(
                 state.request,
                 self.mode,
-                max_output_tokens=limit,
-                expected_output_tokens=tracker.lengths.remaining(
-                    state.request.slo_class, 0, q=E2E_QUANTILE, limit=limit
-                ),
+                now=plan.now,
+                max_output_tokens=num_sent + limit,
+                expected_output_tokens=num_sent + expected,
             )
         seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         tracker.load.on_arrival(plan.now, seconds + num_output * work.decode_seconds)
@@ -142,13 +144,30 @@ class SLOComposer:
 
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
         """Return the time that a step may take, seconds; infinite where no stream has an objective."""
-        left = max(view.due - start, decode_seconds)
+        ahead = view.due - start
         pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
-        return min(self.tightest_limit(view), left, pace)
+        return min(self.objective_limit(view, ahead), max(ahead, decode_seconds), pace)
 
-    def tightest_limit(self, view: RunningView) -> float:
-        """Return what the TBT objectives alone allow a step, seconds; infinite without any."""
-        return view.tightest * (1 - self._earned_share)
+    def objective_limit(self, view: RunningView, ahead: float) -> float:
+        """Return what TBT objectives allow a step, seconds; infinite without any.
+
+        Parameters
+        ----------
+        ahead : seconds until the earliest deadline, infinite without one.
+        """
+        tightest = self.tightest_limit(view.tightest)
+        if self.mode == "gap":
+            return tightest
+        return max(tightest, min(SPENT_SHARE * ahead, LONGEST_GAP * view.tightest))
+
+    def tightest_limit(self, tightest: float) -> float:
+        """Return what TBT objectives allow without time in hand, seconds; infinite without any.
+
+        Parameters
+        ----------
+        tightest : the shortest of them, seconds; infinite without any.
+        """
+        return tightest * (1 - self._earned_share)
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
         """Return what prompts get of a step beside some decodes, within a limit."""
@@ -158,15 +177,22 @@ class SLOComposer:
 
     def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
         """Return prompts in the order in which they are served, and how many are left behind at its end."""
-        # A prompt that is done within a step waits for its end: half a step on average.
-        start = now + 0.5 * room.length
+        # A prompt that is done within a step waits for its end: half a step on average. The first does not,
+        # since `due` ends the step for it.
         kept, left_behind = select_feasible(
-            jobs, start=start, share=room.share, worth=self.tracker.worth, order=self.shed_order
+            jobs,
+            start=now,
+            share=room.share,
+            worth=self.tracker.worth,
+            order=self.shed_order,
+            margin=0.5 * room.length,
         )
-        if left_behind:
-            # Time that the others leave is theirs before it is best effort's.
-            return kept + left_behind, len(left_behind)
-        return shortest_first(kept, start=start, share=room.share) if len(kept) > 1 else kept, 0
+        # Time that the others leave is theirs before it is best effort's.
+        return kept + left_behind, len(left_behind)
+
+    def due(self, kept: Sequence[Job], now: float) -> dict[str, float]:
+        """Return by when a step has to end that ends one of these prompts: request id -> seconds from now."""
+        return {job.state.request_id: job.deadline - now for job in kept}
 
     def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
         """Whether a stream has the time to let prompts go first.
@@ -229,14 +255,36 @@ class _Step:
         shape = decode_shape(rows)
         decode_seconds = work.of(shape)
         limit = policy.limit(self._view, decode_seconds, plan.now)
-        is_for_best_effort = policy.is_for_best_effort(plan.step_id)
-        if is_for_best_effort:
+        if policy.is_for_best_effort(plan.step_id):
             limit = max(limit, decode_seconds)  # nobody sits out
         if decode_seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
         if self._view.due_state is not None:
             plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
             plan.slack = max(limit, self._view.due - plan.now)
+        if jobs or best_effort:
+            self._share_out(rows, shape, limit, best_effort)
+            plan.overdue = self._overdue(left_over)
+        else:
+            self._decode(rows, shape)
+            plan.predicted_wait = 0.0
+        if plan.is_repeatable:  # if anybody asks
+            plan.repeat_limit = policy.tightest_limit(self._view.tightest)
+            plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
+
+    def _share_out(
+        self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
+    ) -> None:
+        """Fill the plan with decodes and prompts.
+
+        Parameters
+        ----------
+        rows, shape : the decodes that fit the limit.
+        limit : seconds that the step may take.
+        best_effort : prompts without a deadline that can be met.
+        """
+        plan, policy, jobs = self._plan, self._policy, self._jobs
+        is_for_best_effort = policy.is_for_best_effort(plan.step_id)
         room = policy.room(shape, limit, jobs)
         in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
         sitting_out: list[RequestState] = []
@@ -245,20 +293,24 @@ class _Step:
         if sitting_out:
             shape = decode_shape(rows)
             room = policy.room(shape, limit, jobs)
-            in_turn, _ = policy.in_turn(jobs, room, plan.now)
+            in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
         plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
         shape = self._decode(rows, shape)
         prompts = [job.state for job in in_turn]
         prompts = best_effort + prompts if is_for_best_effort else prompts + best_effort
         # Decodes alone may take longer than the limit: prompts then get nothing.
-        filler = StepFiller(plan, work, shape, limit=limit, most_chunk_tokens=room.chunk)
+        kept = in_turn[: len(in_turn) - num_left_behind]
+        filler = StepFiller(
+            plan,
+            self._work,
+            shape,
+            limit=limit,
+            most_chunk_tokens=room.chunk,
+            due=policy.due(kept, plan.now),
+        )
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
-        plan.overdue = self._overdue(left_over)
-        if plan.is_repeatable:  # if anybody asks
-            plan.repeat_limit = policy.tightest_limit(self._view)
-            plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
 
     def _is_settled(self) -> bool:
         """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
@@ -267,7 +319,7 @@ class _Step:
             len(plan.decodes) == len(plan.running)
             and not len(plan.waiting)
             # A first token gives its stream a deadline.
-            and not any(state.slo.first_delivery < 0 for state in self._view.best_effort_decodes)
+            and min([state.slo.first_delivery for state in self._view.best_effort_decodes], default=0.0) >= 0
         )
 
     def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
@@ -277,7 +329,10 @@ class _Step:
         ----------
         left_over : those that wait as best effort already.
         """
-        plan, late = self._plan, {id(state) for state in self._plan.late}
+        plan = self._plan
+        if not (plan.late or self._view.prefills):
+            return left_over
+        late = {id(state) for state in plan.late}
         running = [
             state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
         ]

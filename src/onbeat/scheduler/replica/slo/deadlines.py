@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil, inf
 
+from onbeat.core.handover import StreamDeadlines
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
 
@@ -66,13 +68,15 @@ class SLOState:
         request: Request,
         mode: SLOMode,
         *,
+        now: float,
         max_output_tokens: int,
         expected_output_tokens: int | None = None,
     ) -> None:
-        """Set the deadlines of a new request.
+        """Set the deadlines of a new request, or of one that is resumed with tokens that it has sent.
 
         Parameters
         ----------
+        now : seconds.
         max_output_tokens : that it may have.
         expected_output_tokens : see `due_times`.
         """
@@ -83,6 +87,47 @@ class SLOState:
         self._num_late_allowed = max_output_tokens // LATE_TOKENS_IN
         self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens)
         self.next_deadline = self.ttft_deadline
+        if request.resumed_token_ids:
+            self._resume(request, now)
+
+    def _resume(self, request: Request, now: float) -> None:
+        """Go on behind the tokens that were delivered elsewhere.
+
+        Which of them were late is not known, save for the first. In `gap` mode the last of them came before
+        now, and the next is due a `tbt` after now at the latest.
+        """
+        due, first = self.ttft_deadline, request.first_token_time
+        if first is None:
+            first = request.arrival if due == inf else due
+        self.first_delivery = self.last_delivery = first
+        if first > due + TOLERANCE:
+            self.relegate()
+        elif self._is_gap_mode:
+            self.next_deadline = now + self.tbt
+        else:
+            base = first if due == inf else due
+            self.next_deadline = base + len(request.resumed_token_ids) * self.tbt
+
+    def deadlines(self) -> StreamDeadlines:
+        """Return how it stands, for another replica to go on from."""
+        return StreamDeadlines(
+            ttft_deadline=self.ttft_deadline,
+            tbt=self.tbt,
+            next_deadline=self.next_deadline,
+            is_best_effort=self.is_best_effort,
+            is_paced=self.is_paced,
+            first_delivery=self.first_delivery,
+            last_delivery=self.last_delivery,
+            num_late_tokens=self._num_late_tokens,
+        )
+
+    def go_on(self, deadlines: StreamDeadlines) -> None:
+        """Stand as it stood on another replica; comes after `begin`."""
+        self.ttft_deadline, self.tbt = deadlines.ttft_deadline, deadlines.tbt
+        self.next_deadline = deadlines.next_deadline
+        self.is_best_effort, self.is_paced = deadlines.is_best_effort, deadlines.is_paced
+        self.first_delivery, self.last_delivery = deadlines.first_delivery, deadlines.last_delivery
+        self._num_late_tokens = deadlines.num_late_tokens
 
     @property
     def has_objective(self) -> bool:
@@ -141,6 +186,28 @@ class SLOState:
         else:
             self.next_deadline += num_tokens * self.tbt
         return False
+
+    def note_run(self, ends: Sequence[float]) -> bool:
+        """Move on after steps with one token each: `note_delivery` of each, for many tokens in little time.
+
+        Parameters
+        ----------
+        ends : when each of them came, seconds; at least one.
+        """
+        has_missed, is_first = False, self.last_delivery == -inf
+        due, tbt = self.next_deadline, self.tbt
+        if due < inf or is_first:
+            for now in ends:
+                if is_first or self._is_gap_mode or now > due + TOLERANCE:
+                    is_first = False
+                    self.next_deadline = due
+                    has_missed |= self.note_delivery(now)
+                    due = self.next_deadline
+                else:
+                    due += tbt
+            self.next_deadline = due
+        self.last_delivery = ends[-1]
+        return has_missed
 
     def take_prediction(self) -> float | None:
         """Return the predicted TTFT the first time, then None."""

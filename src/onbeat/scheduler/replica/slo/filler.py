@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import inf
+from types import MappingProxyType
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.parts import ReservePrompt
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
+
+_NOTHING_DUE: Mapping[str, float] = MappingProxyType({})
 
 
 class StepFiller:
@@ -20,15 +23,24 @@ class StepFiller:
     shape : the decodes.
     limit : seconds that the step may take.
     most_chunk_tokens : of all prompts together.
+    due : request id -> seconds after which a step that ends this prompt is too long for it.
     """
 
     def __init__(
-        self, plan: StepPlan, work: PrefillWork, shape: BatchShape, *, limit: float, most_chunk_tokens: int
+        self,
+        plan: StepPlan,
+        work: PrefillWork,
+        shape: BatchShape,
+        *,
+        limit: float,
+        most_chunk_tokens: int,
+        due: Mapping[str, float] = _NOTHING_DUE,
     ) -> None:
         self._plan = plan
         self._work = work
         self._shape = shape.copy()
         self._limit = limit
+        self._due = due
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
         self._reservation = ReservePrompt()
         self._is_blocked = plan.ran_out_of_blocks
@@ -59,7 +71,7 @@ class StepFiller:
         if num_new:
             self._plan.chunks.append((state, num_new))
             self._plan.num_tokens_left -= num_new
-            self._count(num_cached, num_new)
+            self._count(state, num_cached, num_new)
         return num_new == num_wanted
 
     def _may_join(self, state: RequestState) -> bool:
@@ -82,7 +94,7 @@ class StepFiller:
             self._is_blocked = True
             return True
         if num_new:
-            self._count(num_cached, num_new)
+            self._count(state, num_cached, num_new)
         return num_new in (0, num_wanted)
 
     def _chunk(self, num_cached: int, num_wanted: int) -> int:
@@ -95,6 +107,10 @@ class StepFiller:
                 most = min(most, self._work.max_chunk(self._shape, num_cached, self._limit))
         return most
 
-    def _count(self, num_cached: int, num_new: int) -> None:
+    def _count(self, state: RequestState, num_cached: int, num_new: int) -> None:
         self._shape.add(num_cached, num_new, samples=True)
         self._num_left -= num_new
+        due = self._due.get(state.request_id, inf)
+        if due < self._limit and num_cached + num_new == state.num_tokens:
+            # Its token comes with the step's end: what else goes into the step must not make it late.
+            self._limit = max(due, self._work.of(self._shape))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.fairness import TenantCounters
@@ -52,11 +54,28 @@ class SLOTracker:
         self._tenants.on_leave(state.request.tenant)
         self._tenants.on_prefill(state.request.tenant, state.num_tokens - state.num_cached_tokens)
 
+    def on_adopt(self, state: RequestState) -> None:
+        """Count a request that comes from another replica, which has charged its prompt."""
+        self.on_arrival(state)
+        self._tenants.on_leave(state.request.tenant)
+
     def on_delivery(self, state: RequestState, num_tokens: int, now: float) -> None:
         """Count a delivery."""
         self.num_missed += state.slo.note_delivery(now, num_tokens)
         if self._has_tenants:
             self._tenants.on_output(state.request.tenant, num_tokens)
+
+    def on_run(self, state: RequestState, ends: Sequence[float]) -> None:
+        """Count steps with one token each.
+
+        Parameters
+        ----------
+        ends : when each of them came, seconds; at least one.
+        """
+        self.num_missed += state.slo.note_run(ends)
+        if self._has_tenants:
+            for _ in ends:
+                self._tenants.on_output(state.request.tenant, 1)
 
     def on_finish(self, state: RequestState) -> None:
         """Learn from a request that has all its tokens."""

@@ -1,4 +1,4 @@
-"""Which of the waiting prompts can all be in time, and which is served first."""
+"""Which of the waiting prompts can all be in time."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ Worth = Callable[[RequestState], float]
 
 
 def select_feasible(
-    jobs: Sequence[Job], *, start: float, share: float, worth: Worth, order: ShedOrder = "most"
+    jobs: Sequence[Job],
+    *,
+    start: float,
+    share: float,
+    worth: Worth,
+    order: ShedOrder = "most",
+    margin: float = 0.0,
 ) -> tuple[list[Job], list[Job]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
@@ -40,6 +46,7 @@ def select_feasible(
     jobs : by ascending deadline.
     start : when the first begins, seconds.
     share : of the machine's time that goes into this work, in (0, 1].
+    margin : by which all but the first have to be early, seconds.
     """
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
@@ -48,6 +55,8 @@ def select_feasible(
     keeps_turn, by_work = ShedMode.OFF, order == "most"
     for index, (deadline, seconds, state) in enumerate(jobs):
         taken = seconds / share
+        if index:
+            deadline -= margin
         is_droppable = state.request.shed is not keeps_turn
         if end - droppable + taken > deadline:  # whichever others go
             if is_droppable:
@@ -71,39 +80,3 @@ def select_feasible(
         return list(jobs), []
     kept = [job for index, job in enumerate(jobs) if index not in left_behind]
     return kept, [jobs[index] for index in sorted(left_behind)]
-
-
-_SPARED = 1 / 32
-"""Of what the tightest of the jobs can wait, the share that shorter ones may take from it in a step."""
-
-
-def shortest_first(jobs: Sequence[Job], *, start: float, share: float) -> list[Job]:
-    """Let short prompts go ahead of long ones as far as all of them can spare the time.
-
-    Under little load that is shortest-remaining-first, near the capacity nothing but the deadlines counts.
-
-    Parameters
-    ----------
-    jobs : by ascending deadline, all of them in time in this order.
-    start, share : as in `select_feasible`.
-    """
-    end, least = start, float("inf")
-    for deadline, seconds, _ in jobs:
-        end += seconds / share
-        if deadline - end < least:
-            least = deadline - end
-    allowance = _SPARED * least * share
-    ahead: list[Job] = []
-    for job in sorted(jobs, key=_work):
-        allowance -= job.seconds
-        if allowance < 0:
-            break
-        ahead.append(job)
-    if not ahead:
-        return list(jobs)
-    taken = {id(job) for job in ahead}
-    return ahead + [job for job in jobs if id(job) not in taken]
-
-
-def _work(job: Job) -> float:
-    return job.seconds

@@ -53,9 +53,10 @@ class RunningView:
         deadlines, pace = self.deadlines, inf
         for state in running:
             num_in_flight = state.num_in_flight_tokens
-            if state.is_in_flight or (num_in_flight and state.will_be_full):
-                continue
-            wanted = state.num_tokens + num_in_flight - state.num_computed_tokens
+            num_tokens = state.num_tokens + num_in_flight
+            if state.is_in_flight or (num_in_flight and num_tokens >= state.max_total_tokens):
+                continue  # held, or full with what is in flight
+            wanted = num_tokens - state.num_computed_tokens
             if wanted != 1:
                 if wanted > 1:
                     self.prefills.append(state)
@@ -105,24 +106,24 @@ def prefill_jobs(
     late: list[RequestState] = []
     token, pair = work.token, work.pair
     earliest = now + work.step_seconds
-    keeps_turn = ShedMode.OFF
     started = [state for state in prefills if state.slo.next_deadline < inf]
     for state in (*started, *waiting.first_below(BEST_EFFORT_RANK, MOST_JOBS)):
         num_cached = state.num_computed_tokens or state.num_hit_tokens
         num_tokens = state.num_tokens + state.num_in_flight_tokens - num_cached
         seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
         deadline = state.slo.next_deadline
-        if (
-            earliest + seconds > deadline
-            and state.request.shed is not keeps_turn
-            and not state.output_token_ids
-        ):
+        if earliest + seconds > deadline and may_be_given_up(state):
             late.append(state)
         else:
             jobs.append(Job(deadline, seconds, state))
     if started:
         jobs.sort(key=_deadline)
     return jobs, late
+
+
+def may_be_given_up(state: RequestState) -> bool:
+    """Whether a prompt loses its turn once it cannot be in time: it may be judged, and has no token yet."""
+    return state.request.shed is not ShedMode.OFF and not state.output_token_ids
 
 
 def _deadline(job: Job) -> float:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
+from onbeat.core.fleet import PrefillCosts
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 
-_SMALLEST_CHUNK = 32
-_LARGEST_CHUNK = 4096
 _CONTEXT = 2048
 """Cached tokens of the chunk by which the cost of attention is told from that of the layers."""
 _NEAR_BEST = 1.05
@@ -88,23 +87,26 @@ class PrefillWork:
 
     def _take(self) -> None:
         self._num_left = _REFRESH_STEPS
-        times: dict[int, float] = {}
-        size = _SMALLEST_CHUNK
-        while size <= _LARGEST_CHUNK:
-            times[size] = self._chunk_seconds(0, size)
-            size *= 2
-        best = min(seconds / size for size, seconds in times.items())
-        chunk = next(size for size, seconds in times.items() if seconds <= best * size * _NEAR_BEST)
+        step_time, quantile = self._model.step_time, self._quantile
+        times = {size: step_time(shape, quantile) for size, shape in _CHUNKS.items()}
+        best = min([seconds / size for size, seconds in times.items()])
+        chunk = min([size for size, seconds in times.items() if seconds <= best * size * _NEAR_BEST])
         self.efficient_chunk = chunk
-        with_context = self._chunk_seconds(_CONTEXT, chunk)
+        with_context = self.of(_CHUNKS_WITH_CONTEXT[chunk])
         self.pair = max(0.0, (with_context - times[chunk]) / (chunk * _CONTEXT))
-        longer = times.get(2 * chunk) or self._chunk_seconds(0, 2 * chunk)
+        longer = times.get(2 * chunk) or self.of(_chunk(2 * chunk))
         slope = (longer - times[chunk]) / chunk - self.pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[chunk] - self.seconds(chunk, 0))
-        few, many = (self.of(BatchShape.of_decodes(num, num * _CONTEXT)) for num in (16, 32))
-        self.decode_seconds = max(0.0, (many - few) / 16)
+        self.decode_seconds = max(0.0, (self.of(_MANY_DECODES) - self.of(_FEW_DECODES)) / 16)
+
+    @property
+    def costs(self) -> PrefillCosts:
+        """The coefficients, for those who know the replica by its reports alone."""
+        return PrefillCosts(
+            token=self.token, pair=self.pair, step=self.step_seconds, decode=self.decode_seconds
+        )
 
     def of(self, shape: BatchShape) -> float:
         """Return the time of a step, seconds."""
@@ -134,6 +136,9 @@ class PrefillWork:
         L = sqrt(step_seconds ttft). A step is as long as that, or as an efficient chunk makes it; decodes do
         not count, since what longer steps save on them the streams then lack.
 
+        Where the limit cuts an efficient chunk short, the share is that of what fits. It may be far less than
+        in proportion: short chunks read all weights, of experts nearly as many as long ones.
+
         Parameters
         ----------
         limit : seconds that the step may take at most.
@@ -143,6 +148,9 @@ class PrefillWork:
         trial = decodes.copy()
         trial.add(0, chunk, samples=True)
         length = self.of(trial)
+        if length > limit:
+            work = self.seconds(self.max_chunk(decodes, 0, limit), 0)
+            return Room(chunk, limit, min(max(work / limit if limit > 0 else 0.0, LEAST_SHARE), 1.0))
         work = self.seconds(chunk, 0)
         fixed = max(0.0, length - work)
         best = sqrt(self.step_seconds * ttft) if ttft < inf else 0.0
@@ -152,7 +160,16 @@ class PrefillWork:
         length = min(length, limit)
         return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
 
-    def _chunk_seconds(self, num_cached: int, num_tokens: int) -> float:
-        shape = BatchShape()
-        shape.add(num_cached, num_tokens, samples=True)
-        return self.of(shape)
+
+def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
+    """Return a step of one prompt's chunk alone."""
+    shape = BatchShape()
+    shape.add(num_cached_tokens, num_tokens, samples=True)
+    return shape
+
+
+_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_CHUNKS = {size: _chunk(size) for size in _SIZES}
+"""What the model is asked about. Nobody may change them."""
+_CHUNKS_WITH_CONTEXT = {size: _chunk(size, _CONTEXT) for size in _SIZES}
+_FEW_DECODES, _MANY_DECODES = (BatchShape.of_decodes(num, num * _CONTEXT) for num in (16, 32))

@@ -1,4 +1,7 @@
-"""The asyncio client of an engine process: the `EngineClient` that the server gets."""
+"""A client of one engine process without a fleet: what tests of the process and its messages speak through.
+
+It starts nothing again and fails its streams when the process ends, so that they see what the process does.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,14 @@ import asyncio
 import contextlib
 import logging
 import multiprocessing
-import os
-import signal
-import tempfile
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 
 import zmq
 import zmq.asyncio
 
+from onbeat.cluster.local_launcher import sigint_ignored
 from onbeat.core.errors import (
     ConfigError,
     EngineDead,
@@ -41,8 +41,8 @@ from onbeat.engine.messages import (
     decode_from_engine,
     encode,
 )
-from onbeat.engine.owned_folder import OwnedFolder
-from onbeat.engine.process import BuildEngine, EngineAddresses, run_engine_process
+from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
+from onbeat.engine.process import BuildEngine, EngineLink, run_engine_process
 from onbeat.engine.rejection import Rejected, unpack_rejection
 
 logger = logging.getLogger("onbeat.engine")
@@ -53,10 +53,6 @@ STOP_TIMEOUT_SECONDS = 5.0
 """How long the process may take to end before it is killed."""
 
 _DEAD_MESSAGE = "the engine process has ended; see the server's log and start the server again"
-_KILLED_HINT = (
-    "; somebody killed it: the system, if memory ran out (then give onbeat more, or a smaller "
-    "--kv-cache-memory-bytes or model)"
-)
 
 _Item = Delivery | OnbeatError
 
@@ -123,25 +119,20 @@ class ProcessEngineClient:
         ConfigError : the engine cannot be built as configured, or the path of temporary files is too long.
         EngineDead : the process ended or failed.
         """
-        _check_length_of_socket_paths()
+        check_length_of_socket_paths()
         self._folder = OwnedFolder()
         folder = self._folder.path
-        addresses = EngineAddresses(f"ipc://{folder}/to-engine", f"ipc://{folder}/from-engine")
+        link = EngineLink(endpoint=f"ipc://{folder}/engine")
         self._context = zmq.asyncio.Context()
-        # A connecting socket without a limit queues messages at once, also before the engine has bound:
-        # sending never blocks and needs no asyncio socket.
-        self._outbox: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.PUSH)
-        self._inbox = self._context.socket(zmq.PULL)
-        for socket in (self._outbox, self._inbox):
-            socket.set_hwm(0)
-            socket.linger = 0
-        self._outbox.connect(addresses.to_engine)
-        self._inbox.bind(addresses.from_engine)
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.bind(link.endpoint)
         # spawn: a forked child would inherit the event loop and its sockets
         self._process = multiprocessing.get_context("spawn").Process(
-            target=run_engine_process, args=(self._build, addresses), name="onbeat-engine", daemon=True
+            target=run_engine_process, args=(self._build, link), name="onbeat-engine", daemon=True
         )
-        with _sigint_ignored():
+        with sigint_ignored():
             self._process.start()
         self._ended = asyncio.Event()
         asyncio.get_running_loop().add_reader(self._process.sentinel, self._on_process_end)
@@ -211,8 +202,7 @@ class ProcessEngineClient:
                 if not done:
                     received.cancel()
                     code = self._process.exitcode
-                    hint = _KILLED_HINT if code == -signal.SIGKILL else ""
-                    raise EngineDead(f"the engine process ended while it started (exit code {code}){hint}")
+                    raise EngineDead(f"the engine process ended while it started (exit code {code})")
                 match await received:
                     case Progress(text):
                         self._on_progress(text)
@@ -251,24 +241,25 @@ class ProcessEngineClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._reader
         if not self._ended.is_set():
-            self._send(Shutdown())
+            if self._info is not None:  # before, there is nobody to hear it
+                self._send(Shutdown())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), STOP_TIMEOUT_SECONDS)
         if self._process.is_alive():
             self._process.kill()
         self._process.join()
-        self._outbox.close()
-        self._inbox.close()
+        self._socket.close()
         self._context.term()
         self._folder.close()
 
     # --- messages -------------------------------------------------------------------------------------
 
     def _send(self, message: ToEngine) -> None:
-        self._outbox.send(encode(message), flags=zmq.NOBLOCK)
+        # without a limit a message is queued at once: nothing is waited for
+        self._socket.send(encode(message), flags=zmq.NOBLOCK)
 
     async def _receive(self) -> FromEngine:
-        message: FromEngine = decode_from_engine(await self._inbox.recv())
+        message: FromEngine = decode_from_engine(await self._socket.recv())
         return message
 
     async def _read(self) -> None:
@@ -296,26 +287,3 @@ class ProcessEngineClient:
                 case Rejected() as rejected:
                     if stream := self._streams.get(rejected.request_id):
                         stream.put_nowait(unpack_rejection(rejected))
-
-
-def _check_length_of_socket_paths() -> None:
-    parent = tempfile.gettempdir()
-    length = len(os.fsencode(parent)) + len("/onbeat-abcdefgh/from-engine")
-    if length > zmq.IPC_PATH_MAX_LEN:
-        raise ConfigError(
-            f"sockets in {parent}, the directory for temporary files, would have paths of {length} bytes; "
-            f"the system takes {zmq.IPC_PATH_MAX_LEN}: set TMPDIR to a shorter path, such as /tmp"
-        )
-
-
-@contextlib.contextmanager
-def _sigint_ignored() -> Iterator[None]:
-    """Let a process started in the block ignore Ctrl-C from its first instruction: its parent decides."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread may change what a signal does
-        return
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)

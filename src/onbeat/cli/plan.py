@@ -1,0 +1,106 @@
+"""`onbeat plan`: the cheapest fleet that keeps a promise, proved by simulation."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from onbeat.cli.args import require_jobs
+
+if TYPE_CHECKING:
+    from onbeat.cli.plan_output import PlanReport
+
+NAME = "plan"
+HELP = "find the cheapest fleet of GPUs that keeps an objective, without the hardware"
+INFEASIBLE = 3
+INTERRUPTED = 130
+STAGES = (1, 2, 4)
+"""Pipeline degrees of pools for prompts and for generation."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    from onbeat.cli.plan_options import add_plan_arguments
+
+    add_plan_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan; returns the exit code."""
+    from onbeat.cli.outputs import check_writable, save_all
+    from onbeat.cli.plan_files import plan_page, save_plan, to_document
+    from onbeat.planner.plan_task import PlanInterrupted
+    from onbeat.report.result import write_document
+
+    console = Console(stderr=True, highlight=False)
+    require_jobs(args.jobs)
+    check_writable({"--output": args.output, "--json": args.json, "--report": args.report})
+    try:
+        report = _plan(args, console)
+    except PlanInterrupted as error:
+        console.print(str(error), markup=False)
+        return INTERRUPTED
+    _show(report)
+    writers = {
+        args.json: lambda: write_document(args.json, to_document(report)),
+        args.report: lambda: plan_page(args.report, report),
+    }
+    if report.plan.best is not None:
+        writers[args.output] = lambda: save_plan(args.output, report)
+    writers.pop(None, None)
+    save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
+    return INFEASIBLE if report.plan.best is None else 0
+
+
+def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
+    from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task
+    from onbeat.cli.plan_output import PlanReport
+    from onbeat.cli.plan_progress import show_progress
+    from onbeat.planner.buckets import buckets_of
+    from onbeat.planner.fleet_plan import Planner
+    from onbeat.planner.plan_store import PlanStore
+    from onbeat.planner.prices import Prices
+    from onbeat.planner.units import longest_request, make_units, rate_unit
+
+    available = parse_gpus(args.gpus)
+    prices = Prices(args.prices)
+    base = base_settings(args, next(iter(available)))
+    units_of = partial(
+        make_units,
+        base,
+        devices=list(available),
+        tensor_parallel=parse_degrees(args.tp),
+        available=available,
+        prices=prices,
+    )
+    units, left_out = units_of()
+    longest = max(map(longest_request, units), default=1 << 30)
+    task = plan_task(args, available, longest)
+    buckets = buckets_of(task.load)
+    rated = [rate_unit(unit, buckets) for unit in units]
+    store = PlanStore(args.resume)
+    if len(store):
+        console.print(f"going on with {len(store)} result(s) of {args.resume}", markup=False)
+    with show_progress(console, is_quiet=args.disable_tqdm) as progress:
+        planner = Planner(task=task, store=store, jobs=args.jobs, progress=progress)
+        plan = planner.plan(rated, left_out)
+        placements = []
+        if args.disaggregate:
+            pooled, _ = units_of(pipeline_parallel=STAGES)
+            placements = planner.placements(pooled)
+    return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices, placements=placements)
+
+
+def _show(report: PlanReport) -> None:
+    from onbeat.cli.plan_output import conclusions, plan_tables
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)
+    for table in plan_tables(report):
+        console.print(table)
+    for line in conclusions(report):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)

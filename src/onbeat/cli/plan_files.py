@@ -1,0 +1,262 @@
+"""The files of a plan: what a server and a load test take, the result as JSON, and a page."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from onbeat import __version__
+from onbeat.cli.plan_output import (
+    FAILED_HEADER,
+    FLEET_HEADER,
+    PLACEMENT_HEADER,
+    UNIT_HEADER,
+    PlanReport,
+    conclusions,
+    failed_rows,
+    fleet_rows,
+    placement_rows,
+    unit_rows,
+)
+from onbeat.cli.workload import WorkloadOptions
+from onbeat.cluster.kinds import ReplicaKind
+from onbeat.core.options import settings_of
+from onbeat.core.slo import SLO_CLASSES
+from onbeat.planner.plan_charts import (
+    bucket_figure,
+    cost_figure,
+    mix_figure,
+    objective_figure,
+    units_figure,
+    use_figure,
+)
+from onbeat.planner.plan_file import digest_of, write_plan
+from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
+from onbeat.report.page import Page, heading, notes, table
+from onbeat.report.run_report import settings_section
+from onbeat.scheduler.config import SchedulerLimits
+from onbeat.simulator.setup import AUTO
+
+SCHEMA_VERSION = 1
+_SERVE_DTYPES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
+_LOAD_FLAGS = (
+    *("trace", "dataset_name", "dataset_path", "input_len", "output_len", "random_range_ratio"),
+    *("zipf_exponent", "disable_shuffle", "arrivals", "burstiness", "arrival_cv", "burst_on_sec"),
+    *("burst_off_sec", "rate_steps", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_config"),
+)
+"""Flags of the load that a load test of a server takes too."""
+
+
+def save_plan(path: Path, report: PlanReport) -> None:
+    """Write the file that `onbeat serve --config` takes.
+
+    Raises
+    ------
+    ConfigError : it cannot be written.
+    """
+    best = report.plan.best
+    assert best is not None
+    load = load_flags(report.args, report.task, path.parent)
+    write_plan(path, serve_settings(report, best), promise_section(report, best) | {"load": load})
+
+
+def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
+    """Return the flags of a server with this fleet."""
+    base, args = report.base, report.args
+    settings: dict[str, Any] = {"model": args.model, "policy": "slo"}
+    if base.dtype != "bf16" and base.dtype in _SERVE_DTYPES:
+        settings["dtype"] = _SERVE_DTYPES[base.dtype]
+    for setting in settings_of(SchedulerLimits):
+        value = getattr(base.limits, setting.name)
+        if setting.name != "policy" and value not in (setting.default, AUTO):
+            settings[setting.key.replace("_", "-")] = value
+    settings |= {
+        key.replace("_", "-"): _plain(value)
+        for key, value in _given(args, ("slo_ttft_ms", "slo_tbt_ms")).items()
+    }
+    settings["shed"] = str(base.shed)
+    served = {"router": "slo", "replicas": fleet.num_replicas}
+    if len(fleet.parts) == 1:
+        ((unit, _),) = fleet.parts
+        if unit.num_devices > 1:
+            settings["tensor-parallel-size"] = unit.num_devices
+        return settings | {"fleet": served}
+    kinds = [
+        ReplicaKind(device=unit.device, tensor_parallel_size=unit.num_devices, replicas=count)
+        for unit, count in fleet.parts
+    ]
+    return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}
+
+
+def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
+    """Return the promise, and where it comes from."""
+    task, attainment, capacity = report.task, fleet.attainment, fleet.capacity
+    file = report.args.trace or report.args.dataset_path
+    devices = {unit.device for unit, _ in fleet.parts}
+    return {
+        "promise": {
+            "attainment": task.objective.share,
+            "slo-mode": str(task.objective.mode),
+            "request-rate": _plain(task.rate),
+        },
+        "fleet": fleet.name,
+        "cost-per-hour": round(fleet.usd_per_hour, 4),
+        "watts": round(fleet.watts, 1),
+        "verified": {
+            "runs": len(fleet.runs),
+            "requests-a-run": len(task.runs[0]),
+            "attainment": None if attainment is None else [round(share, 5) for share in attainment],
+            "capacity": None
+            if capacity is None
+            else [round(each, 4) if isfinite(each) else None for each in capacity],
+            "binds": fleet.binds,
+        },
+        "prices": {device: str(report.prices.of(device)) for device in sorted(devices)},
+        "step-times": report.base.step_time
+        if report.base.engine == "none"
+        else f"{report.base.step_time} of {report.base.engine}",
+        "trace-sha256": None if file is None else digest_of(file),
+        "made-by": f"onbeat {__version__}",
+    }
+
+
+def load_flags(args: argparse.Namespace, task: PlanTask, folder: Path) -> dict[str, Any]:
+    """Return the flags of the planned load, as a load test of a server takes them.
+
+    Parameters
+    ----------
+    folder : of the plan, from where the paths of files are told.
+    """
+    flags = _given(args, _LOAD_FLAGS)
+    for name, value in flags.items():
+        if isinstance(value, Path) or (name == "slo_config" and value not in SLO_CLASSES):
+            flags[name] = os.path.relpath(value, folder)
+    return {
+        **{key.replace("_", "-"): _plain(value) for key, value in flags.items()},
+        "request-rate": _plain(task.rate),
+        "num-prompts": len(task.runs[0]),
+    }
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the flags of the load that are not at their defaults."""
+    defaults = {setting.key: setting.default for setting in settings_of(WorkloadOptions)}
+    values = {name: getattr(args, name, None) for name in names}
+    return {
+        name: value for name, value in values.items() if value is not None and value != defaults.get(name)
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as a file holds it."""
+    if isinstance(value, Path):
+        return str(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def to_document(report: PlanReport) -> dict[str, Any]:
+    """Return what `--json` saves."""
+    plan = report.plan
+
+    def entry(fleet: Fleet) -> dict[str, Any]:
+        return {
+            "fleet": {unit.name: count for unit, count in fleet.parts},
+            "usd_per_hour": fleet.usd_per_hour,
+            "watts": fleet.watts,
+            "is_kept": fleet.is_kept,
+            "attainment": fleet.attainment,
+            "capacity": fleet.capacity,
+            "binds": fleet.binds,
+            "busy": fleet.busy,
+            "runs": [run.as_dict() for run in fleet.runs],
+        }
+
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "plan",
+        "onbeat_version": __version__,
+        "promise": {
+            "request_rate": plan.rate,
+            "attainment": report.task.objective.share,
+            "text": report.promise,
+        },
+        "best": None if plan.best is None else entry(plan.best),
+        "alternatives": [entry(fleet) for fleet in plan.alternatives],
+        "failed": [entry(fleet) for fleet in plan.failed],
+        "units": {each.unit.name: each.rate(plan.buckets) for each in plan.units},
+        "left_out": plan.left_out,
+        "placements": [
+            {
+                "pools": each.name,
+                "search": each.search,
+                "usd_per_hour": each.usd_per_hour,
+                "is_kept": each.is_kept,
+                "attainment": each.attainment,
+            }
+            for each in report.placements
+        ],
+        "costs_by_estimate": [
+            {"objectives_times": each.scale, "usd_per_hour": each.usd_per_hour, "fleet": each.fleet}
+            for each in plan.costs
+        ],
+        "cost_bound": plan.cost_bound,
+        "is_exhausted": plan.is_exhausted,
+        "infeasible": plan.infeasible or None,
+        "nearest": list(plan.nearest),
+    }
+
+
+def plan_page(path: Path, report: PlanReport) -> None:
+    """Write one self-contained page.
+
+    Raises
+    ------
+    ConfigError : the file cannot be written.
+    """
+    plan = report.plan
+    page = Page()
+    body = heading(report.title, report.lead, _tiles(plan))
+    body += notes(conclusions(report))
+    if plan.best is not None:
+        body += "<h2>Fleets that keep the promise</h2>\n"
+        body += table(FLEET_HEADER, fleet_rows(plan), texts=(8,))
+        body += page.grid([mix_figure(plan), use_figure(plan)], per_row=2)
+    body += "<h2>What it costs</h2>\n" + page.grid(
+        [objective_figure(plan, *_shown_objective(report)), cost_figure(plan)], per_row=2
+    )
+    body += table(UNIT_HEADER, unit_rows(plan), texts=(4,))
+    body += "<h2>The load</h2>\n" + page.grid([bucket_figure(plan), units_figure(plan)], per_row=2)
+    if report.placements:
+        body += "<h2>Prompts and generation apart</h2>\n"
+        body += table(PLACEMENT_HEADER, placement_rows(report), texts=(1, 4))
+    if plan.failed:
+        body += "<h2>Fleets that do not</h2>\n" + table(FAILED_HEADER, failed_rows(plan), texts=(2,))
+    flags = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in vars(report.args).items()
+        if name not in ("run", "command", "json", "report", "config", "output")
+        and value not in (None, False, [])
+    }
+    page.write(path, report.title, body + settings_section(flags))
+
+
+def _shown_objective(report: PlanReport) -> tuple[float | None, str]:
+    """Return the objective that an axis shows: the TBT of the only class, else its TTFT, else none."""
+    classes = report.task.load.classes
+    if len(classes) != 1:
+        return None, ""
+    slo = classes[0].slo
+    return (slo.tbt, "TBT") if slo.tbt is not None else (slo.ttft, "TTFT")
+
+
+def _tiles(plan: FleetPlan) -> list[tuple[str, str]]:
+    if plan.best is None:
+        return [("the promise", "INFEASIBLE")]
+    best = plan.best
+    tiles = [("an hour", f"${best.usd_per_hour:.2f}"), ("fleet", best.name), ("watts", f"{best.watts:,.0f}")]
+    if best.attainment is not None:
+        tiles.append(("good requests", f"{best.attainment[0] * 100:.1f} %"))
+    return tiles

@@ -1,0 +1,218 @@
+"""The flags of `onbeat plan`, and the task that they make."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+
+import numpy as np
+
+from onbeat.cli.args import add_config_flag, count
+from onbeat.cli.options import add_options, number, read_options
+from onbeat.cli.workload import WorkloadOptions, offered_load
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import settings_of
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.planner.objectives import parse_objective
+from onbeat.planner.plan_task import PlanTask
+from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.simulator.setup import ReplicaSettings
+from onbeat.workload.offered import OfferedLoad
+
+_NOT_ASKED = frozenset(
+    {
+        *("device", "tensor_parallel", "pipeline_parallel", "num_blocks", "replicas", "router", "policy"),
+        *("fleet_changes", "start_seconds", "drain_seconds"),
+    }
+)
+"""Settings of replicas that a plan chooses, or that it has no use for."""
+RUN_SECONDS = 60.0
+"""About so long is a simulated run, where --num-prompts does not say."""
+FEWEST, MOST = 300, 4000
+"""Requests of such a run."""
+LEAST_MISSES = 5
+"""A run must be long enough for so many requests to be allowed to miss."""
+
+
+def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of the command."""
+    add_config_flag(parser)
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--gpus",
+        required=True,
+        metavar="ID=N,...",
+        help="devices to plan with, and how many there are; without =N as many as it takes: h100-sxm=8,l4",
+    )
+    group.add_argument(
+        "--tp",
+        default="1,2,4,8",
+        metavar="N,N,...",
+        help="tensor-parallel degrees to choose from",
+    )
+    group.add_argument(
+        "--prices",
+        type=Path,
+        metavar="FILE.yaml",
+        help="dollars an hour of each device; wins over the table in the package",
+    )
+    group.add_argument(
+        "--rate",
+        dest="request_rate",
+        type=number,
+        default=argparse.SUPPRESS,
+        metavar="R",
+        help="requests/s that the fleet is to serve; the same as --request-rate",
+    )
+    group.add_argument(
+        "--objective",
+        default="attainment:0.9",
+        metavar="attainment:SHARE",
+        help="share of the requests that must keep their objectives",
+    )
+    group.add_argument(
+        "--repeats", type=count, default=3, metavar="N", help="simulated runs of each fleet, each with a seed"
+    )
+    group.add_argument(
+        "--candidates", type=count, default=16, metavar="N", help="mixes of units that are simulated at most"
+    )
+    group.add_argument(
+        "--disaggregate",
+        action="store_true",
+        help="also search pools for prompts and for generation, as DistServe places them, and say what they "
+        "cost",
+    )
+    group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes")
+    group.add_argument(
+        "--resume", type=Path, metavar="FILE", help="keep what runs showed here; a plan goes on from it"
+    )
+    add_options(parser, ReplicaSettings, only=asked_settings())
+    add_options(parser, WorkloadOptions)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "-o", "--output", type=Path, metavar="PLAN.yaml", help="what serve --config and bench take"
+    )
+    group.add_argument("--json", type=Path, metavar="FILE", help="save the result")
+    group.add_argument(
+        "--report", type=Path, metavar="FILE.html", help="write one self-contained page with plots"
+    )
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress")
+
+
+def asked_settings() -> list[str]:
+    """Return the settings of replicas that the command has flags for."""
+    return [setting.name for setting in settings_of(ReplicaSettings) if setting.name not in _NOT_ASKED]
+
+
+def parse_gpus(text: str) -> dict[str, float]:
+    """Return how many there are of each device; infinite where nothing bounds it.
+
+    Raises
+    ------
+    ConfigError : an unknown device, a count below 1, one that is given twice, or none at all.
+    """
+    found: dict[str, float] = {}
+    for item in text.split(","):
+        device, equals, number_text = (part.strip() for part in item.partition("="))
+        if not device:
+            raise ConfigError(f"--gpus {text!r} names no device; give some, such as h100-sxm=8,l4=16")
+        find_device(device)
+        if device in found:
+            raise ConfigError(f"--gpus names {device} twice; give it once")
+        if equals and not (number_text.isdecimal() and int(number_text) > 0):
+            raise ConfigError(
+                f"--gpus {item.strip()}: expected a whole number of at least 1, as in {device}=8"
+            )
+        found[device] = int(number_text) if equals else inf
+    return found
+
+
+def parse_degrees(text: str) -> list[int]:
+    """Return tensor-parallel degrees, ascending.
+
+    Raises
+    ------
+    ConfigError : one that is no whole number above 0, or that is given twice.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words) or len(set(words)) < len(words):
+        raise ConfigError(f"--tp {text!r}: expected different whole numbers of at least 1, such as 1,2,4")
+    return sorted(int(word) for word in words)
+
+
+def base_settings(args: argparse.Namespace, device: str) -> ReplicaSettings:
+    """Return what all units have in common."""
+    return read_options(args, ReplicaSettings, device=device, seed=args.seed)
+
+
+def plan_task(args: argparse.Namespace, available: dict[str, float], max_model_len: int) -> PlanTask:
+    """Return what is to be planned.
+
+    Parameters
+    ----------
+    max_model_len : of the unit that takes the longest requests, tokens.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together, a load without rate or objectives, or one too short to tell.
+    """
+    options = read_options(args, WorkloadOptions)
+    objective = parse_objective(args.objective, mode=args.slo_mode)
+    if not isinstance(objective, AttainmentObjective):
+        raise ConfigError(
+            f"--objective {args.objective}: a plan promises a share of good requests; give attainment:SHARE"
+        )
+    rate = options.request_rate
+    if rate is None or not 0 < rate < inf:
+        raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
+    if options.max_concurrency is not None:
+        raise ConfigError("a plan is for requests that come by themselves: leave out --max-concurrency")
+    if min(args.repeats, args.candidates) < 1:
+        raise ConfigError("--repeats and --candidates must be at least 1")
+    size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
+    loads = [
+        _load(options, max_model_len=max_model_len, seed=options.seed + repeat, size=size)
+        for repeat in range(args.repeats)
+    ]
+    runs = tuple(
+        _window(load, rate, size, repeat / max(1, args.repeats - 1)) for repeat, load in enumerate(loads)
+    )
+    needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))
+    if len(runs[0]) < needed:
+        raise ConfigError(
+            f"a run of {len(runs[0])} requests is too short to tell whether {objective.share * 100:g} % keep "
+            f"their objectives; take {needed} or more (--num-prompts, a longer trace)"
+        )
+    objective.allowances(runs[0])  # refuses a load without objectives
+    return PlanTask(
+        rate=rate,
+        objective=objective,
+        load=loads[0],
+        runs=runs,
+        available=tuple(available.items()),
+        most_candidates=args.candidates,
+    )
+
+
+def _load(options: WorkloadOptions, *, max_model_len: int, seed: int, size: int) -> OfferedLoad:
+    """Return all requests of a file, or as many as a run takes of a data set that is made up."""
+    is_file = options.trace is not None or options.dataset_path is not None
+    return offered_load(
+        replace(options, num_prompts=None if is_file else size), max_model_len=max_model_len, seed=seed
+    )
+
+
+def _window(load: OfferedLoad, rate: float, size: int, position: float) -> OfferedLoad:
+    """Return the requests of one run: neighbours, from another part of a long trace each time.
+
+    Parameters
+    ----------
+    position : 0 is the start of the load, 1 its end.
+    """
+    first = round((len(load) - min(size, len(load))) * position)
+    own = load.take(np.arange(first, first + min(size, len(load))))
+    assert own.arrivals is not None
+    # One gap before the first request, as if it were the mean.
+    return own.with_arrivals(own.arrivals - own.arrivals[0] + 1 / rate).at_rate(rate)

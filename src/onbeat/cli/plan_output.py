@@ -1,0 +1,217 @@
+"""The result of a plan as tables and sentences."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+
+from rich.table import Table
+
+from onbeat.core.slo import SLO
+from onbeat.planner.placement import Placement
+from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
+from onbeat.planner.prices import Prices
+from onbeat.simulator.setup import ReplicaSettings
+
+FLEET_HEADER = (
+    *("fleet", "$/h", "W", "good", "interval", "requests/s", "interval", "headroom", "binds", "busy"),
+)
+UNIT_HEADER = ("replica", "$/h", "requests/s", "per $/h", "why not")
+FAILED_HEADER = ("fleet", "$/h", "why not")
+PLACEMENT_HEADER = ("pools", "KV goes", "$/h", "good", "keeps the promise")
+SEARCHES = {"across": "between machines", "within": "within a machine"}
+"""Where KV goes from prompts to generation, by search."""
+MOST_FAILED = 8
+"""Rows of the table of fleets that do not do."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanReport:
+    """Everything that a run of the command found."""
+
+    args: argparse.Namespace
+    base: ReplicaSettings
+    """What all units have in common."""
+    task: PlanTask
+    plan: FleetPlan
+    prices: Prices
+    placements: Sequence[Placement] = ()
+    """Pools for prompts and for generation, where they were asked for."""
+
+    @property
+    def title(self) -> str:
+        return f"A fleet for {self.args.model}"
+
+    @property
+    def promise(self) -> str:
+        """What is to be kept, in words."""
+        classes = self.task.load.classes
+        limits = _slo_text(classes[0].slo) if len(classes) == 1 else f"objectives of {len(classes)} classes"
+        return f"{self.task.objective.share * 100:g} % of {self.task.rate:g} requests/s within {limits}"
+
+    @property
+    def lead(self) -> str:
+        load, runs = self.task.load, self.task.runs
+        return (
+            f"{self.promise}; {load.name} load, mean {load.num_prompt_tokens.mean():.0f} tokens in and "
+            f"{load.num_output_tokens.mean():.0f} out; each fleet is simulated whole, {len(runs)} run(s) of "
+            f"{len(runs[0])} requests, with the live router and scheduler"
+        )
+
+
+def _slo_text(slo: SLO) -> str:
+    limits = {"TTFT": slo.ttft, "TBT": slo.tbt, "E2E": slo.e2e}
+    return " and ".join(f"{name} {limit * 1e3:g} ms" for name, limit in limits.items() if limit is not None)
+
+
+# ---- tables and sentences ----
+
+
+def fleet_row(fleet: Fleet, rate: float) -> tuple[str, ...]:
+    """Return the cells of a fleet that keeps the promise, as `FLEET_HEADER` names them."""
+    attainment, capacity = fleet.attainment, fleet.capacity
+    return (
+        fleet.name,
+        f"{fleet.usd_per_hour:.2f}",
+        f"{fleet.watts:,.0f}",
+        "-" if attainment is None else f"{attainment[0] * 100:.1f} %",
+        "-" if attainment is None else f"{attainment[1] * 100:.1f} to {attainment[2] * 100:.1f}",
+        "-" if capacity is None else f"{capacity[0]:.3g}",
+        "-" if capacity is None else _range(capacity[1], capacity[2]),
+        "-" if capacity is None else f"{(capacity[0] / rate - 1) * 100:+.0f} %",
+        fleet.binds or "-",
+        ", ".join(f"{share * 100:.0f} %" for share in fleet.busy.values()),
+    )
+
+
+def _range(low: float, high: float) -> str:
+    return f"{low:.3g} to {high:.3g}" if isfinite(high) else f"{low:.3g} or more"
+
+
+def fleet_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
+    """Return the rows of the fleets that keep the promise, the chosen one first."""
+    shown = [] if plan.best is None else [plan.best, *plan.alternatives]
+    return [fleet_row(fleet, plan.rate) for fleet in shown]
+
+
+def unit_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
+    """Return the rows of the kinds of replica."""
+    rows: list[tuple[str, ...]] = []
+    for each in plan.units:
+        rate, cost = each.rate(plan.buckets), each.unit.usd_per_hour
+        rows.append((each.unit.name, f"{cost:.2f}", f"{rate:.3g}", f"{rate / cost:.3g}", ""))
+    return rows + [(name, "", "", "", why) for name, why in plan.left_out.items()]
+
+
+def failed_rows(plan: FleetPlan) -> list[tuple[str, ...]]:
+    """Return the rows of the dearest fleets that do not keep the promise."""
+    nearest = sorted(plan.failed, key=lambda fleet: -fleet.usd_per_hour)[:MOST_FAILED]
+    return [(fleet.name, f"{fleet.usd_per_hour:.2f}", fleet.reason) for fleet in nearest]
+
+
+def placement_rows(report: PlanReport) -> list[tuple[str, ...]]:
+    """Return the rows of pools for prompts and for generation."""
+    rows: list[tuple[str, ...]] = []
+    for each in report.placements:
+        good = "-" if each.attainment is None else f"{each.attainment[0] * 100:.1f} %"
+        verdict = "yes" if each.is_kept else worst_reason(each.runs)
+        rows.append((each.name, SEARCHES[each.search], f"{each.usd_per_hour:.2f}", good, verdict))
+    return rows
+
+
+def plan_tables(report: PlanReport) -> list[Table]:
+    """Return what the terminal shows."""
+    plan = report.plan
+    tables = []
+    for title, header, rows, texts in (
+        ("Kinds of replica, alone", UNIT_HEADER, unit_rows(plan), (0, 4)),
+        ("Fleets that do not keep the promise", FAILED_HEADER, failed_rows(plan), (0, 2)),
+        ("Prompts and generation apart", PLACEMENT_HEADER, placement_rows(report), (0, 1, 4)),
+        ("Fleets that keep the promise", FLEET_HEADER, fleet_rows(plan), (0, 8)),
+    ):
+        if not rows:
+            continue
+        shown = Table(title=title, title_justify="left")
+        for position, name in enumerate(header):
+            shown.add_column(name, justify="left" if position in texts else "right", overflow="fold")
+        for row in rows:
+            shown.add_row(*row)
+        tables.append(shown)
+    return tables
+
+
+def conclusions(report: PlanReport) -> list[str]:
+    """Return what follows, in sentences."""
+    plan = report.plan
+    if plan.best is None:
+        lines = [f"INFEASIBLE: {plan.infeasible}"]
+        if plan.nearest:
+            lines.append("nearest that would be kept: " + "; or ".join(plan.nearest))
+        return lines
+    best = plan.best
+    lines = [
+        f"plan: {best.name}, ${best.usd_per_hour:.2f} an hour, {best.watts:,.0f} W: {_verified(report, best)}"
+    ]
+    alone = [fleet for fleet in plan.alternatives if len(fleet.parts) == 1]
+    if best.num_replicas == 1:
+        others = min((fleet.usd_per_hour for fleet in plan.alternatives), default=None)
+        more = "" if others is None else f"; the next fleet that keeps the promise costs ${others:.2f}"
+        lines.append(f"one replica, {best.name}, is cheaper than every mix that keeps the promise{more}")
+    elif len(best.parts) > 1 and alone:
+        saved = 1 - best.usd_per_hour / alone[0].usd_per_hour
+        lines.append(
+            f"the mix costs {saved * 100:.0f} % less than {alone[0].name}, the cheapest of equal replicas"
+        )
+    elif len(plan.units) > 1:
+        lines.append(f"equal replicas, {best.name}, are cheaper than every mix that was simulated")
+    if report.placements:
+        lines.append(_apart(report.placements, best))
+    lines.append(
+        "no cheaper mix is left that could do, by the estimates of its replicas"
+        if plan.is_exhausted
+        else f"cheaper mixes are left that nobody simulated, of ${plan.cost_bound:.2f} an hour or more; "
+        "raise --candidates to try them"
+    )
+    seconds = len(report.task.runs[0]) / plan.rate
+    if seconds < 30:
+        lines.append(
+            f"note: at {plan.rate:g} requests/s a run lasts {seconds:.0f} s, in which queues hardly grow; "
+            "raise --num-prompts"
+        )
+    return lines
+
+
+def _apart(placements: Sequence[Placement], best: Fleet) -> str:
+    """Say whether pools for prompts and for generation are worth it."""
+    kept = [each for each in placements if each.is_kept]
+    if not kept:
+        return "no pools for prompts and for generation that were simulated keep the promise"
+    cheapest = min(kept, key=lambda each: each.usd_per_hour)
+    ratio = cheapest.usd_per_hour / best.usd_per_hour - 1
+    if ratio >= 0:
+        return (
+            f"replicas that do both are cheaper than prompts and generation apart: {cheapest.name}, costs "
+            f"{ratio * 100:.0f} % more"
+        )
+    return (
+        f"prompts and generation apart cost {-ratio * 100:.0f} % less: {cheapest.name}, "
+        f"${cheapest.usd_per_hour:.2f}; the plan file holds the fleet that does both everywhere"
+    )
+
+
+def _verified(report: PlanReport, fleet: Fleet) -> str:
+    attainment = fleet.attainment
+    assert attainment is not None, "a fleet that keeps the promise has finished its runs"
+    mean, low, high = (share * 100 for share in attainment)
+    runs = len(fleet.runs)
+    where = f"{low:.1f} to {high:.1f} at 95 % over {runs} runs" if runs > 1 else "one run"
+    room = (
+        ""
+        if fleet.capacity is None
+        else f"; it keeps up to {fleet.capacity[0]:.3g} requests/s, then {fleet.binds}"
+    )
+    return (
+        f"{mean:.1f} % of the requests good ({where}), {report.task.objective.share * 100:g} % promised{room}"
+    )

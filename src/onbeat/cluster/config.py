@@ -1,0 +1,134 @@
+"""What a fleet can be told on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+from onbeat.cluster.kinds import ReplicaKind, check_kinds, parse_kind
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import check, option
+from onbeat.scheduler.cluster.routers import ROUTERS
+
+LAUNCHERS = ("local", "ray")
+TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "none": ()}
+"""What `--kv-transport` may be -> the ways to copy KV, the best first."""
+
+_option = partial(option, group="fleet")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """Replicas that compute prompts, and replicas that generate."""
+
+    prefill: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"prefill={self.prefill},decode={self.decode}"
+
+
+def parse_pools(text: str) -> PoolSizes:
+    """Return the pools that a text such as `prefill=1,decode=2` names.
+
+    Raises
+    ------
+    ConfigError : it names no such pools.
+    """
+    pairs = [pair.partition("=") for pair in text.replace(" ", "").split(",")]
+    sizes = {name: int(number) for name, _, number in pairs if number.isdecimal()}
+    if sizes.keys() != {"prefill", "decode"} or len(pairs) != 2 or 0 in sizes.values():
+        raise ConfigError(
+            f"disaggregate is {text!r}; give the replicas of both pools, one at least of each, such as "
+            "prefill=1,decode=2"
+        )
+    return PoolSizes(**sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetOptions:
+    """How many replicas there are, where they run, and who shares requests out among them."""
+
+    replicas: int = _option(
+        1,
+        aliases=("--data-parallel-size", "-dp"),
+        at_least=1,
+        metavar="N",
+        help="engine processes that share the requests, each with a copy of the model and its share of the "
+        "cores",
+    )
+    router: str | None = _option(
+        None,
+        choices=tuple(ROUTERS),
+        help="what chooses a replica for a request (default: slo under policy slo, else least-outstanding)",
+    )
+    disaggregate: PoolSizes | None = _option(
+        None,
+        parse=parse_pools,
+        metavar="prefill=N,decode=M",
+        help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
+        "--replicas; short and cached prompts are computed where they generate",
+    )
+    kv_transport: str = _option(
+        "auto",
+        choices=tuple(TRANSPORTS),
+        help="how KV goes from replica to replica, so that streams can move; cma: straight from memory to "
+        "memory, on one machine; tcp; auto: cma where it works, else tcp; none: streams do not move",
+    )
+    launcher: str = _option(
+        "local",
+        choices=LAUNCHERS,
+        help="what starts the replicas; local: as processes of this machine; ray: on a Ray cluster's nodes",
+    )
+    ray_address: str | None = _option(
+        None,
+        metavar="ADDRESS",
+        help="the Ray cluster: HOST:PORT of its head, or auto for the one of this node (default: auto)",
+    )
+    fleet_port: int | None = _option(
+        None,
+        at_least=0,
+        metavar="PORT",
+        help="with --launcher ray, where replicas on other nodes reach this server (default: any free port)",
+    )
+    start_timeout: int = _option(
+        600,
+        at_least=1,
+        metavar="SECONDS",
+        help="a replica that gets no place, or says nothing, for so long while it starts is given up",
+    )
+    kinds: tuple[ReplicaKind, ...] = _option(
+        (),
+        parse=parse_kind,
+        metavar="device=ID,tp=N,replicas=N",
+        help="of stand-ins that differ, each kind and how many of --replicas are of it",
+    )
+
+    def __post_init__(self) -> None:
+        check(self, FleetOptions)
+        if self.disaggregate is not None:
+            if self.replicas not in (1, self.num_replicas):
+                raise ConfigError(
+                    f"--disaggregate {self.disaggregate} is {self.num_replicas} replicas, but --replicas is "
+                    f"{self.replicas}; leave --replicas out"
+                )
+            if self.kv_transport == "none":
+                raise ConfigError(
+                    "--disaggregate hands KV from replica to replica; leave out --kv-transport none"
+                )
+        check_kinds(self.kinds, self.num_replicas)
+        if self.launcher != "ray":
+            for name, value in (("ray-address", self.ray_address), ("fleet-port", self.fleet_port)):
+                if value is not None:
+                    raise ConfigError(f"--{name} {value} is for --launcher ray; give both, or neither")
+
+    @property
+    def num_replicas(self) -> int:
+        """All replicas, whatever they do."""
+        pools = self.disaggregate
+        return self.replicas if pools is None else pools.prefill + pools.decode
+
+    @property
+    def num_prefill(self) -> int:
+        """Those that compute prompts for the others."""
+        return 0 if self.disaggregate is None else self.disaggregate.prefill

@@ -1,0 +1,70 @@
+"""The CUDA devices of this machine, and which replica gets which."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+from onbeat.core.errors import ConfigError
+
+
+def visible_devices() -> list[str]:
+    """Return the CUDA devices that this process may use, named as in `CUDA_VISIBLE_DEVICES`.
+
+    The driver is asked for their number, so that no device is opened here.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return [str(index) for index in range(_num_devices())]
+    devices = []
+    for device in named.split(","):
+        if device.strip() in ("", "-1"):  # CUDA sees none from the first on that is not there
+            break
+        devices.append(device.strip())
+    return devices
+
+
+def share_devices(device: str, num_replicas: int, num_each: int) -> list[tuple[str, ...]]:
+    """Share the CUDA devices of this machine out among replicas.
+
+    Parameters
+    ----------
+    device : as in the engine's configuration; with `auto` replicas run on CUDA where there is any device.
+    num_each : devices of a replica.
+
+    Returns
+    -------
+    shares : one a replica, and those of replicas that are added later; none where all run on the CPU, or on
+        one device that was named.
+
+    Raises
+    ------
+    ConfigError : there are fewer devices than the replicas need.
+    """
+    if device not in ("auto", "cuda"):
+        return []
+    devices = visible_devices()
+    if not devices:
+        return []
+    shares = [
+        tuple(devices[first : first + num_each]) for first in range(0, len(devices) - num_each + 1, num_each)
+    ]
+    if len(shares) < num_replicas:
+        fewer = f"--replicas {len(shares)}, " if shares else ""
+        raise ConfigError(
+            f"CUDA devices needed: {num_replicas * num_each} ({num_replicas} replicas x {num_each}), there: "
+            f"{len(devices)}; give {fewer}--device cuda:0 for replicas that share that one, or --device cpu"
+        )
+    return shares
+
+
+def _num_devices() -> int:
+    try:
+        driver = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_uint(0)
+    if driver.nvmlInit_v2() or driver.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+        return 0
+    driver.nvmlShutdown()
+    return count.value

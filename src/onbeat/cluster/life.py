@@ -1,0 +1,58 @@
+"""One life of a replica: a process from its start to its end, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from math import inf
+
+from onbeat.cluster.launcher import ReplicaPlace
+from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad, replica_number
+from onbeat.core.hang import HangLimits
+from onbeat.core.protocols import EngineInfo, EnginePulse
+
+SUSPENDED_SECONDS = 2.0
+"""Silence after which a process that the system has stopped is given up."""
+SILENT_SECONDS = 15.0
+"""Silence after which any is: it says twice a second that it lives, whatever its steps take."""
+STEP_LIMITS = HangLimits(silence_seconds=inf)
+"""What a step may take: its replica is given up after that."""
+
+
+@dataclass(slots=True)
+class Life:
+    """What is known of a process that holds a replica."""
+
+    replica: ReplicaId
+    number: int
+    """How many lives the replica had before."""
+    heard: float
+    """When it last said anything, or was started; by the clock of this process."""
+    started: float = 0.0
+    name: bytes = b""
+    """By which it connects. It cannot be guessed, and no other life has it."""
+    public_key: bytes = b""
+    """Of its connection, where that is encrypted."""
+    place: ReplicaPlace | None = None
+    info: EngineInfo | None = None
+    """None until it is ready."""
+    pulse: EnginePulse = field(default_factory=lambda: EnginePulse(0.0))
+    load: ReplicaLoad | None = None
+    last_words: str = ""
+    shares_kv: bool = False
+    """Whether others have been let copy its KV."""
+
+    def __post_init__(self) -> None:
+        self.started = self.heard
+        self.name = f"{self.replica}.{self.number}.{secrets.token_hex(16)}".encode()
+
+    @property
+    def replica_number(self) -> int:
+        """That of the replica, as timelines name it."""
+        return replica_number(self.replica)
+
+    @property
+    def limits(self) -> ReplicaLimits:
+        """What the ready replica can take."""
+        assert self.info is not None, "it is ready"
+        return self.info.limits

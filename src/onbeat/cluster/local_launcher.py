@@ -1,0 +1,184 @@
+"""Replicas as processes of this machine, each on its share of the cores."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+
+from onbeat.cluster.launcher import OnLost, ReplicaPlace, ReplicaSpec
+from onbeat.core.errors import EngineDead
+from onbeat.core.fleet import ReplicaId
+from onbeat.engine.numa import node_cores
+from onbeat.engine.process import run_engine_process
+
+logger = logging.getLogger("onbeat.cluster")
+
+_KILLED_HINT = (
+    "somebody killed it: the system, if memory ran out (then give onbeat more, or a smaller "
+    "--kv-cache-memory-bytes or model)"
+)
+
+
+@dataclass(slots=True)
+class _Started:
+    process: SpawnProcess
+    share: int
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class LocalLauncher:
+    """Spawns a process for each life of a replica.
+
+    A process ends with the one that spawned it, also where that is killed.
+
+    Parameters
+    ----------
+    core_shares : the cores of each replica, which are handed out in turn; empty leaves them to the system.
+    device_shares : the CUDA devices of each replica, which no other gets while its process lives; empty
+        leaves them to the engines.
+    """
+
+    def __init__(
+        self, core_shares: Sequence[Sequence[int]] = (), device_shares: Sequence[Sequence[str]] = ()
+    ) -> None:
+        self._core_shares = [tuple(share) for share in core_shares]
+        self._device_shares = [tuple(share) for share in device_shares]
+        self._started: dict[tuple[ReplicaId, int], _Started] = {}
+        self._on_lost: OnLost = lambda _replica, _life, _why: None
+
+    def watch(self, on_lost: OnLost) -> None:
+        self._on_lost = on_lost
+
+    async def open(self, folder: Path) -> str:
+        return f"ipc://{folder}/fleet"
+
+    async def start(self, spec: ReplicaSpec) -> ReplicaPlace:
+        share = self._free_share(spec.replica)
+        link = spec.link
+        if self._core_shares:
+            link = replace(link, cores=self._core_shares[share % len(self._core_shares)])
+        if self._device_shares:
+            link = replace(link, cuda_devices=self._device_shares[share])
+        # spawn: a forked child would inherit the event loop and its sockets
+        process = multiprocessing.get_context("spawn").Process(
+            target=run_engine_process,
+            args=(spec.build, link),
+            name=f"onbeat-{spec.replica}",
+            daemon=True,
+        )
+        with sigint_ignored():
+            process.start()
+        key = (spec.replica, spec.life)
+        self._started[key] = _Started(process, share)
+        asyncio.get_running_loop().add_reader(process.sentinel, self._on_end, key)
+        assert process.pid is not None
+        return ReplicaPlace(process_id=process.pid, host=socket.gethostname())
+
+    def kill(self, replica: ReplicaId, life: int) -> None:
+        if (started := self._started.get((replica, life))) is not None:
+            started.process.kill()  # a stopped process hears nothing else
+
+    async def wait(self, replica: ReplicaId, life: int, *, seconds: float) -> None:
+        started = self._started.get((replica, life))
+        if started is None:
+            return
+        if self.is_suspended(replica, life):
+            started.process.kill()
+        try:
+            await asyncio.wait_for(started.ended.wait(), seconds)
+        except TimeoutError:
+            logger.warning("%s does not end and is killed", replica)
+            started.process.kill()
+            await started.ended.wait()
+
+    def is_suspended(self, replica: ReplicaId, life: int) -> bool:
+        started = self._started.get((replica, life))
+        return started is not None and _process_state(started.process.pid) in ("T", "t")
+
+    def clock_offset(self, replica: ReplicaId, life: int) -> float:  # noqa: ARG002 -- all share it
+        return 0.0
+
+    async def close(self) -> None:
+        for started in list(self._started.values()):
+            started.process.kill()
+        for started in list(self._started.values()):
+            await started.ended.wait()
+
+    def _free_share(self, replica: ReplicaId) -> int:
+        """Return the share of the machine that the fewest replicas have.
+
+        Raises
+        ------
+        EngineDead : all CUDA devices are taken.
+        """
+        taken = [started.share for started in self._started.values()]
+        num_shares = max(len(self._device_shares) or len(self._core_shares), 1)
+        share = min(range(num_shares), key=lambda share: (taken.count(share), share))
+        if self._device_shares and share in taken:
+            raise EngineDead(
+                f"{replica} has got no CUDA device: the replicas that run have all that there are"
+            )
+        return share
+
+    def _on_end(self, key: tuple[ReplicaId, int]) -> None:
+        started = self._started.pop(key)
+        asyncio.get_running_loop().remove_reader(started.process.sentinel)
+        started.process.join()  # its files are closed; its exit code follows within milliseconds
+        started.ended.set()
+        code = started.process.exitcode
+        hint = f"; {_KILLED_HINT}" if code == -signal.SIGKILL else ""
+        started.process.close()
+        self._on_lost(*key, f"its process has ended (exit code {code}){hint}")
+
+
+def share_cores(num_replicas: int, threads: int | None) -> list[tuple[int, ...]]:
+    """Share the cores of this process out among replicas, those of a memory node together.
+
+    Parameters
+    ----------
+    threads : of each replica, where somebody said; None takes a replica's share.
+
+    Returns
+    -------
+    shares : those of each replica; none where one replica has them all, or asks for more threads than its
+        share has cores. More replicas than cores share them in turn.
+    """
+    cores = [core for node in node_cores(os.sched_getaffinity(0)) for core in sorted(node)]
+    if num_replicas == 1:
+        return []
+    size = len(cores) // num_replicas
+    if threads is not None and threads > max(size, 1):
+        return []
+    if size == 0:
+        return [(cores[number % len(cores)],) for number in range(num_replicas)]
+    return [tuple(cores[number * size : (number + 1) * size]) for number in range(num_replicas)]
+
+
+@contextlib.contextmanager
+def sigint_ignored() -> Iterator[None]:
+    """Let a process started in the block ignore Ctrl-C from its first instruction: its parent decides."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may change what a signal does
+        return
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+def _process_state(process_id: int | None) -> str:
+    """Return the letter by which the kernel tells what a process does; empty where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
+    return ""

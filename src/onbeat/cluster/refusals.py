@@ -1,0 +1,36 @@
+"""What a client gets to know whose request nobody serves."""
+
+from __future__ import annotations
+
+from onbeat.cluster.open_request import OpenRequest
+from onbeat.core.errors import EngineError, OnbeatError, Overloaded, PromptTooLong, SLOUnattainable
+from onbeat.scheduler.cluster.events import Refuse
+
+LOSSES = ("replica_lost", "too_many_lives")
+"""The reasons of a refusal that are deaths of replicas."""
+
+
+def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
+    """Return what a request's client gets to know."""
+    rejection = opened.rejection
+    match action.reason:
+        case "overloaded" | "invalid" if rejection is not None:
+            if isinstance(rejection, Overloaded | SLOUnattainable) and action.retry_after is not None:
+                rejection.retry_after = action.retry_after
+            return rejection
+        case "too_long":
+            return PromptTooLong("no replica that is ready takes a prompt as long; shorten it")
+        case "no_replica" | "overloaded":
+            return Overloaded(
+                "no replica takes requests at present; try again later",
+                code="no_replica" if action.reason == "no_replica" else "server_overloaded",
+                retry_after=action.retry_after,
+            )
+        case "replica_lost":
+            return EngineError(
+                "the engine process that had the request has ended, and the request was not to be resumed; "
+                "send it again"
+            )
+    return EngineError(
+        f"the replicas that had the request ended, {opened.num_sent} of them; it may be the cause"
+    )

@@ -1,0 +1,141 @@
+"""From options to a fleet that can be started: who decides, who starts, and what each replica gets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+
+from onbeat.cluster.client import FleetClient
+from onbeat.cluster.config import TRANSPORTS, FleetOptions
+from onbeat.cluster.cuda_devices import share_devices
+from onbeat.cluster.kinds import ReplicaKind, engine_of
+from onbeat.cluster.launcher import Launcher, ReplicaNeeds
+from onbeat.cluster.local_launcher import LocalLauncher, share_cores
+from onbeat.core.fleet import ReplicaId
+from onbeat.core.protocols import EngineInfo
+from onbeat.engine.config import EngineConfig, MemoryShare
+from onbeat.engine.container import host_memory, usable_cores
+from onbeat.engine.core import EngineCore
+from onbeat.engine.process import BuildEngine
+from onbeat.recording.fleet import fleet_record
+from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.routers import make_router
+from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerLimits
+
+ROUTERS_OF_PREFIXES = ("prefix-affinity", "slo")
+"""Those for which prompts are hashed."""
+
+Build = Callable[[EngineConfig, Callable[[str], None]], tuple[EngineCore, EngineInfo]]
+
+
+def open_fleet(
+    options: FleetOptions,
+    engine: EngineConfig,
+    build: Build,
+    stack: ExitStack,
+    *,
+    on_progress: Callable[[str], None],
+) -> FleetClient:
+    """Return the client of a fleet that has not been started.
+
+    Parameters
+    ----------
+    engine : of each replica, which gets its share of cores and memory.
+    build : makes an engine in its process; can be pickled.
+    stack : closes the record, if there is one.
+    on_progress : called with one line of text at a time while engines start.
+
+    Raises
+    ------
+    ConfigError : the record cannot be written, or there are fewer CUDA devices than the replicas need.
+    MissingExtra : the launcher is not installed.
+    """
+    num_replicas = options.num_replicas
+    engine_of("r0", engine, options.kinds)  # refuses kinds that the engines cannot be of
+    router = options.router or _default_router(engine.limits)
+    on_decision = None
+    if engine.record is not None and num_replicas > 1:
+        about = {**asdict(options), "router": router, "fleet": {"num_prefill": options.num_prefill}}
+        on_decision = stack.enter_context(fleet_record(engine.record, about))
+    config = FleetConfig(num_prefill=options.num_prefill)
+    fleet = Fleet(make_router(router, 0), config, on_decision=on_decision)
+    return FleetClient(
+        fleet,
+        _launcher(options, engine),
+        partial(
+            _build_of,
+            engine=_shared(engine, options),
+            build=build,
+            is_many=num_replicas > 1,
+            kinds=options.kinds,
+        ),
+        num_replicas=num_replicas,
+        start_timeout=options.start_timeout,
+        hashes_prompts=router in ROUTERS_OF_PREFIXES,
+        on_progress=on_progress,
+        kv_transports=TRANSPORTS[options.kv_transport],
+    )
+
+
+def _default_router(limits: SchedulerLimits) -> str:
+    return "slo" if (limits.policy or DEFAULT_POLICY) == "slo" else "least-outstanding"
+
+
+def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
+    is_idle = _computes_nothing(engine)
+    if options.launcher == "local":
+        if is_idle:
+            return LocalLauncher()
+        num_replicas = options.num_replicas
+        devices = share_devices(engine.device, num_replicas, engine.tensor_parallel_size)
+        return LocalLauncher(share_cores(num_replicas, engine.threads), devices)
+    from onbeat.cluster.ray_launcher import RayLauncher
+
+    return RayLauncher(
+        options.ray_address or "auto",
+        ReplicaNeeds(
+            device="cpu" if is_idle else engine.device,
+            num_devices=engine.tensor_parallel_size,
+            num_cpus=engine.threads or (1 if is_idle else None),
+        ),
+        port=options.fleet_port or 0,
+        start_timeout=options.start_timeout,
+    )
+
+
+def _shared(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
+    """Return the configuration of one engine: of several on this machine each has its share."""
+    engine = replace(engine, reports_load=True)
+    num_replicas = options.num_replicas
+    if num_replicas == 1 or options.launcher != "local" or _computes_nothing(engine):
+        return engine
+    return replace(
+        engine,
+        threads=engine.threads or max(usable_cores() // num_replicas, 1),
+        memory_share=MemoryShare(host_memory().num_bytes, num_replicas),
+    )
+
+
+def _computes_nothing(engine: EngineConfig) -> bool:
+    """Return whether an engine stands in for a device: it needs no cores, and hardly any memory."""
+    return engine.load_format == "stand-in"
+
+
+def _build_of(
+    replica: ReplicaId,
+    life: int,
+    *,
+    engine: EngineConfig,
+    build: Build,
+    is_many: bool,
+    kinds: tuple[ReplicaKind, ...],
+) -> BuildEngine:
+    """Return what makes the engine of one life of a replica: it writes a record of its own."""
+    engine = engine_of(replica, engine, kinds)
+    record = engine.record
+    if record is not None and (is_many or life):
+        suffix = f".{replica}" + (f".{life}" if life else "")
+        engine = replace(engine, record=record.with_name(record.name + suffix))
+    return partial(build, engine)

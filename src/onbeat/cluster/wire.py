@@ -1,0 +1,131 @@
+"""The one socket by which a server reaches all replicas: they connect to it, each under a name of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+import zmq
+
+from onbeat.cluster.doorkeeper import Doorkeeper
+from onbeat.core.errors import ConfigError
+from onbeat.engine.messages import FromEngine, ToEngine, decode_from_engine, encode
+
+logger = logging.getLogger("onbeat.cluster")
+
+_MOST_AT_ONCE = 200
+"""Messages read before others of the event loop have their turn."""
+
+OnMessage = Callable[[bytes, FromEngine], None]
+
+
+class Wire:
+    """Sends to replicas by name and hands on what they say.
+
+    Parameters
+    ----------
+    endpoint : to bind: `ipc://...`, or `tcp://ADDRESS:*` for any port. What comes by tcp is encrypted, and
+        comes from those alone that the doorkeeper was told to admit.
+    knows : whether a name is that of a replica whose messages count; others are dropped unread.
+    on_message : is called with the name of the sender.
+    on_junk : is called with the name of a known sender whose message cannot be read.
+
+    Attributes
+    ----------
+    endpoint : what replicas connect to.
+    num_dropped : messages of unknown senders.
+    doorkeeper : of connections by tcp; None where replicas connect by files that only this user can reach.
+
+    Raises
+    ------
+    ConfigError : the endpoint cannot be bound.
+
+    Notes
+    -----
+    The socket is read from a callback of the event loop: an asyncio socket costs a future and a task switch
+    for each message.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        *,
+        knows: Callable[[bytes], bool],
+        on_message: OnMessage,
+        on_junk: Callable[[bytes, str], None],
+    ) -> None:
+        self.num_dropped = 0
+        self._knows = knows
+        self._on_message = on_message
+        self._on_junk = on_junk
+        self._loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = socket = self._context.socket(zmq.ROUTER)
+        socket.set_hwm(0)  # what nobody has read yet waits in memory; sending never waits
+        socket.linger = 0
+        socket.router_mandatory = True
+        socket.ipv6 = "[" in endpoint
+        is_local = endpoint.startswith("ipc:")
+        self.doorkeeper = None if is_local else Doorkeeper(self._context, socket)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            self._close()
+            raise ConfigError(f"replicas cannot be reached at {endpoint}: {error}") from error
+        self.endpoint = socket.getsockopt(zmq.LAST_ENDPOINT).decode().rstrip("\0")  # type: ignore[union-attr]
+        self._is_open = True
+        self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
+        self._loop.add_reader(self._fd, self.read)
+
+    def send(self, name: bytes, message: ToEngine) -> bool:
+        """Send a message; return whether there is a connection that takes it."""
+        try:
+            self._socket.send_multipart((name, encode(message)), flags=zmq.NOBLOCK, copy=True)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        finally:
+            # Sending may take note of what has come, and the descriptor then says no more of it.
+            if int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
+                self._loop.call_soon(self.read)
+        return True
+
+    def read(self) -> None:
+        """Take the messages that are there."""
+        socket = self._socket
+        for _ in range(_MOST_AT_ONCE):
+            if not self._is_open:
+                return
+            try:
+                frames = socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._take(frames)
+        self._loop.call_soon(self.read)
+
+    def _take(self, frames: list[bytes]) -> None:
+        name = frames[0]
+        if not self._knows(name):
+            self.num_dropped += 1
+            logger.debug("a message of %r is dropped: it is not of any replica's present life", name[:40])
+            return
+        try:
+            message: FromEngine = decode_from_engine(frames[-1])
+        except msgspec.MsgspecError as error:
+            self._on_junk(name, f"it sends what cannot be read ({error})")
+            return
+        self._on_message(name, message)
+
+    def close(self) -> None:
+        """Close the socket; what was not sent is dropped."""
+        self._is_open = False
+        self._loop.remove_reader(self._fd)
+        self._close()
+
+    def _close(self) -> None:
+        if self.doorkeeper is not None:
+            self.doorkeeper.close()
+        self._context.destroy(linger=0)

@@ -1,0 +1,124 @@
+"""What replicas and whoever shares requests out between them tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+DRAIN_SECONDS = 30.0
+"""What runs on a replica that is to end may take so long, unless somebody says otherwise."""
+
+ReplicaId = str
+"""Name of a replica, for as long as the fleet lives: `r0`, `r1`. What restarts keeps its name."""
+
+
+def replica_id(number: int) -> ReplicaId:
+    """Return the name of a replica, counted from 0."""
+    return f"r{number}"
+
+
+def replica_number(replica: ReplicaId) -> int:
+    """Return the number in the name of a replica."""
+    return int(replica.removeprefix("r"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLimits:
+    """What a replica can take, and what it is."""
+
+    device: str = ""
+    max_model_len: int
+    """Most tokens (prompt and output) of one request."""
+    max_num_seqs: int
+    num_blocks: int
+    block_size: int
+    """Tokens of a KV block."""
+    moves_streams: bool = False
+    """Whether streams that run there can go elsewhere with their KV, and others' come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillCosts:
+    """What a replica expects prompts and steps to cost, seconds: the coefficients of its step-time model."""
+
+    token: float
+    pair: float
+    step: float
+    """Of a step, what does not grow with its tokens."""
+    decode: float
+    """What one more decode of a usual context adds to a step."""
+
+    def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
+        """Return the work of `num_tokens` prompt tokens behind cached ones."""
+        return num_tokens * (self.token + self.pair * (num_cached_tokens + 0.5 * num_tokens))
+
+    def decode_step(self, num_decodes: int) -> float:
+        """Return the time of a step of so many decodes alone."""
+        return self.step + self.decode * num_decodes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaLoad:
+    """How a replica stands at the end of a step. It comes with the step's message; nobody polls for it.
+
+    Times are seconds from `time`, so that nobody's clock has to be another's.
+    """
+
+    time: float
+    """When it was taken, by the replica's clock."""
+    num_taken: int
+    """Requests that the replica has been sent so far and has queued, refused or ended by then: whoever sent
+    more knows which of them are not counted here."""
+    busy: float = 0.0
+    """Until the step under way is expected to end."""
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    """KV blocks that nobody uses, those of the prefix cache included."""
+    num_wanted_blocks: int = 0
+    """Blocks that the first waiting request lacks."""
+    num_decodes: int = 0
+    """Streams that decode."""
+    num_context_tokens: int = 0
+    """Tokens of their contexts together."""
+    tightest_tbt: float = inf
+    """Least TBT objective of the streams."""
+    prefill_share: float = 1.0
+    """Of the time, what prompts get beside those streams, above 0."""
+    backlog: tuple[tuple[float, float], ...] = ()
+    """(until its deadline, prefill work) of prompts with deadlines, waiting and running, by deadline;
+    neighbours are added up so that there are at most `MOST_BACKLOG_ENTRIES`. Under a policy that goes by
+    arrival all prompts are in one entry, due at 0: they come before whoever arrives."""
+    best_effort_work: float = 0.0
+    """Prefill work of prompts without deadlines that can be met."""
+    costs: PrefillCosts | None = None
+    """None where the replica predicts nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaView:
+    """How a replica stands, for people and for metrics."""
+
+    replica: ReplicaId
+    state: str
+    """`starting`, `ready`, `draining`, `down` or `stopped`."""
+    why: str = ""
+    """Of the state, where there is more to say."""
+    role: str = ""
+    """`prefill` or `decode`, where prompts and tokens are on replicas of their own."""
+    num_lives: int = 0
+    """Times that it got ready."""
+    num_outstanding: int = 0
+    """Requests that it has been sent and has not ended."""
+    num_streaming: int = 0
+    """Of these, those that have had tokens from it."""
+    process_id: int | None = None
+    host: str = ""
+    silence: float | None = None
+    """Seconds since it said anything; None where it has no process."""
+    limits: ReplicaLimits | None = None
+    load: ReplicaLoad | None = None
+    """As it reported last; None where it has not."""
+
+
+MOST_BACKLOG_ENTRIES = 16

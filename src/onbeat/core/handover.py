@@ -1,0 +1,105 @@
+"""What is told of a stream that goes on in another engine, with the KV that it has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from onbeat.core.request import Request
+
+
+class MoveVerb(StrEnum):
+    """A step of a move, as whoever drives it asks replicas for it."""
+
+    RESERVE = "reserve"
+    """Destination: keep room."""
+    HOLD = "hold"
+    """Source: lend the blocks that are full."""
+    PULL = "pull"
+    """Destination: copy what is lent and has not been copied."""
+    FREEZE = "freeze"
+    """Source: take the request out of the batch, and lend all its blocks."""
+    ADOPT = "adopt"
+    """Destination: go on with it."""
+    TAKE = "take"
+    """It is the destination's from now on; the source forgets it."""
+    REATTACH = "reattach"
+    """Source: go on with it after all."""
+    UNHOLD = "unhold"
+    """Source: lend nothing any more."""
+    RELEASE = "release"
+    """Destination: forget the room, and the request if it has been adopted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldKV:
+    """KV of a request that stays where it is until it is released, whatever becomes of the request."""
+
+    request_id: str
+    block_ids: tuple[int, ...]
+    """In the order of its tokens. No step writes to them any more."""
+    num_tokens: int
+    """Of the request, whose KV they hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamDeadlines:
+    """How a stream stands with its objectives. Times are seconds of the machine's monotonic clock."""
+
+    ttft_deadline: float
+    """Infinite where there is none, as are the next two."""
+    tbt: float
+    next_deadline: float
+    is_best_effort: bool
+    is_paced: bool
+    first_delivery: float
+    """Minus infinity before the first, as is the next."""
+    last_delivery: float
+    num_late_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Detached:
+    """A request that has left its batch between two steps, with all that another engine needs to go on."""
+
+    request_id: str
+    output_token_ids: tuple[int, ...]
+    """All of them, those included that it was resumed with."""
+    num_kv_tokens: int
+    """Leading tokens, of prompt and output, whose KV is there: all but the last, unless its prompt was still
+    being computed."""
+    block_ids: tuple[int, ...]
+    """That hold it."""
+    scheduled_time: float
+    num_cached_tokens: int
+    num_preemptions: int
+    deadlines: StreamDeadlines | None = None
+    """None where its policy kept none."""
+
+    def moved(self, request: Request) -> Request:
+        """Return a request as the engine that goes on with it is asked for it."""
+        return replace(
+            request,
+            resumed_token_ids=self.output_token_ids,
+            num_external_tokens=self.num_kv_tokens,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVFetch:
+    """A request that waits for KV from elsewhere in blocks that it has been given."""
+
+    request: Request
+    block_ids: tuple[int, ...]
+    """In the order of its tokens; `Request.num_external_tokens` of them are to come."""
+    num_cached_blocks: int
+    """Of the blocks, the first ones: the prefix cache holds them already, and others read them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DetachAnswer:
+    """What became of a request that was to leave its batch."""
+
+    request_id: str
+    detached: Detached | None
+    """None: it has ended, waits, or its KV has not come yet; it stays where it is."""

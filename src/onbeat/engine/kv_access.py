@@ -1,0 +1,153 @@
+"""Access to the bytes of KV blocks, so that another replica can copy them; what two replicas compare first.
+
+A block is the same bytes on every replica of one `KVLayout`, however its back end lays them out: whoever
+moves blocks copies bytes and knows nothing of what they mean.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+
+from onbeat.core.errors import ConfigError, KVUnavailable
+
+if TYPE_CHECKING:
+    from torch import Tensor  # a step loop that computes with something else does without it
+
+
+class KVRegion(NamedTuple):
+    """A part of the KV cache in host memory: block after block, each in one piece."""
+
+    address: int
+    """Of block 0."""
+    block_bytes: int
+    """That a block has here."""
+
+    @classmethod
+    def of_tensor(cls, blocks: Tensor) -> KVRegion:
+        """Return the memory of a tensor whose first dimension is that of the blocks.
+
+        Raises
+        ------
+        ConfigError : it is not in host memory.
+        """
+        if blocks.device.type != "cpu":
+            raise ConfigError(
+                f"KV on {blocks.device} cannot be handed to another engine yet; run the replicas on CPUs, or "
+                "without hand-over"
+            )
+        assert blocks.is_contiguous()
+        return cls(blocks.data_ptr(), blocks[0].numel() * blocks.element_size())
+
+
+@runtime_checkable
+class GivesKV(Protocol):
+    """A forward pass whose KV lies in this process."""
+
+    def kv_regions(self) -> list[KVRegion]:
+        """Return where a block's parts lie, in the order in which they make up the block.
+
+        Valid as long as the forward pass is not closed.
+
+        Raises
+        ------
+        ConfigError : it does not lie in host memory.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVLayout:
+    """What the bytes of a block depend on: replicas that agree on all of it may copy one another's blocks."""
+
+    model: str
+    weights: str
+    """Number format of the weights: KV of other numbers is that of another model."""
+    dtype: str
+    block_size: int
+    """Tokens of a block."""
+    block_bytes: int
+    backend: str
+    """Whose order the bytes are in."""
+    activations: str = ""
+    """What quantized weights are multiplied with, where there are any."""
+    tensor_parallel_size: int = 1
+
+    def check_same(self, other: KVLayout) -> None:
+        """Raise `KVUnavailable` that names the first difference, unless the blocks of both are the same."""
+        for field in fields(self):
+            own, theirs = getattr(self, field.name), getattr(other, field.name)
+            if own != theirs:
+                raise KVUnavailable(
+                    f"KV blocks differ in {field.name}: {own!r} here, {theirs!r} there; start the replicas "
+                    "with the same settings"
+                )
+
+
+class BlockMemory:
+    """The bytes of the KV blocks of one engine.
+
+    Parameters
+    ----------
+    forward : whose KV it is; it must not be closed before the last use.
+    layout : of its blocks; `block_bytes` as `block_bytes_of` says.
+    num_blocks : ids 0 to `num_blocks` - 1.
+    """
+
+    def __init__(self, forward: GivesKV, layout: KVLayout, *, num_blocks: int) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.regions = tuple(forward.kv_regions())
+        self._forward = forward  # the memory is its own
+        block_bytes = sum(region.block_bytes for region in self.regions)
+        assert block_bytes == layout.block_bytes, f"blocks have {block_bytes} bytes"
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layout.block_bytes
+
+    def views(self, block_id: int) -> Iterator[memoryview]:
+        """Yield the parts of a block, in their order; writing to them writes the block.
+
+        Raises
+        ------
+        KVUnavailable : there is no such block.
+        """
+        self.check_ids((block_id,))
+        for address, block_bytes in self.regions:
+            start = address + block_id * block_bytes
+            yield memoryview((ctypes.c_char * block_bytes).from_address(start)).cast("B")
+
+    def check_ids(self, block_ids: Sequence[int]) -> None:
+        """Raise `KVUnavailable` unless all blocks are there: whoever asks for one may be another process."""
+        if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
+            raise KVUnavailable(
+                f"blocks {min(block_ids)} to {max(block_ids)} were asked for, but there are {self.num_blocks}"
+            )
+
+
+def block_bytes_of(forward: object) -> int:
+    """Return the bytes of a block.
+
+    Raises
+    ------
+    ConfigError : the forward pass does not have its KV in the memory of this process.
+    """
+    return sum(region.block_bytes for region in giving_kv(forward).kv_regions())
+
+
+def giving_kv(forward: object) -> GivesKV:
+    """Return a forward pass as one whose KV can be copied.
+
+    Raises
+    ------
+    ConfigError : it does not have its KV in this process.
+    """
+    if not isinstance(forward, GivesKV):
+        raise ConfigError(
+            "this engine's KV cannot be handed to another: it is spread over processes; leave "
+            "--tensor-parallel-size out, or run without hand-over"
+        )
+    return forward

@@ -1,0 +1,313 @@
+"""The hand-over of KV as an engine carries it out: the scheduler's verbs, their record, leases and copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from onbeat.core.errors import KVUnavailable
+from onbeat.core.handover import Detached, KVFetch
+from onbeat.core.request import Request
+from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.recording.log import HandoverVerb, RecordedAdoption
+from onbeat.recording.writer import RecordWriter
+from onbeat.scheduler.replica.scheduler import Scheduler
+
+LEASE_SECONDS = 30.0
+"""For as long KV is lent, or room kept, unless somebody asks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """What became of a request that was to leave its batch."""
+
+    request_id: str
+    detached: Detached | None
+    """None: it has not left; it has ended, or waits."""
+    source: KVSource | None
+    """Where its KV is, the last block included; it is lent until the request is freed or put back."""
+
+
+@dataclass(slots=True)
+class _Room:
+    """A reservation, and the copies into it."""
+
+    block_ids: tuple[int, ...]
+    after: Future[Any] | None
+    """The newest step in flight when the last block was given: until it is back, steps may write there."""
+    pulls: list[Future[int]] = field(default_factory=list)
+    is_given_up: bool = False
+
+    @property
+    def is_pulling(self) -> bool:
+        return any(not pull.done() for pull in self.pulls)
+
+
+class KVHandover:
+    """Lends an engine's KV and takes that of others. Called by the step loop's thread only, between steps.
+
+    A block is lent no longer than it stays what it is, and nobody is given a block that a copy still writes
+    to: what is released while a copy runs goes back when that has ended.
+
+    Parameters
+    ----------
+    scheduler : whose requests move.
+    transfers : copies; closed with this.
+    clock : seconds.
+    recorder : told of every verb.
+    newest_step : the step that was launched last, if it has not come back.
+    is_serial : whether no step is launched before the last has come back.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        transfers: KVTransfers,
+        *,
+        clock: Callable[[], float],
+        recorder: RecordWriter | None,
+        newest_step: Callable[[], Future[Any] | None],
+        is_serial: bool = False,
+    ) -> None:
+        self._handover = scheduler.handover
+        self._transfers = transfers
+        self._clock = clock
+        self._recorder = recorder
+        self._newest_step = newest_step
+        self._is_serial = is_serial
+        self._has_let_go = False
+        """Whether blocks may have become free since the last step was launched."""
+        self._rooms: dict[str, _Room] = {}
+        self._fetches: dict[str, Future[int]] = {}
+        self._lent: set[str] = set()
+        """Requests whose KV is held."""
+        self._detached: set[str] = set()
+
+    @property
+    def is_pulling(self) -> bool:
+        """Whether a copy writes to this engine's blocks."""
+        return any(room.is_pulling for room in self._rooms.values()) or any(
+            not fetch.done() for fetch in self._fetches.values()
+        )
+
+    # --- the source -----------------------------------------------------------------------------------
+
+    def hold(self, request_id: str, seconds: float = LEASE_SECONDS) -> KVSource | None:
+        """Lend the full blocks of a request, or more of them, or for longer; None where it has none.
+
+        Raises
+        ------
+        KVUnavailable : too many are lent.
+        """
+        now = self._clock()
+        held = self._handover.hold(request_id, now + seconds)
+        self._note("hold", request_id, now, block_ids=None if held is None else held.block_ids)
+        if held is None:
+            return None
+        self._lent.add(request_id)
+        leases = self._transfers.leases
+        if request_id not in self._detached:
+            leases.grant(request_id, held.block_ids)
+        return leases.source(request_id, self._transfers.endpoint)
+
+    def unhold(self, request_id: str) -> None:
+        """Lend it no longer, and free what an ended request kept; one without any is ignored."""
+        self._has_let_go = True
+        self._lent.discard(request_id)
+        if request_id not in self._detached:
+            self._transfers.leases.revoke(request_id)
+        self._handover.release_hold(request_id)
+        self._note("unhold", request_id)
+
+    def detach(self, request_id: str) -> None:
+        """Take a request out of the batch at the end of the steps under way; `take_departures` answers."""
+        self._handover.detach(request_id)
+        self._note("detach", request_id)
+
+    def take_departures(self) -> list[Departure]:
+        """Return what became of those who were to leave since the last call; ask after each step."""
+        departures = []
+        for answer in self._handover.take_detached():
+            request_id, detached = answer.request_id, answer.detached
+            self._note("left", request_id, is_out=detached is not None)
+            source = None
+            if detached is not None:
+                self._detached.add(request_id)
+                self._transfers.leases.grant(request_id, detached.block_ids)
+                source = self._transfers.leases.source(request_id, self._transfers.endpoint)
+            departures.append(Departure(request_id, detached, source))
+        return departures
+
+    def reattach(self, request_id: str) -> bool:
+        """Let a detached request go on here; False where there is none."""
+        self._take_back(request_id)
+        is_back = self._handover.reattach(request_id)
+        self._note("reattach", request_id, is_out=is_back)
+        return is_back
+
+    def free(self, request_id: str) -> None:
+        """Forget a request that goes on elsewhere, and lend its KV no longer."""
+        self._has_let_go = True
+        self._take_back(request_id)
+        if request_id in self._lent:
+            self.unhold(request_id)
+        self._handover.free(request_id)
+        self._note("free", request_id)
+
+    def on_abort(self, request_ids: Iterable[str]) -> None:
+        """Lend the KV of detached requests no longer; these and others are about to be dropped."""
+        self._has_let_go = True
+        for request_id in request_ids:
+            self._take_back(request_id)
+
+    def _take_back(self, request_id: str) -> None:
+        if request_id in self._detached:
+            self._detached.discard(request_id)
+            self._transfers.leases.revoke(request_id)
+
+    # --- the destination ------------------------------------------------------------------------------
+
+    def reserve(self, handover_id: str, num_tokens: int, seconds: float = LEASE_SECONDS) -> bool:
+        """Keep a slot and blocks, or more of them, or for longer; False where they lack."""
+        now = self._clock()
+        block_ids = self._handover.reserve(handover_id, num_tokens, now + seconds)
+        self._note("reserve", handover_id, now, num_tokens=num_tokens, block_ids=block_ids)
+        if block_ids is None:
+            return False
+        room = self._rooms.setdefault(handover_id, _Room((), None))
+        if len(block_ids) > len(room.block_ids):
+            room.block_ids, room.after = block_ids, self._last_writer()
+        room.is_given_up = False
+        return True
+
+    def on_launch(self) -> None:
+        """Hear that a step has been planned: what is free now is nothing that it writes to."""
+        self._has_let_go = False
+
+    def _last_writer(self) -> Future[Any] | None:
+        """Return the last step that may still write to blocks which are free now; None where none does."""
+        if self._is_serial and not self._has_let_go:
+            return None
+        return self._newest_step()
+
+    def pull(self, handover_id: str, source: KVSource, first_block: int) -> Future[int]:
+        """Copy the blocks of a source into reserved ones, from one of them on; the future has the bytes.
+
+        It is cancelled if the room is released before the copy begins.
+
+        Raises
+        ------
+        KVUnavailable : so many are not reserved; later, in the future: they cannot be had.
+        """
+        room, end = self._rooms.get(handover_id), len(source.block_ids)
+        if room is None or len(room.block_ids) < end:
+            raise KVUnavailable(
+                f"{end} blocks are to come by hand-over {handover_id!r}, but "
+                f"{0 if room is None else len(room.block_ids)} are reserved for it"
+            )
+        into = room.block_ids[first_block:end]
+        pull = self._transfers.pull(source, first_block, into, after=room.after)
+        room.pulls = [each for each in room.pulls if not each.done()] + [pull]
+        return pull
+
+    def release(self, handover_id: str) -> None:
+        """Give reserved room back, once no copy writes there; without any it is ignored."""
+        room = self._rooms.get(handover_id)
+        if room is None:
+            return
+        for pull in room.pulls:
+            pull.cancel()
+        room.is_given_up = room.is_pulling
+        if not room.is_given_up:
+            del self._rooms[handover_id]
+            self._handover.release_reservation(handover_id)
+            self._note("release", handover_id)
+
+    def adopt(self, handover_id: str, request: Request, detached: Detached) -> None:
+        """Go on with a request whose KV has been copied into reserved room.
+
+        Parameters
+        ----------
+        request : `detached.moved(...)` of the request that was sent to the other engine.
+
+        Raises
+        ------
+        InvalidRequest, PromptTooLong : see `Handovers.adopt`.
+        KVUnavailable : a copy still runs.
+        """
+        room = self._rooms.get(handover_id)
+        if room is not None and room.is_pulling:
+            raise KVUnavailable(f"the KV of hand-over {handover_id!r} is still on its way")
+        now = self._clock()
+        self._handover.adopt(handover_id, request, detached, now)
+        self._rooms.pop(handover_id, None)
+        if self._recorder is not None:
+            adoption = RecordedAdoption(
+                handover_id,
+                detached.scheduled_time,
+                detached.num_cached_tokens,
+                detached.num_preemptions,
+                detached.deadlines,
+            )
+            self._recorder.add(request, now, adoption=adoption)
+
+    # --- the destination, where KV comes after the admission ------------------------------------------
+
+    def take_fetches(self) -> list[KVFetch]:
+        """Return the requests that have been admitted since the last call and wait for their KV."""
+        fetches = self._handover.take_fetches()
+        for fetch in fetches:
+            self._note("fetch", fetch.request.request_id, is_out=True)
+        return fetches
+
+    def fetch(self, fetch: KVFetch, source: KVSource) -> Future[int]:
+        """Copy a request's KV into its blocks, what the prefix cache has of it left out.
+
+        Once the future is done, call `receive` or `fail`.
+        """
+        num_blocks = -(-fetch.request.num_external_tokens // self._transfers.memory.layout.block_size)
+        into = fetch.block_ids[fetch.num_cached_blocks : num_blocks]
+        pull = self._transfers.pull(source, fetch.num_cached_blocks, into, after=self._newest_step())
+        self._fetches[fetch.request.request_id] = pull
+        return pull
+
+    def receive(self, request_id: str) -> None:
+        """Let a request run whose KV has come."""
+        self._end_fetch(request_id)
+        self._handover.receive(request_id)
+        self._note("receive", request_id)
+
+    def fail(self, request_id: str) -> None:
+        """Let a request compute what has not come."""
+        self._end_fetch(request_id)
+        self._handover.fail(request_id)
+        self._note("fail", request_id)
+
+    def _end_fetch(self, request_id: str) -> None:
+        pull = self._fetches.pop(request_id, None)
+        assert pull is None or pull.done(), "a copy writes to the blocks"
+
+    # --- both -----------------------------------------------------------------------------------------
+
+    def tend(self) -> None:
+        """End leases that nobody has renewed, and give back what copies have let go of."""
+        if not (self._rooms or self._lent):
+            return
+        now = self._clock()
+        for request_id in self._handover.overdue_holds(now):
+            self.unhold(request_id)
+        overdue = self._handover.overdue_reservations(now)
+        given_up = [handover_id for handover_id, room in self._rooms.items() if room.is_given_up]
+        for handover_id in dict.fromkeys([*overdue, *given_up]):
+            self.release(handover_id)
+
+    def close(self) -> None:
+        """Serve no more, and let copies end; call it before the memory goes."""
+        self._transfers.close()
+
+    def _note(self, verb: HandoverVerb, name: str, now: float | None = None, **answer: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.handover(verb, name, self._clock() if now is None else now, **answer)

@@ -1,0 +1,1 @@
+"""Copies KV blocks from one engine's memory into another's."""

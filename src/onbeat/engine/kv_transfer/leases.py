@@ -1,0 +1,95 @@
+"""Which blocks others may copy, and until when."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from onbeat.core.errors import KVUnavailable
+from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
+
+MOST_LEASES = 4096
+"""At once; an engine has fewer requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Blocks that may be copied."""
+
+    serial: int
+    cell: int
+    block_ids: tuple[int, ...]
+
+
+class Leases:
+    """The leases of one engine: its step loop grants and revokes them, other threads and processes look.
+
+    A lease ends when it is revoked, which must come before its blocks are given to anybody else. Nobody is
+    waited for: who copies looks once more after the last byte, and throws away what it has if the lease has
+    ended meanwhile.
+
+    Attributes
+    ----------
+    cells : the serial of each lease that lasts, at the lease's place; 0 elsewhere. Other processes read it.
+    """
+
+    def __init__(self) -> None:
+        self.cells: ctypes.Array[ctypes.c_int64] = (ctypes.c_int64 * MOST_LEASES)()
+        self._lock = threading.Lock()
+        self._leases: dict[str, Lease] = {}
+        self._free_cells = list(range(MOST_LEASES - 1, -1, -1))
+        self._num_granted = 0
+
+    def grant(self, lease_id: str, block_ids: Sequence[int]) -> Lease:
+        """Let blocks be copied, or further ones under a lease that lasts.
+
+        Raises
+        ------
+        KVUnavailable : there are as many leases as there can be.
+        """
+        with self._lock:
+            known = self._leases.get(lease_id)
+            if known is None:
+                if not self._free_cells:
+                    raise KVUnavailable(f"{MOST_LEASES} requests have their KV lent already, as many as may")
+                self._num_granted += 1
+                known = Lease(self._num_granted, self._free_cells.pop(), ())
+            lease = Lease(known.serial, known.cell, tuple(block_ids))
+            self._leases[lease_id] = lease
+            self.cells[lease.cell] = lease.serial
+            return lease
+
+    def revoke(self, lease_id: str) -> None:
+        """End a lease; one that has ended is ignored."""
+        with self._lock:
+            lease = self._leases.pop(lease_id, None)
+            if lease is not None:
+                self.cells[lease.cell] = 0
+                self._free_cells.append(lease.cell)
+
+    def block_ids(self, lease_id: str, serial: int) -> tuple[int, ...]:
+        """Return the blocks of a lease.
+
+        Raises
+        ------
+        KVUnavailable : it has ended.
+        """
+        with self._lock:
+            lease = self._leases.get(lease_id)
+        if lease is None or lease.serial != serial:
+            raise KVUnavailable(f"the lease of the KV of {lease_id!r} has ended")
+        return lease.block_ids
+
+    def source(self, lease_id: str, endpoint: KVEndpoint) -> KVSource:
+        """Return what another engine needs to copy the blocks of a lease that lasts."""
+        with self._lock:
+            lease = self._leases[lease_id]
+        return KVSource(
+            endpoint=endpoint,
+            lease_id=lease_id,
+            serial=lease.serial,
+            cell=lease.cell,
+            block_ids=lease.block_ids,
+        )

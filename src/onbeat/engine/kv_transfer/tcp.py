@@ -1,0 +1,289 @@
+"""Blocks copied over a TCP connection, between any two machines.
+
+One connection a copy, all of it framed and bounded in time:
+
+1. the source sends 16 random bytes;
+2. the puller sends 16 of its own, a JSON request, and an HMAC of all three by the key that both were given;
+3. the source answers with a JSON header and an HMAC of it and the puller's bytes;
+4. where the header has no error: each block and its CRC-32, and at the end a byte that is 1 if the lease
+   still lasted then.
+
+The key keeps strangers out. The blocks themselves are neither secret nor signed on the way: the network
+between replicas must be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from onbeat.core.errors import KVUnavailable
+from onbeat.engine.kv_access import BlockMemory
+from onbeat.engine.kv_transfer.base import PULL_SECONDS, blocks_to_copy
+from onbeat.engine.kv_transfer.leases import Leases
+from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
+
+logger = logging.getLogger("onbeat.engine")
+
+KEY_BYTES = 32
+"""Least length of a key."""
+_NONCE_BYTES = 16
+_DIGEST_BYTES = 32
+_MOST_REQUEST_BYTES = 1 << 16
+_HANDSHAKE_SECONDS = 2.0
+"""A stranger may keep a connection for as long."""
+_MOST_CONNECTIONS = 16
+_BUFFER_BYTES = 4 << 20
+_CRC = struct.Struct("<I")
+_LENGTH = struct.Struct("<I")
+
+
+class TcpTransport:
+    """Plain sockets; a thread of the source for each connection.
+
+    Parameters
+    ----------
+    key : `KEY_BYTES` or more, the same at every replica of a fleet.
+    host : address to listen at, and to be reached at.
+    """
+
+    name = "tcp"
+
+    def __init__(self, key: bytes, *, host: str = "127.0.0.1") -> None:
+        assert len(key) >= KEY_BYTES, "a short key can be guessed"
+        self._key = key
+        self._host = host
+        self._server: _Server | None = None
+
+    def serve(self, memory: BlockMemory, leases: Leases, endpoint: KVEndpoint) -> KVEndpoint:
+        """See `KVTransport.serve`."""
+        assert self._server is None
+        self._server = _Server(self._key, self._host, memory, leases)
+        return replace(endpoint, host=self._host, port=self._server.port)
+
+    def obstacle(self, endpoint: KVEndpoint) -> str | None:
+        """See `KVTransport.obstacle`; whether somebody listens there is found when it is used."""
+        return None if endpoint.host is not None else "the source does not serve it"
+
+    def pull(self, source: KVSource, first_block: int, memory: BlockMemory, into: Sequence[int]) -> int:
+        """See `KVTransport.pull`."""
+        blocks_to_copy(source, first_block, memory, into)
+        host, port = source.endpoint.host, source.endpoint.port
+        if host is None:
+            raise KVUnavailable("the source does not listen for copies (tcp)")
+        end = time.monotonic() + PULL_SECONDS
+        try:
+            with socket.create_connection((host, port), timeout=_HANDSHAKE_SECONDS) as connection:
+                wire = _Wire(connection, end)
+                self._ask(wire, source, first_block, len(into))
+                for block_id in into:
+                    _receive_block(wire, memory, block_id, source)
+                if wire.receive(1) != b"\x01":
+                    raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} ended on the way")
+        except (OSError, ValueError) as error:
+            raise KVUnavailable(
+                f"KV cannot be had from {host}:{port}: {error or type(error).__name__}"
+            ) from error
+        return len(into) * memory.block_bytes
+
+    def close(self) -> None:
+        """See `KVTransport.close`."""
+        if self._server is not None:
+            self._server.close()
+
+    def _ask(self, wire: _Wire, source: KVSource, first_block: int, num_blocks: int) -> None:
+        """Say what is wanted, and check that the answer comes from somebody with the key."""
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        request = json.dumps([source.lease_id, source.serial, first_block, num_blocks]).encode()
+        challenge = wire.receive(_NONCE_BYTES)
+        wire.send(
+            nonce, _LENGTH.pack(len(request)), request, _digest(self._key, b"ask", challenge, nonce, request)
+        )
+        answer = wire.receive_text()
+        if not hmac.compare_digest(wire.receive(_DIGEST_BYTES), _digest(self._key, b"answer", nonce, answer)):
+            raise KVUnavailable(
+                "whoever answers for the KV does not have the key; give all replicas the same"
+            )
+        error = json.loads(answer)
+        if error is not None:
+            raise KVUnavailable(str(error))
+
+
+class _Server:
+    """Listens, and sends leased blocks to whoever has the key."""
+
+    def __init__(self, key: bytes, host: str, memory: BlockMemory, leases: Leases) -> None:
+        self._key = key
+        self._memory = memory
+        self._leases = leases
+        self._room = threading.Semaphore(_MOST_CONNECTIONS)
+        self._socket = socket.create_server((host, 0), backlog=_MOST_CONNECTIONS)
+        self._is_closed = False
+        self.port = int(self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="onbeat-kv", daemon=True).start()
+
+    def close(self) -> None:
+        self._is_closed = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
+        self._socket.close()
+        for _ in range(_MOST_CONNECTIONS):  # nobody may read memory that is about to go
+            self._room.acquire(timeout=PULL_SECONDS)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                time.sleep(0.05)  # out of file descriptors: there may be some again
+                continue
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="onbeat-kv", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection:
+                self._answer(connection)
+        except (OSError, ValueError, KVUnavailable) as error:
+            logger.info("a copy of KV was not served: %s", error or type(error).__name__)
+        finally:
+            self._room.release()
+
+    def _answer(self, connection: socket.socket) -> None:
+        now = time.monotonic()
+        wire = _Wire(connection, now + _HANDSHAKE_SECONDS)
+        challenge = secrets.token_bytes(_NONCE_BYTES)
+        wire.send(challenge)
+        nonce = wire.receive(_NONCE_BYTES)
+        request = wire.receive_text()
+        if not hmac.compare_digest(
+            wire.receive(_DIGEST_BYTES), _digest(self._key, b"ask", challenge, nonce, request)
+        ):
+            raise KVUnavailable("somebody without the key asked for it")
+        lease_id, serial, first_block, num_blocks = json.loads(request)
+        wire.end = now + PULL_SECONDS
+        error: str | None = None
+        block_ids: tuple[int, ...] = ()
+        try:
+            block_ids = self._lent(lease_id, serial, first_block, num_blocks)
+        except KVUnavailable as unavailable:
+            error = str(unavailable)
+        answer = json.dumps(error).encode()
+        wire.send(_LENGTH.pack(len(answer)), answer, _digest(self._key, b"answer", nonce, answer))
+        if error is not None:
+            return
+        for block_id in block_ids:
+            self._send_block(wire, block_id)
+        try:
+            self._leases.block_ids(lease_id, serial)
+        except KVUnavailable:
+            wire.send(b"\x00")
+        else:
+            wire.send(b"\x01")
+
+    def _lent(self, lease_id: str, serial: int, first_block: int, num_blocks: int) -> tuple[int, ...]:
+        lent = self._leases.block_ids(lease_id, serial)
+        block_ids = lent[first_block : first_block + num_blocks]
+        if len(block_ids) != num_blocks:
+            raise KVUnavailable(f"{num_blocks} blocks from {first_block} on were asked for of {len(lent)}")
+        return block_ids
+
+    def _send_block(self, wire: _Wire, block_id: int) -> None:
+        parts, crc = list(self._memory.views(block_id)), 0
+        for part in parts:
+            crc = zlib.crc32(part, crc)
+        wire.send(*parts, _CRC.pack(crc))
+
+
+def _receive_block(wire: _Wire, memory: BlockMemory, block_id: int, source: KVSource) -> None:
+    crc = 0
+    for part in memory.views(block_id):
+        wire.receive_into(part)
+        crc = zlib.crc32(part, crc)
+    if _CRC.unpack(wire.receive(_CRC.size))[0] != crc:
+        raise KVUnavailable(f"a block of {source.lease_id!r} has changed on the way")
+
+
+class _Wire:
+    """A socket, on which nothing takes longer than until a given time.
+
+    Parameters
+    ----------
+    end : seconds of the monotonic clock; a `TimeoutError` afterwards.
+    """
+
+    def __init__(self, connection: socket.socket, end: float) -> None:
+        self.end = end
+        self._socket = connection
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+
+    def send(self, *parts: Any) -> None:
+        """Send bytes-like parts one after the other."""
+        for start in range(0, len(parts), _MOST_PARTS):
+            self._send_some(parts[start : start + _MOST_PARTS])
+
+    def _send_some(self, parts: Sequence[Any]) -> None:
+        views = [memoryview(part) for part in parts]
+        while views:
+            self._set_timeout()
+            num_sent = self._socket.sendmsg(views)
+            while views and num_sent >= len(views[0]):
+                num_sent -= len(views.pop(0))
+            if num_sent:
+                views[0] = views[0][num_sent:]
+
+    def receive(self, num_bytes: int) -> bytes:
+        buffer = bytearray(num_bytes)
+        self.receive_into(memoryview(buffer))
+        return bytes(buffer)
+
+    def receive_text(self) -> bytes:
+        """Return text behind its length.
+
+        Raises
+        ------
+        ValueError : it is longer than any that is ever sent.
+        """
+        (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
+        if length > _MOST_REQUEST_BYTES:
+            raise ValueError(f"a message of {length} bytes")
+        return self.receive(length)
+
+    def receive_into(self, view: memoryview) -> None:
+        while view:
+            self._set_timeout()
+            num_bytes = self._socket.recv_into(view)
+            if not num_bytes:
+                raise ConnectionError("the other side has closed the connection")
+            view = view[num_bytes:]
+
+    def _set_timeout(self) -> None:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        self._socket.settimeout(left)
+
+
+_MOST_PARTS = 512
+"""That one call sends; the system allows 1,024."""
+
+
+def _digest(key: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, b"".join(parts), "sha256")

@@ -1,0 +1,91 @@
+"""One engine's part in copies of KV: what it serves, and what it fetches, in the best way that works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+from onbeat.core.errors import KVUnavailable
+from onbeat.engine.kv_access import BlockMemory
+from onbeat.engine.kv_transfer.base import PULL_SECONDS, KVTransport
+from onbeat.engine.kv_transfer.leases import Leases
+from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
+
+MOST_PULLS = 2
+"""At once: copies share the memory's bandwidth with the steps."""
+
+
+class KVTransfers:
+    """Serves an engine's blocks by all its transports, and pulls others' by the first that reaches them.
+
+    Parameters
+    ----------
+    memory : the engine's KV.
+    transports : the best first.
+
+    Attributes
+    ----------
+    leases : what others may copy.
+    endpoint : where they find it.
+    """
+
+    def __init__(self, memory: BlockMemory, transports: Sequence[KVTransport]) -> None:
+        self.memory = memory
+        self.leases = Leases()
+        self._transports = tuple(transports)
+        self._pool = ThreadPoolExecutor(max_workers=MOST_PULLS, thread_name_prefix="onbeat-pull")
+        endpoint = KVEndpoint(layout=memory.layout)
+        for transport in self._transports:
+            endpoint = transport.serve(memory, self.leases, endpoint)
+        self.endpoint = endpoint
+
+    def transport_to(self, endpoint: KVEndpoint) -> KVTransport:
+        """Return the first transport that reaches an engine.
+
+        Raises
+        ------
+        KVUnavailable : none does, or its blocks are not like ours; the message says why.
+        """
+        self.memory.layout.check_same(endpoint.layout)
+        obstacles = []
+        for transport in self._transports:
+            obstacle = transport.obstacle(endpoint)
+            if obstacle is None:
+                return transport
+            obstacles.append(f"{transport.name}: {obstacle}")
+        raise KVUnavailable(f"no way to copy KV from there works ({'; '.join(obstacles) or 'none is open'})")
+
+    def pull(
+        self,
+        source: KVSource,
+        first_block: int,
+        into: Sequence[int],
+        *,
+        after: Future[Any] | None = None,
+    ) -> Future[int]:
+        """Copy blocks in a thread of its own; the future has how many bytes that were, or `KVUnavailable`.
+
+        Nothing is written to the blocks once the future is done; until then they must be nobody else's.
+
+        Parameters
+        ----------
+        first_block : counted from the first of `source`.
+        into : our block for each that is copied.
+        after : what must be done before anything is written.
+        """
+        return self._pool.submit(partial(self._pull, source, first_block, tuple(into), after))
+
+    def _pull(
+        self, source: KVSource, first_block: int, into: Sequence[int], after: Future[Any] | None
+    ) -> int:
+        if after is not None and wait([after], timeout=PULL_SECONDS).not_done:
+            raise KVUnavailable(f"a step that may write to the blocks has not ended in {PULL_SECONDS:g} s")
+        return self.transport_to(source.endpoint).pull(source, first_block, self.memory, into)
+
+    def close(self) -> None:
+        """Let copies end, and serve no more; call it before the memory goes."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        for transport in self._transports:
+            transport.close()

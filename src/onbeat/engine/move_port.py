@@ -1,0 +1,179 @@
+"""Where an engine is asked for the steps of moves, and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
+
+from onbeat.core.errors import KVUnavailable, RequestRejected
+from onbeat.core.handover import MoveVerb
+from onbeat.core.request import RequestOutput
+from onbeat.engine.kv_handover import Departure, KVHandover
+from onbeat.engine.messages import AskMove, MoveAnswer
+
+_MOST_ADOPTED = 64
+"""Moves that may still be taken back; that comes within a second of the adoption."""
+_UNANSWERED = (MoveVerb.TAKE, MoveVerb.REATTACH, MoveVerb.UNHOLD, MoveVerb.RELEASE)
+
+
+class MovePort:
+    """Carries out what a fleet asks for. Used by the step loop's thread only, between steps.
+
+    Parameters
+    ----------
+    kv : the engine's hand-over; None where it has none, and all is refused.
+    answer : sends an answer.
+    ring : wakes the step loop; called by other threads.
+    """
+
+    def __init__(
+        self, kv: KVHandover | None, *, answer: Callable[[MoveAnswer], None], ring: Callable[[], None]
+    ) -> None:
+        self._kv = kv
+        self._answer = answer
+        self._ring = ring
+        self._pulls: dict[str, Future[int]] = {}
+        """By move."""
+        self._freezes: dict[str, str] = {}
+        """Request that is to leave -> move."""
+        self._adopted: dict[str, str] = {}
+        """Move -> request."""
+        self._stopping: set[str] = set()
+        """Requests that are to stand still after their first token."""
+        self._stopped: dict[str, Departure | None] = {}
+        """Those that do, or None until they have left the batch."""
+        self._put_back: set[str] = set()
+        """Of these, the ones that are to go on."""
+
+    def take(self, message: AskMove) -> list[str]:
+        """Do a step of a move; return the requests that are to be dropped."""
+        if self._kv is None:
+            if message.verb not in _UNANSWERED:
+                self._refuse(message, "this engine does not hand KV over")
+            return []
+        try:
+            return self._do(self._kv, message)
+        except (KVUnavailable, RequestRejected) as error:
+            self._refuse(message, str(error))
+            return []
+
+    def stop_after_first(self, request_id: str) -> None:
+        """Let a request that is new stand still after its first token, until it is moved or put back."""
+        if self._kv is not None:
+            self._stopping.add(request_id)
+
+    def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        """Hear what requests are sent, before the next step is planned."""
+        if self._kv is None or not self._stopping:
+            return
+        for output in outputs:
+            request_id = output.request_id
+            if request_id in self._stopping and (output.new_token_ids or output.finish_reason is not None):
+                self._stopping.discard(request_id)
+                if output.finish_reason is None:
+                    self._stopped[request_id] = None
+                    self._kv.detach(request_id)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Hear of requests that are aborted."""
+        for request_id in request_ids:
+            self._stopping.discard(request_id)
+            self._start_again(request_id)
+
+    def look(self) -> None:
+        """Answer what is done by now: copies, and requests that have left; after each step, and when rung."""
+        for move in [move for move, pull in self._pulls.items() if pull.done()]:
+            self._end_pull(move, self._pulls.pop(move))
+        if self._kv is not None:
+            for departure in self._kv.take_departures():
+                self._depart(departure)
+
+    def _do(self, kv: KVHandover, message: AskMove) -> list[str]:
+        match message.verb:
+            case MoveVerb.RESERVE | MoveVerb.PULL | MoveVerb.ADOPT:
+                self._do_at_destination(kv, message)
+            case MoveVerb.HOLD | MoveVerb.FREEZE:
+                self._do_at_source(kv, message)
+            case MoveVerb.TAKE:
+                kv.free(message.request_id)
+            case MoveVerb.RELEASE:
+                return self._release(kv, message.move)
+            case _:
+                self._start_again(message.request_id)
+                if message.verb is MoveVerb.REATTACH:
+                    kv.reattach(message.request_id)
+                kv.unhold(message.request_id)
+        return []
+
+    def _do_at_destination(self, kv: KVHandover, message: AskMove) -> None:
+        move = message.move
+        match message.verb:
+            case MoveVerb.RESERVE:
+                has_room = kv.reserve(move, message.num_tokens)
+                self._answer(MoveAnswer(move, message.verb, has_room, why="" if has_room else "no room"))
+            case MoveVerb.PULL:
+                assert message.source is not None
+                pull = self._pulls[move] = kv.pull(move, message.source, message.first_block)
+                pull.add_done_callback(lambda _: self._ring())
+            case MoveVerb.ADOPT:
+                assert message.request is not None
+                assert message.detached is not None
+                kv.adopt(move, message.request, message.detached)
+                self._adopted[move] = message.request.request_id
+                if len(self._adopted) > _MOST_ADOPTED:
+                    del self._adopted[next(iter(self._adopted))]
+                self._answer(MoveAnswer(move, message.verb, ok=True))
+
+    def _do_at_source(self, kv: KVHandover, message: AskMove) -> None:
+        if message.verb is MoveVerb.HOLD:
+            source = kv.hold(message.request_id)
+            self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
+        else:
+            self._freeze(kv, message.move, message.request_id)
+
+    def _freeze(self, kv: KVHandover, move: str, request_id: str) -> None:
+        self._freezes[request_id] = move
+        if request_id not in self._stopped:
+            kv.detach(request_id)
+            self.look()
+        elif (departure := self._stopped.pop(request_id)) is not None:
+            self._depart(departure)
+        else:
+            self._stopped[request_id] = None  # it leaves with the step under way
+
+    def _start_again(self, request_id: str) -> None:
+        """Let a request not stand still any more; one that has yet to leave the batch is put back then."""
+        if request_id in self._stopped and self._stopped.pop(request_id) is None:
+            self._put_back.add(request_id)
+
+    def _release(self, kv: KVHandover, move: str) -> list[str]:
+        self._pulls.pop(move, None)
+        kv.release(move)
+        adopted = self._adopted.pop(move, None)
+        return [] if adopted is None else [adopted]
+
+    def _depart(self, departure: Departure) -> None:
+        request_id = departure.request_id
+        if request_id in self._put_back:
+            self._put_back.discard(request_id)
+            assert self._kv is not None
+            self._kv.reattach(request_id)
+            return
+        if request_id not in self._freezes:  # nobody has asked for it yet
+            self._stopped[request_id] = departure
+            return
+        self._stopped.pop(request_id, None)
+        move = self._freezes.pop(request_id)
+        detached, source = departure.detached, departure.source
+        self._answer(MoveAnswer(move, MoveVerb.FREEZE, detached is not None, source, detached))
+
+    def _end_pull(self, move: str, pull: Future[int]) -> None:
+        try:
+            num_bytes = pull.result()
+        except (KVUnavailable, CancelledError) as error:
+            self._answer(MoveAnswer(move, MoveVerb.PULL, ok=False, why=str(error)))
+        else:
+            self._answer(MoveAnswer(move, MoveVerb.PULL, ok=True, num_bytes=num_bytes))
+
+    def _refuse(self, message: AskMove, why: str) -> None:
+        self._answer(MoveAnswer(message.move, message.verb, ok=False, why=why))

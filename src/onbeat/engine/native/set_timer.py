@@ -1,0 +1,175 @@
+"""Times a packed model's steps on each instruction set that it could run on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from onbeat.engine.attention.base import AttentionBatch
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.native.forward import NativeForward, NativeOptions, first_layers
+from onbeat.engine.native.instruction_sets import (
+    Choice,
+    SetTimes,
+    SetTimesFile,
+    StepKind,
+    settle_set,
+    time_sets,
+    time_with_care,
+)
+from onbeat.engine.native.library import NativeLibrary
+from onbeat.engine.native.packing import NativeWeights
+
+DECODES = (1, 8, 32)
+PROMPT_TOKENS = 512
+_FEWEST_PROMPT_TOKENS = 128
+_PROMPT_PRODUCTS = 2**32
+"""Of weights and tokens, at most, that a prompt is timed with, unless it would be of fewer tokens."""
+_DECODE_BYTES = 32 << 20
+"""Of weights that decodes are timed with, where the model has as many: more than caches of the second level
+keep, for in the model's own steps they come from further away."""
+_LEAST_BYTES = 4 << 20
+"""Of a model's weights; in steps of a smaller one other things take longer than products."""
+_CONTEXT_TOKENS = 64
+
+
+def choose_instruction_set(
+    library: NativeLibrary,
+    config: ModelConfig,
+    weights: NativeWeights,
+    options: NativeOptions,
+    *,
+    processor: str,
+    directory: Path,
+) -> Choice:
+    """Return the quickest set for a model, as timed before on such a machine, or now.
+
+    Parameters
+    ----------
+    library, config, weights, options : what runs.
+    processor : its name.
+    directory : where times are kept.
+    """
+    names = library.instruction_sets
+    if len(names) == 1:
+        return Choice(names[0], "the only one here")
+    if weights.num_bytes < _LEAST_BYTES:
+        return Choice(names[0], "the newest; the model is too small to time others")
+    kinds = step_kinds(weights)
+    key = {
+        "processor": processor,
+        "library": hashlib.sha256(library.path.read_bytes()).hexdigest(),
+        "instruction_sets": names,
+        "threads": options.num_threads,
+        "dtype": str(options.dtype),
+        "activation_quantization": options.activation_quantization,
+        "block_size": options.block_size,
+        "model": asdict(config),
+        "layouts": [str(matrix.layout) for matrix in weights.layers[0].matrices],
+        "steps": kinds,
+    }
+
+    def measure() -> SetTimes:
+        with closing(_SetTimer(library, config, weights, options, kinds)) as timer:
+            return time_with_care(names, kinds, timer.run)
+
+    return settle_set(names, SetTimesFile(directory, key), measure)
+
+
+def time_all_sets(
+    library: NativeLibrary, config: ModelConfig, weights: NativeWeights, options: NativeOptions
+) -> tuple[list[StepKind], SetTimes]:
+    """Return steps, and what every set takes for each.
+
+    Raises
+    ------
+    ConfigError, EngineError : memory or threads are short.
+    """
+    kinds = step_kinds(weights)
+    with closing(_SetTimer(library, config, weights, options, kinds)) as timer:
+        return kinds, time_sets(library.instruction_sets, kinds, timer.run, gives_up=False)
+
+
+def step_kinds(weights: NativeWeights) -> list[StepKind]:
+    """Return decodes of few to many requests in some layers, and a prompt in one."""
+    first = weights.layers[0].matrices
+    layer_bytes = sum(matrix.num_bytes for matrix in first)
+    num_layers = min(max(-(-_DECODE_BYTES // layer_bytes), 1), len(weights.layers))
+    num_weights = sum(matrix.num_outputs * matrix.num_inputs for matrix in first)
+    prompt = min(max(_PROMPT_PRODUCTS // num_weights, _FEWEST_PROMPT_TOKENS), PROMPT_TOKENS)
+    return [*(StepKind(num_rows, 1, num_layers) for num_rows in DECODES), StepKind(1, prompt, 1)]
+
+
+class _SetTimer:
+    """The first layers of a model on every instruction set, each with threads and a KV cache of its own."""
+
+    def __init__(
+        self,
+        library: NativeLibrary,
+        config: ModelConfig,
+        weights: NativeWeights,
+        options: NativeOptions,
+        kinds: Sequence[StepKind],
+    ) -> None:
+        self._library = library
+        self._config = config
+        self._weights = weights
+        blocks = max(kind.num_rows * _row_blocks(kind, options.block_size) for kind in kinds)
+        self._options = replace(options, num_blocks=blocks)
+        self._forwards: dict[tuple[str, int], NativeForward] = {}
+
+    def run(self, instruction_set: str, kind: StepKind) -> float:
+        """Run a step; return its seconds."""
+        key = instruction_set, kind.num_layers
+        if key not in self._forwards:
+            self._forwards[key] = NativeForward(
+                self._library,
+                *first_layers(self._config, self._weights, kind.num_layers),
+                replace(self._options, instruction_set=instruction_set),
+            )
+        inputs = _step_inputs(kind, self._options.block_size, self._config.vocab_size)
+        seconds = self._forwards[key].run(inputs, wants_logits=False).seconds
+        assert seconds is not None
+        return seconds
+
+    def close(self) -> None:
+        """Let threads and memory go."""
+        for forward in self._forwards.values():
+            forward.close()
+
+
+def _row_blocks(kind: StepKind, block_size: int) -> int:
+    return -(-max(kind.row_tokens, _CONTEXT_TOKENS) // block_size)
+
+
+def _step_inputs(kind: StepKind, block_size: int, vocab_size: int) -> StepInputs:
+    """Rows at the end of their contexts, each in blocks of its own."""
+    num_rows, num_tokens = kind.num_rows, kind.num_rows * kind.row_tokens
+    context = max(kind.row_tokens, _CONTEXT_TOKENS)
+    num_blocks = _row_blocks(kind, block_size)
+    positions_RT = np.tile(np.arange(context - kind.row_tokens, context), (num_rows, 1))
+    first_slots_R = np.arange(num_rows) * num_blocks * block_size
+    nothing: Any = np.empty(0, np.int64)
+    return StepInputs(
+        token_ids_T=np.arange(num_tokens) % vocab_size,
+        positions_T=positions_RT.ravel(),
+        attention=AttentionBatch(
+            query_lens_R=np.full(num_rows, kind.row_tokens),
+            context_lens_R=np.full(num_rows, context),
+            slots_R=np.arange(num_rows),
+            block_tables_SB=np.arange(num_rows * num_blocks, dtype=np.int32).reshape(num_rows, num_blocks),
+            slot_mapping_T=(first_slots_R[:, None] + positions_RT).ravel(),
+        ),
+        sampling_tokens=nothing,
+        sampling_rows=[],
+        sampling_request_ids=[],
+        sampling_slots=nothing,
+        sampling_positions=nothing,
+    )

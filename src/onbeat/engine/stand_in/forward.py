@@ -1,0 +1,180 @@
+"""The forward pass of a stand-in: it stores and reads KV blocks, and sleeps for the rest of the step.
+
+Legend: R rows, B blocks, S tokens of a block.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from onbeat.core.request import TokenLogprobs
+from onbeat.core.step import BatchShape
+from onbeat.engine.attention.base import IntArray
+from onbeat.engine.forward import RowProducts, StepLogits
+from onbeat.engine.input_batch import StepInputs
+from onbeat.engine.kv_access import KVRegion
+from onbeat.engine.model_config import ModelConfig
+from onbeat.engine.sampler import BestTokens, SampledTokens, SamplingRow
+from onbeat.engine.stand_in.kv_hash import HashCache, mix_number
+
+_MOST_TRIES = 64
+"""Tokens looked at for one that does not end the request, before all are."""
+_LAG_MEMORY = 0.1
+"""Weight of one more sleep in how much too long they take."""
+_MOST_LAG = 2e-4
+"""Seconds; a sleep that takes longer by more was kept from ending by others on the processor."""
+
+
+class StandInForward:
+    """Takes as long as a step is predicted to take, and says what its KV blocks make of it.
+
+    The next token of a request is a hash of all that its blocks hold, and of its place in the answer; with a
+    temperature, of the seed too. No token is one of the request's stop tokens, so that answers end by
+    `max_tokens`. Other sampling parameters than `allowed_token_ids` have no effect.
+
+    Parameters
+    ----------
+    config : the model that it stands in for; its vocabulary is that of the tokenizer.
+    ordinary_ids : tokens that answers are made of.
+    step_seconds : how long a step takes.
+    num_blocks, block_size : of the KV cache.
+    settings : what a reader of measurements wants to know.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        ordinary_ids: Sequence[int],
+        step_seconds: Callable[[BatchShape], float],
+        num_blocks: int,
+        block_size: int,
+        settings: Mapping[str, str],
+    ) -> None:
+        self.config = config
+        self.device = torch.device("cpu")
+        self.settings = settings
+        self.cache = HashCache(num_blocks, block_size)
+        self._ordinary_ids = tuple(ordinary_ids)
+        self._step_seconds = step_seconds
+        self._lag = 0.0
+
+    def run(
+        self,
+        inputs: StepInputs,
+        *,
+        wants_logits: bool,  # noqa: ARG002 -- there are none
+    ) -> StepLogits:
+        """Run one step; see `ForwardPass.run`. Its sampler needs the best tokens alone."""
+        start = time.monotonic()
+        self.cache.store(inputs.token_ids_T, inputs.positions_T, inputs.attention)
+        best = self._choose(inputs) if inputs.sampling_rows else None
+        seconds = self._step_seconds(shape_of(inputs))
+        self._sleep_until(start + seconds)
+        return StepLogits(None, best, seconds)
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Leave all as it is: no number here is not finite."""
+
+    def kv_regions(self) -> list[KVRegion]:
+        """Return the entries of all blocks; see `GivesKV`."""
+        entries_BS = self.cache.entries_BS
+        return [KVRegion(entries_BS.ctypes.data, entries_BS[0].nbytes)]
+
+    def check_alive(self) -> None:
+        """Find nothing: all of it is in this process."""
+
+    def touch_ahead(self) -> bool:
+        """Return False: the cache is small."""
+        return False
+
+    def products(self) -> RowProducts:
+        """Raise: nothing is computed here, and nobody measures a stand-in."""
+        raise NotImplementedError("a stand-in computes no products")
+
+    def close(self) -> None:
+        """Let go of nothing."""
+
+    def _choose(self, inputs: StepInputs) -> BestTokens:
+        numbers_R = self.cache.numbers(
+            inputs.sampling_slots, inputs.sampling_positions, inputs.attention.block_tables_SB
+        )
+        rows = zip(inputs.sampling_rows, numbers_R.tolist(), strict=True)
+        ids_R = np.array([self._token(row, number) for row, number in rows], np.int64)
+        return BestTokens(ids_R, np.zeros(len(ids_R), np.float32))
+
+    def _token(self, row: SamplingRow, number: int) -> int:
+        """Return the token that a number stands for in a request's answer."""
+        params = row.params
+        number = mix_number(number + row.position)
+        if not row.is_greedy:
+            number = mix_number(number ^ mix_number(params.seed))
+        candidates = params.allowed_token_ids or self._ordinary_ids
+        for _ in range(_MOST_TRIES):
+            token_id = candidates[number % len(candidates)]
+            if token_id not in params.stop_token_ids:
+                return token_id
+            number = mix_number(number + 1)
+        stops = frozenset(params.stop_token_ids)
+        left = [token_id for token_id in candidates if token_id not in stops] or candidates
+        return left[number % len(left)]
+
+    def _sleep_until(self, end: float) -> None:
+        """Sleep, and learn by how much sleeps are too long, so that steps are not on average."""
+        seconds = end - self._lag - time.monotonic()
+        if seconds <= 0:
+            return
+        time.sleep(seconds)
+        late = min(max(time.monotonic() - end, -_MOST_LAG), _MOST_LAG)
+        self._lag = min(max(self._lag + _LAG_MEMORY * late, 0.0), _MOST_LAG)
+
+
+class StandInSampler:
+    """Takes the tokens as the forward pass has chosen them; each is certain."""
+
+    def needs_logits(self, rows: Sequence[SamplingRow]) -> bool:  # noqa: ARG002 -- whatever they ask for
+        return False
+
+    def sample(
+        self,
+        logits_RV: torch.Tensor | None,  # noqa: ARG002 -- there are none
+        rows: Sequence[SamplingRow],
+        best: BestTokens | None = None,
+    ) -> SampledTokens:
+        assert best is not None, "the forward pass has chosen"
+        ids = best.ids_R.tolist()
+        return SampledTokens(
+            ids,
+            [_certain(token_id, row.params.num_logprobs) for token_id, row in zip(ids, rows, strict=True)],
+        )
+
+
+def shape_of(inputs: StepInputs) -> BatchShape:
+    """Return what a step costs, from the arrays that a forward pass gets."""
+    query_lens_R, context_lens_R = inputs.attention.query_lens_R, inputs.attention.context_lens_R
+    is_chunk_R = query_lens_R > 1
+    lens, contexts = query_lens_R[is_chunk_R], context_lens_R[is_chunk_R]
+    cached = contexts - lens
+    return BatchShape(
+        num_new_tokens=int(query_lens_R.sum()),
+        num_sequences=len(query_lens_R),
+        num_decodes=len(query_lens_R) - len(lens),
+        num_chunks=len(lens),
+        query_key_pairs=int((lens * cached + lens * (lens + 1) // 2).sum()),
+        chunk_cached_tokens=int(cached.sum()),
+        decode_context_tokens=int(context_lens_R.sum() - contexts.sum()),
+        sum_chunk_squares=int((lens * lens).sum()),
+        num_lm_head_rows=len(inputs.sampling_tokens),
+    )
+
+
+def _certain(token_id: int, num_logprobs: int | None) -> TokenLogprobs | None:
+    """Return the log-probabilities of a token that had no alternative; None where nobody asked."""
+    if num_logprobs is None:
+        return None
+    shown = min(num_logprobs, 1)
+    return TokenLogprobs(token_id, 0.0, (token_id,) * shown, (0.0,) * shown)

@@ -1,0 +1,246 @@
+"""From a configuration to a stand-in: sizes, device, limits, vocabulary, step times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.protocols import Tokenizer
+from onbeat.core.step import BatchShape
+from onbeat.engine.config import EngineConfig
+from onbeat.engine.device import DTYPES, DeviceConfig
+from onbeat.engine.load import LoadedModel, OnProgress
+from onbeat.engine.model_config import ModelConfig, RopeConfig
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.stand_in.forward import StandInForward, StandInSampler
+from onbeat.engine.step_time_source import StepTime
+from onbeat.engine.step_time_spec import model_spec_of, precision_of
+from onbeat.engine.step_watch import StepWatch
+from onbeat.engine.weights import read_model_config
+from onbeat.hub.files import ModelFiles
+from onbeat.hub.known import KNOWN_MODELS
+from onbeat.perfmodel.description import StepTimeDescription
+from onbeat.perfmodel.device_spec import device_ids, find_device
+from onbeat.perfmodel.memory import kv_capacity
+from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
+from onbeat.perfmodel.models import make_step_time_model
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.utilisation import StepWork
+from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
+from onbeat.scheduler.replica.policies import LARGEST_BUDGET, settle
+from onbeat.text.tokenizer import load_tokenizer
+
+SOURCES = ("auto", "roofline", "none")
+"""What may predict the steps of a stand-in (`EngineConfig.step_time_profile`)."""
+_UNUSED = (
+    ("backend", "auto", "--backend chooses what computes steps"),
+    ("threads", None, "--threads are of a forward pass"),
+    ("speculative", None, "--speculative-config needs a model that verifies drafts"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandInLoader:
+    """Everything that can be refused has been; see `engine.load.ModelLoader`."""
+
+    name: str
+    description: StepTimeDescription
+    """What it stands in for."""
+    device: DeviceConfig
+    """Where the stand-in itself runs, and the type that it stands in for."""
+    limits: SchedulerConfig
+    tokenizer_path: Path
+
+    @property
+    def deployment(self) -> str:
+        """What it stands in for, in words."""
+        tensor = self.description.parallelism.tensor
+        devices = self.description.device.id if tensor == 1 else f"{tensor} x {self.description.device.id}"
+        return f"{self.description.model.name} on {devices}"
+
+    def step_seconds(self) -> Callable[[BatchShape], float]:
+        """Return how long a step takes."""
+        what = self.description
+        return make_step_time_model(
+            "roofline",
+            model=what.model,
+            device=what.device,
+            parallelism=what.parallelism,
+            precision=what.precision,
+        ).step_time
+
+    def load(self, on_progress: OnProgress) -> LoadedModel:
+        """Make the KV cache, and run a first step."""
+        torch.set_num_threads(self.device.num_threads)
+        tokenizer = load_tokenizer(self.tokenizer_path)
+        limits = self.limits
+        on_progress(
+            f"stand-in for {self.deployment} ({self.description.precision}): no weights, steps of the "
+            f"roofline's time, tokens by hash; text by the tokenizer of {self.tokenizer_path}"
+        )
+        on_progress(
+            f"KV cache of {limits.num_blocks} blocks ({limits.num_blocks * limits.block_size} tokens), "
+            f"longest request {limits.max_model_len} tokens, policy {limits.policy}, "
+            f"{limits.max_num_batched_tokens} tokens a step"
+        )
+        config = _model_config(self.description.model, tokenizer)
+        forward = StandInForward(
+            config,
+            ordinary_ids=_ordinary_ids(tokenizer),
+            step_seconds=self.step_seconds(),
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            settings={"backend": "stand-in", "stands_in_for": self.deployment},
+        )
+        runner = ModelRunner.within(limits, forward, StandInSampler())
+        runner.warm_up()
+        return LoadedModel(
+            name=self.name,
+            config=config,
+            device=self.device,
+            limits=limits,
+            runner=runner,
+            weights_format=None,
+            embedding_format=None,
+            stands_in_for=self.description,
+        )
+
+
+def stand_in_step_time(source: str, loaded: LoadedModel, on_progress: OnProgress) -> StepTime:
+    """Return what predicts a stand-in's steps: the roofline that they follow, which learns all the same.
+
+    Parameters
+    ----------
+    source : of `SOURCES`.
+    """
+    if source == "none":
+        on_progress("step times: not predicted")
+        return StepTime(None, None)
+    what = loaded.stands_in_for
+    assert what is not None
+    model, tensor = what.predictor(), what.parallelism.tensor
+    watch = StepWatch(
+        StepWork(what.model, what.precision),
+        memory_bandwidth=tensor * what.device.memory_bandwidth,
+        peak_flops=tensor * what.device.peak(what.precision.compute),
+        drift=lambda: model.drift,
+        was_measured=False,
+    )
+    return StepTime(model, watch, what)
+
+
+def prepare_stand_in(config: EngineConfig) -> StandInLoader:
+    """Look at what the stand-in is for, and at the limits.
+
+    Raises
+    ------
+    ConfigError : the model, the device or a number format is not known, or something does not go together.
+    """
+    _check(config)
+    device = find_device(config.device)
+    dtype = DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
+    precision = precision_of(dtype)
+    if precision is None:
+        raise ConfigError(f"no step-time model knows {config.dtype}; choose --dtype bfloat16 or float32")
+    device.peak(precision.compute)
+    description = StepTimeDescription(
+        model=sizes_of(config.model),
+        device=device,
+        parallelism=Parallelism(tensor=config.tensor_parallel_size),
+        precision=precision,
+    )
+    return StandInLoader(
+        name=config.model.name,
+        description=description,
+        device=DeviceConfig(torch.device("cpu"), dtype, num_threads=1),
+        limits=_limits(config.limits, config.kv_cache_memory_bytes, description),
+        tokenizer_path=config.model.path,
+    )
+
+
+def sizes_of(files: ModelFiles) -> ModelSpec:
+    """Return the sizes of a model: of the file's own, or by the name of a known one.
+
+    Raises
+    ------
+    ConfigError : the model is not known, or its configuration cannot be used.
+    """
+    if files.kind == "gguf" and (files.name in KNOWN_MODELS or files.name.endswith(".gguf")):
+        return model_spec_of(read_model_config(files), files.name)
+    return find_model_spec(files.name)
+
+
+def _check(config: EngineConfig) -> None:
+    """Refuse what has no meaning without a model."""
+    if config.device == "auto":
+        raise ConfigError(
+            "a stand-in takes the time of the device that it stands in for: give --device, one of "
+            f"{', '.join(device_ids())}"
+        )
+    for name, unused, why in _UNUSED:
+        if getattr(config, name) != unused:
+            raise ConfigError(f"a stand-in computes nothing, but {why}; leave it out")
+    if config.quantization not in ("auto", "none"):
+        raise ConfigError(f"a stand-in has no weights for --quantization {config.quantization}; leave it out")
+    if config.step_time_profile not in SOURCES:
+        raise ConfigError(
+            f"the steps of a stand-in take the roofline's time, so --step-time-profile "
+            f"{config.step_time_profile} cannot predict them; choose one of {', '.join(SOURCES)}"
+        )
+
+
+def _limits(
+    limits: SchedulerLimits, kv_bytes: int | None, description: StepTimeDescription
+) -> SchedulerConfig:
+    """Decide what the user left open, as the device's memory allows."""
+    model, size = description.model, limits.block_size
+    largest = limits.max_num_batched_tokens
+    if kv_bytes is None:
+        num_blocks = kv_capacity(
+            model,
+            description.device,
+            parallelism=description.parallelism,
+            precision=description.precision,
+            block_size=size,
+            max_num_batched_tokens=largest if isinstance(largest, int) else LARGEST_BUDGET,
+        ).num_blocks
+    else:
+        block_bytes = int(model.kv_bytes_per_token(description.precision) * size)
+        num_blocks = kv_bytes // block_bytes
+        if num_blocks < 1:
+            raise ConfigError(
+                f"{kv_bytes} bytes of KV cache hold no block: one of {size} tokens of {model.name} takes "
+                f"{block_bytes} bytes; give the KV cache more memory"
+            )
+    longest = limits.max_model_len or model.max_position_embeddings
+    num_blocks = min(num_blocks, limits.max_num_seqs * -(-longest // size))
+    return settle(limits, num_blocks=num_blocks, model_len=model.max_position_embeddings)
+
+
+def _model_config(spec: ModelSpec, tokenizer: Tokenizer) -> ModelConfig:
+    return ModelConfig(
+        family="llama",
+        architecture="stand-in",
+        vocab_size=tokenizer.vocab_size,
+        hidden_size=spec.hidden_size,
+        num_layers=spec.num_layers,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        head_dim=spec.head_dim,
+        intermediate_size=spec.intermediate_size,
+        max_position_embeddings=spec.max_position_embeddings,
+        rms_norm_eps=1e-5,
+        rope=RopeConfig(theta=1e4),
+        eos_token_ids=tokenizer.eos_token_ids,
+    )
+
+
+def _ordinary_ids(tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens that have text."""
+    special = {*tokenizer.special_token_ids, *tokenizer.eos_token_ids}
+    ids = [token_id for token_id in range(tokenizer.vocab_size) if token_id not in special]
+    return [token_id for token_id in ids if tokenizer.token_bytes(token_id)] or ids

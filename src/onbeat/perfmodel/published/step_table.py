@@ -1,0 +1,130 @@
+"""Read a table of measured steps, of whatever engine: a CSV file, gzip or plain, one row a step.
+
+A step is `batch` requests with `new_tokens` new tokens each, after `context` tokens that are cached already;
+one new token is a decode, more are a chunk of a prompt. Beside them `decodes` rows may decode, after
+`decode_context` cached tokens each. `seconds` is what the step took.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.step import BatchShape
+
+COLUMNS = ("batch", "new_tokens", "context", "seconds")
+MIXED_COLUMNS = ("decodes", "decode_context")
+"""May be left out, both together."""
+SUFFIXES = (".csv", ".csv.gz")
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+@dataclass(frozen=True, slots=True)
+class StepTable:
+    """Measured steps, one to one."""
+
+    shapes: tuple[BatchShape, ...]
+    seconds: tuple[float, ...]
+
+
+def is_step_table(name: str) -> bool:
+    """Return whether a name is that of a table of steps."""
+    return name.lower().endswith(SUFFIXES)
+
+
+def read_step_table(path: Path) -> StepTable:
+    """Read a table of measured steps.
+
+    Parameters
+    ----------
+    path : CSV with a header; the order of the columns does not matter and further ones are passed over.
+
+    Raises
+    ------
+    ConfigError : no such file, not a CSV, a missing column, a line of another width, no lines, or a value
+        that is no count or no time; names the file, line, column and value.
+    """
+    try:
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw).decode("utf-8-sig")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the table of steps {path}: {error}") from error
+    reader = csv.DictReader(io.StringIO(text))
+    columns = _check_header(path, [name.strip() for name in reader.fieldnames or []])
+    reader.fieldnames = columns
+    shapes, seconds = [], []
+    for cells in reader:
+        if None in cells or None in cells.values():
+            raise ConfigError(
+                f"{path}, line {reader.line_num}: the line does not have the header's {len(columns)} values; "
+                "is the file cut short?"
+            )
+        row = _Row(f"{path}, line {reader.line_num}", cells)
+        shapes.append(row.shape())
+        seconds.append(row.seconds())
+    if not shapes:
+        raise ConfigError(f"{path} has a header but no steps")
+    return StepTable(tuple(shapes), tuple(seconds))
+
+
+def _check_header(path: Path, columns: list[str]) -> list[str]:
+    missing = [name for name in COLUMNS if name not in columns]
+    if not missing and any(name in columns for name in MIXED_COLUMNS):
+        missing = [name for name in MIXED_COLUMNS if name not in columns]
+    if missing:
+        raise ConfigError(
+            f"{path} lacks the column {', '.join(missing)}; it has {', '.join(columns) or 'no header'}. "
+            f"A table of steps has {', '.join(COLUMNS)}, and may have {' and '.join(MIXED_COLUMNS)}"
+        )
+    return columns
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    where: str
+    cells: Mapping[str, str]
+
+    def shape(self) -> BatchShape:
+        batch, decodes = self._count("batch"), self._count("decodes")
+        new_tokens = self._count("new_tokens", at_least=1 if batch else 0)
+        if not batch + decodes:
+            raise ConfigError(f"{self.where}: the step has no rows: batch is 0. Leave empty steps out")
+        shape = BatchShape()
+        for _ in range(batch):
+            shape.add(self._count("context"), new_tokens, samples=True)
+        for _ in range(decodes):
+            shape.add(self._count("decode_context"), 1, samples=True)
+        return shape
+
+    def seconds(self) -> float:
+        try:
+            value = float(self.cells["seconds"])
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise self._error("seconds", "a finite time above 0")
+        return value
+
+    def _count(self, column: str, *, at_least: int = 0) -> int:
+        if column not in self.cells:
+            return 0
+        try:
+            value = float(self.cells[column])
+        except ValueError:
+            value = math.nan
+        if not (at_least <= value < math.inf and value == int(value)):
+            raise self._error(column, f"a whole number of at least {at_least}")
+        return int(value)
+
+    def _error(self, column: str, wanted: str) -> ConfigError:
+        return ConfigError(
+            f"{self.where}: {column} is {self.cells[column]!r}; it must be {wanted}. Correct the line or "
+            "leave it out"
+        )

@@ -1,0 +1,295 @@
+"""The planner: what units serve, which fleets keep the promise, how much room they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from math import floor
+from typing import Any, TypeVar
+
+from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
+from onbeat.planner.buckets import Bucket, buckets_of, rows_of
+from onbeat.planner.fleets import (
+    FleetCapacity,
+    FleetCase,
+    FleetRun,
+    FleetSearch,
+    FleetTask,
+    run_fleet,
+    search_fleet,
+)
+from onbeat.planner.mix import solve_mix
+from onbeat.planner.mix_search import MixSearch, Parts, everything, problem_of, unservable
+from onbeat.planner.parallel import run_tasks
+from onbeat.planner.placement import Placement, PlacementSearch
+from onbeat.planner.plan_store import PlanStore
+from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
+from onbeat.planner.units import RatedUnit, Unit, rate_unit, without_dominated
+from onbeat.workload.offered import OfferedLoad
+
+R = TypeVar("R")
+
+SEARCH_SECONDS = 30.0
+"""About so long is the load of the search for what a unit serves alone."""
+LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
+"""How much longer objectives are tried, where the promise cannot be kept."""
+SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)
+"""Of the objectives, for the cost over them."""
+LOAD_SCALES = (0.1, 2.0)
+"""Between which factors the estimated loads are scaled to the cost that was found."""
+LEAST_REQUESTS, MOST_REQUESTS = 200, 4000
+"""Of that load."""
+
+
+@dataclass
+class Planner:
+    """Looks for the cheapest fleet.
+
+    Parameters
+    ----------
+    jobs : most processes.
+    """
+
+    task: PlanTask
+    store: PlanStore = field(default_factory=PlanStore)
+    jobs: int = 1
+    progress: Progress = field(default_factory=Progress)
+
+    def plan(self, rated: Sequence[RatedUnit], left_out: dict[str, str]) -> FleetPlan:
+        """Return the cheapest fleet of some units.
+
+        Parameters
+        ----------
+        rated : units with their rates for the buckets of the load.
+        left_out : units that take no part, and why.
+
+        Raises
+        ------
+        PlanInterrupted : Ctrl-C came.
+        """
+        buckets = buckets_of(self.task.load)
+        why = unservable(rated, buckets, self.task.objective.share)
+        if not rated and left_out:
+            why += f": {next(iter(left_out.values()))}"
+        kept_units, dominated = without_dominated(rated)
+        units, idle = ([], {}) if why else self._calibrate(kept_units, buckets)
+        left_out = left_out | dominated | idle
+        search = MixSearch(self.task, units, buckets, self.judge, self.progress)
+        best = search.run()
+        kept = sorted((fleet for fleet in search.fleets if fleet.is_kept), key=_cost)
+        shown = self._with_capacities(_worth_showing(best, kept))
+        return FleetPlan(
+            rate=self.task.rate,
+            best=shown[0] if shown else None,
+            alternatives=tuple(shown[1:]),
+            failed=tuple(sorted((fleet for fleet in search.fleets if not fleet.is_kept), key=_cost)),
+            units=tuple(units),
+            buckets=buckets,
+            left_out=left_out,
+            cost_bound=search.cost_bound,
+            is_exhausted=search.is_exhausted,
+            infeasible="" if shown else why or search.infeasible,
+            nearest=() if shown else self._nearest(rated, units, buckets),
+            costs=self._costs(rated, units, shown[0]) if shown else (),
+        )
+
+    def placements(self, units: Sequence[Unit]) -> list[Placement]:
+        """Return pools for prompts and for generation, of each type of device (DistServe's two searches).
+
+        Parameters
+        ----------
+        units : by device and degrees, those with pipeline stages too.
+
+        Raises
+        ------
+        PlanInterrupted : Ctrl-C came.
+        """
+        found: list[Placement] = []
+        for device in dict.fromkeys(unit.device for unit in units):
+            self.progress.on_stage(f"searching pools for prompts and for generation, of {device}")
+            own = [unit for unit in units if unit.device == device]
+            found += PlacementSearch(self.task, own, self.results).run()
+        for each in found:
+            verdict = "keeps the promise" if each.is_kept else "does not"
+            self.progress.on_note(f"{each.name} (${each.usd_per_hour:.2f}/h) {verdict}")
+        return found
+
+    def _nearest(
+        self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], buckets: Sequence[Bucket]
+    ) -> tuple[str, ...]:
+        """Return promises that could be kept where this one cannot: a share, a rate, longer objectives."""
+        self.progress.on_stage("looking for what could be kept instead")
+        share = self.task.objective.share
+        parts = everything(units, buckets, dict(self.task.available)) if units else None
+        nearest = []
+        if parts is not None:
+            attained = self.judge(parts, to_the_end=True).attainment
+            if attained is not None and attained[0] >= 0.01:
+                nearest.append(f"--objective attainment:{floor(attained[0] * 100) / 100:g}")
+            (fleet,) = self._with_capacities([Fleet(parts=parts, runs=())])
+            if fleet.capacity is not None and fleet.capacity[0] > 0:
+                nearest.append(f"--rate {float(f'{0.995 * fleet.capacity[0]:.3g}'):g}")
+        for factor in LONGER:
+            longer = buckets_of(with_longer_objectives(self.task.load, factor))
+            if unservable([rate_unit(each.unit, longer) for each in rated], longer, share):
+                continue
+            runs = tuple(with_longer_objectives(load, factor) for load in self.task.runs)
+            with_longer = replace(self, task=replace(self.task, runs=runs))
+            if parts is None or with_longer.judge(parts).is_kept:
+                nearest.append(_as_flags(with_longer_objectives(self.task.load, factor), factor))
+                break
+        return tuple(nearest)
+
+    def _costs(
+        self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: Fleet
+    ) -> tuple[CostAt, ...]:
+        """Return the cost over objectives that are shorter or longer, by the estimates alone.
+
+        The estimates are scaled so that they give the promised objectives the cost that was found.
+        """
+        factors = {each.unit.device: each.factor for each in reversed(units)}
+        known = [each for each in rated if each.unit.device in factors]
+
+        def cheapest(scale: float, load_scale: float) -> CostAt | None:
+            buckets = buckets_of(with_longer_objectives(self.task.load, scale))
+            estimates = [
+                rate_unit(each.unit, buckets).calibrated(factors[each.unit.device] / load_scale)
+                for each in known
+            ]
+            worthy, _ = without_dominated(estimates)
+            if unservable(worthy, buckets, self.task.objective.share):
+                return None
+            mix = solve_mix(problem_of(self.task, worthy, buckets, [1.0] * len(worthy)))
+            if mix is None:
+                return None
+            parts = [(each.unit, n) for each, n in zip(worthy, mix.counts, strict=True) if n]
+            return CostAt(scale=scale, usd_per_hour=mix.cost, fleet=Fleet(parts=tuple(parts), runs=()).name)
+
+        low, high = LOAD_SCALES
+        for _ in range(8):
+            middle = (low + high) / 2
+            found = cheapest(1.0, middle)
+            is_too_dear = found is None or found.usd_per_hour > best.usd_per_hour + 1e-6
+            low, high = (low, middle) if is_too_dear else (middle, high)
+        return tuple(cost for scale in SCALES if (cost := cheapest(scale, low)) is not None)
+
+    # ---- what is simulated ----
+
+    def judge(self, parts: Parts, *, to_the_end: bool = False) -> Fleet:
+        """Simulate a fleet; one that misses in a run is not tried in the others."""
+        case = FleetCase(parts=parts)
+        runs: list[FleetRun] = []
+        while len(runs) < len(self.task.runs) and (to_the_end or all(run.is_met for run in runs)):
+            loads = self.task.runs[len(runs) : len(runs) + self.jobs]
+            tasks = [
+                FleetTask(case=case, load=load, objective=self.task.objective, to_the_end=to_the_end)
+                for load in loads
+            ]
+            runs += self.results(run_fleet, tasks, FleetRun)
+        return Fleet(parts=parts, runs=tuple(runs))
+
+    def _calibrate(
+        self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket]
+    ) -> tuple[list[RatedUnit], dict[str, str]]:
+        """Hold the estimates against what each unit keeps up alone; leave out those that keep nothing."""
+        self.progress.on_stage(f"searching what each of {len(rated)} kind(s) of replica serves")
+        searches = [self._alone(each, buckets) for each in rated]
+        found = self.results(search_fleet, searches, FleetCapacity)
+        units: list[RatedUnit] = []
+        left_out: dict[str, str] = {}
+        for each, search, capacity in zip(rated, searches, found, strict=True):
+            name = each.unit.name
+            if capacity.low == 0:
+                left_out[name] = f"alone it keeps the objective at no rate ({capacity.binds or 'too slow'})"
+                continue
+            units.append(each.calibrated(capacity.low / search.start))
+            self.progress.on_note(f"1 {name}: {capacity.low:.3g} requests/s")
+        return units, left_out
+
+    def _alone(self, rated: RatedUnit, buckets: Sequence[Bucket]) -> FleetSearch:
+        """Return the search for what one unit serves of the requests that it can serve at all."""
+        start = rated.rate(buckets)
+        most = round(min(max(start * SEARCH_SECONDS, LEAST_REQUESTS), MOST_REQUESTS))
+        load = self.task.load
+        rows = rows_of([bucket for bucket, rate in zip(buckets, rated.rates, strict=True) if rate > 0])[:most]
+        return FleetSearch(
+            case=FleetCase(parts=((rated.unit, 1),)),
+            load=load.take(rows),
+            objective=self.task.objective,
+            start=start,
+        )
+
+    def _with_capacities(self, fleets: Sequence[Fleet]) -> list[Fleet]:
+        """Search the highest rate of each fleet, from the rate that it is to serve."""
+        if not fleets:
+            return []
+        self.progress.on_stage(f"searching the headroom of {len(fleets)} fleet(s)")
+        searches = [
+            FleetSearch(
+                case=FleetCase(parts=fleet.parts),
+                load=load,
+                objective=self.task.objective,
+                start=self.task.rate,
+            )
+            for fleet in fleets
+            for load in self.task.runs
+        ]
+        found = iter(self.results(search_fleet, searches, FleetCapacity))
+        return [
+            Fleet(parts=fleet.parts, runs=fleet.runs, capacities=tuple(next(found) for _ in self.task.runs))
+            for fleet in fleets
+        ]
+
+    def results(self, worker: Any, tasks: Sequence[Any], make: Callable[..., R]) -> list[R]:
+        """Return the results of tasks, those that are known from the store."""
+        results = [self.store.find(task, make) for task in tasks]
+        missing = [number for number, result in enumerate(results) if result is None]
+
+        def keep(index: int, result: Any) -> None:
+            if result is not None:
+                self.store.keep(tasks[missing[index]], result.as_dict())
+                results[missing[index]] = result
+
+        run_tasks(worker, [tasks[number] for number in missing], jobs=self.jobs, on_result=keep)
+        if any(result is None for result in results):
+            raise PlanInterrupted("interrupted: nothing is planned; --resume FILE keeps what was found")
+        return [result for result in results if result is not None]
+
+
+def _cost(fleet: Fleet) -> float:
+    return fleet.usd_per_hour
+
+
+def with_longer_objectives(load: OfferedLoad, factor: float) -> OfferedLoad:
+    """Return the same requests with objectives so many times as long."""
+
+    def longer(seconds: float | None) -> float | None:
+        return None if seconds is None else min(max(seconds * factor, SHORTEST_OBJECTIVE), LONGEST_OBJECTIVE)
+
+    classes = [
+        replace(each, slo=SLO(ttft=longer(each.slo.ttft), tbt=longer(each.slo.tbt), e2e=longer(each.slo.e2e)))
+        for each in load.classes
+    ]
+    return replace(load, classes=tuple(classes))
+
+
+def _as_flags(load: OfferedLoad, factor: float) -> str:
+    """Return the objectives of a load as flags; of several classes, how much longer they are."""
+    if len(load.classes) != 1:
+        return f"objectives {factor:g} times as long"
+    slo = load.classes[0].slo
+    limits = {"ttft": slo.ttft, "tbt": slo.tbt, "e2e": slo.e2e}
+    return " ".join(f"--slo-{name}-ms {limit * 1e3:g}" for name, limit in limits.items() if limit is not None)
+
+
+def _worth_showing(best: Fleet | None, kept: Sequence[Fleet]) -> list[Fleet]:
+    """Return the best fleet, the next cheapest, and the cheapest of equal replicas on each type."""
+    if best is None:
+        return []
+    alone: dict[tuple[str, ...], Fleet] = {}
+    for fleet in kept:
+        if len(fleet.parts) == 1:
+            alone.setdefault(fleet.devices, fleet)
+    shown = [best, *(fleet for fleet in kept if fleet is not best)][:2] + list(alone.values())
+    unique = {fleet.parts: fleet for fleet in shown}
+    return [best, *sorted((f for f in unique.values() if f is not best), key=_cost)]

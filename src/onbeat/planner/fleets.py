@@ -1,0 +1,202 @@
+"""Whole fleets, simulated with the live router, to see whether a mix of units keeps a promise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from onbeat.metrics.attainment import TOLERANCE, good_requests, has_objectives
+from onbeat.metrics.record import RequestRecord
+from onbeat.planner.cases import BuiltCase, Case, Labels
+from onbeat.planner.objective import Verdict
+from onbeat.planner.parallel import TaskContext
+from onbeat.planner.search import SearchOptions, Stopped, search_rate
+from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.trial import ObjectiveMissed, simulate_trial
+from onbeat.planner.units import Unit, longest_request
+from onbeat.simulator.config import ReplicaKind
+from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.setup import build_simulation
+from onbeat.workload.offered import OfferedLoad
+
+ROUTER = "slo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetCase:
+    """Replicas of one kind or several behind the router; each in its own number."""
+
+    parts: tuple[tuple[Unit, int], ...]
+    """What replicas of a kind are, and how many, at least 1."""
+    labels: Labels = ()
+
+    def build(self) -> BuiltCase:
+        """Make the parts anew.
+
+        Raises
+        ------
+        ConfigError : they do not fit together.
+        """
+        built = [(build_simulation(unit.settings), count) for unit, count in self.ordered()]
+        first = built[0][0]
+        kinds = [
+            ReplicaKind(
+                scheduler=simulation.config.scheduler,
+                step_time=simulation.step_time,
+                device=simulation.device.id,
+            )
+            for simulation, count in built
+            for _ in range(count)
+        ]
+        config = replace(first.config, num_replicas=len(kinds), router=ROUTER, kinds=tuple(kinds))
+        num_devices = sum(simulation.num_devices * count for simulation, count in built)
+        return BuiltCase(config, first.step_time, num_devices)
+
+    def ordered(self) -> list[tuple[Unit, int]]:
+        """Return the parts in the order of their replicas: what takes the longest requests first."""
+        return sorted(self.parts, key=lambda part: -longest_request(part[0]))
+
+    def busy(self, result: SimulationResult) -> dict[str, float]:
+        """Return the share of a run in which replicas computed, by the name of their unit."""
+        counters = iter(result.replicas)
+        duration = max(result.duration, 1e-9)
+        return {
+            unit.name: float(np.mean([next(counters).busy_seconds / duration for _ in range(count)]))
+            for unit, count in self.ordered()
+        }
+
+
+class WholeFleet(Case, Protocol):
+    """A fleet that is simulated as a whole."""
+
+    def busy(self, result: SimulationResult) -> dict[str, float]:
+        """Return the share of a run in which replicas computed, by kind."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetTask:
+    """One run of one fleet."""
+
+    case: WholeFleet
+    load: OfferedLoad
+    objective: AttainmentObjective
+    to_the_end: bool = False
+    """Whether a run that misses is finished, for the sake of its numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetRun:
+    """What one run showed."""
+
+    is_met: bool
+    reason: str
+    attainment: float | None = None
+    """Share of the requests with objectives that were good; None where the run was ended as missed."""
+    binds: str = ""
+    """What most requests that were not good missed: `TTFT`, `TBT` or `refused`; empty where all were good."""
+    busy: Mapping[str, float] | None = None
+    """By the name of the unit, the share of the time in which its replicas computed."""
+    duration: float = 0.0
+    """Virtual seconds."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
+    """Run one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""
+    objective = task.objective
+    try:
+        result = simulate_trial(
+            task.case.build(), task.load, context.is_stopped, watched=None if task.to_the_end else objective
+        )
+    except ObjectiveMissed as missed:
+        return FleetRun(is_met=False, reason=missed.verdict.reason)
+    except Stopped:
+        context.stop()
+        return None
+    verdict = objective.judge(result)
+    return FleetRun(
+        is_met=verdict.is_met,
+        reason=verdict.reason,
+        attainment=verdict.measures[0].value if verdict.measures else None,
+        binds=what_binds(result.records, objective),
+        busy=task.case.busy(result),
+        duration=result.duration,
+    )
+
+
+def what_binds(records: Sequence[RequestRecord], objective: AttainmentObjective) -> str:
+    """Return what most of the requests that are not good missed."""
+    judged = [record for record in records if has_objectives(record)]
+    good = good_requests(judged, mode=objective.mode)
+    missed = [record for record, is_good in zip(judged, good, strict=True) if not is_good]
+    if not missed:
+        return ""
+    names = [_missed_by(record) for record in missed]
+    return max(sorted(set(names)), key=names.count)
+
+
+def _missed_by(record: RequestRecord) -> str:
+    if not record.is_completed:
+        return "refused"
+    limit = record.slo.ttft if record.slo else None
+    is_late = limit is not None and (record.ttft is None or record.ttft > limit + TOLERANCE)
+    return "TTFT" if is_late else "TBT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSearch:
+    """A search for the highest rate at which a fleet keeps the objective."""
+
+    case: WholeFleet
+    load: OfferedLoad
+    objective: AttainmentObjective
+    start: float
+    """Requests per second; the nearer to the capacity, the fewer runs."""
+    tolerance: float = 0.05
+    growth: float = 1.3
+    """Of the rate, while it is looked for; small where the start is a good guess."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetCapacity:
+    """The highest rate, of one repeat."""
+
+    low: float
+    """The highest rate that kept the objective, requests/s; 0 where none did."""
+    high: float
+    """The lowest that missed it."""
+    binds: str
+    """What a little more misses."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def search_fleet(task: FleetSearch, context: TaskContext) -> FleetCapacity | None:
+    """Search one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""
+
+    def judge(rate: float) -> Verdict:
+        run = run_fleet(
+            FleetTask(case=task.case, load=task.load.at_rate(rate), objective=task.objective), context
+        )
+        if run is None:
+            raise Stopped
+        context.report(run)
+        return Verdict(is_met=run.is_met, reason=run.reason)
+
+    options = SearchOptions(tolerance=task.tolerance, growth=task.growth)
+    bracket = search_rate(judge, start=task.start, options=options)
+    if not bracket.is_finished:
+        return None
+    rate = bracket.high if np.isfinite(bracket.high) else bracket.low
+    last = FleetTask(case=task.case, load=task.load.at_rate(rate), objective=task.objective, to_the_end=True)
+    whole = run_fleet(last, context)
+    if whole is None:
+        return None
+    return FleetCapacity(low=bracket.low, high=bracket.high, binds=whole.binds)

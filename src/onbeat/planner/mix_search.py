@@ -1,0 +1,304 @@
+"""The cheapest fleet that keeps a promise.
+
+1. Each unit is rated for each size of request (`units`), and searched alone for the rate that it keeps up.
+2. Each type of device alone: the fewest replicas whose simulated fleet keeps the promise.
+3. Mixes that cost less, by the integer program (`mix`); each is simulated as a whole, with the live router.
+   One that fails is cut off, with all that have no more of any unit, and the program is solved again.
+
+The program's loads are estimates. Fleets of one type say between which bounds they are right: their fewest
+replicas did, one less did not. The search for mixes goes from the upper bound, by halves, to the lower one,
+and from there upwards by cost: what it leaves out costs more than what it found, or failed, or needs more
+units than even the lower bound of the loads allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import ceil, inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.planner.buckets import Bucket
+from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
+from onbeat.planner.plan_task import Fleet, PlanTask, Progress
+from onbeat.planner.units import RatedUnit, Unit
+
+Parts = tuple[tuple[Unit, int], ...]
+
+HALVINGS = 4
+"""Of the way between the bounds of the loads, before mixes are tried by cost."""
+GUESS = (0.85, 1.1)
+"""Bounds of the load of a unit that no fleet of its own has told, as shares of its estimate."""
+FORGONE = 0.25
+"""Of the share of requests that may miss: the part that the rarest sizes may make up whose place in a mix is
+left open."""
+ROOM = 1.25
+"""Where everything failed, loads are taken to be so much higher, time and again."""
+
+
+def unservable(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share: float) -> str:
+    """Return why so many requests cannot be in time whatever the fleet is; empty where they can.
+
+    Parameters
+    ----------
+    share : of the requests that must be.
+    """
+    if not units:
+        return "none of the devices can hold the model"
+    is_served = np.any([each.rates > 0 for each in units], axis=0).tolist()
+    served = sum(bucket.share for bucket, is_in_time in zip(buckets, is_served, strict=True) if is_in_time)
+    if served >= share - 1e-9:
+        return ""
+    late = [bucket for bucket, is_in_time in zip(buckets, is_served, strict=True) if not is_in_time]
+    worst = max(late, key=lambda bucket: bucket.share)
+    return (
+        f"{served * 100:.3g} % of the requests can be in time, however many replicas there are, and "
+        f"{share * 100:g} % must be: most of the others have about {worst.name}, which take longer even alone"
+    )
+
+
+def most_of(unit: Unit, available: Mapping[str, float]) -> float:
+    """Return how many there can be of a unit; infinite where nothing bounds it."""
+    devices = available.get(unit.device, inf)
+    return devices if devices == inf else devices // unit.num_devices
+
+
+def everything(
+    units: Sequence[RatedUnit], buckets: Sequence[Bucket], available: Mapping[str, float]
+) -> Parts | None:
+    """Return the fleet of all devices, each type as the unit that serves most; None of no bound."""
+    best: dict[str, tuple[float, int, RatedUnit]] = {}
+    for number, each in enumerate(units):
+        unit = each.unit
+        most = most_of(unit, available)
+        if most == inf:
+            return None
+        entry = (each.rate(buckets) * most, -number, each)
+        best[unit.device] = max(best.get(unit.device, (-1.0, 0, each)), entry, key=lambda one: one[:2])
+    return tuple(
+        (each.unit, int(most)) for _, _, each in best.values() if (most := most_of(each.unit, available))
+    )
+
+
+def problem_of(
+    task: PlanTask, units: Sequence[RatedUnit], buckets: Sequence[Bucket], scales: Sequence[float]
+) -> MixProblem:
+    """Return the integer program of a plan.
+
+    Parameters
+    ----------
+    scales : of each unit, what its estimated loads are multiplied by.
+    """
+    demand = np.array([bucket.share for bucket in buckets]) * task.rate
+    with np.errstate(divide="ignore"):
+        loads = np.stack([demand / each.rates for each in units], axis=1)
+    must = _must_be_served(units, buckets, task.objective.share)
+    return MixProblem(
+        costs=tuple(each.unit.usd_per_hour for each in units),
+        loads=loads[must] * np.array(scales),
+        slices=task.slices,
+        types=tuple(each.unit.device for each in units),
+        devices=tuple(each.unit.num_devices for each in units),
+        available=task.available,
+    )
+
+
+def _must_be_served(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share: float) -> NDArray[np.bool_]:
+    """Return which buckets the program has to place.
+
+    Those that no unit can serve are late wherever they go. Rare ones that only some can serve must not decide
+    which units there are: the simulation tells whether the promise is kept without.
+    """
+    can = np.stack([each.rates > 0 for each in units], axis=1)
+    must: NDArray[np.bool_] = np.asarray(can.any(axis=1))
+    rare = FORGONE * (1 - share)
+    for row in sorted(range(len(can)), key=lambda row: buckets[row].share):
+        rare -= buckets[row].share * must[row]
+        if rare < 0:
+            break
+        must[row] = must[row] and can[row].all()
+    return must
+
+
+class MixSearch:
+    """Tries fleets of one type, then mixes that cost less.
+
+    Parameters
+    ----------
+    judge : simulates a fleet.
+    units : with calibrated rates for the buckets.
+    """
+
+    def __init__(
+        self,
+        task: PlanTask,
+        units: Sequence[RatedUnit],
+        buckets: Sequence[Bucket],
+        judge: Callable[[Parts], Fleet],
+        progress: Progress,
+    ) -> None:
+        self._task, self._units, self._buckets = task, units, buckets
+        self._simulate, self._progress = judge, progress
+        self._available = dict(task.available)
+        self._known: dict[Counts, Fleet] = {}
+        self._fewest: dict[int, int] = {}
+        """Fewest replicas of a unit that do alone."""
+        self._best: Fleet | None = None
+        self.is_exhausted = False
+        self.infeasible = ""
+        self.cost_bound = 0.0
+
+    @property
+    def fleets(self) -> list[Fleet]:
+        """All that were simulated."""
+        return list(self._known.values())
+
+    def run(self) -> Fleet | None:
+        """Return the cheapest that keeps the promise; None where none was found."""
+        self.infeasible = unservable(self._units, self._buckets, self._task.objective.share)
+        if self.infeasible:
+            return None
+        for number in self._singles():
+            self._find_fewest(number)
+        self._find_mix()
+        if self._best is None:
+            self._grow()
+        return self._best
+
+    # ---- fleets of one type ----
+
+    def _singles(self) -> list[int]:
+        """Return the unit of each device that alone is cheapest by the estimates."""
+        cheapest: dict[str, tuple[float, int]] = {}
+        for number, each in enumerate(self._units):
+            served = sum(b.share for b, rate in zip(self._buckets, each.rates, strict=True) if rate > 0)
+            if served < self._task.objective.share - 1e-9:
+                continue
+            cost = ceil(self._load(number)) * each.unit.usd_per_hour
+            cheapest[each.unit.device] = min(cheapest.get(each.unit.device, (inf, 0)), (cost, number))
+        return [number for _, number in sorted(cheapest.values())]
+
+    def _load(self, number: int) -> float:
+        """Return the replicas of a unit that all requests need, by the estimate."""
+        return self._task.rate / self._units[number].rate(self._buckets)
+
+    def _most(self, number: int) -> float:
+        return most_of(self._units[number].unit, self._available)
+
+    def _find_fewest(self, number: int) -> None:
+        """Find the fewest replicas of one unit that do."""
+        unit = self._units[number].unit
+        self._progress.on_stage(f"simulating fleets of {unit.name} alone")
+        most = int(min(self._most(number), 1e6))
+        low, high, step = 0, most + 1, 1
+        count = max(1, min(round(self._load(number)), most))
+        while True:
+            if self._judge(self._counts({number: count})).is_kept:
+                high = count
+            else:
+                low = count
+            if low >= most:
+                return
+            if high - low == 1:
+                break
+            if low and high <= most:
+                count = (low + high) // 2
+            else:
+                count = max(high - step, 1) if high <= most else min(low + step, most)
+                step *= 2
+        self._fewest[number] = high
+
+    # ---- mixes ----
+
+    def _find_mix(self) -> None:
+        """Find a mix that costs less than the best fleet of one type."""
+        self._progress.on_stage("simulating mixes")
+        self.cost_bound = lower_bound(self._problem(0.0))
+        low, high = 0.0, 1.0
+        position, left = 1.0, self._task.most_candidates
+        for _ in range(HALVINGS):
+            mix = self._cheapest(position)
+            if mix is None:
+                high = position
+            elif left and not self._judge(mix.counts).is_kept:
+                left, low = left - 1, position
+            else:
+                left, high = left - 1, position
+            position = (low + high) / 2
+            if left <= 0:
+                return
+        while left:
+            mix = self._cheapest(0.0)
+            if mix is None:
+                self.is_exhausted = True
+                return
+            self._judge(mix.counts)
+            left -= 1
+
+    def _grow(self) -> None:
+        """Find any fleet, where all that the estimates proposed have failed."""
+        position = 1.0
+        for _ in range(2 * HALVINGS):
+            mix = self._cheapest(position)
+            if mix is None:
+                break
+            if self._judge(mix.counts).is_kept:
+                return
+            position = position * ROOM + 0.5
+        self._try_everything()
+
+    def _try_everything(self) -> None:
+        """Simulate all devices that there are."""
+        parts = everything(self._units, self._buckets, self._available)
+        if parts is None:
+            self.infeasible = "no fleet that was simulated keeps the promise"
+            return
+        counts = dict(parts)
+        fleet = self._judge(tuple(counts.get(each.unit, 0) for each in self._units))
+        if not fleet.is_kept:
+            self.infeasible = f"all devices together, {fleet.name}, are too few: {fleet.reason}"
+
+    def _cheapest(self, position: float) -> Mix | None:
+        """Return the cheapest mix that is worth a try.
+
+        Parameters
+        ----------
+        position : of the loads between their lower bound (0) and their upper bound (1); beyond, too.
+        """
+        failed = [counts for counts, fleet in self._known.items() if not fleet.is_kept]
+        below = inf if self._best is None else self._best.usd_per_hour
+        return solve_mix(self._problem(position), too_small=failed, below=below)
+
+    def _problem(self, position: float) -> MixProblem:
+        bounds = map(self._bounds, range(len(self._units)))
+        scales = [low + position * (high - low) for low, high in bounds]
+        return problem_of(self._task, self._units, self._buckets, scales)
+
+    def _bounds(self, number: int) -> tuple[float, float]:
+        """Return between which shares of its estimate the load of a unit lies."""
+        fewest = self._fewest.get(number)
+        # Many replicas share their queues, and come near to the steady rate; beyond it they do not come.
+        steady = min(GUESS[0], self._units[number].factor)
+        if fewest is None:
+            return steady, GUESS[1]
+        load = self._load(number)
+        if fewest == 1:  # one was enough for certain, but not by how much
+            return min(steady, 1 / load), min(1.0, 1 / load)
+        return (fewest - 1 + 1e-6) / load, fewest / load
+
+    def _counts(self, some: dict[int, int]) -> Counts:
+        return tuple(some.get(number, 0) for number in range(len(self._units)))
+
+    def _judge(self, counts: Counts) -> Fleet:
+        fleet = self._known.get(counts)
+        if fleet is not None:
+            return fleet
+        parts = tuple((each.unit, count) for each, count in zip(self._units, counts, strict=True) if count)
+        fleet = self._known[counts] = self._simulate(parts)
+        verdict = "keeps the promise" if fleet.is_kept else f"does not: {fleet.reason}"
+        self._progress.on_note(f"{fleet.name} (${fleet.usd_per_hour:.2f}/h) {verdict}")
+        is_cheaper = self._best is None or fleet.usd_per_hour < self._best.usd_per_hour - 1e-9
+        if fleet.is_kept and is_cheaper:
+            self._best = fleet
+        return fleet

@@ -1,0 +1,126 @@
+"""The file of a plan: what `onbeat serve --config` runs, and the promise that a load test holds it to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO_CLASSES, SLO_MODES, SLOMode
+
+SECTION = "plan"
+"""Key of what is not for the server."""
+PATHS = ("trace", "dataset-path", "slo-config")
+"""Flags of the load that name files, told from the folder of the plan."""
+HEAD = """\
+# Made by `onbeat plan`. Serve it:   onbeat serve --config {name}
+# Hold it to its promise:           onbeat bench serve --check-plan {name}
+# What stands under `plan` is the promise and where it comes from; flags of the server can be added above it.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a fleet is to keep."""
+
+    path: Path
+    share: float
+    """Of the requests with objectives that must be good, in (0, 1]."""
+    mode: SLOMode
+    fleet: str
+    """What it was made for."""
+    load: Mapping[str, Any]
+    """Flags of the load, as `onbeat bench serve` takes them."""
+
+
+def write_plan(path: Path, serve: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+    """Write a plan.
+
+    Parameters
+    ----------
+    serve : flags of the server.
+    plan : the promise, and where it comes from.
+
+    Raises
+    ------
+    ConfigError : the file cannot be written.
+    """
+    sealed = {**plan, "seal": _seal(plan, serve.get("fleet"))}
+    text = HEAD.format(name=path.name) + yaml.safe_dump(
+        {**serve, SECTION: sealed}, sort_keys=False, width=110, allow_unicode=True
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def read_promise(path: Path) -> Promise:
+    """Read the promise of a plan.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, is no plan, or was changed by hand where it says what was promised.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"cannot read the plan {path}: {reason}") from error
+    plan = content.get(SECTION) if isinstance(content, dict) else None
+    if not isinstance(plan, dict) or not isinstance(plan.get("promise"), dict) or "seal" not in plan:
+        raise ConfigError(f"{path} is no plan: it has no promise; make one with onbeat plan --output {path}")
+    bare = {key: value for key, value in plan.items() if key != "seal"}
+    if plan["seal"] != _seal(bare, content.get("fleet")):
+        raise ConfigError(
+            f"{path} was changed under 'plan' or 'fleet' since onbeat plan wrote it, so nobody has simulated "
+            "what it says now; plan again, or take the change back"
+        )
+    promise, load = plan["promise"], dict(plan["load"])
+    for name in PATHS:
+        if name in load and load[name] not in SLO_CLASSES:
+            load[name] = str(path.parent / load[name])
+    if promise["slo-mode"] not in SLO_MODES:
+        raise ConfigError(
+            f"{path} has the slo-mode {promise['slo-mode']!r}, which this version does not know"
+        )
+    _check_trace(path, load, plan["trace-sha256"])
+    return Promise(
+        path=path,
+        share=float(promise["attainment"]),
+        mode=promise["slo-mode"],
+        fleet=str(plan["fleet"]),
+        load=load,
+    )
+
+
+def digest_of(path: Path) -> str:
+    """Return what tells a file from others.
+
+    Raises
+    ------
+    ConfigError : it cannot be read.
+    """
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _check_trace(path: Path, load: Mapping[str, Any], digest: str | None) -> None:
+    """Raise ConfigError where the trace that was planned for has become another."""
+    file = load.get("trace") or load.get("dataset-path")
+    if file is not None and digest_of(Path(file)) != digest:
+        raise ConfigError(f"{file} is not the trace that {path} was made for; plan again for the new one")
+
+
+def _seal(plan: Mapping[str, Any], fleet: Any) -> str:
+    text = json.dumps([plan, fleet], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

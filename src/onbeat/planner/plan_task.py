@@ -1,0 +1,182 @@
+"""What is planned, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+
+from onbeat.core.errors import OnbeatError
+from onbeat.metrics.distribution import student_half_width
+from onbeat.planner.buckets import Bucket
+from onbeat.planner.fleets import FleetCapacity, FleetRun
+from onbeat.planner.mix import DEFAULT_SLICES
+from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.units import RatedUnit, Unit
+from onbeat.workload.offered import OfferedLoad
+
+
+class PlanInterrupted(OnbeatError):
+    """Ctrl-C came; what was found is in the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanTask:
+    """What is to be planned.
+
+    Parameters
+    ----------
+    rate : requests per second.
+    load : all requests that are known, for their sizes.
+    runs : the requests of each simulated run, at that rate.
+    available : (device, how many there are).
+    most_candidates : mixes that are simulated at most.
+    """
+
+    rate: float
+    objective: AttainmentObjective
+    load: OfferedLoad
+    runs: tuple[OfferedLoad, ...]
+    available: tuple[tuple[str, float], ...]
+    slices: int = DEFAULT_SLICES
+    most_candidates: int = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    """How many of each unit, with what simulated runs of the whole showed."""
+
+    parts: tuple[tuple[Unit, int], ...]
+    runs: tuple[FleetRun, ...]
+    capacities: tuple[FleetCapacity, ...] = ()
+    """A search for each run; empty where none was made."""
+
+    @property
+    def name(self) -> str:
+        return " + ".join(f"{count} {unit.name}" for unit, count in self.parts)
+
+    @property
+    def usd_per_hour(self) -> float:
+        return sum(unit.usd_per_hour * count for unit, count in self.parts)
+
+    @property
+    def watts(self) -> float:
+        return sum(unit.watts * count for unit, count in self.parts)
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(count for _, count in self.parts)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Types, each once."""
+        return tuple(dict.fromkeys(unit.device for unit, _ in self.parts))
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether every run kept the promise."""
+        return all(run.is_met for run in self.runs)
+
+    @property
+    def reason(self) -> str:
+        """See `worst_reason`."""
+        return worst_reason(self.runs)
+
+    @property
+    def attainment(self) -> tuple[float, float, float] | None:
+        """See `attainment_of`."""
+        return attainment_of(self.runs)
+
+    @property
+    def capacity(self) -> tuple[float, float, float] | None:
+        """Mean highest rate and its interval, requests/s; None where it was not searched."""
+        if not self.capacities:
+            return None
+        mean, low, _ = interval_of([each.low for each in self.capacities])
+        _, _, high = interval_of([each.high for each in self.capacities])
+        return mean, min(low, mean), high
+
+    @property
+    def binds(self) -> str:
+        """What a little more load would miss."""
+        names = [each.binds for each in self.capacities] or [run.binds for run in self.runs]
+        names = [name for name in names if name]
+        return max(sorted(set(names)), key=names.count) if names else ""
+
+    @property
+    def busy(self) -> dict[str, float]:
+        """Share of the time in which replicas computed, by unit: the mean over the finished runs."""
+        found = [run.busy for run in self.runs if run.busy]
+        return {
+            unit.name: float(np.mean([busy[unit.name] for busy in found])) for unit, _ in self.parts if found
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostAt:
+    """What the estimates alone say of other objectives; nothing of it was simulated."""
+
+    scale: float
+    """All objectives are so many times as long as the promised ones."""
+    usd_per_hour: float
+    fleet: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetPlan:
+    """What was found."""
+
+    rate: float
+    best: Fleet | None
+    """The cheapest that keeps the promise; None where none does."""
+    alternatives: tuple[Fleet, ...]
+    """Others that keep it, by cost."""
+    failed: tuple[Fleet, ...]
+    """Those that were simulated and do not, by cost."""
+    units: tuple[RatedUnit, ...]
+    """With their calibrated rates."""
+    buckets: tuple[Bucket, ...]
+    left_out: dict[str, str]
+    """Units that take no part, and why."""
+    cost_bound: float
+    """By the estimates, no mix costs less, dollars an hour."""
+    is_exhausted: bool
+    """Whether no cheaper mix was left to try."""
+    infeasible: str = ""
+    """What binds, where nothing keeps the promise."""
+    nearest: tuple[str, ...] = ()
+    """Promises that could be kept instead, as flags."""
+    costs: tuple[CostAt, ...] = ()
+    """Over objectives that are shorter and longer."""
+
+
+def interval_of(values: Sequence[float], *, most: float = inf) -> tuple[float, float, float]:
+    """Return the mean and its interval by Student's t, within [0, most]; of one value, the value itself."""
+    mean = float(np.mean(values))
+    if len(values) == 1 or not np.isfinite(values).all():
+        return mean, min(values), max(values)
+    half = student_half_width(values)
+    return mean, max(0.0, mean - half), min(most, mean + half)
+
+
+def attainment_of(runs: Sequence[FleetRun]) -> tuple[float, float, float] | None:
+    """Return the mean share of good requests and its interval; None where a run was not finished."""
+    shares = [run.attainment for run in runs if run.attainment is not None]
+    return interval_of(shares, most=1.0) if len(shares) == len(runs) else None
+
+
+def worst_reason(runs: Sequence[FleetRun]) -> str:
+    """Return the reason of a run that missed, else of the one that was nearest to it."""
+    return min(runs, key=lambda run: (run.is_met, run.attainment or 0.0)).reason
+
+
+@dataclass
+class Progress:
+    """Who hears how far a plan is."""
+
+    on_stage: Callable[[str], None] = lambda _text: None
+    """A stage begins."""
+    on_note: Callable[[str], None] = lambda _text: None
+    """Something was found out."""

@@ -1,0 +1,230 @@
+"""Units: what a fleet is put together from, and about how much each serves of each size of request.
+
+A unit is one replica of the model on so many devices of a type. Its rate for a size of request is that of a
+steady state: as many streams as memory and the TBT objective allow, and beside them as many prompt tokens in
+each step as keep them going. It knows nothing of queues; a search for the rate that a unit keeps up under the
+whole load says by how much it is too high or too low (`calibrated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import change
+from onbeat.core.slo import SLO
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.planner.buckets import Bucket
+from onbeat.planner.prices import Prices
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.simulator.idle import IdleReplica
+from onbeat.simulator.setup import ReplicaSettings, build_simulation
+
+Array = NDArray[np.float64]
+
+WORTH = 1.05
+"""A unit of more devices stays only if it serves so much more per dollar in some bucket: the rates are
+estimates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unit:
+    """One replica on some devices of a type."""
+
+    settings: ReplicaSettings
+    usd_per_hour: float
+    """Of all its devices."""
+    watts: float
+    """That all its devices draw at most."""
+
+    @property
+    def device(self) -> str:
+        return self.settings.device
+
+    @property
+    def num_devices(self) -> int:
+        return self.settings.tensor_parallel * self.settings.pipeline_parallel
+
+    @property
+    def name(self) -> str:
+        """As tables spell it: `h100-sxm`, `h100-sxm x2`, `h100-sxm x2 in 2 stages`."""
+        stages = self.settings.pipeline_parallel
+        name = self.device if self.num_devices == 1 else f"{self.device} x{self.num_devices}"
+        return name if stages == 1 else f"{name} in {stages} stages"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RatedUnit:
+    """A unit with its rates."""
+
+    unit: Unit
+    rates: Array
+    """Requests per second of each bucket that it serves when it serves no other; 0 where it cannot."""
+    factor: float = 1.0
+    """What the steady rates were multiplied by: of a unit alone, without which queues would grow."""
+
+    def rate(self, buckets: Sequence[Bucket]) -> float:
+        """Return the requests per second of the whole load, buckets that it cannot serve left out.
+
+        Returns
+        -------
+        0 where it can serve none.
+        """
+        shares = np.array([bucket.share for bucket in buckets])
+        serves = self.rates > 0
+        if not serves.any():
+            return 0.0
+        return float(shares[serves].sum() / (shares[serves] / self.rates[serves]).sum())
+
+    def calibrated(self, factor: float) -> RatedUnit:
+        """Return the unit with all rates multiplied."""
+        return replace(self, rates=self.rates * factor, factor=self.factor * factor)
+
+
+def make_units(
+    base: ReplicaSettings,
+    *,
+    devices: Sequence[str],
+    tensor_parallel: Sequence[int],
+    available: Mapping[str, float],
+    prices: Prices,
+    pipeline_parallel: Sequence[int] = (1,),
+) -> tuple[list[Unit], dict[str, str]]:
+    """Return the units that can hold the model, and why others cannot, by their names.
+
+    Parameters
+    ----------
+    base : everything but device and degree.
+    available : devices of each type.
+
+    Raises
+    ------
+    ConfigError : an unknown device, no price of one, or settings that are wrong for all.
+    """
+    units: list[Unit] = []
+    left_out: dict[str, str] = {}
+    errors: list[ConfigError] = []
+    for device in devices:
+        price = prices.of(device)
+        for stages, degree in product(pipeline_parallel, tensor_parallel):
+            settings = change(base, device=device, tensor_parallel=degree, pipeline_parallel=stages)
+            count = degree * stages
+            unit = Unit(settings=settings, usd_per_hour=count * price.usd_per_hour, watts=count * price.watts)
+            if count > available[device]:
+                left_out[unit.name] = f"there are {available[device]:g} of {device}"
+                continue
+            try:
+                build_simulation(settings)
+            except ConfigError as error:
+                errors.append(error)
+                left_out[unit.name] = str(error)
+            else:
+                units.append(unit)
+    if not units and errors and not _is_about_memory(errors):
+        raise errors[0]
+    return units, left_out
+
+
+def _is_about_memory(errors: Sequence[ConfigError]) -> bool:
+    return any("does not fit" in str(error) for error in errors)
+
+
+def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
+    """Return a unit with its steady rates."""
+    simulation = build_simulation(unit.settings)
+    scheduler, host = simulation.config.scheduler, simulation.config.host_overhead
+    idle = IdleReplica(simulation.step_time, host_overhead=host)
+    rates = [
+        _steady_rate(simulation.step_time, scheduler, host, bucket)
+        if _can_serve(idle, scheduler, bucket)
+        else 0.0
+        for bucket in buckets
+    ]
+    return RatedUnit(unit=unit, rates=np.array(rates))
+
+
+@cache
+def longest_request(unit: Unit) -> int:
+    """Return the longest request that a unit takes, tokens."""
+    return build_simulation(unit.settings).config.scheduler.max_model_len
+
+
+def _can_serve(idle: IdleReplica, scheduler: SchedulerConfig, bucket: Bucket) -> bool:
+    num_prompt, num_output = bucket.num_prompt_tokens, bucket.num_output_tokens
+    fits = num_prompt + num_output <= scheduler.max_model_len
+    return fits and not idle.is_infeasible(bucket.slo, num_prompt, num_output)
+
+
+def _steady_rate(
+    step_time: StepTimeModel, scheduler: SchedulerConfig, host_overhead: float, bucket: Bucket
+) -> float:
+    """Return the requests per second with as many streams as memory and the TBT objective allow."""
+    num_prompt, num_output = bucket.num_prompt_tokens, bucket.num_output_tokens
+    context = num_prompt + num_output // 2 + 1
+    num_kv_tokens = scheduler.num_blocks * scheduler.block_size
+    most = max(1, min(scheduler.max_num_seqs, num_kv_tokens // (num_prompt + num_output)))
+
+    def seconds(num_streams: int) -> float:
+        """Return the time of a step for each stream's next token, with its share of new prompts."""
+        wanted = num_streams * num_prompt / num_output
+        room = max(1, scheduler.max_num_batched_tokens - num_streams)
+        chunk = max(1, round(min(wanted, room)))
+        shape = BatchShape.of_decodes(num_streams, num_streams * context)
+        shape.add(num_prompt // 2, chunk, samples=True)
+        return (step_time.step_time(shape) + host_overhead) * max(1.0, wanted / chunk)
+
+    limit = _pace(bucket.slo, num_output)
+    low, high = 1, most
+    while low < high:  # the most streams whose step is in time
+        middle = (low + high + 1) // 2
+        if seconds(middle) <= limit:
+            low = middle
+        else:
+            high = middle - 1
+    return low / (num_output * seconds(low))
+
+
+def _pace(slo: SLO, num_output_tokens: int) -> float:
+    """Return the longest time between two tokens of a stream, seconds; infinite without an objective."""
+    limits = [float("inf")]
+    if slo.tbt is not None and num_output_tokens > 1:
+        limits.append(slo.tbt)
+    if slo.e2e is not None:
+        limits.append(slo.e2e / num_output_tokens)
+    return min(limits)
+
+
+def without_dominated(rated: Sequence[RatedUnit]) -> tuple[list[RatedUnit], dict[str, str]]:
+    """Leave out units that a smaller one of the same device beats for its money in every bucket.
+
+    Returns
+    -------
+    Those that stay, and why others do not, by their names.
+    """
+    kept: list[RatedUnit] = []
+    left_out: dict[str, str] = {}
+    for each in sorted(rated, key=lambda one: one.unit.num_devices):
+        per_dollar = each.rates / each.unit.usd_per_hour
+        better = next(
+            (
+                one
+                for one in kept
+                if one.unit.device == each.unit.device
+                and (per_dollar <= WORTH * one.rates / one.unit.usd_per_hour).all()
+            ),
+            None,
+        )
+        if not each.rates.any():
+            left_out[each.unit.name] = "it keeps the objectives of no request, even alone"
+        elif better is not None:
+            left_out[each.unit.name] = f"it serves no more per dollar than {better.unit.name}, of any request"
+        else:
+            kept.append(each)
+    return [one for one in rated if any(one is each for each in kept)], left_out

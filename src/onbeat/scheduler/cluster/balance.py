@@ -1,0 +1,65 @@
+"""What is about to go wrong on a replica that a move would mend, by its last report."""
+
+from __future__ import annotations
+
+from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+
+LOOK_AHEAD = 1.0
+"""Seconds for which streams are to have blocks: without, one is about to be preempted."""
+_STILL_STEPS = 4
+"""Steps for which a stream stands still while it moves."""
+_GUESSED_STEPS = 16
+"""That are looked ahead where nobody predicts how long they take."""
+
+
+def trouble(load: ReplicaLoad, limits: ReplicaLimits, *, num_more: int = 0) -> str:
+    """Return what is predicted to go wrong on a replica; nothing where all is well.
+
+    `memory`: its streams will need more blocks within `LOOK_AHEAD` than are free, so that one is preempted.
+    `queue`: the first of those that wait gets no blocks. `steps`: they take longer than the tightest TBT.
+
+    Parameters
+    ----------
+    num_more : streams that are still to come.
+    """
+    num_decodes = load.num_decodes + num_more
+    if load.num_free_blocks < _growth(load, limits, num_decodes):
+        return "memory"
+    if load.num_wanted_blocks > 0:
+        return "queue"
+    costs = load.costs
+    if costs is not None and num_decodes > 1 and costs.decode_step(num_decodes) > load.tightest_tbt:
+        return "steps"
+    return ""
+
+
+def has_room_to_spare(load: ReplicaLoad, limits: ReplicaLimits, *, num_blocks: int, num_more: int) -> bool:
+    """Return whether a replica can take one more stream and still be in no trouble.
+
+    Parameters
+    ----------
+    num_blocks : of this one, and of those that are on their way.
+    num_more : streams, likewise.
+    """
+    free = load.num_free_blocks - num_blocks
+    is_calm = not trouble(load, limits, num_more=num_more) and load.num_waiting == 0
+    return is_calm and free >= 2 * _growth(load, limits, load.num_decodes + num_more)
+
+
+def is_worth_it(costs: PrefillCosts | None, num_decodes: int, num_tokens: int) -> bool:
+    """Return whether a move costs less than what it mends: to compute a stream's tokens again.
+
+    Parameters
+    ----------
+    num_decodes : streams of the source.
+    num_tokens : of the stream.
+    """
+    return costs is None or _STILL_STEPS * costs.decode_step(num_decodes) < costs.seconds(num_tokens, 0)
+
+
+def _growth(load: ReplicaLoad, limits: ReplicaLimits, num_decodes: int) -> float:
+    """Return the blocks that streams will need beyond those that they have."""
+    num_steps: float = _GUESSED_STEPS
+    if load.costs is not None:
+        num_steps = LOOK_AHEAD / max(load.costs.decode_step(num_decodes), 1e-4)
+    return num_decodes * num_steps / limits.block_size

@@ -1,0 +1,198 @@
+"""What a fleet hears, and what it wants done: the words between decisions and whoever carries them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.routing import RoutingRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A request came."""
+
+    request: RoutingRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """A replica delivered tokens of a request, or its end.
+
+    The first delivery by each replica and the end must be told. Those between may be: the fleet then knows
+    better how much of a resumed request has to be computed again.
+    """
+
+    replica: ReplicaId
+    request_id: str
+    num_tokens: int
+    """Output tokens since the last delivery that was told."""
+    num_cached_tokens: int
+    """Prompt tokens that the replica's prefix cache held."""
+    is_finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A replica would not take a request, or ended it in its queue before its first token."""
+
+    replica: ReplicaId
+    request_id: str
+    is_for_load: bool
+    """Whether another replica may take it: it was refused for the load here, not for what it asks."""
+    retry_after: float | None = None
+    """Seconds until this replica expects to have room."""
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The client of a request went away."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """A replica said how it stands."""
+
+    replica: ReplicaId
+    load: ReplicaLoad
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A replica is ready."""
+
+    replica: ReplicaId
+    limits: ReplicaLimits
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A replica ended, hangs, or could not be started; what it runs is gone, and nothing it says counts."""
+
+    replica: ReplicaId
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """A replica is to end: no new requests, and what waits there goes elsewhere."""
+
+    replica: ReplicaId
+    seconds: float
+    """What runs there may take so long; what is left then goes on elsewhere."""
+    restarts: bool = False
+    """Whether it is started again afterwards."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleAsked:
+    """There are to be so many replicas, those that stay down started again included. So a fleet begins."""
+
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: wanted at `Fleet.next_time`, and harmless at any other."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A replica did what a step of a move asked it for, or could not."""
+
+    replica: ReplicaId
+    move: str
+    verb: MoveVerb
+    ok: bool
+    num_blocks: int = 0
+    """That are lent by now; of `hold` and `freeze`."""
+
+
+FleetEvent = (
+    Arrived
+    | Delivered
+    | Refused
+    | Aborted
+    | Reported
+    | Joined
+    | Lost
+    | DrainAsked
+    | ScaleAsked
+    | Answered
+    | Tick
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a request to a replica; what its client has got already is sent along as its output so far."""
+
+    replica: ReplicaId
+    request_id: str
+    why: str
+    """Of the choice, one word: a label of the metrics."""
+    predicted_ttft: float | None = None
+    """Seconds; None where nothing predicts."""
+    stops: bool = False
+    """Whether it stands still there after its first token: it is moved then, or told to go on
+    (`reattach`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdraw:
+    """Take a request back from a replica that it was sent to; its client is not told."""
+
+    replica: ReplicaId
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """End a request without another token."""
+
+    request_id: str
+    reason: str
+    """`overloaded`; `no_replica` (none lives, and none is coming that it could wait for); `too_long` (no
+    replica takes a prompt of this length); `too_many_lives` (replicas died under it); `replica_lost` (it does
+    not want to go on elsewhere); or `invalid` (its replica refused it for what it asks)."""
+    retry_after: float | None = None
+    """Seconds until the fleet expects to have room; None where it cannot say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Start a replica, or start it again. What comes of it is told: `Joined`, or `Lost`."""
+
+    replica: ReplicaId
+    delay: float = 0.0
+    """Seconds to wait before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End a replica that has nothing left to do, or whatever it still does.
+
+    Its end is not told as a loss: it may be starting again by then.
+    """
+
+    replica: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class MoveStep:
+    """Ask a replica for a step of a move; it is told by `Answered`, up to `adopt`, what came of it."""
+
+    replica: ReplicaId
+    move: str
+    request_id: str
+    verb: MoveVerb
+    num_blocks: int = 0
+    """Of `reserve`, to keep in all; of `pull`, that have been copied already."""
+    why: str = ""
+    """Of the move, one word, with its first step: `drain`, `prefill`, `memory`, `queue`, or `steps`."""
+
+
+FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep

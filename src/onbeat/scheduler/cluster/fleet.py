@@ -1,0 +1,458 @@
+"""What a fleet of replicas does about everything that happens to it: events in, actions out.
+
+Whoever carries the actions out, live or simulated, tells what came of them as further events. Nothing here
+reads a clock, and equal events at equal times make equal actions, so that a record of them can be replayed.
+
+Every request has one owner: one replica, or the fleet itself while no replica takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
+from onbeat.scheduler.cluster.events import (
+    Aborted,
+    Answered,
+    Arrived,
+    Delivered,
+    DrainAsked,
+    FleetAction,
+    FleetEvent,
+    Joined,
+    Lost,
+    Refuse,
+    Refused,
+    Reported,
+    ScaleAsked,
+    Send,
+    Start,
+    Stop,
+    Tick,
+    Withdraw,
+)
+from onbeat.scheduler.cluster.membership import (
+    FleetStatus,
+    Membership,
+    OpenRequest,
+    Replica,
+    ReplicaState,
+    check_count,
+    deadline,
+    least,
+)
+from onbeat.scheduler.cluster.migration import Migration
+from onbeat.scheduler.cluster.pools import Pools
+from onbeat.scheduler.cluster.routing import Choice, Router
+
+MOST_LIVES = 3
+"""Replicas that a request may be sent to because the one before died: one that kills them must not go on."""
+_MOST_TRIES = 2
+"""Replicas that a new request is sent to before it is refused for their load."""
+_REFUSED_AGAIN = 0.5
+"""Seconds after which a request that has had tokens is sent again, where all have refused it."""
+
+Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """How a fleet treats its replicas."""
+
+    restarts: bool = True
+    """Whether a replica that died is started again; else it stays down."""
+    drain_seconds: float = DRAIN_SECONDS
+    """How long what runs on a replica may take that is to end because fewer are asked for."""
+    max_num_waiting: int = 1024
+    """Most new requests that wait for a replica to start; further ones are refused."""
+    num_prefill: int = 0
+    """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
+
+
+class Fleet:
+    """Decides where requests go, and which replicas are started and stopped.
+
+    Parameters
+    ----------
+    router : has no members yet.
+    on_decision : is told of each event, its time and the actions.
+
+    Notes
+    -----
+    The start of a fleet is `ScaleAsked`. A call costs what its router does; those that change the membership
+    O(replicas + requests that move).
+    """
+
+    def __init__(
+        self, router: Router, config: FleetConfig | None = None, *, on_decision: Decided | None = None
+    ) -> None:
+        self._router = router
+        self._config = config or FleetConfig()
+        self._on_decision = on_decision
+        self._members = Membership()
+        self._open: dict[str, OpenRequest] = {}
+        self._waiting: dict[str, OpenRequest] = {}
+        """Requests that are with no replica, in the order in which they came to wait."""
+        self._start_seconds: float | None = None
+        """That the last start of a replica has taken."""
+        self._actions: list[FleetAction] = []
+        self._left: list[Replica] = []
+        """Those from which a request has been moved in this call."""
+        self._pools = Pools(self._members, router, self._config.num_prefill)
+        self._migration = Migration(
+            self._members,
+            self._open,
+            self._pools,
+            act=lambda action: self._actions.append(action),
+            on_moved=self._on_moved,
+        )
+        self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
+            Arrived: self._on_arrival,
+            Delivered: self._on_delivery,
+            Refused: self._on_refusal,
+            Aborted: self._on_abort,
+            Reported: self._on_report,
+            Joined: self._on_join,
+            Lost: self._on_loss,
+            DrainAsked: self._on_drain,
+            ScaleAsked: self._on_scale,
+            Answered: self._migration.on_answer,
+            Tick: self._on_tick,
+        }
+
+    def on_event(self, event: FleetEvent, now: float) -> list[FleetAction]:
+        """Return what is to be done about an event, in this order.
+
+        What comes too late is ignored: deliveries and refusals of a request by a replica that no longer owns
+        it, reports of a replica that is not a member.
+
+        Parameters
+        ----------
+        now : seconds of the clock by which requests arrive; not before that of the last call.
+
+        Raises
+        ------
+        ConfigError : fewer than no replicas are asked for.
+        """
+        actions = self._actions = []
+        self._handlers[type(event)](event, now)
+        while self._left:
+            self._stop_if_drained(self._left.pop(), now)
+        self._migration.advance(now)
+        if self._on_decision is not None:
+            self._on_decision(event, now, actions)
+        return actions
+
+    @property
+    def next_time(self) -> float:
+        """When a `Tick` is wanted at the latest, seconds; infinite where none is."""
+        drained = (each.drains_until for each in self._members.having(ReplicaState.DRAINING))
+        again = (each.not_before for each in self._waiting.values() if each.refused_by)
+        return min((*drained, *again, self._migration.next_time))
+
+    def status(self) -> FleetStatus:
+        """Return how everything stands."""
+        return self._members.status(len(self._waiting))
+
+    def owner(self, request_id: str) -> ReplicaId | None:
+        """Return the replica that has a request; None where it waits in the fleet, or has ended."""
+        opened = self._open.get(request_id)
+        return None if opened is None else opened.replica
+
+    def role(self, replica: ReplicaId) -> str:
+        """Return what a replica is for: `prefill` or `decode`; nothing where all are alike."""
+        return self._pools.role(replica)
+
+    def check_invariants(self) -> None:
+        """Assert that each request has one owner, and that only replicas that can have some do."""
+        self._members.check_owners(self._open, self._waiting)
+
+    def _on_arrival(self, event: Arrived, now: float) -> None:
+        opened = OpenRequest(event.request)
+        request_id = event.request.request_id
+        assert request_id not in self._open, f"{request_id} arrives twice"
+        self._open[request_id] = opened
+        is_full = len(self._waiting) >= self._config.max_num_waiting
+        self._send(opened, now, may_wait=not is_full)
+
+    def _on_delivery(self, event: Delivered, now: float) -> None:
+        opened, replica = self._owned(event.request_id, event.replica)
+        if opened is None or replica is None:
+            return
+        is_first = event.num_tokens > 0 and not opened.has_started
+        if is_first:
+            opened.has_started, opened.refused_by = True, ()
+            self._router.on_first_token(replica.number, opened.request)
+        opened.num_output_tokens += event.num_tokens
+        if is_first and not event.is_finished:
+            self._migration.on_first_token(opened, replica, now)
+        if event.is_finished:
+            self._release(opened, replica)
+            del self._open[event.request_id]
+            self._stop_if_drained(replica, now)
+
+    def _on_refusal(self, event: Refused, now: float) -> None:
+        opened, replica = self._owned(event.request_id, event.replica)
+        if opened is None or replica is None:
+            return
+        self._release(opened, replica)
+        if not event.is_for_load:
+            self._refuse(opened, "invalid")
+        else:
+            opened.refused_by += (replica.replica_id,)
+            opened.retry_after = least(opened.retry_after, event.retry_after)
+            self._send(opened, now, why="retried")
+        self._stop_if_drained(replica, now)
+
+    def _on_abort(self, event: Aborted, now: float) -> None:
+        opened = self._open.pop(event.request_id, None)
+        if opened is None:
+            return
+        if opened.replica is None:
+            del self._waiting[event.request_id]
+            return
+        replica = self._members.replicas[opened.replica]
+        self._release(opened, replica)
+        self._actions.append(Withdraw(replica.replica_id, event.request_id))
+        self._stop_if_drained(replica, now)
+
+    def _owned(self, request_id: str, replica_id: ReplicaId) -> tuple[OpenRequest | None, Replica | None]:
+        """Return a request and its replica, if it is this one."""
+        opened = self._open.get(request_id)
+        if opened is None or opened.replica != replica_id:
+            return None, None
+        return opened, self._members.replicas[replica_id]
+
+    def _release(self, opened: OpenRequest, replica: Replica) -> None:
+        """Let a replica no longer own a request."""
+        request = opened.request
+        self._migration.on_end(request.request_id)
+        del replica.open[request.request_id]
+        opened.replica = None
+        if not opened.has_started:
+            self._router.on_first_token(replica.number, request)
+        self._router.on_finish(replica.number, request)
+
+    def _send(self, opened: OpenRequest, now: float, *, why: str = "", may_wait: bool = True) -> None:
+        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it."""
+        if opened.num_output_tokens != opened.request.num_output_tokens:
+            opened.request = replace(opened.request, num_output_tokens=opened.num_output_tokens)
+        request = opened.request
+        may_try = len(opened.refused_by) < _MOST_TRIES or opened.is_kept
+        choice = self._route(opened, now) if may_try else None
+        if choice is None:
+            self._wait_or_refuse(opened, now, may_wait=may_wait)
+            return
+        replica = self._members.by_number[choice.replica]
+        opened.replica, opened.has_started = replica.replica_id, False
+        opened.stops = self._migration.stops_at(opened, replica)
+        replica.open[request.request_id] = opened
+        self._actions.append(
+            Send(
+                replica.replica_id,
+                request.request_id,
+                why or choice.why,
+                choice.predicted_ttft,
+                opened.stops,
+            )
+        )
+
+    def _route(self, opened: OpenRequest, now: float) -> Choice | None:
+        excluded = self._members.excluded_for(opened)
+        return self._router.route(opened.request, now, self._pools.narrow(opened, excluded))
+
+    def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
+        members, has_tokens = self._members, opened.num_output_tokens > 0
+        is_any_ready = bool(members.having(ReplicaState.READY))
+        if opened.refused_by and not has_tokens:
+            self._refuse(
+                opened, "overloaded", least(opened.retry_after, self._router.least_wait(opened.request, now))
+            )
+        elif opened.refused_by and is_any_ready:
+            opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
+            self._waiting[opened.request.request_id] = opened
+        elif members.is_one_coming and (may_wait or has_tokens):
+            opened.refused_by = ()
+            self._waiting[opened.request.request_id] = opened
+        elif is_any_ready:
+            self._refuse(opened, "too_long")
+        else:
+            self._refuse(opened, "no_replica", self._start_seconds if members.is_one_coming else None)
+
+    def _refuse(self, opened: OpenRequest, reason: str, retry_after: float | None = None) -> None:
+        request_id = opened.request.request_id
+        del self._open[request_id]
+        self._actions.append(Refuse(request_id, reason, retry_after))
+
+    def _send_waiting(self, now: float) -> None:
+        """Try once more to send those that wait, those that are due first: the members have changed."""
+        self._send_again(list(self._waiting.values()), now)
+
+    def _send_again(self, waiting: list[OpenRequest], now: float) -> None:
+        for opened in sorted(waiting, key=deadline):
+            del self._waiting[opened.request.request_id]
+            opened.refused_by, opened.retry_after = (), None
+            self._send(opened, now, why="waited")
+
+    # ---- replicas ----
+
+    def _on_report(self, event: Reported, now: float) -> None:
+        replica = self._members.replicas.get(event.replica)
+        if replica is None:
+            return
+        replica.load = event.load
+        if replica.state is ReplicaState.READY:
+            self._router.on_report(replica.number, event.load, now)
+            self._migration.on_report(replica, now)
+
+    def _on_join(self, event: Joined, now: float) -> None:
+        replica = self._members.get(event.replica)
+        if replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
+            self._actions.append(Stop(event.replica))
+            return
+        if replica.starts is not None:
+            self._start_seconds, replica.starts = now - replica.starts, None
+        if replica.state is not ReplicaState.STARTING:  # it came back before anybody saw it go
+            self._leave(replica, ReplicaState.STARTING, "")
+        orphans = self._take_all(replica)
+        self._members.enter(replica, event.limits, now)
+        self._router.join(replica.number, event.limits)
+        self._members.update_lengths()
+        self._migration.look()
+        self._resume(orphans, now)
+        self._send_waiting(now)
+
+    def _on_loss(self, event: Lost, now: float) -> None:
+        replica = self._members.replicas.get(event.replica)
+        if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
+            return
+        orphans = self._take_all(replica)
+        if replica.state is ReplicaState.DRAINING:
+            self._end(replica, now, is_alive=False)
+        else:
+            delay = replica.on_death(now) if self._config.restarts else None
+            state = ReplicaState.DOWN if delay is None else ReplicaState.STARTING
+            self._leave(replica, state, event.why)
+            if delay is not None:
+                self._start(replica, now, delay)
+        self._resume(orphans, now)
+        self._send_waiting(now)
+
+    def _resume(self, orphans: list[OpenRequest], now: float) -> None:
+        """Send the requests of a replica that is gone elsewhere, those that are due first."""
+        for opened in orphans:
+            request = opened.request
+            if not request.resumes:
+                self._refuse(opened, "replica_lost")
+            elif request.lives >= MOST_LIVES:
+                self._refuse(opened, "too_many_lives")
+            else:
+                opened.request = replace(request, lives=request.lives + 1)
+                opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
+                self._send(opened, now, why="resumed")
+
+    def _take_all(self, replica: Replica) -> list[OpenRequest]:
+        """Take all requests from a replica that is gone; return them, those that are due first."""
+        self._migration.on_lost(replica)
+        taken = sorted(replica.open.values(), key=deadline)
+        for opened in taken:
+            self._release(opened, replica)
+        return taken
+
+    def _leave(self, replica: Replica, state: ReplicaState, why: str) -> None:
+        """Let a replica be no member any more."""
+        if replica.state is ReplicaState.READY:
+            self._router.leave(replica.number)
+            self._migration.on_leave(replica)
+        replica.state, replica.why = state, why
+        self._members.update_lengths()
+
+    def _on_drain(self, event: DrainAsked, now: float) -> None:
+        replica = self._members.replicas.get(event.replica)
+        if replica is not None:
+            self._drain(replica, now, event.seconds, restarts=event.restarts)
+
+    def _drain(self, replica: Replica, now: float, seconds: float, *, restarts: bool) -> None:
+        """Begin to end a replica, or change when it ends and whether it comes back."""
+        if replica.state in (ReplicaState.STARTING, ReplicaState.DOWN) and not restarts:
+            self._end(replica, now, is_alive=replica.state is ReplicaState.STARTING)
+        if replica.state not in (ReplicaState.READY, ReplicaState.DRAINING):
+            return
+        self._leave(replica, ReplicaState.DRAINING, "restarts" if restarts else "ends")
+        replica.drains_until, replica.restarts = now + seconds, restarts
+        if self._members.having(ReplicaState.READY):  # else it serves them itself, as far as it gets
+            self._move([each for each in replica.open.values() if not each.has_started], replica, now)
+            self._migration.look()
+        self._stop_if_drained(replica, now)
+        if self._waiting and not self._members.is_one_coming:
+            self._send_waiting(now)
+
+    def _move(self, moved: list[OpenRequest], replica: Replica, now: float) -> None:
+        """Take requests back from a replica that drains, and send them elsewhere."""
+        for opened in sorted(moved, key=deadline):
+            self._release(opened, replica)
+            self._actions.append(Withdraw(replica.replica_id, opened.request.request_id))
+            opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
+            self._send(opened, now, why="moved")
+
+    def _on_moved(self, opened: OpenRequest, destination: Replica) -> None:
+        """Hear that a request goes on elsewhere, with its KV."""
+        source = self._members.hand_over(opened, destination)
+        self._router.on_finish(source.number, opened.request)
+        self._router.take(destination.number, opened.request)
+        self._left.append(source)
+
+    def _stop_if_drained(self, replica: Replica, now: float) -> None:
+        if replica.state is ReplicaState.DRAINING and not replica.open:
+            self._end(replica, now, is_alive=True)
+
+    def _end(self, replica: Replica, now: float, *, is_alive: bool) -> None:
+        """Stop a replica that is to end and has nothing left, and start it again if it is to come back."""
+        if is_alive:
+            self._actions.append(Stop(replica.replica_id))
+        restarts, replica.drains_until, replica.restarts = replica.restarts, inf, False
+        self._leave(replica, ReplicaState.STOPPED, "")
+        if restarts:
+            self._start(replica, now)
+        elif self._waiting:
+            self._send_waiting(now)
+
+    def _start(self, replica: Replica, now: float, delay: float = 0.0) -> None:
+        if replica.state is not ReplicaState.STARTING:
+            replica.state, replica.why = ReplicaState.STARTING, ""
+        replica.starts = now
+        self._actions.append(Start(replica.replica_id, delay))
+
+    def _on_scale(self, event: ScaleAsked, now: float) -> None:
+        check_count(event.num_replicas)
+        members = self._members
+        for replica in members.having(ReplicaState.DOWN):  # they were asked for, too, and are again
+            replica.state, replica.why = ReplicaState.STOPPED, ""
+        expected = members.expected()
+        for _ in range(event.num_replicas - len(expected)):
+            replica = members.get(members.unused_id())
+            replica.forgive()
+            self._start(replica, now)
+        # Those that compute prompts go last, those that are not ready first, then those with the least to do,
+        # the last named of them.
+        expected.sort(
+            key=lambda each: (
+                self._pools.is_prefill(each.replica_id),
+                each.state is ReplicaState.READY,
+                len(each.open),
+                -each.order,
+            )
+        )
+        for replica in expected[: max(0, len(expected) - event.num_replicas)]:
+            self._drain(replica, now, self._config.drain_seconds, restarts=False)
+
+    def _on_tick(self, event: Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)
+        for replica in self._members.having(ReplicaState.DRAINING):
+            if replica.drains_until <= now:
+                self._move(list(replica.open.values()), replica, now)
+                self._stop_if_drained(replica, now)
+        due = [each for each in self._waiting.values() if each.refused_by and each.not_before <= now]
+        self._send_again(due, now)

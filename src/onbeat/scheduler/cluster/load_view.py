@@ -1,0 +1,205 @@
+"""What a router knows of a replica's load: its last report, and what it was sent since."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import merge
+from math import exp, inf, sqrt
+from typing import NamedTuple, cast
+
+from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.core.slo import ShedMode
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.outlook import Triage, seconds_before
+from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
+
+_MEMORY_SECONDS = 10.0
+"""Time constant of the pace at which requests end."""
+_MOST_SHARE = 0.95
+"""Of the time, what prompts are counted on to get where a replica reports that it is all."""
+_SHORTEST_STEP = 1e-4
+"""Seconds: of a replica that reports no time for a step."""
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """All that triage looks at of a prompt that is known by its work and deadline alone."""
+
+    arrival: float = 0.0
+    shed: ShedMode = ShedMode.RELEGATE
+
+    @property
+    def request(self) -> _Prompt:
+        return self
+
+
+def _prompt() -> RequestState:
+    return cast("RequestState", _Prompt())
+
+
+_ANY_PROMPT = _prompt()
+
+
+class Sent(NamedTuple):
+    """A request that a replica's last report does not count."""
+
+    number: int
+    """How many the replica had been sent with it."""
+    deadline: float
+    """Of its first token; infinite for best effort."""
+    seconds: float
+    """Of prefill work."""
+    request_id: str
+
+
+@dataclass(slots=True)
+class LoadView:
+    """A replica's last report, and what it was sent since.
+
+    Times are the router's. Each call costs O(requests sent since the report).
+    """
+
+    limits: ReplicaLimits
+    load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(time=0.0, num_taken=0))
+    reported: float = -inf
+    """When the report came."""
+    num_sent: int = 0
+    sent: deque[Sent] = field(default_factory=deque)
+    num_ended: int = 0
+    """Since the last report."""
+    ended_weight: float = 0.0
+    watched_weight: float = 0.0
+    """Requests that ended of late, and the seconds in which they did, exponentially weighted."""
+
+    def on_report(self, load: ReplicaLoad, now: float) -> None:
+        """Take a report, and count no more what it counts."""
+        if self.reported > -inf and load.num_running:
+            passed = max(0.0, now - self.reported)
+            decay = exp(-passed / _MEMORY_SECONDS)
+            self.ended_weight = self.ended_weight * decay + self.num_ended
+            self.watched_weight = self.watched_weight * decay + passed
+        self.num_ended = 0
+        self.load, self.reported = load, now
+        while self.sent and self.sent[0].number <= load.num_taken:
+            self.sent.popleft()
+
+    def send(self, deadline: float, seconds: float, request_id: str) -> None:
+        """Count a request that is sent."""
+        self.num_sent += 1
+        self.sent.append(Sent(self.num_sent, deadline, seconds, request_id))
+
+    def take_back(self, request_id: str) -> None:
+        """Count no more a request that ended, or was taken back, before a report has counted it."""
+        for index, each in enumerate(self.sent):
+            if each.request_id == request_id:
+                del self.sent[index]
+                return
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that run, wait or are on their way."""
+        return self.load.num_running + self.load.num_waiting + len(self.sent)
+
+    def slot_wait(self, deadline: float, now: float) -> float:
+        """Return the seconds until a request gets a slot, by the pace at which slots came free of late.
+
+        Where the first that waits lacks blocks, no slot is free: they are given back by those that end, too.
+        Those that are due before it get theirs first, unless it comes too late for them: the replica gives
+        them up, and serves them behind all others.
+        """
+        load = self.load
+        num_free = 0 if load.num_wanted_blocks else self.limits.max_num_seqs - load.num_running
+        if num_free > load.num_waiting + len(self.sent):
+            return 0.0
+        pace = self.watched_weight / max(self.ended_weight, 1.0)
+        num_begun = load.num_running - load.num_decodes
+        ahead = [self.reported + until for until, _ in load.backlog[num_begun:]]
+        ahead = sorted(due for due in (*ahead, *(each.deadline for each in self.sent)) if due <= deadline)
+        free_at = self.reported
+        for due in ahead[max(0, num_free) :]:
+            if free_at + pace <= due:
+                free_at += pace
+        return max(0.0, free_at + pace - now) if len(ahead) >= num_free else 0.0
+
+    def work_left(self, now: float) -> float:
+        """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
+        load = self.load
+        total = sum(seconds for _, seconds in load.backlog) + load.best_effort_work
+        done = max(0.0, now - self.reported - load.busy) * load.prefill_share if total else 0.0
+        return max(0.0, total - done) + sum(each.seconds for each in self.sent)
+
+    def predicted_ttft(self, deadline: float, objective: float, seconds: float, now: float) -> float | None:
+        """Return the seconds from now until the first token of a request, if it were sent now.
+
+        Parameters
+        ----------
+        deadline : of its first token, infinite without any.
+        objective : its TTFT objective, seconds; likewise.
+        seconds : of prefill work, on this replica.
+
+        Returns
+        -------
+        None where the replica predicts nothing.
+        """
+        costs = self.load.costs
+        if costs is None:
+            return None
+        start = max(now, self.reported + self.load.busy)
+        jobs, best_effort = self._jobs(now)
+        own = Job(deadline, seconds, _prompt())
+        ahead = sum(job.deadline <= deadline for job in jobs)
+        room = self._room(costs, self.load.num_decodes + ahead, objective)
+        before = None
+        if deadline < inf:
+            everyone = sorted([*jobs, own], key=_deadline)
+            triage = Triage(start, room.share, _equal_worth, 0.5 * room.length)
+            due_before = sum(job.seconds for job in everyone[: everyone.index(own)])
+            before = seconds_before(own, everyone, triage, by_deadline=due_before)
+        total = sum(job.seconds for job in jobs)
+        if before is None:  # behind all
+            before = total + best_effort
+        wait = room.finish_seconds(before + seconds, seconds + total)
+        return max(start - now + wait, self.slot_wait(deadline, now))
+
+    def _jobs(self, now: float) -> tuple[list[Job], float]:
+        """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
+        load = self.load
+        done = max(0.0, now - self.reported - load.busy) * load.prefill_share
+        jobs: list[Job] = []
+        for until, seconds in load.backlog:
+            if done >= seconds:
+                done -= seconds
+                continue
+            jobs.append(Job(self.reported + until, seconds - done, _ANY_PROMPT))
+            done = 0.0
+        best_effort = max(0.0, load.best_effort_work - done)
+        if self.sent:
+            best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
+            jobs = list(merge(jobs, self._sent_jobs(), key=_deadline))
+        return jobs, best_effort
+
+    def _sent_jobs(self) -> Iterator[Job]:
+        sent = [each for each in self.sent if each.deadline < inf]
+        sent.sort(key=lambda each: each.deadline)
+        return (Job(each.deadline, each.seconds, _ANY_PROMPT) for each in sent)
+
+    def _room(self, costs: PrefillCosts, num_decodes: int, objective: float) -> Room:
+        """Return what prompts get of a step beside so many decodes."""
+        load = self.load
+        length = costs.decode_step(load.num_decodes) / (1 - min(load.prefill_share, _MOST_SHARE))
+        if objective < inf:
+            length = max(length, sqrt(costs.step * objective))
+        fixed = costs.decode_step(num_decodes)
+        length = max(length, fixed, _SHORTEST_STEP)
+        return Room(0, length, max(1 - fixed / length, LEAST_SHARE))
+
+
+def _deadline(job: Job) -> float:
+    return job.deadline
+
+
+def _equal_worth(state: object) -> float:  # noqa: ARG001
+    return 1.0

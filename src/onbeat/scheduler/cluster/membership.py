@@ -1,0 +1,297 @@
+"""The replicas of a fleet: which of them take requests, which are coming, and which stay down."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from math import inf
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad, replica_id
+from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
+from onbeat.scheduler.cluster.routing import RoutingRequest
+
+FIRST_RESTART_DELAY = 0.5
+LONGEST_RESTART_DELAY = 30.0
+"""Seconds before a replica that died is started again: the first, doubled with each further death."""
+DEATHS_WINDOW = 60.0
+"""Seconds; after so long a life, a death counts as the first."""
+MOST_DEATHS = 3
+"""A replica that dies so many times within `DEATHS_WINDOW` stays down."""
+
+
+class ReplicaState(StrEnum):
+    """What a replica can do."""
+
+    STARTING = "starting"
+    """It takes no requests yet."""
+    READY = "ready"
+    DRAINING = "draining"
+    """It ends what it has and takes nothing new."""
+    DOWN = "down"
+    """It died too often and is not started again by itself."""
+    STOPPED = "stopped"
+    """It was to end, and has."""
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that has not ended."""
+
+    request: RoutingRequest
+    replica: ReplicaId | None = None
+    """Where it is; None while it waits in the fleet."""
+    has_started: bool = False
+    """Whether its replica has delivered tokens of it."""
+    num_output_tokens: int = 0
+    """That its client has got, as far as the fleet was told."""
+    stops: bool = False
+    """Whether its replica has it stand still after its first token."""
+    is_kept: bool = False
+    """Whether a replica had it before this one: it was taken once, and is not refused lightly."""
+    refused_by: tuple[ReplicaId, ...] = ()
+    """Since it was last taken, in the order in which they did."""
+    retry_after: float | None = None
+    """The shortest that one of these has said."""
+    not_before: float = 0.0
+    """Until then it waits, where it waits because all refuse it."""
+    num_failed_moves: int = 0
+    no_move_before: float = 0.0
+    """Until then it stays where it is, since a move of it has failed."""
+    no_mending_before: float = 0.0
+    """Until then it is not moved because of how its replica stands, since it has been."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of its prompt and of what its client has got, as far as the fleet was told."""
+        return self.request.num_prompt_tokens + self.num_output_tokens
+
+
+@dataclass(slots=True)
+class Replica:
+    """What a fleet knows of one of its replicas."""
+
+    replica_id: ReplicaId
+    order: int
+    """How many were heard of before it."""
+    state: ReplicaState = ReplicaState.STARTING
+    why: str = ""
+    """Of the state, where there is more to say."""
+    number: int = -1
+    """The router's, of this life."""
+    limits: ReplicaLimits | None = None
+    load: ReplicaLoad | None = None
+    """As it reported last in this life; None where it has not."""
+    no_mending_before: float = 0.0
+    """Until then no request is moved away because of how the replica stands."""
+    open: dict[str, OpenRequest] = field(default_factory=dict)
+    """By request id, in the order in which they were sent here."""
+    num_lives: int = 0
+    """Times that it got ready."""
+    drains_until: float = inf
+    restarts: bool = False
+    """Whether it is started again once it has drained."""
+    starts: float | None = None
+    """When its start was asked for; None where nobody asked, or it has started."""
+    ready_since: float = -inf
+    restart_delay: float = 0.0
+    deaths: deque[float] = field(default_factory=deque)
+    """Those within the window."""
+
+    def on_death(self, now: float) -> float | None:
+        """Count a death; return the seconds to wait before another start, or None where it stays down."""
+        deaths = self.deaths
+        deaths.append(now)
+        while deaths[0] < now - DEATHS_WINDOW:
+            deaths.popleft()
+        if len(deaths) >= MOST_DEATHS:
+            return None
+        lived_long = self.state is not ReplicaState.STARTING and now - self.ready_since > DEATHS_WINDOW
+        if lived_long or not self.restart_delay:
+            self.restart_delay = FIRST_RESTART_DELAY
+        else:
+            self.restart_delay = min(2 * self.restart_delay, LONGEST_RESTART_DELAY)
+        return self.restart_delay
+
+    def forgive(self) -> None:
+        """Forget its deaths: somebody asks for it again."""
+        self.deaths.clear()
+        self.restart_delay = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStatus:
+    """How one replica stands, for people."""
+
+    replica: ReplicaId
+    state: ReplicaState
+    why: str
+    num_lives: int
+    """Times that it got ready."""
+    num_outstanding: int
+    """Requests that it has been sent and has not ended."""
+    num_started: int
+    """Of these, those that have had tokens from it."""
+    limits: ReplicaLimits | None
+
+
+@dataclass(frozen=True, slots=True)
+class FleetStatus:
+    """How a fleet stands, for people."""
+
+    replicas: tuple[ReplicaStatus, ...]
+    num_waiting: int
+    """Requests that are with no replica: none takes them at present."""
+
+    def count(self, state: ReplicaState) -> int:
+        """Return how many replicas are in a state."""
+        return sum(each.state is state for each in self.replicas)
+
+
+class Membership:
+    """The replicas by id, and by the numbers that the router knows them under."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self.by_number: list[Replica] = []
+        """A number is never used twice: a replica that has lost its memory is another one to a router."""
+        self._shortest = 0
+
+    def get(self, replica_id: ReplicaId) -> Replica:
+        """Return a replica, new or known."""
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            replica = self.replicas[replica_id] = Replica(replica_id, len(self.replicas))
+        return replica
+
+    def enter(self, replica: Replica, limits: ReplicaLimits, now: float) -> None:
+        """Make a replica ready, under a new number."""
+        replica.state, replica.why, replica.limits = ReplicaState.READY, "", limits
+        replica.number, replica.load = len(self.by_number), None
+        self.by_number.append(replica)
+        replica.num_lives += 1
+        replica.ready_since, replica.drains_until, replica.restarts = now, inf, False
+
+    def having(self, *states: ReplicaState) -> list[Replica]:
+        """Return the replicas in some states, in the order in which they were first heard of."""
+        return [each for each in self.replicas.values() if each.state in states]
+
+    @property
+    def is_one_coming(self) -> bool:
+        """Whether a replica is about to get ready."""
+        return any(
+            each.state is ReplicaState.STARTING or (each.state is ReplicaState.DRAINING and each.restarts)
+            for each in self.replicas.values()
+        )
+
+    def expected(self) -> list[Replica]:
+        """Return the replicas that serve or will."""
+        live = self.having(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DRAINING)
+        return [each for each in live if each.state is not ReplicaState.DRAINING or each.restarts]
+
+    def unused_id(self) -> ReplicaId:
+        """Return the first of r0, r1, ... that no replica has, or that one had which has stopped."""
+        number = 0
+        while (known := self.replicas.get(replica_id(number))) and known.state is not ReplicaState.STOPPED:
+            number += 1
+        return replica_id(number)
+
+    def status(self, num_waiting: int) -> FleetStatus:
+        """Return how everything stands.
+
+        Parameters
+        ----------
+        num_waiting : requests that are with no replica.
+        """
+        return FleetStatus(
+            tuple(
+                ReplicaStatus(
+                    each.replica_id,
+                    each.state,
+                    each.why,
+                    each.num_lives,
+                    len(each.open),
+                    sum(opened.has_started for opened in each.open.values()),
+                    each.limits,
+                )
+                for each in self.replicas.values()
+            ),
+            num_waiting,
+        )
+
+    def check_owners(self, opened: Mapping[str, OpenRequest], waiting: Mapping[str, OpenRequest]) -> None:
+        """Assert that each open request has one owner, and that only replicas that can have some do."""
+        owned = dict(waiting)
+        for replica in self.replicas.values():
+            has_some = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
+            assert has_some or not replica.open, f"{replica.replica_id} is {replica.state}, but has requests"
+            for request_id, each in replica.open.items():
+                assert request_id not in owned, f"{request_id} has two owners"
+                assert each.replica == replica.replica_id
+                owned[request_id] = each
+        assert owned.keys() == opened.keys(), "a request has no owner, or has ended and has one"
+        assert all(each.replica is None for each in waiting.values())
+        is_any_ready = bool(self.having(ReplicaState.READY))
+        all_refused = is_any_ready and all(each.refused_by for each in waiting.values())
+        can_wait = not waiting or all_refused or self.is_one_coming
+        assert can_wait, "requests wait, but no replica is coming"
+
+    def hand_over(self, opened: OpenRequest, destination: Replica) -> Replica:
+        """Let another replica own a request; return the one that has owned it."""
+        assert opened.replica is not None
+        source = self.replicas[opened.replica]
+        request_id = opened.request.request_id
+        del source.open[request_id]
+        destination.open[request_id] = opened
+        opened.replica = destination.replica_id
+        return source
+
+    def update_lengths(self) -> None:
+        """Take note of the shortest context: what fits that fits all."""
+        ready = self.having(ReplicaState.READY)
+        self._shortest = min((_length(each) for each in ready if each.limits), default=0)
+
+    def excluded_for(self, opened: OpenRequest) -> Collection[int]:
+        """Return the numbers of ready replicas that a request must not go to."""
+        request = opened.request
+        num_tokens = request.num_prompt_tokens + max(request.max_tokens, request.num_output_tokens + 1)
+        fits_all = num_tokens <= self._shortest
+        if fits_all and not opened.refused_by:
+            return NONE_EXCLUDED
+        excluded = {self.replicas[each].number for each in opened.refused_by}
+        return excluded if fits_all else excluded.union(self.too_long_for(request))
+
+    def too_long_for(self, request: RoutingRequest) -> list[int]:
+        """Return the numbers of ready replicas that a request does not fit, of those that differ in that.
+
+        Where it fits none with all the tokens that it may have, not even one that is coming back, the
+        replicas of the greatest length remain: there it ends when they are full. Where its prompt does not
+        fit these, none remains.
+        """
+        least = request.num_prompt_tokens + request.num_output_tokens + 1
+        most = max(least, request.num_prompt_tokens + request.max_tokens)
+        longest = max((_length(each) for each in self.expected()), default=0)
+        needed = most if longest >= most else max(longest, least)
+        return [each.number for each in self.having(ReplicaState.READY) if _length(each) < needed]
+
+
+def _length(replica: Replica) -> int:
+    return 0 if replica.limits is None else replica.limits.max_model_len
+
+
+def deadline(opened: OpenRequest) -> tuple[float, float]:
+    """Return the order in which requests are sent elsewhere."""
+    return opened.request.ttft_deadline, opened.request.arrival
+
+
+def least(first: float | None, second: float | None) -> float | None:
+    """Return the least of what is known."""
+    return min((each for each in (first, second) if each is not None), default=None)
+
+
+def check_count(num_replicas: int) -> None:
+    """Raise ConfigError unless a fleet can have so many replicas."""
+    if num_replicas < 0:
+        raise ConfigError(f"a fleet cannot have {num_replicas} replicas; give 0 or more")

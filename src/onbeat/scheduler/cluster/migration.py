@@ -1,0 +1,305 @@
+"""Which running requests are to go on elsewhere, with their KV, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
+
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
+from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
+from onbeat.scheduler.cluster.membership import (
+    Membership,
+    OpenRequest,
+    Replica,
+    ReplicaState,
+    deadline,
+)
+from onbeat.scheduler.cluster.moves import GROWTH_BLOCKS, Move, Moves, Outcome
+from onbeat.scheduler.cluster.pools import Pools
+
+MOST_AT_ONCE = 2
+"""Moves from one replica, and to one: copies share the memory's bandwidth with the steps."""
+MOST_STOPPED = 8
+"""Moves to one replica where requests stand still already, since only their prompts were computed."""
+FEW_TOKENS = 8
+"""A request that has as few left ends sooner than it is moved."""
+_CALM_SECONDS = 0.5
+"""After a move that was to mend something, its replica is left alone for so long: reports must show it."""
+_STAY_SECONDS = 5.0
+"""For so long a request that was moved to mend something is not moved for that again."""
+_RETRY_SECONDS = 0.25
+"""After which a request is moved that could not be."""
+_MOST_FAILURES = 3
+"""Moves of a request that fail, not for want of room, before it is left where it is."""
+
+OnMoved = Callable[[OpenRequest, Replica], None]
+
+
+class Migration:
+    """Moves requests from replicas that drain, that compute prompts for others, or that are in trouble.
+
+    Parameters
+    ----------
+    members : with what they have.
+    opened : the open requests, by id.
+    pools : says which replicas compute prompts.
+    act : takes what is to be done.
+    on_moved : is called with a request and the replica that it has come to.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        opened: Mapping[str, OpenRequest],
+        pools: Pools,
+        *,
+        act: Callable[[FleetAction], None],
+        on_moved: OnMoved,
+    ) -> None:
+        self._members = members
+        self._open = opened
+        self._pools = pools
+        self._act = act
+        self._on_moved = on_moved
+        self._moves = Moves(act, self._on_end)
+        self._now = 0.0
+        self._look_at = inf
+        """When to look again at what could not be moved."""
+        self._is_to_look = False
+
+    @property
+    def next_time(self) -> float:
+        """When `advance` is wanted at the latest; infinite where never."""
+        return min(self._look_at, self._moves.next_time)
+
+    def look(self) -> None:
+        """Let the next `advance` look at who should be elsewhere."""
+        self._is_to_look = True
+
+    def stops_at(self, opened: OpenRequest, replica: Replica) -> bool:
+        """Return whether a request is to stand still on a replica after its first token, to be moved then."""
+        return (
+            self._pools.is_prefill(replica.replica_id)
+            and _moves_streams(replica)
+            and self._has_many_left(opened)
+            and any(True for _ in self._candidates(replica))
+        )
+
+    def on_first_token(self, opened: OpenRequest, replica: Replica, now: float) -> None:
+        """Hear that a request has had its first token from a replica."""
+        if opened.stops:
+            opened.stops = False
+            self._move_on(opened, replica, now)
+        elif replica.state is ReplicaState.DRAINING or self._pools.is_prefill(replica.replica_id):
+            self._is_to_look = True
+
+    def _move_on(self, opened: OpenRequest, source: Replica, now: float) -> None:
+        """Begin to move a request that stands still, or let it go on where it is until there is room."""
+        destination = self._destination(opened, source, most_coming=MOST_STOPPED)
+        if destination is not None and self._has_many_left(opened):
+            self._begin(opened, source, destination, "prefill", now, is_stopped=True)
+            return
+        self._act(MoveStep(source.replica_id, "", opened.request.request_id, MoveVerb.REATTACH))
+        opened.no_move_before = now + _RETRY_SECONDS
+        self._is_to_look = True
+
+    def on_report(self, replica: Replica, now: float) -> None:
+        """Look at how a replica stands, and move a request away if that mends what is about to go wrong."""
+        load, limits = replica.load, replica.limits
+        assert load is not None
+        if limits is None or not limits.moves_streams or now < replica.no_mending_before:
+            return
+        if (why := trouble(load, limits)) and not self._moves.num_from(replica.replica_id):
+            self._mend(replica, why, now)
+
+    def on_answer(self, event: Answered, now: float) -> None:
+        """Hear what came of a step of a move."""
+        self._now = now
+        self._moves.on_answer(event, now)
+
+    def on_end(self, request_id: str) -> None:
+        """Hear that a request has left its replica otherwise: by its end, or because it was taken back."""
+        self._moves.drop(request_id)
+
+    def on_leave(self, replica: Replica) -> None:
+        """Hear that a replica takes nothing new."""
+        self._moves.on_leave(replica.replica_id)
+
+    def on_lost(self, replica: Replica) -> None:
+        """Hear that a replica is gone, before its requests are sent elsewhere."""
+        self._moves.on_lost(replica.replica_id)
+
+    def advance(self, now: float) -> None:
+        """Begin the moves that are due; at the end of each event."""
+        self._now = now
+        if self._moves.next_time <= now:
+            self._moves.on_tick(now)
+        if not self._is_to_look and now < self._look_at:
+            return
+        self._is_to_look, self._look_at = False, inf
+        for source in self._members.having(ReplicaState.READY, ReplicaState.DRAINING):
+            if source.open and _moves_streams(source):
+                self._relieve(source, now)
+
+    def _relieve(self, source: Replica, now: float) -> None:
+        """Begin to move what should not be on a replica, those that are due first."""
+        if source.state is ReplicaState.DRAINING:
+            why = "drain"
+        elif self._pools.is_prefill(source.replica_id):
+            why = "prefill"
+        else:
+            return
+        for opened in sorted(source.open.values(), key=deadline):
+            if self._moves.num_from(source.replica_id) >= MOST_AT_ONCE:
+                return
+            if not self._may_move(opened):
+                continue
+            if now < opened.no_move_before:
+                self._look_at = min(self._look_at, opened.no_move_before)
+                continue
+            destination = self._destination(opened, source)
+            if destination is None:
+                opened.no_move_before = now + _RETRY_SECONDS
+                self._look_at = min(self._look_at, opened.no_move_before)
+                continue
+            self._begin(opened, source, destination, why, now)
+
+    def _mend(self, source: Replica, why: str, now: float) -> None:
+        """Begin to move the request that came last, which would be preempted first, if that is worth it."""
+        load = source.load
+        assert load is not None
+        source.no_mending_before = now + _CALM_SECONDS
+        for opened in sorted(source.open.values(), key=_arrival, reverse=True):
+            if not is_worth_it(load.costs, load.num_decodes, opened.num_tokens):
+                continue
+            is_left_alone = now < max(opened.no_move_before, opened.no_mending_before)
+            if is_left_alone or not self._may_move(opened):
+                continue
+            spare = [each for each in self._candidates(source) if self._can_spare(opened, each)]
+            if spare:
+                destination = max(spare, key=lambda each: (self._freeness(opened, each), -each.order))
+                self._begin(opened, source, destination, why, now)
+                opened.no_mending_before = now + _STAY_SECONDS
+            return
+
+    def _can_spare(self, opened: OpenRequest, replica: Replica) -> bool:
+        """Return whether a replica takes a request without being in trouble itself."""
+        load, limits = replica.load, replica.limits
+        if load is None or limits is None or not self._has_room(opened, replica):
+            return False
+        num_coming = self._moves.num_to(replica.replica_id)
+        num_blocks = self._moves.num_blocks_to(replica.replica_id) + _num_blocks(opened, replica)
+        slo, costs = opened.request.slo, load.costs
+        if slo is not None and slo.tbt is not None and costs is not None:
+            step = costs.decode_step(load.num_decodes + num_coming + 1)
+            if step > slo.tbt:
+                return False
+        return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
+
+    def _begin(
+        self,
+        opened: OpenRequest,
+        source: Replica,
+        destination: Replica,
+        why: str,
+        now: float,
+        *,
+        is_stopped: bool = False,
+    ) -> None:
+        self._moves.begin(
+            opened.request.request_id,
+            source.replica_id,
+            destination.replica_id,
+            num_blocks=_num_blocks(opened, destination),
+            why=why,
+            now=now,
+            is_stopped=is_stopped,
+        )
+
+    def _may_move(self, opened: OpenRequest) -> bool:
+        request = opened.request
+        may_succeed = opened.num_failed_moves < _MOST_FAILURES
+        return (
+            opened.has_started
+            and self._has_many_left(opened)
+            and may_succeed
+            and not self._moves.is_under_way(request.request_id)
+        )
+
+    def _has_many_left(self, opened: OpenRequest) -> bool:
+        return opened.request.max_tokens - opened.num_output_tokens > FEW_TOKENS
+
+    def _destination(
+        self, opened: OpenRequest, source: Replica, *, most_coming: int = MOST_AT_ONCE
+    ) -> Replica | None:
+        """Return the replica with the most room for each of its requests, this one included."""
+        fitting = [
+            each for each in self._candidates(source) if self._has_room(opened, each, most_coming=most_coming)
+        ]
+        return max(fitting, key=lambda each: (self._freeness(opened, each), -each.order), default=None)
+
+    def _candidates(self, source: Replica) -> Iterable[Replica]:
+        """Return the replicas that may take a request: those that decode, else any, where one drains."""
+        others = [
+            each
+            for each in self._members.having(ReplicaState.READY)
+            if each is not source and _moves_streams(each)
+        ]
+        decoding = [each for each in others if not self._pools.is_prefill(each.replica_id)]
+        return decoding if decoding or source.state is not ReplicaState.DRAINING else others
+
+    def _has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: int = MOST_AT_ONCE) -> bool:
+        limits, request = replica.limits, opened.request
+        assert limits is not None, "it is ready"
+        return (
+            request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
+            and self._moves.num_to(replica.replica_id) < most_coming
+            and self._num_running(replica) < limits.max_num_seqs
+            and self._num_free(replica) >= _num_blocks(opened, replica) + GROWTH_BLOCKS
+        )
+
+    def _freeness(self, opened: OpenRequest, replica: Replica) -> float:
+        """Return the free blocks for each request, once this one is there (Llumnix, section 4.4.2)."""
+        num_left = self._num_free(replica) - _num_blocks(opened, replica)
+        return num_left / (1 + self._num_running(replica))
+
+    def _num_running(self, replica: Replica) -> int:
+        """Return the requests that run there or are on their way."""
+        num_reported = 0 if replica.load is None else replica.load.num_running
+        return num_reported + self._moves.num_to(replica.replica_id)
+
+    def _num_free(self, replica: Replica) -> int:
+        """Return the blocks that nobody has there, is going to have, or waits for."""
+        limits, load = replica.limits, replica.load
+        assert limits is not None
+        num_coming = self._moves.num_blocks_to(replica.replica_id)
+        if load is None:
+            return limits.num_blocks - num_coming
+        return load.num_free_blocks - load.num_wanted_blocks - num_coming
+
+    def _on_end(self, move: Move, outcome: Outcome) -> None:
+        self._is_to_look = True
+        opened = self._open.get(move.request_id)
+        if opened is None:
+            return
+        if outcome is Outcome.MOVED:
+            self._on_moved(opened, self._members.replicas[move.destination])
+            return
+        opened.num_failed_moves += outcome is Outcome.FAILED
+        opened.no_move_before = self._now + _RETRY_SECONDS
+        self._look_at = min(self._look_at, opened.no_move_before)
+
+
+def _moves_streams(replica: Replica) -> bool:
+    return replica.limits is not None and replica.limits.moves_streams
+
+
+def _arrival(opened: OpenRequest) -> float:
+    return opened.request.arrival
+
+
+def _num_blocks(opened: OpenRequest, replica: Replica) -> int:
+    """Return the blocks of a replica that a request has, as far as the fleet knows."""
+    assert replica.limits is not None
+    return -(-opened.num_tokens // replica.limits.block_size)

@@ -1,0 +1,81 @@
+"""Prompts on some replicas, tokens on others: which replica a request is sent to first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from math import inf
+
+from onbeat.core.fleet import ReplicaId, ReplicaLoad, replica_number
+from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica, ReplicaState
+from onbeat.scheduler.cluster.routing import Router
+
+_FEW_TOKENS = 64
+"""Of a prompt that stays where it will decode, where no replica predicts what it costs."""
+
+
+class Pools:
+    """Tells replicas that compute prompts from those that generate.
+
+    Roles are where requests are sent, and not what a replica can: where one pool is gone, the other does all.
+
+    Parameters
+    ----------
+    num_prefill : replicas `r0`, `r1`, ... of this number compute prompts for the others; 0 leaves all alike.
+    """
+
+    def __init__(self, members: Membership, router: Router, num_prefill: int) -> None:
+        self._members = members
+        self._router = router
+        self._num_prefill = num_prefill
+
+    def is_prefill(self, replica: ReplicaId) -> bool:
+        """Whether a replica computes prompts for others."""
+        return self._num_prefill > 0 and replica_number(replica) < self._num_prefill
+
+    def role(self, replica: ReplicaId) -> str:
+        """Return `prefill` or `decode`; nothing where all replicas are alike."""
+        if not self._num_prefill:
+            return ""
+        return "prefill" if self.is_prefill(replica) else "decode"
+
+    def narrow(self, opened: OpenRequest, excluded: Collection[int]) -> Collection[int]:
+        """Return the numbers of ready replicas that a request is better not sent to.
+
+        Parameters
+        ----------
+        excluded : those that it must not go to.
+        """
+        if not self._num_prefill:
+            return excluded
+        ready = [each for each in self._members.having(ReplicaState.READY) if each.number not in excluded]
+        prefill = [each for each in ready if self.is_prefill(each.replica_id)]
+        decode = [each for each in ready if not self.is_prefill(each.replica_id)]
+        if not (prefill and decode):
+            return excluded
+        staying = self._where_it_stays(opened, decode)
+        chosen = staying or prefill
+        return {*excluded, *(each.number for each in ready if each not in chosen)}
+
+    def _where_it_stays(self, opened: OpenRequest, decode: Sequence[Replica]) -> list[Replica]:
+        """Return the replicas whose streams hardly notice the prompt: its KV need not be moved there."""
+        held = self._router.num_held(opened.request)
+        num_tokens = opened.num_tokens
+        return [
+            each
+            for each in decode
+            if _fits_in_a_step(each.load, num_tokens, min(held.get(each.number, 0), num_tokens))
+        ]
+
+
+def _fits_in_a_step(load: ReplicaLoad | None, num_tokens: int, num_cached_tokens: int) -> bool:
+    """Return whether a step of a replica can compute a prompt, beside what it has to do.
+
+    It then keeps the tightest TBT of the streams there; where none has any, it is at most twice as long.
+    """
+    num_new = num_tokens - num_cached_tokens
+    costs = None if load is None else load.costs
+    if load is None or costs is None:
+        return num_new <= _FEW_TOKENS
+    step = costs.decode_step(load.num_decodes)
+    longest = load.tightest_tbt if load.tightest_tbt < inf else 2 * step
+    return step + costs.seconds(num_new, num_cached_tokens) <= longest

@@ -1,0 +1,202 @@
+"""A router that prices the wait of a request in the prefill work that a choice costs the fleet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import islice
+from typing import NamedTuple
+
+from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
+from onbeat.scheduler.cluster.load_view import LoadView
+from onbeat.scheduler.cluster.prefixes import Holders, PrefixMemory
+from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
+
+_PRICE = 0.3
+"""Seconds of prefill work that a second until the first token is worth."""
+_MOST_HOLDERS = _MOST_IDLE = 8
+"""Replicas that are looked at, of those that hold the longest prefixes and of those with the least to do."""
+_A_REQUEST = 1e-3
+"""Seconds that a request counts as beside prefill work, where those with the least to do are looked for."""
+_UNKNOWN_COSTS = PrefillCosts(token=5e-5, pair=0.0, step=0.01, decode=1e-4)
+"""Of replicas that predict nothing: what is compared is work, in the unit of this guess."""
+
+
+class _Offer(NamedTuple):
+    """What a request would cost on a replica. The least is chosen."""
+
+    cost: float
+    num_requests: int
+    last_choice: int
+    """Of equal ones, the least recently chosen."""
+    number: int
+    ttft: float
+
+
+class _Request(NamedTuple):
+    """A request, and what is looked up of it once."""
+
+    num_tokens: int
+    deadline: float
+    objective: float
+    holders: Holders
+
+
+class SLORouter:
+    """The replica where a request costs the fleet least: uncached prefill, and its wait at a price.
+
+    The cost is that of its uncached prompt on one device for all, so that a slow replica does not look
+    expensive, only slow; and `_PRICE` for each second until its first token, as predicted. Of more than 16
+    replicas, those that hold the most of the prompt and those with the least to do are looked at, so a choice
+    costs O(log replicas + blocks).
+    """
+
+    ignores_state = False
+    weighs_work = False
+
+    def __init__(self, num_replicas: int = 0) -> None:
+        self._views: dict[int, LoadView] = {}
+        self._members: dict[int, None] = {}
+        self._by_work = LeastLoaded(0)
+        self._num_choices = 0
+        self._last_choices: dict[int, int] = {}
+        self._prefixes = PrefixMemory()
+        for replica in range(num_replicas):
+            self.join(replica)
+
+    def route(
+        self, request: RoutingRequest, now: float = 0.0, excluded: Collection[int] = NONE_EXCLUDED
+    ) -> Choice | None:
+        """Return the cheapest replica."""
+        asked = self._look_up(request)
+        offers = [self._offer(number, asked, now) for number in self._candidates(asked, excluded)]
+        if not offers:
+            return None
+        best = min(offers)
+        number, view = best.number, self._views[best.number]
+        self._last_choices[number] = self._num_choices = self._num_choices + 1
+        num_cached = self._num_cached(number, asked)
+        costs = view.load.costs or _UNKNOWN_COSTS
+        seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
+        view.send(asked.deadline, seconds, request.request_id)
+        self._weigh(number, now)
+        if request.block_hashes:
+            self._prefixes.send(number, request.block_hashes)
+        return Choice(
+            number, "prefix" if num_cached else "cost", None if view.load.costs is None else best.ttft
+        )
+
+    def take(self, replica: int, request: RoutingRequest) -> None:
+        """Take it to hold the prompt; its next report counts the request."""
+        if request.block_hashes:
+            self._prefixes.send(replica, request.block_hashes)
+
+    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:
+        """Return how many tokens of a prompt each replica is taken to hold, of those that hold some."""
+        holders = self._prefixes.look_up(request.block_hashes)
+        return {
+            number: holders.num_held(number) * self._views[number].limits.block_size
+            for number in holders.longest_first()
+        }
+
+    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
+        """Nothing is learnt from it: reports say what is done."""
+
+    def on_finish(self, replica: int, request: RoutingRequest) -> None:
+        """Count it no more."""
+        view = self._views.get(replica)
+        if view is not None:
+            view.num_ended += 1
+            if view.sent:
+                view.take_back(request.request_id)
+
+    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:
+        """Take a report."""
+        view = self._views.get(replica)
+        if view is not None:
+            view.on_report(load, now)
+            self._weigh(replica, now)
+
+    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
+        """Return the predicted seconds until the first token where it is soonest."""
+        asked = self._look_up(request)
+        known = (self._ttft(number, asked, now) for number in self._candidates(asked, NONE_EXCLUDED))
+        return min((each for each in known if each is not None), default=None)
+
+    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
+        """Let a replica be chosen."""
+        self._members[replica] = None
+        self._by_work.set_members(self._members)
+        if replica not in self._views:
+            limits = limits or ReplicaLimits(
+                max_model_len=0, max_num_seqs=256, num_blocks=1 << 16, block_size=16
+            )
+            self._views[replica] = LoadView(limits)
+            self._prefixes.join(replica, limits.num_blocks)
+
+    def leave(self, replica: int) -> None:
+        """Choose a replica no more; what it holds is forgotten."""
+        self._members.pop(replica, None)
+        self._by_work.set_members(self._members)
+        self._views.pop(replica, None)
+        self._last_choices.pop(replica, None)
+        self._prefixes.forget(replica)
+
+    def _look_up(self, request: RoutingRequest) -> _Request:
+        num_tokens = request.num_prompt_tokens + request.num_output_tokens
+        holders = self._prefixes.look_up(request.block_hashes)
+        return _Request(num_tokens, request.ttft_deadline, request.ttft_objective, holders)
+
+    def _num_cached(self, number: int, asked: _Request) -> int:
+        """Return the tokens of a prompt that a replica holds; one at least is computed."""
+        num_tokens = asked.holders.num_held(number) * self._views[number].limits.block_size
+        return min(num_tokens, max(0, asked.num_tokens - 1))
+
+    def _candidates(self, asked: _Request, excluded: Collection[int]) -> list[int]:
+        """Return the replicas to look at."""
+        if len(self._members) <= _MOST_HOLDERS + _MOST_IDLE:
+            return [number for number in self._members if number not in excluded]
+        holders = asked.holders.longest_first()
+        allowed = (number for number in holders if number in self._members and number not in excluded)
+        looked_at = list(islice(allowed, _MOST_HOLDERS))
+        passed_over = {*excluded, *looked_at}
+        for _ in range(_MOST_IDLE):
+            number = self._by_work.peek(passed_over)
+            if number is None:
+                break
+            looked_at.append(number)
+            passed_over.add(number)
+        return looked_at
+
+    def _weigh(self, number: int, now: float) -> None:
+        """Note how much a replica has to do."""
+        view = self._views[number]
+        work = view.work_left(now) + _A_REQUEST * view.num_requests
+        self._by_work.add(number, work - self._by_work.loads[number])
+
+    def _ttft(self, number: int, asked: _Request, now: float) -> float | None:
+        view = self._views[number]
+        costs = view.load.costs
+        if costs is None:
+            return None
+        num_cached = self._num_cached(number, asked)
+        seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
+        return view.predicted_ttft(asked.deadline, asked.objective, seconds, now)
+
+    def _offer(self, number: int, asked: _Request, now: float) -> _Offer:
+        """Return what a request would cost on a replica."""
+        view = self._views[number]
+        num_cached = self._num_cached(number, asked)
+        ttft = self._ttft(number, asked, now)
+        if ttft is None:
+            ttft = view.num_requests / view.limits.max_num_seqs
+        work = self._reference.seconds(asked.num_tokens - num_cached, num_cached)
+        last_choice = self._last_choices.get(number, -1)
+        return _Offer(work + _PRICE * ttft, view.num_requests, last_choice, number, ttft)
+
+    @property
+    def _reference(self) -> PrefillCosts:
+        """The costs by which the work of a choice is measured, wherever it is done."""
+        first = next(iter(self._members), None)
+        costs = None if first is None else self._views[first].load.costs
+        return costs or _UNKNOWN_COSTS

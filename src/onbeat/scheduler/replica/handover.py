@@ -1,0 +1,365 @@
+"""KV that stays for another replica or comes from one, and the requests that go with it.
+
+What blocks belong to, beside the requests of `RequestTable`:
+
+- a *hold*: blocks that others copy, one more reference to each;
+- a *pin*: blocks that a transfer writes to, one more reference to each;
+- a *reservation*: blocks, and a slot of the batch, for a request that is to come;
+- a *detached* request: its blocks, and its slot, until it is freed or put back.
+
+Nobody here reads a clock: holds and reservations have ends, and whoever has the clock asks which are over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from onbeat.core.errors import InvalidRequest
+from onbeat.core.handover import DetachAnswer, Detached, HeldKV, KVFetch
+from onbeat.core.request import Request
+from onbeat.scheduler.replica.policies import Policy
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.step_rows import StepInFlight, oldest_row
+
+
+@dataclass(slots=True)
+class _Hold:
+    lease_end: float = inf
+    block_ids: list[int] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Reservation:
+    lease_end: float
+    block_ids: list[int]
+
+
+class Handovers:
+    """The verbs by which KV, and requests with theirs, go from one replica's scheduler to another's.
+
+    A move in stages, as in Llumnix (Sun et al., OSDI 2024, section 4.2): `reserve` at the destination; `hold`
+    at the source, and copy, while the request runs on; `detach`, and copy the rest; `adopt` at the
+    destination; `free` at the source, or `reattach` where anything went wrong.
+
+    Parameters
+    ----------
+    table : where the replica's requests are.
+    policy : how they are planned.
+    in_flight : the steps that have not come back, the oldest first.
+    accept : makes the state of a request that another replica has taken; refuses one that can never run here.
+    release_batch : called when requests have left, which may end a batch.
+    """
+
+    def __init__(
+        self,
+        table: RequestTable,
+        policy: Policy,
+        in_flight: Sequence[StepInFlight],
+        *,
+        accept: Callable[[Request, float], RequestState],
+        release_batch: Callable[[], None],
+    ) -> None:
+        self._table = table
+        self._kv = table.kv
+        self._policy = policy
+        self._in_flight = in_flight
+        self._accept = accept
+        self._release_batch = release_batch
+        self._holds: dict[str, _Hold] = {}
+        self._pins: dict[str, tuple[int, ...]] = {}
+        self._reservations: dict[str, _Reservation] = {}
+        self._leaving: dict[str, RequestState] = {}
+        """Requests that are to leave the batch once no step in flight has them."""
+        self._detached: dict[str, RequestState] = {}
+        self._answers: list[DetachAnswer] = []
+
+    @property
+    def num_slots_kept(self) -> int:
+        """Slots of the batch that no waiting request may have."""
+        return len(self._reservations) + len(self._detached)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the id belongs to a detached request, or to one whose blocks a transfer writes to."""
+        return request_id in self._detached or request_id in self._pins
+
+    # --- the source: KV that others copy --------------------------------------------------------------
+
+    def hold(self, request_id: str, lease_end: float) -> HeldKV | None:
+        """Keep KV of a request for others to copy: full blocks, which no step will write to.
+
+        The request may run on, end, or be preempted. Called again, it holds the blocks that are full by now,
+        and the lease lasts until its new end. Of a request that has ended with `Request.keeps_kv` all is
+        held.
+
+        Parameters
+        ----------
+        lease_end : when `overdue_holds` tells that nobody has released it, seconds.
+
+        Returns
+        -------
+        All that is held of it; None where there is nothing to hold.
+        """
+        state = self._table.states.get(request_id)
+        hold = self._holds.get(request_id)
+        if state is not None and state.status is RequestStatus.RUNNING:
+            num_full = self._num_valid_tokens(state) // self._kv.block_size
+            if num_full and hold is None:
+                hold = self._holds[request_id] = _Hold()
+            if hold is not None:
+                self._extend(hold, state.block_ids[:num_full], num_full * self._kv.block_size)
+        if hold is None:
+            return None
+        hold.lease_end = lease_end
+        return HeldKV(request_id=request_id, block_ids=tuple(hold.block_ids), num_tokens=hold.num_tokens)
+
+    def keep(self, state: RequestState) -> None:
+        """Hold all KV of a request that ends now, until it is released."""
+        hold = self._holds.setdefault(state.request_id, _Hold())
+        hold.lease_end = inf
+        self._extend(hold, state.block_ids, state.num_tokens - 1)
+
+    def release_hold(self, request_id: str) -> None:
+        """Give up the KV that is held of a request; an id without any is ignored."""
+        hold = self._holds.pop(request_id, None)
+        if hold is not None:
+            self._kv.pool.release(hold.block_ids)
+
+    def overdue_holds(self, now: float) -> list[str]:
+        """Return the requests whose KV is held beyond its lease: whoever asks releases it."""
+        return [request_id for request_id, hold in self._holds.items() if hold.lease_end <= now]
+
+    # --- the source: requests that leave --------------------------------------------------------------
+
+    def detach(self, request_id: str) -> None:
+        """Take a running request out of the batch, once the steps in flight that have it are back.
+
+        Its blocks and its slot stay until `free`, `reattach` or an abort. `take_detached` tells what became
+        of it: it may end, or be preempted, with these very steps.
+        """
+        state = self._table.states.get(request_id)
+        if state is None or state.status is not RequestStatus.RUNNING or state.num_external_tokens:
+            self._answers.append(DetachAnswer(request_id, None))
+            return
+        self._leaving[request_id] = state
+        self._table.mark_in_flight([state], is_in_flight=True)
+        self.settle()
+
+    def settle(self) -> None:
+        """Take those out of the batch who are to leave it and are in no step in flight; after each update."""
+        if not self._leaving:
+            return
+        for request_id, state in list(self._leaving.items()):
+            if oldest_row(self._in_flight, state) is not None:
+                self._table.mark_in_flight([state], is_in_flight=True)  # a step that came back has cleared it
+                continue
+            del self._leaving[request_id]
+            self._table.mark_in_flight([state], is_in_flight=False)
+            detached = None
+            if state.status is RequestStatus.RUNNING:
+                self._table.take_out(state)
+                self._detached[request_id] = state
+                detached = self._describe(state)
+            self._answers.append(DetachAnswer(request_id, detached))
+        self._release_batch()
+
+    def take_detached(self) -> list[DetachAnswer]:
+        """Return the answers to `detach` since the last call; ask after it, and after each update."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def reattach(self, request_id: str) -> bool:
+        """Let a detached request go on here, as if nothing had been; False where there is none."""
+        state = self._detached.pop(request_id, None)
+        if state is not None:
+            self._table.put_in(state, self._next_step_id)
+        return state is not None
+
+    def free(self, request_id: str) -> RequestState | None:
+        """Forget a detached request that goes on elsewhere, or has ended, and return it; None without one."""
+        state = self._detached.pop(request_id, None)
+        if state is not None:
+            self._kv.free(state)
+            state.status = RequestStatus.FINISHED
+        return state
+
+    # --- the destination ------------------------------------------------------------------------------
+
+    def reserve(self, handover_id: str, num_tokens: int, lease_end: float) -> tuple[int, ...] | None:
+        """Keep a slot of the batch, and blocks for so many tokens, for a request that is to come.
+
+        Called again, it has more blocks if it needs them, and a new end.
+
+        Parameters
+        ----------
+        lease_end : when `overdue_reservations` tells that nobody has come, seconds.
+
+        Returns
+        -------
+        All its blocks; None where slot or blocks lack: then nothing has changed. Steps in flight may still
+        write to new ones, for requests that have ended meanwhile: whoever copies waits until these are back.
+        """
+        known = self._reservations.get(handover_id)
+        block_ids = [] if known is None else known.block_ids
+        num_more = max(self._kv.num_blocks_for(num_tokens) - len(block_ids), 0)
+        if (known is None and not self._has_slot) or num_more > self._kv.pool.num_free_blocks:
+            return None
+        block_ids += self._kv.pool.allocate(num_more)
+        self._reservations[handover_id] = _Reservation(lease_end, block_ids)
+        return tuple(block_ids)
+
+    def release_reservation(self, handover_id: str) -> None:
+        """Give a reservation up; an id without one is ignored. Nobody may write to its blocks any more."""
+        known = self._reservations.pop(handover_id, None)
+        if known is not None:
+            self._kv.pool.release(known.block_ids)
+
+    def overdue_reservations(self, now: float) -> list[str]:
+        """Return the hand-overs whose reservations are beyond their leases: whoever asks releases them."""
+        return [each for each, reservation in self._reservations.items() if reservation.lease_end <= now]
+
+    def adopt(self, handover_id: str, request: Request, detached: Detached, now: float) -> None:
+        """Let a request join the batch whose KV has been copied into reserved blocks.
+
+        Nothing of it is computed again, and nobody is preempted for it: its slot and blocks are there. It is
+        never refused for want of capacity.
+
+        Parameters
+        ----------
+        request : `detached.moved(...)` of the request that was sent to the other replica.
+        now : seconds.
+
+        Raises
+        ------
+        InvalidRequest : the reservation is not there, or too small; the id is in use; or see `Scheduler.add`.
+        PromptTooLong : the request does not fit the context here.
+        """
+        reservation = self._reservations.get(handover_id)
+        num_external_tokens = request.num_external_tokens
+        num_tokens = len(request.prompt_token_ids) + len(request.resumed_token_ids)
+        is_in_prompt = num_external_tokens < num_tokens - 1
+        # A chunk takes no blocks: they are there when it is planned.
+        num_needed = num_tokens if is_in_prompt else num_external_tokens
+        num_reserved = 0 if reservation is None else len(reservation.block_ids) * self._kv.block_size
+        if reservation is None or num_reserved < num_needed:
+            raise InvalidRequest(
+                f"hand-over {handover_id!r} has room for {num_reserved} tokens here, but {num_needed} are to "
+                "be adopted; reserve it first, and adopt before its end",
+                param="handover_id",
+            )
+        if self._policy.release.holds_finished:
+            raise InvalidRequest(
+                "the policy of this replica runs whole batches, with memory for each from its start, so "
+                "nobody can join one; move the request to a replica with another policy",
+                param="handover_id",
+            )
+        state = self._accept(request, now)
+        if self._policy.keeps_deadlines and detached.deadlines is not None:
+            state.slo.go_on(detached.deadlines)
+        state.scheduled_time, state.num_preemptions = detached.scheduled_time, detached.num_preemptions
+        state.num_cached_tokens = detached.num_cached_tokens
+        self._table.rank(state)
+        del self._reservations[handover_id]
+        self._kv.adopt(state, reservation.block_ids, state.receive_kv())
+        self._table.put_in(state, self._next_step_id)
+        if self._policy.slo is not None:
+            self._policy.slo.tracker.on_adopt(state)
+
+    # --- the destination: KV that comes after the admission -------------------------------------------
+
+    def take_fetches(self) -> list[KVFetch]:
+        """Return the requests admitted since the last call whose KV is to be written into their blocks now.
+
+        The blocks stay in use until `receive` or `fail`, whatever becomes of the request meanwhile. Steps in
+        flight may still write to them, as `reserve` says.
+        """
+        fetches = []
+        for fetch in self._table.take_kv_fetches():
+            request_id = fetch.request.request_id
+            state = self._table.states.get(request_id)
+            if state is None or tuple(state.block_ids) != fetch.block_ids:  # preempted or aborted by now
+                self._table.give_up_kv(request_id)
+                continue
+            self._kv.pool.hold(fetch.block_ids)
+            self._pins[request_id] = fetch.block_ids
+            num_cached_blocks = state.num_computed_tokens // self._kv.block_size
+            fetches.append(
+                KVFetch(request=fetch.request, block_ids=fetch.block_ids, num_cached_blocks=num_cached_blocks)
+            )
+        return fetches
+
+    def receive(self, request_id: str) -> None:
+        """Let a request run whose external tokens are in its blocks; see `Scheduler.receive_kv`."""
+        self._table.receive_kv(request_id)
+        self._unpin(request_id)
+
+    def fail(self, request_id: str) -> None:
+        """Let a request whose external tokens cannot be had compute them; without effect on any other."""
+        self._table.give_up_kv(request_id)
+        self._unpin(request_id)
+
+    def _unpin(self, request_id: str) -> None:
+        self._kv.pool.release(self._pins.pop(request_id, ()))
+
+    # --- accounts -------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless each request has one owner, and each reference to a block too."""
+        states = self._table.states
+        assert not self._detached.keys() & states.keys(), "a detached request runs"
+        assert all(state.status is RequestStatus.DETACHED for state in self._detached.values())
+        assert all(
+            state.is_in_flight or state.status is RequestStatus.FINISHED for state in self._leaving.values()
+        ), "a step may take a request that is to leave"
+        self._table.check_invariants(self._kept_block_ids(), num_slots_kept=self.num_slots_kept)
+
+    def _kept_block_ids(self) -> Iterator[int]:
+        """Yield a block for each reference that is kept here."""
+        for hold in self._holds.values():
+            yield from hold.block_ids
+        for pinned_ids in self._pins.values():
+            yield from pinned_ids
+        for reservation in self._reservations.values():
+            yield from reservation.block_ids
+        for state in self._detached.values():
+            yield from state.block_ids
+
+    @property
+    def _has_slot(self) -> bool:
+        return len(self._table.running) + self.num_slots_kept < self._table.max_num_seqs
+
+    @property
+    def _next_step_id(self) -> int:
+        """What no planned step has reached yet."""
+        return self._in_flight[-1].step_id + 1 if self._in_flight else 0
+
+    def _num_valid_tokens(self, state: RequestState) -> int:
+        """Return how many of a running request's first tokens have KV that steps have come back with."""
+        row = oldest_row(self._in_flight, state)
+        num_computed = state.num_computed_tokens if row is None else row.num_computed_tokens
+        return min(num_computed, state.num_tokens - 1)
+
+    def _extend(self, hold: _Hold, block_ids: Sequence[int], num_tokens: int) -> None:
+        """Hold a request's further blocks; what was held before a preemption holds the same tokens still."""
+        more_ids = block_ids[len(hold.block_ids) :]
+        self._kv.pool.hold(more_ids)
+        hold.block_ids += more_ids
+        hold.num_tokens = max(hold.num_tokens, num_tokens)
+
+    def _describe(self, state: RequestState) -> Detached:
+        num_kv_tokens = state.num_computed_tokens
+        assert not state.num_in_flight_tokens, "a step in flight has it"
+        assert num_kv_tokens < state.num_tokens
+        return Detached(
+            request_id=state.request_id,
+            output_token_ids=tuple(state.output_token_ids),
+            num_kv_tokens=num_kv_tokens,
+            block_ids=tuple(state.block_ids[: self._kv.num_blocks_for(num_kv_tokens)]),
+            scheduled_time=state.scheduled_time,
+            num_cached_tokens=state.num_cached_tokens,
+            num_preemptions=state.num_preemptions,
+            deadlines=state.slo.deadlines() if self._policy.keeps_deadlines else None,
+        )

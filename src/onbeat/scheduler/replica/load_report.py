@@ -1,0 +1,187 @@
+"""What a replica tells of its load, for whoever shares requests out between replicas."""
+
+from __future__ import annotations
+
+from math import inf
+
+from onbeat.core.fleet import MOST_BACKLOG_ENTRIES, ReplicaLoad
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.policies import Policy
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.request_table import RequestTable
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, may_be_given_up
+from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork
+
+_NO_DEADLINE = BEST_EFFORT_RANK / 2
+"""Ranks from here on are no deadlines."""
+
+Entry = tuple[float, float]
+"""(when due, seconds of work)"""
+
+
+class LoadReporter:
+    """Sums up a replica's queues; changes nothing that plans depend on.
+
+    Under a policy that goes by arrival no prompt has a deadline. What waits is before all that comes, so it
+    is reported as due at once.
+
+    Parameters
+    ----------
+    config, policy, table : of the scheduler.
+    model : predicts steps; None where nobody does: work and costs are then not known.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, policy: Policy, table: RequestTable, model: StepTimeModel | None
+    ) -> None:
+        self._table = table
+        self._slo = policy.slo
+        self._has_deadlines = policy.order is not None
+        self._budget = config.max_num_batched_tokens
+        self._own_work = None if model is None or policy.slo is not None else PrefillWork(model, None)
+
+    def take(self, now: float, *, num_taken: int, busy: float, num_ended: int = 0) -> ReplicaLoad:
+        """Return how things stand.
+
+        Parameters
+        ----------
+        num_taken : requests that came so far.
+        busy : seconds until the step under way is expected to end.
+        num_ended : of a step that is run several times, the runs that have ended and are not counted yet.
+        """
+        work = self._work()
+        table = self._table
+        running, waiting, kv = table.running, table.waiting, table.kv
+        num_decodes = num_context = 0
+        num_free = kv.pool.num_free_blocks
+        tightest = inf
+        prefills: list[RequestState] = []
+        for state in running:
+            num_computed = state.num_computed_tokens
+            wanted = state.num_tokens + state.num_in_flight_tokens - num_computed
+            if wanted == 1:
+                num_decodes += 1
+                num_context += num_computed + num_ended + 1
+                if num_ended:
+                    num_blocks = kv.num_blocks_for(num_computed + num_ended)
+                    num_free -= max(0, num_blocks - len(state.block_ids))
+                slo = state.slo
+                if slo.tbt < tightest and not (slo.is_best_effort or slo.is_paced):
+                    tightest = slo.tbt
+            elif wanted > 1:
+                prefills.append(state)
+        backlog, best_effort = ((), 0.0) if work is None else self._prompts(work, prefills, now, busy)
+        head = waiting.peek()
+        num_wanted = 0 if head is None else kv.num_blocks_for(head.num_tokens - head.num_hit_tokens)
+        return ReplicaLoad(
+            time=now,
+            num_taken=num_taken,
+            busy=busy,
+            num_running=len(running),
+            num_waiting=len(waiting),
+            num_free_blocks=num_free,
+            num_wanted_blocks=max(0, num_wanted - num_free),
+            num_decodes=num_decodes,
+            num_context_tokens=num_context,
+            tightest_tbt=tightest,
+            prefill_share=1.0 if work is None else self._share(work, num_decodes, num_context, tightest),
+            backlog=backlog,
+            best_effort_work=best_effort,
+            costs=None if work is None else work.costs,
+        )
+
+    def _work(self) -> PrefillWork | None:
+        """Return what prompts cost now."""
+        if self._slo is not None:
+            return self._slo.work
+        if self._own_work is not None:
+            self._own_work.refresh()
+        return self._own_work
+
+    def _prompts(
+        self, work: PrefillWork, prefills: list[RequestState], now: float, busy: float
+    ) -> tuple[tuple[Entry, ...], float]:
+        """Return the work of prompts with deadlines, and that of the others."""
+        waiting = self._table.waiting
+        best_effort = work.of_sums(waiting.best_effort.num_tokens, waiting.best_effort.num_pairs)
+        ranked = work.of_sums(waiting.ranked.num_tokens, waiting.ranked.num_pairs)
+        earliest = now + busy + work.step_seconds
+        entries: list[Entry] = []
+        for state in prefills:
+            seconds = work.seconds(state.num_wanted_tokens, state.num_computed_tokens)
+            if not self._has_deadlines:
+                ranked += seconds
+            elif (due := state.slo.next_deadline) < inf and not (
+                earliest + seconds > due and self._gives_up(state)
+            ):
+                entries.append((due - now, seconds))
+            else:
+                best_effort += seconds
+        if not self._has_deadlines:
+            return ((0.0, ranked),) if ranked else (), best_effort
+        if ranked:
+            queued, others = self._queued(work, ranked, now, earliest)
+            entries += _grouped(queued, max(1, MOST_BACKLOG_ENTRIES - len(entries)))
+            best_effort += others
+        entries.sort()
+        return tuple(_grouped(entries, MOST_BACKLOG_ENTRIES)), best_effort
+
+    def _queued(
+        self, work: PrefillWork, ranked: float, now: float, earliest: float
+    ) -> tuple[list[Entry], float]:
+        """Return the waiting prompts with deadlines that can be met, and the work of the others.
+
+        Those that no plan looks at yet count with the last.
+
+        Parameters
+        ----------
+        ranked : seconds of all of them.
+        earliest : when a prompt without any work would be done, seconds.
+        """
+        states = self._table.waiting.first_below(_NO_DEADLINE, MOST_JOBS)
+        token, pair = work.token, work.pair
+        entries: list[Entry] = []
+        left = ranked
+        for state in states:
+            num_tokens, num_pairs = state.queued_work
+            # As plans reckon it, to the last bit: of equal prompts the same one has to be left behind.
+            seconds = num_tokens * (token + pair * (num_pairs / num_tokens))
+            deadline = state.sort_key[0]
+            if earliest + seconds > deadline and self._gives_up(state):
+                continue
+            entries.append((deadline - now, seconds))
+            left -= seconds
+        left = max(left, 0.0)
+        if entries and len(states) == MOST_JOBS:
+            until, seconds = entries[-1]
+            entries[-1] = (until, seconds + left)
+            left = 0.0
+        return entries, left
+
+    def _gives_up(self, state: RequestState) -> bool:
+        """Whether the policy gives a prompt up that cannot be in time."""
+        return self._slo is not None and may_be_given_up(state)
+
+    def _share(self, work: PrefillWork, num_decodes: int, num_context: int, tightest: float) -> float:
+        """Return the share of the time that goes into prompts beside so many decodes."""
+        if self._slo is not None:
+            decodes = BatchShape.of_decodes(num_decodes, num_context)
+            return work.room_beside(decodes, self._slo.tightest_limit(tightest), inf).share
+        seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
+        length = seconds + work.step_seconds + num_decodes * work.decode_seconds
+        return max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
+
+
+def _grouped(entries: list[Entry], most: int) -> list[Entry]:
+    """Return entries, by deadline as they came, with neighbours added up until there are not too many.
+
+    Each has the deadline of the last that is in it.
+    """
+    num_each = -(-len(entries) // most)
+    if num_each <= 1:
+        return entries
+    groups = [entries[start : start + num_each] for start in range(0, len(entries), num_each)]
+    return [(group[-1][0], sum([seconds for _, seconds in group])) for group in groups]

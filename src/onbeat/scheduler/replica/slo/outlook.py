@@ -1,0 +1,50 @@
+"""How long an arrival waits: one prediction for a replica's own queue and for what a router knows of it.
+
+The prompts ahead of it, in the policy's own order, drain at the rate that the running streams leave to
+prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from onbeat.core.slo import ShedOrder
+from onbeat.scheduler.replica.slo.triage import Job, Worth, select_feasible
+from onbeat.scheduler.replica.slo.work import Room
+
+
+class Triage(NamedTuple):
+    """How prompts are sorted out, as in `select_feasible`."""
+
+    start: float
+    share: float
+    worth: Worth
+    margin: float
+    order: ShedOrder = "most"
+
+
+def seconds_before(own: Job, everyone: Sequence[Job], triage: Triage, *, by_deadline: float) -> float | None:
+    """Return the seconds of work that are done before an arrival's own; None where it is left behind.
+
+    Parameters
+    ----------
+    own : the arrival.
+    everyone : it and the prompts with deadlines, by deadline.
+    by_deadline : seconds of work of those that are due before it, whether they can all be in time or not.
+    """
+    start, share, worth, margin, order = triage
+    _, left_behind = select_feasible(
+        everyone, start=start, share=share, worth=worth, order=order, margin=margin
+    )
+    if own in left_behind:
+        return None
+    return max(0.0, by_deadline - sum(job.seconds for job in left_behind if job.deadline < own.deadline))
+
+
+def longest_wait_seconds(seconds: float, room: Room) -> float:
+    """Return when so much work is done where later arrivals fill its last step: what a replica can promise.
+
+    `Room.finish_seconds` counts on nobody to come. Both are from the start of the next step.
+    """
+    return 0.5 * room.length + room.drain_seconds(seconds)

@@ -1,0 +1,156 @@
+"""The routes that show a fleet of replicas and change it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from ipaddress import ip_address
+from typing import Annotated, Any
+
+import orjson
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from onbeat.core.fleet import DRAIN_SECONDS, ReplicaView
+from onbeat.core.protocols import FleetView
+from onbeat.server.body import read_body
+from onbeat.server.config import ServerConfig
+from onbeat.server.errors import ApiError
+from onbeat.server.generation_request import WHOLE
+from onbeat.server.openapi import FleetStatus, error_answers, json_body
+
+LONGEST_DRAIN_SECONDS = 24 * 3600.0
+MOST_REPLICAS = 1024
+
+
+class DrainRequest(BaseModel):
+    """A replica that is to end without loss."""
+
+    model_config = ConfigDict(strict=True)
+
+    replica: str
+    timeout: float = Field(DRAIN_SECONDS, ge=0, le=LONGEST_DRAIN_SECONDS)
+    """Seconds that running requests may take; what is left then goes on elsewhere."""
+    restart: bool = False
+    """Whether it is started again."""
+
+
+class ScaleRequest(BaseModel):
+    """How many replicas there are to be."""
+
+    model_config = ConfigDict(strict=True)
+
+    replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE]
+
+
+class RestartRequest(BaseModel):
+    """All replicas are started again, one after another."""
+
+    model_config = ConfigDict(strict=True)
+
+
+FLEET_BODIES = (DrainRequest, ScaleRequest, RestartRequest)
+
+
+def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
+    """Return the routes under /fleet.
+
+    Where the server has API keys, each needs one. Where it has none, those that change the fleet answer
+    callers on this machine alone.
+    """
+    router = APIRouter(prefix="/fleet", tags=["fleet"])
+    errors = error_answers(400, 401, 403, 413)
+    about: dict[str, Any] = {"methods": ["POST"], "response_model": FleetStatus, "responses": errors}
+
+    async def show() -> Response:
+        """Return how each replica stands."""
+        return _state(fleet)
+
+    async def drain(request: Request) -> Response:
+        """Let a replica end: it takes nothing new, and what waits there goes elsewhere."""
+        _check_caller(request, config)
+        body = await read_body(request, DrainRequest)
+        fleet.drain(body.replica, seconds=body.timeout, restarts=body.restart)
+        return _state(fleet)
+
+    async def scale(request: Request) -> Response:
+        """Start replicas, or let some end, until there are so many."""
+        _check_caller(request, config)
+        body = await read_body(request, ScaleRequest)
+        fleet.scale(body.replicas)
+        return _state(fleet)
+
+    async def restart(request: Request) -> Response:
+        """Start all replicas again, one after another, without loss."""
+        _check_caller(request, config)
+        await read_body(request, RestartRequest)
+        fleet.restart()
+        return _state(fleet)
+
+    router.add_api_route("", show, methods=["GET"], response_model=FleetStatus, responses=error_answers(401))
+    for path, endpoint, model in (
+        ("/drain", drain, json_body(DrainRequest)),
+        ("/scale", scale, json_body(ScaleRequest)),
+        ("/restart", restart, json_body(RestartRequest)),
+    ):
+        router.add_api_route(path, endpoint, **about, openapi_extra=model)
+    return router
+
+
+def _check_caller(request: Request, config: ServerConfig) -> None:
+    """Refuse strangers where no key tells them apart."""
+    if config.api_keys:
+        return  # the middleware has asked for one
+    # a proxy on this machine hands on what comes from others
+    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for"))
+    host = request.client.host if request.client is not None else ""
+    if is_forwarded or not _is_loopback(host):
+        raise ApiError(
+            403,
+            "without API keys the fleet is changed from the server's own machine alone; call it there, or "
+            "serve with --api-key",
+            code="forbidden",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:
+        return False
+
+
+def _state(fleet: FleetView) -> Response:
+    body = {
+        "ready": fleet.is_ready,
+        "requests_waiting": fleet.num_waiting,
+        "replicas": [_row(each) for each in fleet.replicas()],
+    }
+    return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _row(view: ReplicaView) -> dict[str, Any]:
+    load, limits = view.load, view.limits
+    return {
+        "replica": view.replica,
+        "state": view.state,
+        "why": view.why,
+        "role": view.role,
+        "lives": view.num_lives,
+        "requests": view.num_outstanding,
+        "streaming": view.num_streaming,
+        "process_id": view.process_id,
+        "host": view.host,
+        "silence_seconds": view.silence,
+        "limits": None if limits is None else asdict(limits),
+        "load": None if load is None else _finite(asdict(load)),
+    }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """Return a mapping in which no number is one that JSON lacks: None stands for no bound."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }

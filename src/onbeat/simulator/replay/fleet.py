@@ -1,0 +1,132 @@
+"""The decisions of a recorded fleet once more."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import lru_cache
+from math import inf
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from onbeat.core.errors import ConfigError
+from onbeat.recording.fleet import FleetRecording, named
+from onbeat.scheduler.cluster.events import FleetEvent
+from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.routers import make_router
+
+_EVENTS = {kind.__name__: kind for kind in get_args(FleetEvent)}
+
+
+@dataclass(slots=True)
+class FleetReplay:
+    """What a replay of a fleet found."""
+
+    router: str
+    num_calls: int = 0
+    num_actions: int = 0
+    events: Counter[str] = field(default_factory=Counter)
+    """Kind -> how many."""
+    actions: Counter[str] = field(default_factory=Counter)
+    """Kind, or why a request was sent or refused -> how many."""
+    is_complete: bool = True
+    difference: FleetDifference | None = None
+    """The first; nothing is replayed behind it."""
+
+    @property
+    def is_identical(self) -> bool:
+        """Whether all decisions were made again."""
+        return self.difference is None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return everything that was found."""
+        difference = None if self.difference is None else dataclasses.asdict(self.difference)
+        return {
+            "router": self.router,
+            "is_identical": self.is_identical,
+            "is_complete": self.is_complete,
+            "num_calls": self.num_calls,
+            "num_actions": self.num_actions,
+            "events": dict(self.events),
+            "actions": dict(self.actions),
+            "difference": difference,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class FleetDifference:
+    """A call whose actions are others than those recorded."""
+
+    line: int
+    event: str
+    recorded: list[dict[str, Any]]
+    replayed: list[dict[str, Any]]
+
+
+def replay_fleet(recording: FleetRecording) -> FleetReplay:
+    """Make every call of a record again, and compare the actions.
+
+    Raises
+    ------
+    ConfigError : the record is damaged or cut short, or names what this onbeat does not know.
+    """
+    header = recording.header
+    try:
+        router = make_router(str(header["router"]), 0, seed=int(header.get("seed", 0)))
+        fleet = Fleet(router, FleetConfig(**header.get("fleet", {})))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{recording.path}, line 1: no fleet can be made of its header: {error}") from error
+    found = FleetReplay(str(header["router"]))
+    for number, call in recording.calls():
+        event = _event(call["event"], f"{recording.path}, line {number}")
+        replayed = [named(each) for each in fleet.on_event(event, call["now"])]
+        found.num_calls += 1
+        found.num_actions += len(replayed)
+        found.events[type(event).__name__] += 1
+        found.actions.update(_kind_of(each) for each in replayed)
+        if replayed != call["actions"]:
+            found.difference = FleetDifference(number, type(event).__name__, call["actions"], replayed)
+            break
+    found.is_complete = recording.is_complete or found.difference is not None
+    return found
+
+
+def _kind_of(action: Mapping[str, Any]) -> str:
+    return str(action.get("why") or action.get("reason") or action.get("verb") or action["kind"])
+
+
+def _event(values: Mapping[str, Any], where: str) -> FleetEvent:
+    """Return an event from its line."""
+    try:
+        kind = _EVENTS[values["kind"]]
+        event: FleetEvent = _made(kind, {name: each for name, each in values.items() if name != "kind"})
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {values.get('kind')!r} is not an event of a fleet: {error}") from error
+    return event
+
+
+def _made(kind: Any, value: Any) -> Any:
+    """Return a value of a type from what JSON has of it."""
+    if value == "inf":
+        return inf
+    if value is None:
+        return None
+    if get_origin(kind) in (types.UnionType, Union):
+        known = [each for each in get_args(kind) if each is not type(None)]
+        kind = known[0] if len(known) == 1 else kind
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = _hints(kind)
+        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return kind(value)
+    if isinstance(value, list):
+        return tuple(tuple(each) if isinstance(each, list) else each for each in value)
+    return value
+
+
+@lru_cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

@@ -1,0 +1,362 @@
+"""Copies of KV blocks: whole, in time, and only of what is lent."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import socket
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.core.errors import ConfigError, KVUnavailable
+from onbeat.engine.kv_access import BlockMemory, KVRegion, giving_kv
+from onbeat.engine.kv_transfer import base, leases, tcp, transfers
+from onbeat.engine.kv_transfer.source import KVSource
+from onbeat.engine.native.library import NativeLibrary
+from tests.cpu.core.kv_engines import (
+    NUM_BLOCKS,
+    REGION_BYTES,
+    LendingProcess,
+    layout,
+    make_transfers,
+)
+from tests.cpu.engine.forwards import on_native
+from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model
+
+NAMES = ("cma", "tcp")
+BLOCK_BYTES = sum(REGION_BYTES)
+WAIT = 30.0
+
+
+@pytest.fixture(scope="module")
+def lender() -> Iterator[LendingProcess]:
+    process = LendingProcess()
+    yield process
+    process.kill()
+
+
+def short_pulls(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    for module in (base, tcp, transfers):
+        monkeypatch.setattr(module, "PULL_SECONDS", seconds)
+
+
+@pytest.mark.parametrize("name", NAMES)
+class TestFromAnotherProcess:
+    def test_blocks_arrive_where_they_are_wanted(self, lender: LendingProcess, name: str) -> None:
+        source = lender.lend()
+        blocks, own = make_transfers(name)
+        assert own.pull(source, 2, [9, 0, 23]).result(WAIT) == 3 * BLOCK_BYTES
+        assert [blocks.holds(*pair) for pair in ((9, 5), (0, 6), (23, 7))] == [True] * 3
+        assert not any(part[1].any() for part in blocks.parts), "others are left alone"
+        assert own.pull(source, 0, []).result(WAIT) == 0
+        own.close()
+
+    def test_what_is_lent_no_longer(self, lender: LendingProcess, name: str) -> None:
+        source = lender.lend()
+        _, own = make_transfers(name)
+        lender.revoke()
+        with pytest.raises(KVUnavailable, match="lease of the KV of 'r' has ended"):
+            own.pull(source, 0, [1]).result(WAIT)
+        lender.lend()
+        with pytest.raises(KVUnavailable, match="lease of the KV of 'r' has ended"):
+            own.pull(source, 0, [1]).result(WAIT)
+        own.close()
+
+    @pytest.mark.parametrize(
+        "changes",
+        [{"dtype": "float32"}, {"backend": "native"}, {"model": "other"}, {"activations": "int8"}],
+    )
+    def test_another_layout(self, lender: LendingProcess, name: str, changes: dict[str, Any]) -> None:
+        (field,) = changes
+        _, own = make_transfers(name, **changes)
+        with pytest.raises(KVUnavailable, match=f"KV blocks differ in {field}: '{changes[field]}' here"):
+            own.pull(lender.lend(), 0, [1]).result(WAIT)
+        own.close()
+
+    @pytest.mark.parametrize(("first", "into"), [(9, [1, 2]), (-1, [1]), (0, [NUM_BLOCKS]), (0, [-1])])
+    def test_blocks_that_are_not_there(
+        self, lender: LendingProcess, name: str, first: int, into: list[int]
+    ) -> None:
+        _, own = make_transfers(name)
+        with pytest.raises(KVUnavailable, match="were asked for"):
+            own.pull(lender.lend(), first, into).result(WAIT)
+        own.close()
+
+
+def test_a_dead_source() -> None:
+    process = LendingProcess()
+    source = process.lend()
+    process.kill()
+    for name, reason in (("cma", "has ended"), ("tcp", "refused")):
+        _, own = make_transfers(name)
+        with pytest.raises(KVUnavailable, match=reason):
+            own.pull(source, 0, [1]).result(WAIT)
+        own.close()
+
+
+def test_the_first_transport_that_works_is_taken() -> None:
+    _, lending = make_transfers("tcp", is_filled=True)
+    _, own = make_transfers(*NAMES)
+    assert own.transport_to(lending.endpoint).name == "tcp"
+    assert own.transport_to(own.endpoint).name == "cma"
+    _, only_cma = make_transfers("cma")
+    with pytest.raises(KVUnavailable, match=r"no way .* \(cma: the source does not serve it\)"):
+        only_cma.transport_to(lending.endpoint)
+    for each in (lending, own, only_cma):
+        each.close()
+
+
+class TestMemoryOfOthers:
+    """cma."""
+
+    @pytest.mark.parametrize(
+        ("changes", "reason"),
+        [
+            ({"boot_id": "another"}, "on another machine"),
+            ({"pid_namespace": "pid:[1]"}, "in another container"),
+            ({"nonce": b"0" * 16}, "is not the engine that it was"),
+            ({"pid": 2**22 - 3}, "has ended"),
+            ({"nonce_address": 4096}, "has not the memory that it lent"),
+        ],
+    )
+    def test_obstacles(self, lender: LendingProcess, changes: dict[str, object], reason: str) -> None:
+        source = lender.lend()
+        _, own = make_transfers("cma")
+        shared = source.endpoint.shared
+        assert shared is not None
+        endpoint = replace(source.endpoint, shared=replace(shared, **changes))  # type: ignore[arg-type]
+        with pytest.raises(KVUnavailable, match=reason):
+            own.transport_to(endpoint)
+        own.close()
+
+    def test_a_system_that_forbids_it(self, lender: LendingProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = lender.lend()
+        _, own = make_transfers("cma")
+        (transport,) = own._transports
+
+        def refuse(*_: object) -> int:
+            ctypes.set_errno(errno.EPERM)
+            return -1
+
+        monkeypatch.setattr(transport, "_readv", refuse)
+        with pytest.raises(KVUnavailable, match="ptrace_scope"):
+            own.transport_to(source.endpoint)
+        own.close()
+
+    def test_a_lease_that_ends_while_bytes_are_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The last look finds it, whatever was read."""
+        _, lending = make_transfers("cma", is_filled=True)
+        lending.leases.grant("r", range(8))
+        source = lending.leases.source("r", lending.endpoint)
+        _, own = make_transfers("cma")
+        (transport,) = own._transports
+        read = transport._readv  # type: ignore[attr-defined]
+
+        def end_lease(pid: int, *pieces: object) -> int:
+            if pieces[1] > 1:  # type: ignore[operator]
+                lending.leases.revoke("r")
+            return int(read(pid, *pieces))
+
+        monkeypatch.setattr(transport, "_readv", end_lease)
+        with pytest.raises(KVUnavailable, match="has ended"):
+            own.pull(source, 0, range(8)).result(WAIT)
+        lending.close()
+        own.close()
+
+
+class TestOverTcp:
+    def test_another_key(self) -> None:
+        _, lending = make_transfers("tcp", is_filled=True)
+        lending.leases.grant("r", range(8))
+        source = lending.leases.source("r", lending.endpoint)
+        blocks, own = make_transfers("tcp", key=b"k" * 32)
+        with pytest.raises(KVUnavailable, match="closed the connection"):
+            own.pull(source, 0, [1]).result(WAIT)
+        assert not any(part.any() for part in blocks.parts)
+        lending.close()
+        own.close()
+
+    def test_a_source_without_the_key(self) -> None:
+        """Who answers in its place cannot make anybody take its bytes."""
+        with _answering(
+            lambda connection: connection.sendall(b"c" * 16 + b"\x04\0\0\0null" + b"d" * 32)
+        ) as port:
+            _check_refused(port, "does not have the key")
+
+    @pytest.mark.parametrize("answer", [b"", b"c" * 10, b"c" * 16 + b"\xff\xff\xff\xff"])
+    def test_a_source_that_says_nonsense(self, answer: bytes) -> None:
+        with _answering(lambda connection: connection.sendall(answer)) as port:
+            _check_refused(port, "cannot be had")
+
+    def test_bytes_that_change_on_the_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, lending = make_transfers("tcp", is_filled=True)
+        lending.leases.grant("r", range(8))
+        source = lending.leases.source("r", lending.endpoint)
+        _, own = make_transfers("tcp")
+        monkeypatch.setattr(tcp._Server, "_send_block", _send_changed)
+        with pytest.raises(KVUnavailable, match="changed on the way"):
+            own.pull(source, 0, range(8)).result(WAIT)
+        lending.close()
+        own.close()
+
+    def test_a_lease_that_ends_while_bytes_are_sent(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, lending = make_transfers("tcp", is_filled=True)
+        lending.leases.grant("r", range(8))
+        source = lending.leases.source("r", lending.endpoint)
+        _, own = make_transfers("tcp")
+        send = tcp._Server._send_block
+
+        def end_lease(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:
+            lending.leases.revoke("r")
+            send(server, wire, block_id)
+
+        monkeypatch.setattr(tcp._Server, "_send_block", end_lease)
+        with pytest.raises(KVUnavailable, match="ended on the way"):
+            own.pull(source, 0, range(8)).result(WAIT)
+        lending.close()
+        own.close()
+
+    def test_a_source_that_hangs(self, lender: LendingProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = lender.lend()
+        short_pulls(monkeypatch, 0.5)
+        _, own = make_transfers("tcp")
+        start = time.monotonic()
+        with lender.standing_still(), pytest.raises(KVUnavailable, match=r"took too long|timed out"):
+            own.pull(source, 0, [1]).result(WAIT)
+        assert time.monotonic() - start < 10
+        own.close()
+
+    def test_strangers_are_let_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those who say nothing keep nobody else out, and not the engine from ending."""
+        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.3)
+        _, lending = make_transfers("tcp", is_filled=True)
+        lending.leases.grant("r", range(8))
+        source = lending.leases.source("r", lending.endpoint)
+        address = (lending.endpoint.host, lending.endpoint.port)
+        silent = [socket.create_connection(address) for _ in range(40)]
+        time.sleep(0.8)
+        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 5.0)
+        _, own = make_transfers("tcp")
+        assert own.pull(source, 0, [1, 2]).result(WAIT) == 2 * BLOCK_BYTES
+        own.close()
+        lending.close()
+        for each in silent:
+            each.close()
+
+
+def test_a_copy_waits_for_steps_that_may_write_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    short_pulls(monkeypatch, 0.2)
+    _, lending = make_transfers("cma", is_filled=True)
+    lending.leases.grant("r", range(8))
+    source = lending.leases.source("r", lending.endpoint)
+    blocks, own = make_transfers("cma")
+    step: Future[None] = Future()
+    with pytest.raises(KVUnavailable, match="a step that may write to the blocks"):
+        own.pull(source, 0, [5], after=step).result(WAIT)
+    assert not blocks.holds(5, 0)
+    step.set_exception(RuntimeError("it failed, and writes no more"))
+    assert own.pull(source, 0, [5], after=step).result(WAIT) == BLOCK_BYTES
+    lending.close()
+    own.close()
+
+
+class TestLeases:
+    def test_a_name_is_lent_again_as_something_else(self) -> None:
+        table = leases.Leases()
+        first = table.grant("r", [1, 2])
+        assert table.grant("r", [1, 2, 3]).serial == first.serial
+        table.revoke("r")
+        table.revoke("r")
+        second = table.grant("r", [4])
+        assert second.serial != first.serial
+        with pytest.raises(KVUnavailable):
+            table.block_ids("r", first.serial)
+        assert table.block_ids("r", second.serial) == (4,)
+        assert list(table.cells).count(0) == leases.MOST_LEASES - 1
+
+    def test_there_is_an_end_to_them(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(leases, "MOST_LEASES", 2)
+        table = leases.Leases()
+        for name in "ab":
+            table.grant(name, [1])
+        with pytest.raises(KVUnavailable, match="2 requests have their KV lent"):
+            table.grant("c", [1])
+        table.revoke("a")
+        table.grant("c", [1])
+
+
+class TestAccess:
+    def test_views_write_to_the_block(self) -> None:
+        blocks, own = make_transfers()
+        for view in own.memory.views(3):
+            view[:] = bytes([7]) * len(view)
+        assert all(part[3].eq(7).all() for part in blocks.parts)
+        assert sum(int(part.ne(0).sum()) for part in blocks.parts) == BLOCK_BYTES
+        own.close()
+
+    def test_kv_in_other_processes(self) -> None:
+        with pytest.raises(ConfigError, match="spread over processes"):
+            giving_kv(object())
+
+    def test_kv_on_a_device(self) -> None:
+        with pytest.raises(ConfigError, match="KV on meta cannot be handed"):
+            KVRegion.of_tensor(torch.zeros(2, 2, device="meta"))
+
+    def test_the_native_cache_is_one_piece(self, native_library: NativeLibrary) -> None:
+        checkpoint = StateCheckpoint(hf_tiny_model("llama3", torch.float64))
+        forward = on_native(native_library, checkpoint)(num_blocks=4, block_size=32)
+        (region,) = forward.kv_regions()
+        config = checkpoint.config
+        head = config.head_dim + -(-config.head_dim // 16) * 16
+        assert region.block_bytes == config.num_layers * config.num_kv_heads * 32 * head * 4
+        memory = BlockMemory(forward, layout(block_bytes=region.block_bytes, block_size=32), num_blocks=4)
+        assert [len(view) for view in memory.views(3)] == [region.block_bytes]
+
+
+def _send_changed(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:
+    parts = [bytearray(part) for part in server._memory.views(block_id)]
+    crc = 0
+    for part in parts:
+        crc = zlib.crc32(part, crc)
+    parts[0][100] ^= 1
+    wire.send(*parts, tcp._CRC.pack(crc))
+
+
+@contextmanager
+def _answering(say: Callable[[socket.socket], None]) -> Iterator[int]:
+    """Run a server that says one thing to whoever connects; its port."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            say(connection)
+            connection.shutdown(socket.SHUT_WR)
+            connection.settimeout(2)
+            with suppress(OSError):
+                while connection.recv(1 << 16):
+                    pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    yield int(server.getsockname()[1])
+    thread.join(WAIT)
+    server.close()
+
+
+def _check_refused(port: int, reason: str) -> None:
+    _, own = make_transfers("tcp")
+    endpoint = replace(own.endpoint, port=port)
+    source = KVSource(endpoint=endpoint, lease_id="r", serial=1, cell=0, block_ids=(1, 2))
+    with pytest.raises(KVUnavailable, match=reason):
+        own.pull(source, 0, [1]).result(WAIT)
+    own.close()

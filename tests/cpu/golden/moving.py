@@ -1,0 +1,200 @@
+"""Engines between which streams are moved while they run, stage by stage, as a controller would do it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from onbeat.core.request import FinishReason, Request
+from onbeat.engine.core import EngineCore
+from onbeat.engine.executor import ThreadExecutor
+from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of, giving_kv
+from onbeat.engine.kv_handover import Departure, KVHandover
+from onbeat.engine.kv_transfer.base import KVTransport
+from onbeat.engine.kv_transfer.cma import CmaTransport
+from onbeat.engine.kv_transfer.tcp import TcpTransport
+from onbeat.engine.kv_transfer.transfers import KVTransfers
+from onbeat.engine.model_runner import ModelRunner
+from onbeat.engine.sampler import Sampler
+from onbeat.engine.speculation.proposer import Proposer
+from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.cpu.engine.forwards import MakeForward
+from tests.cpu.speculation.runs import LIMITS
+from tests.fake_step_time import LinearStepTime
+
+KEY = b"the key of a fleet, at least 32 bytes"
+TRANSPORTS: dict[str, Callable[[], KVTransport]] = {"cma": CmaTransport, "tcp": lambda: TcpTransport(KEY)}
+WAIT = 60.0
+"""Seconds, for what takes a step or a copy."""
+
+
+def make_core(
+    make_forward: MakeForward,
+    transport: str = "cma",
+    *,
+    overlapped: bool = False,
+    make_proposer: Callable[[], Proposer] | None = None,
+    recorder: Any = None,
+    model: str = "tiny",
+    **limits: Any,
+) -> EngineCore:
+    """Build an engine whose KV can be handed over."""
+    config = SchedulerConfig(**{**LIMITS, **limits})
+    forward = make_forward(num_blocks=config.num_blocks, block_size=config.block_size)
+    sampler = Sampler(forward.config.vocab_size, forward.device)
+    runner = ModelRunner.within(config, forward, sampler, make_proposer and make_proposer())
+    layout = KVLayout(
+        model=model,
+        weights="plain",
+        dtype="any",
+        block_size=config.block_size,
+        block_bytes=block_bytes_of(forward),
+        backend=forward.settings["backend"],
+    )
+    memory = BlockMemory(giving_kv(forward), layout, num_blocks=config.num_blocks)
+    ticks = itertools.count()
+    return EngineCore(
+        Scheduler(config, LinearStepTime()),
+        ThreadExecutor(runner, on_shutdown=forward.close),
+        max_in_flight_steps=2 if overlapped else 1,
+        clock=lambda: next(ticks) * 1e-3,
+        recorder=recorder,
+        transfers=KVTransfers(memory, [TRANSPORTS[transport]()]),
+    )
+
+
+@dataclass
+class Streams:
+    """What clients have been sent, and how their streams ended."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    ends: dict[str, FinishReason] = field(default_factory=dict)
+    num_bytes: int = 0
+    num_moves: int = 0
+
+    def take(self, outputs: Sequence[Any]) -> None:
+        for output in outputs:
+            assert output.error is None, output.error
+            assert output.request_id not in self.ends, "a delivery after the last"
+            self.tokens[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+
+
+class Pair:
+    """Two engines, stepped in turn, and the streams that run in them."""
+
+    def __init__(self, cores: Sequence[EngineCore]) -> None:
+        self.cores = cores
+        self.streams = Streams()
+        self.requests: dict[str, Request] = {}
+        self.at: dict[str, int] = {}
+        self.departures: dict[str, Departure] = {}
+
+    def add(self, request: Request, where: int) -> None:
+        self.requests[request.request_id], self.at[request.request_id] = request, where
+        self.streams.tokens[request.request_id] = []
+        self.cores[where].add(request)
+
+    def step(self) -> bool:
+        """Step both engines; False once neither has work."""
+        for core in self.cores:
+            if not core.has_work:
+                continue
+            message = core.step()
+            if message is not None:
+                self.streams.take(message.outputs)
+            for departure in kv_of(core).take_departures():
+                self.departures[departure.request_id] = departure
+        return any(core.has_work for core in self.cores)
+
+    def wait(self, future: Future[int]) -> int:
+        """Step on while a copy runs, as engines do."""
+        for _ in range(10_000):
+            if future.done():
+                break
+            self.step()
+        num_bytes = future.result(WAIT)
+        self.streams.num_bytes += num_bytes
+        return num_bytes
+
+    def move(self, request_id: str) -> bool:
+        """Move a stream to the other engine in two stages; False where it has ended, or could not go."""
+        request = self.requests[request_id]
+        source, destination = (
+            kv_of(self.cores[index]) for index in (self.at[request_id], 1 - self.at[request_id])
+        )
+        num_tokens = len(request.prompt_token_ids) + len(self.streams.tokens[request_id])
+        if request_id in self.streams.ends or not destination.reserve(request_id, num_tokens + 16):
+            return False
+        held = source.hold(request_id)
+        num_copied = 0
+        if held is not None:
+            self.wait(destination.pull(request_id, held, 0))
+            num_copied = len(held.block_ids)
+        source.detach(request_id)
+        while request_id not in self.departures:
+            for departure in source.take_departures():
+                self.departures[departure.request_id] = departure
+            if request_id not in self.departures:
+                self.step()
+        departure = self.departures.pop(request_id)
+        if departure.detached is None:
+            destination.release(request_id)
+            source.unhold(request_id)
+            return False
+        detached, rest = departure.detached, departure.source
+        assert rest is not None
+        assert list(detached.output_token_ids) == self.streams.tokens[request_id]
+        num_tokens = len(request.prompt_token_ids) + len(detached.output_token_ids)
+        if not destination.reserve(request_id, num_tokens):
+            destination.release(request_id)
+            assert source.reattach(request_id)
+            return False
+        self.wait(destination.pull(request_id, rest, num_copied))
+        destination.adopt(request_id, detached.moved(request), detached)
+        source.free(request_id)
+        self.at[request_id] = 1 - self.at[request_id]
+        self.streams.num_moves += 1
+        return True
+
+    def run(self, random: Random, *, share: float) -> Streams:
+        """Run all streams to their ends; after each step each is moved with this probability."""
+        while self.step():
+            for request_id in list(self.requests):
+                if request_id not in self.streams.ends and random.random() < share:
+                    self.move(request_id)
+        return self.streams
+
+    def close(self) -> None:
+        for core in self.cores:
+            core.scheduler.check_invariants()
+            for request_id in self.requests:
+                kv_of(core).unhold(request_id)
+            assert core.scheduler.kv.pool.num_used_blocks == 0, "blocks leaked"
+            core.shutdown()
+
+
+def kv_of(core: EngineCore) -> KVHandover:
+    assert core.kv is not None
+    return core.kv
+
+
+def undisturbed(core: EngineCore, batches: Sequence[Sequence[Request]]) -> Streams:
+    """Run requests in one engine, batch after batch."""
+    streams = Streams()
+    for requests in batches:
+        for request in requests:
+            streams.tokens[request.request_id] = []
+            core.add(request)
+        while core.has_work:
+            message = core.step()
+            if message is not None:
+                streams.take(message.outputs)
+    core.shutdown()
+    return streams

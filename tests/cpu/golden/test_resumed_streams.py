@@ -1,0 +1,154 @@
+"""A stream that was cut anywhere and goes on in another engine equals the undisturbed one, token for token.
+
+Exactly in float64. In bfloat16 a prompt in chunks and decodes one by one may round differently, so that is
+watched on a real model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from onbeat.core.request import Request
+from onbeat.engine.messages import AddRequest, decode_to_engine, encode
+from onbeat.engine.weights import open_checkpoint
+from onbeat.hub.files import ModelFiles
+from onbeat.scheduler.replica.policies import POLICIES
+from onbeat.text.tokenizer import load_tokenizer
+from tests.cpu.engine.forwards import MakeForward, on_native, on_torch
+from tests.cpu.engine.tiny_models import FAMILIES, tiny_model
+from tests.cpu.speculation.runs import Run, fixed, make_request, make_requests, ngram, run
+from tests.cpu.speculation.test_lossless import SAMPLINGS, budget
+
+pytestmark = pytest.mark.golden
+
+CUTS = (1, 2, 11, 29)
+"""Tokens that were sent: one, within a block of KV, and some blocks of them."""
+
+
+def cut(requests: Sequence[Request], undisturbed: Run, num_sent: int) -> list[Request]:
+    """Return the requests as another engine gets them, those left out that had ended by then."""
+    return [
+        sent_to_engine(replace(request, resumed_token_ids=sent[:num_sent], first_token_time=0.0))
+        for request in requests
+        if len(sent := tuple(undisturbed.outcomes[request.request_id].token_ids)) > num_sent
+    ]
+
+
+def sent_to_engine(request: Request) -> Request:
+    """Return a request as it comes out of the message to the engine process."""
+    message = decode_to_engine(encode(AddRequest(request)))
+    assert isinstance(message, AddRequest)
+    return message.request
+
+
+def check_rest(resumed: Run, undisturbed: Run, num_sent: int) -> None:
+    """What was delivered after the cut is what was left, with its log-probabilities, and ends as it did."""
+    for name, outcome in resumed.outcomes.items():
+        expected = undisturbed.outcomes[name]
+        assert outcome.token_ids == expected.token_ids[num_sent:]
+        assert outcome.finish_reason == expected.finish_reason
+        assert [each.token_id for each in outcome.logprobs] == [
+            each.token_id for each in expected.logprobs[num_sent:]
+        ]
+        values = [each.logprob for each in expected.logprobs[num_sent:]]
+        assert [each.logprob for each in outcome.logprobs] == pytest.approx(values, abs=1e-6)
+
+
+def resume_everywhere(
+    make_forward: MakeForward, requests: list[Request], *, resumed_with: Any = None, **limits: Any
+) -> None:
+    """Run to the end; then cut at some places, and go on in an engine of its own, `resumed_with` changes."""
+    undisturbed = run(make_forward, requests, **limits)
+    num_resumed = 0
+    for num_sent in CUTS:
+        rest = cut(requests, undisturbed, num_sent)
+        resumed = run(make_forward, rest, **limits | (resumed_with or {}))
+        check_rest(resumed, undisturbed, num_sent)
+        num_resumed += len(rest)
+    assert num_resumed >= len(requests)
+
+
+def exact(name: str = "llama3") -> MakeForward:
+    return on_torch(tiny_model(name, torch.float64).model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_family(name: str, temperature: float) -> None:
+    resume_everywhere(exact(name), make_requests(temperature=temperature, repetition_penalty=1.1))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_every_way_to_sample(sampling: str) -> None:
+    resume_everywhere(exact(), make_requests(**SAMPLINGS[sampling]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("overlapped", [False, True], ids=["one-step", "overlapped"])
+def test_every_policy(policy: str, overlapped: bool) -> None:
+    limits = {"policy": policy, "overlapped": overlapped, **budget(policy)}
+    resume_everywhere(exact(), make_requests(temperature=0.8, frequency_penalty=0.4), **limits)
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_short_of_memory(is_cached: bool) -> None:
+    short = {"num_blocks": 18, "enable_prefix_caching": is_cached}
+    resume_everywhere(exact(), make_requests(temperature=0.8), resumed_with=short)
+
+
+def test_with_and_without_drafts() -> None:
+    """Each of the two engines may speculate, or not; the drafts look at what was sent."""
+    requests = make_requests(presence_penalty=0.2)
+    plain = run(exact(), requests)
+    for num_sent in CUTS:
+        rest = cut(requests, plain, num_sent)
+        speculated = run(exact(), rest, speculation=fixed(3), proposer=ngram(3))
+        check_rest(speculated, plain, num_sent)
+        assert speculated.num_accepted > 0
+
+
+def test_the_prefix_cache_finds_what_was_sent() -> None:
+    requests = make_requests(temperature=0.8)
+    undisturbed = run(exact(), requests)
+    rest = [replace(each, request_id=f"{each.request_id}-again") for each in cut(requests, undisturbed, 29)]
+    both = run(exact(), requests, later=rest)
+    for request in rest:
+        name = request.request_id.removesuffix("-again")
+        assert both.outcomes[request.request_id].token_ids == undisturbed.token_ids[name][29:]
+    admitted = {each.request.request_id: step for step, _ in both.steps for each in step.admitted}
+    num_cached = sum(
+        row.num_computed_tokens
+        for each in rest
+        for row in admitted[each.request_id].rows
+        if row.request_id == each.request_id
+    )
+    assert num_cached > sum(len(each.prompt_token_ids) for each in rest)
+
+
+def test_smollm2_in_bfloat16(native_library: Any, smollm2_gguf: Path) -> None:
+    """The odd ones are sampled."""
+    checkpoint = open_checkpoint(ModelFiles(kind="gguf", path=smollm2_gguf, name="smollm2"))
+    token_ids = load_tokenizer(smollm2_gguf).encode((Path(__file__).parents[3] / "LICENSE").read_text())
+    requests = [
+        make_request(
+            f"r{index}",
+            token_ids[40 * index : 55 * index + 20],
+            24,
+            seed=index,
+            temperature=float(index % 2),
+            repetition_penalty=1.1 if index < 5 else 1.0,
+        )
+        for index in range(10)
+    ]
+    forward = on_native(native_library, checkpoint, dtype=torch.bfloat16)
+    undisturbed = run(forward, requests)
+    resumed = run(forward, cut(requests, undisturbed, 9))
+    assert all(len(tokens) == 24 - 9 for tokens in resumed.token_ids.values())
+    num_equal = sum(tokens == undisturbed.token_ids[name][9:] for name, tokens in resumed.token_ids.items())
+    assert num_equal >= 9

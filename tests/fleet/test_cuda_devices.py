@@ -1,0 +1,80 @@
+"""Which CUDA devices each replica of a machine gets. None is needed: the driver is a fake one."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+
+from onbeat.cluster import cuda_devices
+from onbeat.cluster.cuda_devices import share_devices
+from onbeat.cluster.local_launcher import LocalLauncher
+from onbeat.core.errors import ConfigError
+from tests.fake_runner import build_fake_engine
+from tests.fleet.fleets import fleet_of, is_ready, until
+
+
+@pytest.fixture
+def four_devices(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cuda_devices, "_num_devices", lambda: 4)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_replicas", "num_each", "shares"),
+    [
+        ("cuda", 2, 1, [("0",), ("1",), ("2",), ("3",)]),
+        ("auto", 2, 2, [("0", "1"), ("2", "3")]),
+        ("cuda", 1, 3, [("0", "1", "2")]),
+        ("cuda:1", 2, 1, []),
+        ("cpu", 8, 1, []),
+    ],
+)
+@pytest.mark.usefixtures("four_devices")
+def test_each_replica_gets_devices_of_its_own(device, num_replicas, num_each, shares):
+    assert share_devices(device, num_replicas, num_each) == shares
+
+
+@pytest.mark.usefixtures("four_devices")
+@pytest.mark.parametrize(
+    ("num_replicas", "num_each", "cure"),
+    [(5, 1, "give --replicas 4, "), (3, 2, "give --replicas 2, "), (1, 8, "give --device cuda:0")],
+)
+def test_too_few_devices_are_said_with_what_fits(num_replicas, num_each, cure):
+    with pytest.raises(ConfigError, match=f"needed: {num_replicas * num_each} .* there: 4; {cure}"):
+        share_devices("cuda", num_replicas, num_each)
+
+
+@pytest.mark.parametrize(
+    ("named", "devices"),
+    [("2, 3", ["2", "3"]), ("GPU-1f,MIG-2e", ["GPU-1f", "MIG-2e"]), ("", []), ("1,-1,2", ["1"])],
+)
+@pytest.mark.usefixtures("four_devices")
+def test_what_the_environment_hides_is_not_shared_out(monkeypatch, named, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert cuda_devices.visible_devices() == devices
+
+
+def test_a_machine_without_a_driver_has_none(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(cuda_devices.ctypes, "CDLL", lambda _name: (_ for _ in ()).throw(OSError))
+    assert share_devices("auto", 2, 1) == []
+
+
+def build_that_notes_its_devices(on_progress, *, folder, replica):
+    (folder / replica).write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    return build_fake_engine(on_progress)
+
+
+async def test_processes_see_their_own_devices_and_a_replica_too_many_says_so(tmp_path, caplog):
+    launcher = LocalLauncher(device_shares=[("4", "5"), ("6", "7")])
+
+    def make_build(replica, _life):
+        return partial(build_that_notes_its_devices, folder=tmp_path, replica=replica)
+
+    async with fleet_of(2, launcher=launcher, make_build=make_build) as client:
+        await until(lambda: all(is_ready(client, each) for each in ("r0", "r1")))
+        assert {path.read_text() for path in tmp_path.iterdir()} == {"4,5", "6,7"}
+        client.scale(3)
+        await until(lambda: "r2 has got no CUDA device" in caplog.text)

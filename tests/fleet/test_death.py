@@ -1,0 +1,295 @@
+"""Replicas die, hang and leave: streams go on elsewhere without a lost or doubled token."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from functools import partial
+from math import inf
+
+import pytest
+
+from onbeat.cluster import controller
+from onbeat.core.errors import ConfigError, EngineDead, EngineError, Overloaded
+from onbeat.core.hang import HangLimits
+from onbeat.core.request import FinishReason
+from tests.fake_runner import build_fake_engine
+from tests.fleet.fleets import (
+    check_all,
+    collect,
+    expected_tokens,
+    fleet_of,
+    has_lives,
+    is_ready,
+    is_there,
+    lives_of,
+    make_request,
+    pid_of,
+    send_signal,
+    start_requests,
+    state_of,
+    until,
+)
+
+
+async def test_routed_streams_are_whole_and_spread_evenly() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 12)
+        await until(lambda: all(view.num_streaming == 6 for view in client.replicas()))
+        await check_all(started)
+        assert await client.is_idle()
+        assert all(view.num_outstanding == 0 for view in client.replicas())
+        client._fleet.check_invariants()
+
+
+async def test_streams_of_a_killed_replica_go_on_at_once_and_it_comes_back() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 8, max_tokens=100)
+        await until(lambda: all(view.num_streaming == 4 for view in client.replicas()))
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "starting", timeout=1)
+        assert state_of(client, "r1") == "ready"
+        await check_all(started)
+        assert client.counts.num_resumed == 4
+        assert client.counts.num_resumed_tokens > 0
+        assert client.counts.num_failed == 0
+        assert client.counts.lost == {"r0": 1}
+        await until(lambda: state_of(client, "r0") == "ready")
+        assert lives_of(client, "r0") == 2
+        await check_all(start_requests(client, 4, "later"))
+
+
+@pytest.mark.slow
+async def test_replicas_killed_in_turn_under_load_lose_nothing() -> None:
+    async with fleet_of(3) as client:
+        names = (f"s{number}" for number in itertools.count())
+        broken: list[str] = []
+        is_over = False
+
+        async def keep_asking() -> int:
+            num_whole = 0
+            while not is_over:
+                request = make_request(next(names), max_tokens=40)
+                if await collect(client, request) != expected_tokens(request):
+                    broken.append(request.request_id)
+                num_whole += 1
+            return num_whole
+
+        users = [asyncio.create_task(keep_asking()) for _ in range(9)]
+        for number in range(6):
+            replica = f"r{number % 3}"
+            await until(partial(is_ready, client, replica))
+            await asyncio.sleep(0.2)
+            send_signal(client, replica, signal.SIGKILL)
+        is_over = True
+        assert sum(await asyncio.gather(*users)) > 9
+        assert not broken
+        assert client.counts.num_resumed > 6
+        client._fleet.check_invariants()
+
+
+@pytest.mark.slow
+async def test_a_stopped_replica_is_given_up_and_does_not_come_back() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 4, max_tokens=900)
+        await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
+        stopped = time.monotonic()
+        process_id = send_signal(client, "r0", signal.SIGSTOP)
+        await until(lambda: state_of(client, "r0") == "starting", timeout=4)
+        assert 1.5 < time.monotonic() - stopped < 3.5
+        await until(lambda: not is_there(process_id))
+        await check_all(started)
+
+
+async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "STEP_LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
+
+    def make_build(replica: str, life: int):
+        is_stuck = (replica, life) == ("r0", 0)
+        return partial(build_fake_engine, step_seconds=6.0 if is_stuck else 0.005)
+
+    async with fleet_of(2, make_build=make_build) as client:
+        started = start_requests(client, 4)
+        await until(lambda: state_of(client, "r0") == "starting", timeout=5)
+        await check_all(started)
+
+
+async def test_the_only_replica_comes_back_and_its_streams_go_on() -> None:
+    async with fleet_of(1) as client:
+        started = start_requests(client, 3, max_tokens=200)
+        await until(lambda: client.replicas()[0].num_streaming == 3)
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: not client.is_alive, timeout=1)
+        assert client.seconds_to_ready is not None
+        late = start_requests(client, 2, "late")
+        await check_all([*started, *late])
+        assert client.is_alive
+        assert client.counts.num_resumed == 3
+
+
+async def test_a_request_that_is_not_to_be_resumed_ends_with_an_error() -> None:
+    async with fleet_of(2) as client:
+        frail = asyncio.create_task(collect(client, make_request("frail", max_tokens=500, resumes=False)))
+        started = start_requests(client, 3, max_tokens=200)
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 4)
+        owner = client._fleet.owner("frail")
+        assert owner is not None
+        send_signal(client, owner, signal.SIGKILL)
+        with pytest.raises(EngineError, match="was not to be resumed"):
+            await frail
+        await check_all(started)
+        assert client.counts.num_failed == 1
+
+
+async def test_a_request_that_kills_its_replicas_is_given_up() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=300)
+        with pytest.raises(EngineError, match="it may be the cause"):
+            await collect(client, make_request("dead"))
+        await check_all(started)
+
+
+async def test_a_replica_that_dies_again_and_again_stays_down() -> None:
+    async with fleet_of(1) as client:
+        for life in range(1, 4):
+            await until(partial(has_lives, client, "r0", life), timeout=15)
+            send_signal(client, "r0", signal.SIGKILL)
+            await until(lambda: state_of(client, "r0") != "ready")
+        await until(lambda: state_of(client, "r0") == "down")
+        assert client.seconds_to_ready is None
+        assert not client.is_alive
+        with pytest.raises(Overloaded, match="no replica takes requests"):
+            await collect(client, make_request("late"))
+        client.scale(1)
+        await until(lambda: client.is_ready)
+        await check_all(start_requests(client, 2, "again"))
+
+
+async def test_an_engine_that_says_why_it_dies_is_heard(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet_of(2) as client:
+        with pytest.raises(EngineError):
+            await collect(client, make_request("dead"))
+    assert "r0 is lost: rank 1 has ended" in caplog.text
+
+
+async def test_a_replica_that_is_told_to_end_drains_and_comes_back() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 6, max_tokens=150)
+        await until(lambda: all(view.num_streaming == 3 for view in client.replicas()))
+        process_id = send_signal(client, "r0", signal.SIGTERM)
+        await until(lambda: state_of(client, "r0") == "draining", timeout=3)
+        new = start_requests(client, 3, "new")
+        await check_all([*started, *new])
+        await until(lambda: lives_of(client, "r0") == 2)
+        assert not is_there(process_id)
+        assert client.counts.num_resumed == 0, "what ran there ended there"
+        assert client.counts.lost == {}
+
+
+async def test_what_does_not_end_in_time_moves() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 4, max_tokens=400)
+        await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
+        client.drain("r1", seconds=0.2, restarts=False)
+        await until(lambda: state_of(client, "r1") == "stopped", timeout=3)
+        await check_all(started)
+        assert client.counts.num_resumed == 2
+        assert [view.replica for view in client.replicas()] == ["r0"]
+
+
+async def test_all_are_started_again_one_after_another_without_an_error() -> None:
+    async with fleet_of(2) as client:
+        before = {pid_of(client, replica) for replica in ("r0", "r1")}
+        is_over = False
+        names = (f"s{number}" for number in itertools.count())
+
+        async def keep_asking() -> None:
+            while not is_over:
+                request = make_request(next(names), max_tokens=30)
+                assert await collect(client, request) == expected_tokens(request)
+
+        users = [asyncio.create_task(keep_asking()) for _ in range(6)]
+        client.restart()
+        await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r0", "r1")), timeout=20)
+        is_over = True
+        await asyncio.gather(*users)
+        assert not before & {pid_of(client, replica) for replica in ("r0", "r1")}
+        assert client.counts.lost == {}
+
+
+async def test_a_fleet_grows_and_shrinks() -> None:
+    async with fleet_of(1) as client:
+        client.scale(3)
+        await until(lambda: sum(view.state == "ready" for view in client.replicas()) == 3)
+        started = start_requests(client, 9, max_tokens=80)
+        await until(lambda: all(view.num_streaming == 3 for view in client.replicas()))
+        client.scale(1)
+        await check_all(started)
+        await until(lambda: len(client.replicas()) == 1)
+
+
+async def test_ended_and_aborted_requests_leave_nothing_behind() -> None:
+    async with fleet_of(2) as client:
+        stream = client.generate(make_request("closed", max_tokens=900))
+        await anext(stream)
+        await stream.aclose()
+        task = asyncio.create_task(_reasons(client, "aborted"))
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 1)
+        await client.abort(["aborted", "unknown"])
+        assert (await task)[-1] is FinishReason.ABORT
+        assert not client._open
+        assert not client._by_name
+        client._fleet.check_invariants()
+
+
+async def _reasons(client, name):
+    request = make_request(name, max_tokens=900)
+    return [delivery.output.finish_reason async for delivery in client.generate(request)]
+
+
+async def test_no_process_is_left() -> None:
+    async with fleet_of(2) as client:
+        process_ids = [pid_of(client, replica) for replica in ("r0", "r1")]
+        os.kill(process_ids[1], signal.SIGSTOP)
+        tasks = start_requests(client, 2, max_tokens=900)
+        await asyncio.sleep(0.1)
+        for _, task in tasks:
+            task.cancel()
+    assert not any(map(is_there, process_ids))
+
+
+def _refuses(replica: str, _life: int):
+    return partial(build_fake_engine, policy="fifo" if replica == "r1" else "sarathi")
+
+
+async def test_a_replica_that_cannot_start_ends_the_start_of_all() -> None:
+    client = fleet_of(2, make_build=_refuses)
+    with pytest.raises(ConfigError, match="unknown policy 'fifo'"):
+        await client.start()
+    assert not client.controller.lives
+
+
+async def test_a_refusal_for_the_load_is_tried_elsewhere() -> None:
+    async with fleet_of(2, step_seconds=0.05, max_num_seqs=1, max_num_queued_reqs=1) as client:
+        started = start_requests(client, 2, max_tokens=20)
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 2)
+        started += start_requests(client, 2, "waiting", max_tokens=20)
+        await asyncio.sleep(0.1)
+        with pytest.raises(Overloaded, match="max_num_queued_reqs"):
+            await collect(client, make_request("one too many"))
+        await check_all(started)
+
+
+def _sleeps_for_ever(_on_progress):
+    time.sleep(600)
+
+
+async def test_a_replica_that_never_gets_ready_is_given_up() -> None:
+    client = fleet_of(1, make_build=lambda _replica, _life: _sleeps_for_ever)
+    client.controller._start_timeout = 3.0
+    with pytest.raises(EngineDead, match="r0 has not got ready and has said nothing for 3 s"):
+        await client.start()
+    assert not client.controller.lives

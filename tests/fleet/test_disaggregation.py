@@ -1,0 +1,92 @@
+"""Prompts on one replica, tokens on another: whole streams, also where one of them dies."""
+
+from __future__ import annotations
+
+import signal
+from functools import partial
+
+import pytest
+
+from onbeat.cluster.client import FleetClient
+from tests.fleet.fleets import (
+    check_all,
+    collect,
+    expected_tokens,
+    is_ready,
+    lives_of,
+    make_request,
+    send_signal,
+    start_requests,
+    until,
+)
+from tests.fleet.test_moves import moving_fleet
+
+LONG = 200
+"""Tokens of a prompt that streams would notice."""
+
+
+def num_sent(client: FleetClient, replica: str) -> int:
+    return sum(count for (name, _), count in client.counts.routed.items() if name == replica)
+
+
+async def test_long_prompts_are_computed_on_one_replica_and_go_on_on_the_other() -> None:
+    async with moving_fleet(2, num_prefill=1) as client:
+        started = start_requests(client, 4, num_prompt=LONG, max_tokens=60)
+        short = make_request("short", num_prompt=8, max_tokens=30)
+        assert await collect(client, short) == expected_tokens(short)
+        await check_all(started)
+        assert num_sent(client, "r0") == 4
+        assert num_sent(client, "r1") == 1
+        assert client.counts.num_moved == 4
+        assert client.counts.num_resumed == 0
+        blocks = [-(-(LONG + i) // 16) for i in range(4)]
+        assert client.counts.num_moved_bytes >= sum(blocks) * 16 * 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replica", ["r0", "r1"])
+async def test_the_death_of_either_is_not_noticed(replica: str) -> None:
+    async with moving_fleet(2, num_prefill=1) as client:
+        started = start_requests(client, 6, num_prompt=LONG, max_tokens=120)
+        await until(lambda: client.counts.num_moved >= 2)
+        send_signal(client, replica, signal.SIGKILL)
+        more = start_requests(client, 2, "more", num_prompt=LONG, max_tokens=60)
+        await check_all([*started, *more])
+        assert client.counts.num_failed == 0
+        await until(partial(_is_back, client, replica))
+        await check_all(start_requests(client, 2, "later", num_prompt=LONG, max_tokens=60))
+
+
+@pytest.mark.slow
+async def test_streams_of_a_dead_replica_are_computed_like_prompts_and_move_again() -> None:
+    async with moving_fleet(3, num_prefill=1) as client:
+        started = start_requests(client, 6, num_prompt=LONG, max_tokens=200)
+        await until(lambda: client.counts.moves["prefill", "moved"] == 6)
+        send_signal(client, "r1", signal.SIGKILL)
+        await check_all(started, timeout=20)
+        assert client.counts.num_resumed == 3
+        assert client.counts.moves["prefill", "moved"] == 9
+
+
+@pytest.mark.slow
+async def test_engines_that_plan_a_step_ahead_hand_over_as_well() -> None:
+    async with moving_fleet(3, num_prefill=1, max_in_flight_steps=2) as client:
+        started = start_requests(client, 8, num_prompt=LONG, max_tokens=120)
+        await until(lambda: client.counts.moves["prefill", "moved"] >= 4)
+        client.drain("r1", seconds=60, restarts=True)
+        await check_all(started)
+        assert client.counts.moves["drain", "moved"] >= 1
+        assert client.counts.num_resumed == 0
+
+
+@pytest.mark.slow
+async def test_streams_go_on_where_their_prompts_were_computed_until_there_is_room() -> None:
+    async with moving_fleet(2, num_prefill=1, max_num_seqs=3) as client:
+        started = start_requests(client, 6, num_prompt=LONG, max_tokens=150)
+        await check_all(started)
+        assert client.counts.num_moved > 0
+        assert client.counts.num_resumed == 0
+
+
+def _is_back(client: FleetClient, replica: str) -> bool:
+    return lives_of(client, replica) == 2 and is_ready(client, replica)

@@ -1,0 +1,188 @@
+"""Streams move between replicas while they run, with their KV, and lose nothing whatever happens then."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+
+from onbeat.cluster.client import FleetClient
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.events import MoveStep
+from tests.fleet.fleets import (
+    RemoteLauncher,
+    check_all,
+    fleet_of,
+    is_ready,
+    lives_of,
+    make_request,
+    pid_of,
+    start_requests,
+    state_of,
+    until,
+)
+
+
+def moving_fleet(num_replicas: int, **options: Any) -> FleetClient:
+    values = {"keeps_kv": True, "reports_load": True, "step_seconds": 0.01, **options}
+    return fleet_of(num_replicas, **values)
+
+
+def have_begun(client: FleetClient, count: int) -> bool:
+    return sum(view.num_streaming for view in client.replicas()) == count
+
+
+def at_step(client: FleetClient, verb: MoveVerb, do: Callable[[MoveStep], None]) -> list[MoveStep]:
+    """Do something once, just before a step of a move is asked for; return the list that will have it."""
+    moves = client.controller._moves
+    found: list[MoveStep] = []
+    carry_out = moves.do
+
+    def watched(step: MoveStep) -> None:
+        if step.verb is verb and not found:
+            found.append(step)
+            do(step)
+        carry_out(step)
+
+    moves.do = watched  # type: ignore[method-assign]
+    return found
+
+
+async def test_a_replica_that_drains_moves_what_runs_there() -> None:
+    async with moving_fleet(2) as client:
+        started = start_requests(client, 20, max_tokens=150)
+        await until(partial(have_begun, client, 20))
+        began = time.monotonic()
+        client.drain("r0", seconds=60, restarts=False)
+        await until(lambda: state_of(client, "r0") == "stopped")
+        assert time.monotonic() - began < 3
+        await check_all(started)
+        assert client.counts.num_moved == 10
+        assert client.counts.num_resumed == 0, "nothing was computed again"
+        assert client.counts.num_moved_bytes > 0
+        assert client.counts.move_gap.count == 10
+        client._fleet.check_invariants()
+
+
+@pytest.mark.slow
+async def test_moves_between_machines_go_by_tcp() -> None:
+    async with moving_fleet(2, launcher=RemoteLauncher(), kv_transports=["tcp"]) as client:
+        started = start_requests(client, 4, max_tokens=200)
+        await until(partial(have_begun, client, 4))
+        client.drain("r1", seconds=60, restarts=False)
+        await until(lambda: state_of(client, "r1") == "stopped")
+        await check_all(started)
+        assert client.counts.num_moved == 2
+        assert client.counts.num_resumed == 0
+
+
+@pytest.mark.slow
+async def test_without_a_way_to_copy_streams_end_where_they_are() -> None:
+    async with moving_fleet(2, kv_transports=[]) as client:
+        started = start_requests(client, 4, max_tokens=100)
+        await until(partial(have_begun, client, 4))
+        client.drain("r1", seconds=60, restarts=False)
+        await check_all(started)
+        await until(lambda: state_of(client, "r1") == "stopped")
+        assert client.counts.num_moved == client.counts.num_resumed == 0
+
+
+STAGES = [
+    (verb, victim)
+    for verb in (MoveVerb.RESERVE, MoveVerb.HOLD, MoveVerb.PULL, MoveVerb.FREEZE, MoveVerb.ADOPT)
+    for victim in ("source", "destination")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verb", "victim"), STAGES)
+async def test_a_death_at_any_stage_loses_nothing(verb: MoveVerb, victim: str) -> None:
+    async with moving_fleet(2) as client:
+        started = start_requests(client, 6, max_tokens=300)
+        await until(partial(have_begun, client, 6))
+        killed = "r0" if victim == "source" else "r1"
+        process_id = pid_of(client, killed)
+        seen = at_step(client, verb, lambda _: os.kill(process_id, signal.SIGKILL))
+        client.drain("r0", seconds=60, restarts=True)
+        await until(lambda: seen)
+        await check_all(started)
+        assert client.counts.num_failed == 0
+        await until(partial(_is_back, client, killed), timeout=20)
+        client._fleet.check_invariants()
+        await check_all(start_requests(client, 4, "later"))
+        await until(partial(_is_empty, client))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", [MoveVerb.PULL, MoveVerb.FREEZE, MoveVerb.ADOPT, MoveVerb.TAKE])
+async def test_who_goes_away_during_a_move_leaves_nothing_behind(verb: MoveVerb) -> None:
+    async with moving_fleet(2) as client:
+        closed = asyncio.create_task(_tokens(client, "closed"))
+        aborted = asyncio.create_task(_tokens(client, "aborted"))
+        await until(partial(have_begun, client, 2))
+        asked: list[asyncio.Task[None]] = []
+
+        def leave(step: MoveStep) -> None:
+            if step.request_id == "closed":
+                closed.cancel()
+            else:
+                asked.append(asyncio.create_task(client.abort(["aborted"])))
+
+        for replica in ("r0", "r1"):
+            at_step(client, verb, leave)
+            client.drain(replica, seconds=60, restarts=True)
+            await until(partial(_is_back, client, replica))
+        await aborted
+        assert not client._open
+        client._fleet.check_invariants()
+        await check_all(start_requests(client, 4, "later", max_tokens=5))
+        await until(partial(_is_empty, client))
+
+
+def _is_back(client: FleetClient, replica: str) -> bool:
+    return lives_of(client, replica) == 2 and is_ready(client, replica)
+
+
+def _is_empty(client: FleetClient) -> bool:
+    """Whether no replica keeps a block."""
+    return all(
+        view.load is not None
+        and view.limits is not None
+        and view.load.num_free_blocks == view.limits.num_blocks
+        for view in client.replicas()
+    )
+
+
+async def _tokens(client: FleetClient, name: str) -> int:
+    request = make_request(name, max_tokens=900)
+    return sum([len(delivery.output.new_token_ids) async for delivery in client.generate(request)])
+
+
+@pytest.mark.slow
+async def test_a_destination_that_stands_still_holds_no_stream_up() -> None:
+    async with moving_fleet(2) as client:
+        started = start_requests(client, 4, max_tokens=200)
+        await until(partial(have_begun, client, 4))
+        process_id = pid_of(client, "r1")
+        at_step(client, MoveVerb.ADOPT, lambda _: os.kill(process_id, signal.SIGSTOP))
+        client.drain("r0", seconds=60, restarts=True)
+        await check_all(started)
+        assert client.counts.num_failed == 0
+
+
+@pytest.mark.slow
+async def test_streams_leave_a_replica_that_runs_out_of_memory_for_a_new_one() -> None:
+    async with moving_fleet(1, num_blocks=96) as client:
+        started = start_requests(client, 7, num_prompt=110, max_tokens=300)
+        await until(partial(have_begun, client, 7))
+        client.scale(2)
+        await check_all(started)
+        assert client.counts.moves["memory", "moved"] >= 1
+        assert client.counts.num_resumed == 0
+        client._fleet.check_invariants()

@@ -1,0 +1,164 @@
+"""A server before a fleet: health, the routes of the fleet, metrics, and what a request may ask for."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from onbeat.cluster.client import FleetClient
+from tests.cpu.server.running import Served, parse_events, serving
+from tests.fakes_engine import FakeEngine
+from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state_of, until
+
+BODY = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+
+
+@asynccontextmanager
+async def served_fleet(num_replicas: int, **fields: Any) -> AsyncIterator[tuple[Served, FleetClient]]:
+    async with (
+        fleet_of(num_replicas, step_seconds=0.01) as client,
+        serving(cast(FakeEngine, client), has_fleet=True, **fields) as served,
+    ):
+        yield served, client
+
+
+async def metrics(served: Served) -> dict[str, float]:
+    text = (await served.get("/metrics")).body.decode()
+    pairs = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
+    return {name: float(value) for name, value in pairs}
+
+
+async def test_an_answer_is_the_same_through_the_death_of_its_replica() -> None:
+    async with served_fleet(2) as (served, client):
+        whole = (await served.post("/v1/completions", BODY)).json
+        answer = asyncio.create_task(served.post("/v1/completions", BODY))
+        await until(lambda: any(view.num_streaming for view in client.replicas()))
+        owner = next(view.replica for view in client.replicas() if view.num_streaming)
+        send_signal(client, owner, signal.SIGKILL)
+        resumed = await answer
+        assert resumed.status == 200
+        assert resumed.json["choices"] == whole["choices"]
+        assert resumed.json["usage"] == whole["usage"]
+        await until(lambda: client.is_ready and lives_of(client, owner) == 2)
+        values = await metrics(served)
+        assert values["onbeat_fleet_resumed_total"] == 1
+        assert values["onbeat_fleet_resumed_tokens_total"] >= 1
+        assert values["onbeat_fleet_lost_total"] == 0
+        assert values[f'onbeat_fleet_replicas_lost_total{{engine="{owner}"}}'] == 1
+        assert values['onbeat_fleet_replicas{state="ready"}'] == 2
+        assert values[f'onbeat_replica_lives{{engine="{owner}"}}'] == 2
+        assert values["onbeat_output_tokens_total"] == 120
+        assert values["onbeat_kv_blocks_used"] == 0
+
+
+@pytest.mark.parametrize("how", ["header", "field"])
+async def test_who_does_not_want_to_be_resumed_hears_of_the_death(how: str) -> None:
+    headers = {"x-onbeat-resume": "off"} if how == "header" else {}
+    body = {**BODY, "max_tokens": 900, **({"resume": False} if how == "field" else {})}
+    async with served_fleet(2) as (served, client):
+        plain = asyncio.create_task(served.post("/v1/completions", body, headers=headers))
+        stream = asyncio.create_task(
+            served.post("/v1/completions", {**body, "stream": True}, headers=headers)
+        )
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 2)
+        for replica in ("r0", "r1"):
+            send_signal(client, replica, signal.SIGKILL)
+        answer = await plain
+        assert (answer.status, answer.error["code"]) == (500, "engine_error")
+        assert parse_events((await stream).body)[-2]["error"]["code"] == "engine_error"
+
+
+async def test_a_wrong_wish_is_refused() -> None:
+    async with served_fleet(1) as (served, _):
+        answer = await served.post("/v1/completions", BODY, headers={"x-onbeat-resume": "maybe"})
+        assert (answer.status, answer.error["param"]) == (400, "x-onbeat-resume")
+
+
+async def test_health_follows_the_only_replica() -> None:
+    async with served_fleet(1) as (served, client):
+        assert (await served.get("/health")).status == 200
+        assert (await served.get("/ready")).status == 200
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: not client.is_alive)
+        answer = await served.get("/health")
+        assert (answer.status, answer.error["code"]) == (503, "no_replica")
+        assert "r0 is starting" in answer.error["message"]
+        assert int(answer.headers["Retry-After"]) >= 1
+        assert (await served.get("/ready")).status == 503
+        await until(lambda: client.is_ready)
+        assert (await served.get("/health")).status == 200
+
+
+async def test_health_says_that_a_replica_stays_down() -> None:
+    async with served_fleet(1) as (served, client):
+        for life in range(1, 4):
+            await until(partial(has_lives, client, "r0", life), timeout=15)
+            send_signal(client, "r0", signal.SIGKILL)
+            await until(lambda: state_of(client, "r0") != "ready")
+        answer = await served.get("/health")
+        assert (answer.status, answer.error["code"]) == (503, "engine_dead")
+        assert "r0 is down" in answer.error["message"]
+        refused = await served.post("/v1/completions", BODY)
+        assert refused.status == 503
+        assert (await served.post("/fleet/scale", {"replicas": 1})).status == 200
+        await until(lambda: client.is_ready)
+        assert (await served.post("/v1/completions", BODY)).status == 200
+
+
+async def test_the_fleet_is_shown_and_changed() -> None:
+    async with served_fleet(2) as (served, client):
+        shown = (await served.get("/fleet")).json
+        assert [row["replica"] for row in shown["replicas"]] == ["r0", "r1"]
+        assert [row["state"] for row in shown["replicas"]] == ["ready", "ready"]
+        assert shown["replicas"][0]["limits"]["block_size"] == 16
+        running = asyncio.create_task(served.post("/v1/completions", BODY))
+        await until(lambda: any(view.num_streaming for view in client.replicas()))
+        for replica in ("r0", "r1"):
+            answer = await served.post("/fleet/drain", {"replica": replica, "restart": True})
+            assert answer.status == 200
+            assert {row["replica"]: row["state"] for row in answer.json["replicas"]}[replica] != "ready"
+        assert (await running).status == 200
+        await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r0", "r1")))
+        assert (await served.post("/fleet/scale", {"replicas": 1})).status == 200
+        await until(lambda: len(client.replicas()) == 1)
+        assert (await served.post("/fleet/restart", {})).status == 200
+        await until(lambda: lives_of(client, client.replicas()[0].replica) == 3)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/fleet/drain", {"replica": "r7"}, "replica"),
+        ("/fleet/drain", {"replica": "r0", "timeout": -1}, "timeout"),
+        ("/fleet/drain", {}, "replica"),
+        ("/fleet/scale", {"replicas": -1}, "replicas"),
+        ("/fleet/scale", {"replicas": 10**6}, "replicas"),
+        ("/fleet/scale", {"replicas": "two"}, "replicas"),
+    ],
+)
+async def test_bad_wishes_are_refused(path: str, body: dict[str, Any], param: str) -> None:
+    async with served_fleet(1) as (served, client):
+        answer = await served.post(path, body)
+        assert (answer.status, answer.error["param"]) == (400, param)
+        assert state_of(client, "r0") == "ready"
+
+
+async def test_strangers_change_nothing() -> None:
+    async with served_fleet(1) as (served, _):
+        answer = await served.post("/fleet/scale", {"replicas": 0}, headers={"x-forwarded-for": "10.0.0.1"})
+        assert (answer.status, answer.error["code"]) == (403, "forbidden")
+
+
+async def test_with_keys_each_route_needs_one() -> None:
+    async with served_fleet(1, api_keys=("secret",)) as (served, _):
+        assert (await served.get("/fleet")).status == 401
+        assert (await served.post("/fleet/restart", {})).status == 401
+        headers = {"authorization": "Bearer secret", "x-forwarded-for": "10.0.0.1"}
+        assert (await served.get("/fleet", headers=headers)).status == 200
+        assert (await served.post("/fleet/scale", {"replicas": 1}, headers=headers)).status == 200

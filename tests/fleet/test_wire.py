@@ -1,0 +1,149 @@
+"""The port that replicas connect to, before strangers and before what a replica should not say."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from urllib.parse import urlsplit
+
+import pytest
+import zmq
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.request import RequestOutput
+from onbeat.core.step import StepOutputs
+from onbeat.engine.messages import Died, Shutdown, Stepped, encode
+from tests.fleet.fleets import RemoteLauncher, check_all, fleet_of, start_requests, state_of, until
+
+
+@pytest.fixture
+def sockets():
+    """DEALER sockets, closed at the end."""
+    context = zmq.Context()
+    opened = []
+
+    def make():
+        opened.append(context.socket(zmq.DEALER))
+        return opened[-1]
+
+    yield make
+    for socket in opened:
+        socket.close(linger=0)
+    context.term()
+
+
+def connect(sockets, endpoint, *, identity=b"stranger", server_key=None):
+    socket = sockets()
+    socket.routing_id = identity
+    if server_key is not None:
+        socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
+        socket.curve_serverkey = server_key
+    socket.connect(endpoint)
+    return socket
+
+
+async def test_strangers_on_an_encrypted_port_change_nothing(sockets, caplog) -> None:
+    async with fleet_of(2, launcher=RemoteLauncher()) as client:
+        door = client.controller._wire.doorkeeper
+        assert door is not None
+        endpoint = client.controller.endpoint
+        started = start_requests(client, 6, max_tokens=200)
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 6)
+        name = client.controller.lives["r0"].name
+        random_bytes = random.Random(0).randbytes
+        for size in (1, 64, 5000):
+            _, writer = await asyncio.open_connection("127.0.0.1", urlsplit(endpoint).port)
+            writer.write(random_bytes(size))
+            await writer.drain()
+            writer.close()
+        wrong_key, _ = zmq.curve_keypair()
+        for server_key in (None, wrong_key):  # neither gets through the handshake, whatever it calls itself
+            socket = connect(sockets, endpoint, identity=name, server_key=server_key)
+            socket.send(encode(Died("so says a stranger")), flags=zmq.NOBLOCK)
+        known_key = connect(sockets, endpoint, identity=name, server_key=door.public_key)
+        known_key.send(encode(Died("so says a stranger")), flags=zmq.NOBLOCK)
+        await until(lambda: door.num_strangers >= 3)
+        await check_all(started)
+        assert client.controller._wire.num_dropped == 0
+        assert [view.num_lives for view in client.replicas()] == [1, 1]
+    told = [record for record in caplog.records if "is no replica of this fleet" in record.getMessage()]
+    assert len(told) == 1
+
+
+async def test_an_expelled_key_opens_no_door(sockets) -> None:
+    launcher = RemoteLauncher()
+    async with fleet_of(1, launcher=launcher) as client:
+        keys = client.controller.lives["r0"].public_key
+        door = client.controller._wire.doorkeeper
+        assert door is not None
+        assert door.callback("fleet", keys)
+        client.controller._lose(client.controller.lives["r0"], "a test says so")
+        assert not door.callback("fleet", keys)
+        await check_all(start_requests(client, 2))
+
+
+async def test_one_that_calls_itself_as_a_replica_does_gets_nothing(sockets) -> None:
+    async with fleet_of(1, launcher=RemoteLauncher()) as client:
+        socket = connect(sockets, client.controller.endpoint, identity=client.controller.lives["r0"].name)
+        socket.send(encode(Died("so says a stranger")), flags=zmq.NOBLOCK)
+        await check_all(start_requests(client, 2))
+        await asyncio.sleep(0.1)
+        assert client.replicas()[0].num_lives == 1
+
+
+async def test_a_replica_that_talks_nonsense_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 4, max_tokens=100)
+        await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
+        wire = client.controller._wire
+        wire._take([client.controller.lives["r0"].name, b"\xc1 nonsense"])
+        await until(lambda: state_of(client, "r0") == "starting", timeout=1)
+        await check_all(started)
+    assert "it sends what cannot be read" in caplog.text
+
+
+async def test_what_an_earlier_life_says_is_dropped() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 4, max_tokens=100)
+        await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
+        earlier = client.controller.lives["r0"]
+        client.controller._lose(earlier, "a test says so")
+        await until(lambda: state_of(client, "r0") == "ready")
+        outputs = [RequestOutput(f"q{i}", [96], num_previous_tokens=3) for i in range(4)]
+        client.controller._wire._take([earlier.name, encode(Stepped(StepOutputs(0.0, outputs)))])
+        await check_all(started)
+
+
+@pytest.mark.parametrize("num_previous", [0, 90])
+async def test_a_gap_or_a_repeat_ends_the_stream(num_previous, caplog: pytest.LogCaptureFixture) -> None:
+    async with fleet_of(1) as client:
+        [(request, task)] = start_requests(client, 1, max_tokens=900)
+        await until(lambda: client.replicas()[0].num_streaming == 1)
+        output = RequestOutput(request.request_id, [96], num_previous_tokens=num_previous)
+        life = client.controller.lives["r0"]
+        client.controller._wire._take([life.name, encode(Stepped(StepOutputs(0.0, [output])))])
+        with pytest.raises(Exception, match="do not fit together"):
+            await task
+        await until(lambda: client.replicas()[0].num_outstanding == 0)
+        await check_all(start_requests(client, 2, "later"))
+    assert "the deliveries of q0 do not fit together" in caplog.text
+
+
+async def test_a_replica_that_ends_of_itself_is_lost_once() -> None:
+    async with fleet_of(2) as client:
+        started = start_requests(client, 4, max_tokens=100)
+        await until(lambda: all(view.num_streaming == 2 for view in client.replicas()))
+        client.controller.send("r1", Shutdown())
+        await check_all(started)
+        assert client.counts.lost == {"r1": 1}
+
+
+async def test_an_endpoint_that_cannot_be_bound_is_told(monkeypatch) -> None:
+    launcher = RemoteLauncher()
+
+    async def open_elsewhere(_folder) -> str:
+        return "tcp://203.0.113.1:*"
+
+    monkeypatch.setattr(launcher, "open", open_elsewhere)
+    with pytest.raises(ConfigError, match=r"cannot be reached at tcp://203\.0\.113\.1"):
+        await fleet_of(1, launcher=launcher).start()

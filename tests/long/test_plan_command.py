@@ -1,0 +1,111 @@
+"""`onbeat plan`: flags, the answer on the terminal and in files, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from onbeat.cli.main import EXIT_INFEASIBLE, main
+from onbeat.cli.plan_options import parse_degrees, parse_gpus
+from onbeat.core.errors import ConfigError
+
+MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--max-num-seqs", "2", "--max-model-len", "4096", "--tp", "1"]
+LOAD = ["--dataset-name", "random", "--input-len", "200", "--output-len", "16", "--slo-ttft-ms", "500"]
+QUICK = ["--num-prompts", "60", "--repeats", "2", "--disable-tqdm"]
+
+
+def plan(*flags: str) -> int:
+    return main(["plan", *MODEL, *LOAD, *QUICK, *flags])
+
+
+def test_reads_lists_of_devices() -> None:
+    assert parse_gpus("h100-sxm=8, l4") == {"h100-sxm": 8, "l4": float("inf")}
+    assert parse_degrees("4,1") == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "names no device"),
+        ("l4,,a10g", "names no device"),
+        ("l5=2", "unknown device 'l5'"),
+        ("l4=0", "whole number of at least 1"),
+        ("l4=many", "whole number of at least 1"),
+        ("l4=1,l4=2", "twice"),
+    ],
+)
+def test_says_what_is_wrong_with_devices(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_gpus(text)
+
+
+@pytest.mark.parametrize("text", ["", "0", "two", "1,,2", "1,1", "-1"])
+def test_refuses_degrees_that_are_none(text: str) -> None:
+    with pytest.raises(ConfigError, match="--tp"):
+        parse_degrees(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpus", "l4"], "give --rate"),
+        (["--gpus", "l40s", "--rate", "2"], "no price of l40s is known"),
+        (["--gpus", "l4", "--rate", "2", "--objective", "vidur"], "a plan promises a share"),
+        (["--gpus", "l4", "--rate", "2", "--objective", "attainment:0.99"], "too short to tell"),
+        (["--gpus", "l4", "--rate", "2", "--max-concurrency", "4"], "leave out --max-concurrency"),
+        (["--gpus", "l4", "--rate", "2", "--prices", "/nowhere.yaml"], "cannot read the prices"),
+        (["--gpus", "l4", "--rate", "2", "--model", "nobody/knows"], "unknown model"),
+    ],
+)
+def test_bad_input_is_a_sentence(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(*flags) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {name: tmp_path / name for name in ("plan.yaml", "plan.json", "plan.html", "runs.jsonl")}
+    output = ["-o", str(files["plan.yaml"]), "--json", str(files["plan.json"])]
+    flags = ["--gpus", "h100-sxm=2,l4=2", "--rate", "20", "--report", str(files["plan.html"])]
+    resume = ["--resume", str(files["runs.jsonl"])]
+    assert plan(*flags, *output, *resume) == 0
+    shown = capsys.readouterr().out
+    assert "Fleets that keep the promise" in shown
+    assert "plan: " in shown
+    found = json.loads(files["plan.json"].read_text())
+    assert found["best"]["is_kept"]
+    assert all(fleet["usd_per_hour"] >= found["best"]["usd_per_hour"] for fleet in found["alternatives"])
+    assert all(not fleet["is_kept"] for fleet in found["failed"])
+    written = yaml.safe_load(files["plan.yaml"].read_text())
+    assert written["fleet"]["replicas"] == sum(found["best"]["fleet"].values())
+    assert written["plan"]["promise"]["request-rate"] == 20
+    assert "The mix" in files["plan.html"].read_text()
+    num_runs = len(files["runs.jsonl"].read_text().splitlines())
+    assert plan(*flags, *resume) == 0
+    assert len(files["runs.jsonl"].read_text().splitlines()) == num_runs
+
+
+def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("--gpus", "l4=1", "--rate", "4") == EXIT_INFEASIBLE
+    shown = capsys.readouterr().out
+    assert "INFEASIBLE: all devices together, 1 l4, are too few" in shown
+    assert "--objective attainment:0." in shown
+    assert "--slo-ttft-ms " in shown
+    assert plan("--gpus", "l4", "--rate", "4", "--slo-tbt-ms", "20") == EXIT_INFEASIBLE
+    shown = capsys.readouterr().out
+    assert "0 % of the requests can be in time" in shown or "keep the objectives" in shown
+    assert "--slo-tbt-ms" in shown
+
+
+@pytest.mark.slow
+def test_says_whether_prompts_and_generation_apart_are_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--gpus", "h100-sxm=2", "--rate", "8", "--slo-tbt-ms", "100", "--disaggregate"]
+    assert plan(*flags) == 0
+    shown = capsys.readouterr().out
+    assert "Prompts and generation apart" in shown
+    assert "1 h100-sxm for prompts, 1 h100-sxm for generation" in shown
+    assert "replicas that do both are cheaper" in shown

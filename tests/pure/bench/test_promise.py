@@ -1,0 +1,69 @@
+"""Whether a promise was kept, and how sure that is; the load of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from onbeat.bench.promise import check_promise
+from onbeat.cli.bench_promise import with_planned_load
+from onbeat.cli.bench_settings import BenchOptions
+from onbeat.core.errors import ConfigError
+from onbeat.core.options import make
+from onbeat.core.slo import SLO
+from onbeat.planner.plan_file import Promise
+from tests.pure.planner.fakes import make_record
+
+
+def records(flags: str) -> list[Any]:
+    """Return requests in order, of which those marked 1 were in time."""
+    return [make_record([0.1 if flag == "1" else 9.0], slo=SLO(ttft=1.0)) for flag in flags]
+
+
+def test_a_share_that_is_reached_is_kept() -> None:
+    kept = check_promise(records("1111111110" * 20), promised=0.85)
+    assert kept.is_kept
+    assert kept.is_certain
+    assert kept.low == kept.high == kept.share == 0.9
+    assert "promise kept by 5.0 points: 90.0 % of 200 requests were good" in str(kept)
+
+
+def test_misses_that_come_together_leave_doubt() -> None:
+    kept = check_promise(records("1" * 150 + "0" * 50), promised=0.9)
+    assert not kept.is_kept
+    assert not kept.is_certain
+    assert kept.low < 0.5
+    assert "broken by 15.0 points, which is within the interval" in str(kept)
+
+
+def test_too_few_requests_say_nothing() -> None:
+    with pytest.raises(ConfigError, match="10 requests with objectives say nothing"):
+        check_promise(records("1" * 10), promised=0.9)
+
+
+def promise(**load: Any) -> Promise:
+    return Promise(path=Path("plan.yaml"), share=0.9, mode="gap", fleet="2 l4", load=load)
+
+
+def test_a_load_test_takes_the_load_of_its_plan() -> None:
+    load = {"input-len": 300, "output-len": 20, "slo-ttft-ms": 500, "request-rate": 12, "num-prompts": 120}
+    options = with_planned_load(BenchOptions(), promise(**load))
+    assert options.dataset.input_len == 300
+    assert options.objectives.slo.ttft == 0.5
+    assert options.load.request_rate == 12
+    assert options.dataset.num_prompts == 120
+    assert options.slo_mode == "gap"
+    assert options.sampling.ignore_eos
+
+
+def test_a_load_test_may_be_longer_but_of_no_other_load() -> None:
+    longer = with_planned_load(make(BenchOptions, num_prompts=900), promise(**{"num-prompts": 120}))
+    assert longer.dataset.num_prompts == 900
+    with pytest.raises(ConfigError, match="--request-rate is another load than the plan's"):
+        with_planned_load(make(BenchOptions, request_rate=3.0), promise(**{"request-rate": 12}))
+    with pytest.raises(ConfigError, match="leave out --sweep-rate"):
+        with_planned_load(make(BenchOptions, sweep_rate="1,2"), promise(**{"request-rate": 12}))
+    with pytest.raises(ConfigError, match="'spin', which a load test does not take"):
+        with_planned_load(BenchOptions(), promise(spin=1))

@@ -1,0 +1,112 @@
+"""The integer program of the cheapest mix: a published example, proven optima, and what must always hold."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.planner.mix import MixProblem, lower_bound, solve_mix
+
+
+def problem_of(rates: Any, costs: Any, demand: Any, **fields: Any) -> MixProblem:
+    """Return a problem from (units, buckets) requests/s of a unit and requests/s of each bucket."""
+    with np.errstate(divide="ignore"):
+        loads = np.asarray(demand, dtype=float)[:, None] / np.asarray(rates, dtype=float).T
+    return MixProblem(costs=tuple(costs), loads=loads, **fields)
+
+
+def melange(**fields: Any) -> MixProblem:
+    """Return the example of Mélange's own code: an A10G and an A100, 30 requests/s in four buckets."""
+    rates = [[2, 1, 5, 2], [20, 20, 40, 20]]
+    return problem_of(rates, (1.01, 3.67), 30 * np.array([0.2, 0.1, 0.5, 0.2]), slices=1, **fields)
+
+
+def test_the_example_of_melange() -> None:
+    mix = solve_mix(melange())
+    assert mix is not None
+    assert mix.counts == (3, 1)
+    assert mix.cost == pytest.approx(6.70)
+    assert mix.shares.sum(axis=1) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("unit", "count", "cost"), [(0, 12, 12.12), (1, 2, 7.34)])
+def test_the_example_of_melange_with_one_type(unit: int, count: int, cost: float) -> None:
+    other = ("a10g", "a100")[1 - unit]
+    mix = solve_mix(melange(types=("a10g", "a100"), devices=(1, 1), available=((other, 0),)))
+    assert mix is not None
+    assert mix.counts[unit] == count
+    assert mix.cost == pytest.approx(cost)
+
+
+def test_cuts_leave_out_mixes_and_all_that_are_no_better() -> None:
+    cheapest = solve_mix(melange(), too_small=[(3, 1)])
+    assert cheapest is not None
+    assert cheapest.cost == pytest.approx(7.34)
+    assert cheapest.counts == (0, 2)
+    assert solve_mix(melange(), too_small=[(3, 1)], below=7.34) is None
+    other = solve_mix(melange(), enough=[(3, 1), (0, 2)])
+    assert other is not None
+    assert other.cost == pytest.approx(12.12)  # neither three beside one nor two: all of the small one
+
+
+def test_a_load_that_nothing_serves_has_no_mix() -> None:
+    assert solve_mix(problem_of([[0.0, 1.0]], (1.0,), (1.0, 1.0))) is None
+    assert (
+        solve_mix(problem_of([[1.0]], (1.0,), (9.0,), types=("l4",), devices=(2,), available=(("l4", 17),)))
+        is None
+    )
+
+
+def test_480_slices_on_four_types_take_a_moment() -> None:
+    random = np.random.default_rng(0)
+    sizes = np.outer(np.geomspace(1, 12, 10), np.geomspace(1, 6, 6)).ravel()
+    rates = [speed / sizes * random.uniform(0.8, 1.2, 60) for speed in (4, 6, 28, 60)]
+    problem = problem_of(rates, (0.70, 1.01, 3.67, 7.516), 32 * random.dirichlet(np.ones(60)))
+    started = time.perf_counter()
+    mix = solve_mix(problem, time_limit=20)
+    assert time.perf_counter() - started < 5
+    assert mix is not None
+    assert mix.cost >= lower_bound(problem) - 1e-6
+
+
+tables = st.integers(0, 2**32 - 1)
+
+
+@settings(max_examples=40, deadline=None)
+@given(tables)
+def test_a_mix_costs_no_more_than_one_type_and_no_less_than_the_bound(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num_units, num_buckets = int(random.integers(1, 4)), int(random.integers(1, 5))
+    rates = random.uniform(0.3, 6.0, (num_units, num_buckets))
+    rates[random.random(rates.shape) < 0.1] = 0.0
+    costs = random.uniform(0.5, 8.0, num_units)
+    demand = random.uniform(0.1, 3.0, num_buckets)
+    whole, sliced = (problem_of(rates, costs, demand, slices=slices) for slices in (1, 8))
+    mix, coarse = solve_mix(sliced), solve_mix(whole)
+    assert (mix is None) == (coarse is None) == (not (rates > 0).any(axis=0).all())
+    if mix is None or coarse is None:
+        return
+    assert mix.cost <= coarse.cost + 1e-6
+    assert mix.cost >= lower_bound(sliced) - 1e-6
+    with np.errstate(divide="ignore"):
+        alone = costs * np.ceil((demand / rates).sum(axis=1) - 1e-9)
+    assert mix.cost <= alone.min() + 1e-6
+    finite = np.where(np.isfinite(sliced.loads), sliced.loads, 0.0)
+    assert not mix.shares[np.isinf(sliced.loads)].any()
+    used = (mix.shares * finite).sum(axis=0)
+    assert (used <= np.array(mix.counts) + 1e-6).all()
+
+
+def test_refuses_what_is_no_problem() -> None:
+    with pytest.raises(ConfigError, match="load of each bucket"):
+        MixProblem(costs=(1.0, 2.0), loads=np.ones((2, 1)))
+    with pytest.raises(ConfigError, match="above 0"):
+        MixProblem(costs=(0.0,), loads=np.ones((2, 1)))
+    with pytest.raises(ConfigError, match="at least 1"):
+        MixProblem(costs=(1.0,), loads=np.ones((2, 1)), slices=0)

@@ -1,0 +1,147 @@
+"""The search for the cheapest fleet, against every fleet there is."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.options import make
+from onbeat.core.slo import SLO
+from onbeat.planner.buckets import Bucket
+from onbeat.planner.fleets import FleetRun
+from onbeat.planner.mix_search import MixSearch, Parts, everything, unservable
+from onbeat.planner.plan_task import Fleet, PlanTask, Progress, interval_of
+from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.units import RatedUnit, Unit
+from onbeat.simulator.setup import ReplicaSettings
+from tests.pure.planner.test_units import load_of
+
+RATE = 10.0
+
+
+def unit(device: str, cost: float, rates: list[float], *, tensor: int = 1) -> RatedUnit:
+    replica = make(ReplicaSettings, model="m", device=device, tensor_parallel=tensor)
+    return RatedUnit(unit=Unit(settings=replica, usd_per_hour=cost, watts=100.0), rates=np.array(rates))
+
+
+def bucket(share: float) -> Bucket:
+    return Bucket(
+        share=share, num_prompt_tokens=100, num_output_tokens=10, slo=SLO(ttft=1.0), rows=np.arange(3)
+    )
+
+
+class World:
+    """Fleets keep the promise where their true rates add up to what is asked."""
+
+    def __init__(self, units: list[RatedUnit], truths: list[float], **available: float) -> None:
+        self.units, self.truths = units, dict(zip((each.unit for each in units), truths, strict=True))
+        self.buckets = (bucket(0.7), bucket(0.3))
+        load = load_of([(100, 10)], SLO(ttft=1.0))
+        self.task = PlanTask(
+            rate=RATE,
+            objective=AttainmentObjective(share=0.9),
+            load=load,
+            runs=(load,),
+            available=tuple(available.items()),
+            most_candidates=40,
+        )
+        self.num_judged = 0
+
+    def judge(self, parts: Parts) -> Fleet:
+        self.num_judged += 1
+        is_met = sum(self.truths[unit] * count for unit, count in parts) >= RATE
+        return Fleet(
+            parts=parts, runs=(FleetRun(is_met=is_met, reason="too slow", attainment=float(is_met)),)
+        )
+
+    def search(self) -> MixSearch:
+        return MixSearch(self.task, self.units, self.buckets, self.judge, Progress())
+
+    def cheapest(self, most: int = 8) -> float:
+        """Return the cost of the cheapest fleet, by trying all."""
+        available = dict(self.task.available)
+        found = inf
+        for counts in product(range(most + 1), repeat=len(self.units)):
+            parts = tuple((each.unit, n) for each, n in zip(self.units, counts, strict=True) if n)
+            used: dict[str, float] = {}
+            for one, n in parts:
+                used[one.device] = used.get(one.device, 0) + n * one.num_devices
+            fits = all(number <= available.get(device, inf) for device, number in used.items())
+            if fits and self.judge(parts).is_kept:
+                found = min(found, sum(one.usd_per_hour * n for one, n in parts))
+        return found
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_finds_what_trying_all_fleets_finds(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    truths = random.uniform(2.0, 9.0, 2).tolist()
+    # Estimates are up to 12 % off; what fleets of one kind show puts them right.
+    units = [
+        unit(
+            device, float(truth * random.uniform(0.3, 0.5)), (truth * random.uniform(0.88, 1.12, 2)).tolist()
+        )
+        for device, truth in zip(("l4", "a10g"), truths, strict=True)
+    ]
+    world = World(units, truths)
+    best = world.search().run()
+    assert best is not None
+    assert best.usd_per_hour <= 1.02 * world.cheapest() + 1e-9
+
+
+def test_keeps_to_the_devices_that_there_are() -> None:
+    units = [unit("l4", 1.0, [4.0, 4.0]), unit("h100-sxm", 9.0, [8.0, 8.0])]
+    world = World(units, [4.0, 8.0], l4=1.0, **{"h100-sxm": 2.0})
+    best = world.search().run()
+    assert best is not None
+    assert best.name == "1 l4 + 1 h100-sxm"
+    world = World(units, [4.0, 8.0], l4=1.0, **{"h100-sxm": 0.0})
+    search = world.search()
+    assert search.run() is None
+    assert "all devices together, 1 l4, are too few" in search.infeasible
+
+
+def test_says_what_nobody_can_serve() -> None:
+    units = [unit("l4", 1.0, [4.0, 0.0])]
+    assert "70 % of the requests can be in time" in unservable(units, (bucket(0.7), bucket(0.3)), 0.9)
+    assert "about 100 in, 10 out" in unservable(units, (bucket(0.7), bucket(0.3)), 0.9)
+    assert unservable(units, (bucket(0.95), bucket(0.05)), 0.9) == ""
+    assert "hold the model" in unservable([], (bucket(1.0),), 0.9)
+
+
+def test_everything_takes_each_type_as_the_unit_that_serves_most() -> None:
+    units = [
+        unit("l4", 1.0, [1.0, 1.0]),
+        unit("l4", 2.0, [5.0, 5.0], tensor=2),
+        unit("a10g", 1.0, [1.0, 1.0]),
+    ]
+    buckets = (bucket(0.7), bucket(0.3))
+    found = everything(units, buckets, {"l4": 5, "a10g": 3})
+    assert found is not None
+    assert [(one.name, count) for one, count in found] == [("l4 x2", 2), ("a10g", 3)]
+    assert everything(units, buckets, {"l4": 5, "a10g": inf}) is None
+
+
+def test_intervals_widen_with_the_spread() -> None:
+    assert interval_of([0.9]) == (0.9, 0.9, 0.9)
+    mean, low, high = interval_of([0.9, 0.92, 0.94])
+    assert mean == pytest.approx(0.92)
+    assert high - mean == pytest.approx(4.303 * 0.02 / 3**0.5, rel=1e-3)
+    assert low == pytest.approx(2 * mean - high)
+    assert interval_of([0.9, 1.0], most=1.0)[2] == 1.0
+
+
+def test_nothing_is_left_to_try_below_the_fewest_of_one_kind() -> None:
+    world = World([unit("h100-sxm", 6.88, [8.0, 8.0])], [8.0])
+    search = world.search()
+    best = search.run()
+    assert best is not None
+    assert best.name == "2 h100-sxm"
+    assert search.is_exhausted
+    assert world.num_judged == 2

@@ -1,0 +1,89 @@
+"""The file of a plan, and the results that it goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.planner.fleets import FleetRun
+from onbeat.planner.plan_file import digest_of, read_promise, write_plan
+from onbeat.planner.plan_store import PlanStore, fingerprint
+from onbeat.simulator.config import KVTransfer
+
+
+def write(path: Path, **load: object) -> Path:
+    plan = {
+        "promise": {"attainment": 0.9, "slo-mode": "stream", "request-rate": 4},
+        "fleet": "2 l4",
+        "load": {"request-rate": 4, "num-prompts": 100, **load},
+        "trace-sha256": digest_of(path.parent / "t.csv") if "trace" in load else None,
+    }
+    write_plan(path, {"model": "m", "fleet": {"replicas": 2}}, plan)
+    return path
+
+
+def test_a_promise_is_read_as_it_was_written(tmp_path: Path) -> None:
+    promise = read_promise(write(tmp_path / "plan.yaml"))
+    assert (promise.share, promise.mode, promise.fleet) == (0.9, "stream", "2 l4")
+    assert promise.load == {"request-rate": 4, "num-prompts": 100}
+    text = (tmp_path / "plan.yaml").read_text()
+    assert "onbeat serve --config plan.yaml" in text
+
+
+def test_a_trace_is_found_from_the_folder_of_the_plan_and_must_be_the_same(tmp_path: Path) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("a\n")
+    path = write(tmp_path / "plan.yaml", trace="t.csv")
+    assert read_promise(path).load["trace"] == str(trace)
+    trace.write_text("b\n")
+    with pytest.raises(ConfigError, match="is not the trace"):
+        read_promise(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("attainment: 0.9", "attainment: 0.5"), ("replicas: 2", "replicas: 3")]
+)
+def test_a_promise_that_was_edited_is_none(tmp_path: Path, old: str, new: str) -> None:
+    path = write(tmp_path / "plan.yaml")
+    path.write_text(path.read_text().replace(old, new))
+    with pytest.raises(ConfigError, match=r"was changed .* nobody has simulated"):
+        read_promise(path)
+
+
+def test_flags_of_the_server_may_be_added(tmp_path: Path) -> None:
+    path = write(tmp_path / "plan.yaml")
+    path.write_text("port: 9000\n" + path.read_text())
+    assert read_promise(path).share == 0.9
+
+
+@pytest.mark.parametrize("text", ["", "- a\n", "model: m\n", "plan: 3\n", "plan: {promise: {}}\n", "a: [\n"])
+def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "plan.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"is no plan|cannot read"):
+        read_promise(path)
+
+
+def test_results_are_kept_by_what_they_are_of(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    task, other = (KVTransfer(bytes_per_token=size, bandwidth=1e9) for size in (1.0, 2.0))
+    run = FleetRun(is_met=True, reason="good", attainment=0.95, busy={"l4": 0.5})
+    PlanStore(path).keep(task, run.as_dict())
+    again = PlanStore(path)
+    assert len(again) == 1
+    assert again.find(task, FleetRun) == run
+    assert again.find(other, FleetRun) is None
+    with path.open("ab") as file:
+        file.write(b'{"key": "cut sho')
+    assert len(PlanStore(path)) == 1
+    path.write_bytes(b"nonsense\n" + path.read_bytes())
+    with pytest.raises(ConfigError, match=r"line 1 of .* is no result of a plan"):
+        PlanStore(path)
+
+
+def test_fingerprints_tell_requests_apart() -> None:
+    assert fingerprint((np.arange(3), 1)) == fingerprint((np.arange(3), 1))
+    assert fingerprint((np.arange(3), 1)) != fingerprint((np.arange(4), 1))

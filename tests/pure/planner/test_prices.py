@@ -1,0 +1,54 @@
+"""Prices and power of GPUs: the package's, and a user's that win."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.device_spec import device_ids
+from onbeat.planner.prices import Prices, _table
+
+
+def test_every_price_has_a_source_and_a_date() -> None:
+    for device, price in _table().items():
+        assert device in device_ids()
+        assert price.source
+        assert price.date
+    assert Prices().of("h100-sxm").watts == 700
+
+
+def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text("h100-sxm: 2.5\nl40s: {usd_per_hour: 1.1, watts: 300, date: 2026-11, source: us}\n")
+    prices = Prices(path)
+    assert prices.of("h100-sxm").usd_per_hour == 2.5
+    assert str(path) in str(prices.of("h100-sxm"))
+    assert prices.of("l40s").watts == 300
+    assert prices.of("l4").usd_per_hour == 0.70
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h100: 2.5\n", "did you mean h100"),
+        ("l4: free\n", "give dollars an hour"),
+        ("l4: 0\n", "above 0"),
+        ("l4: {usd: 3}\n", "usd_per_hour"),
+        ("l4: {usd_per_hour: 3, wats: 2}\n", "no 'wats'"),
+        ("l4: {usd_per_hour: cheap}\n", "are numbers"),
+        ("- l4\n", "mapping of devices"),
+        ("l4: [\n", "cannot read"),
+    ],
+)
+def test_says_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "prices.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        Prices(path)
+
+
+def test_a_price_that_nobody_said_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"no price of l40s .* --prices"):
+        Prices().of("l40s")

@@ -1,0 +1,105 @@
+"""The record of a fleet, and its replay."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from onbeat.cli.main import main
+from onbeat.core.errors import ConfigError
+from onbeat.recording.fleet import FleetRecording, fleet_record
+from onbeat.simulator.config import FleetChange, FleetTimes
+from onbeat.simulator.replay.fleet import replay_fleet
+from onbeat.simulator.simulate import simulate
+from tests.pure.simulator.loads import linear_time, make_config, random_load
+
+CHANGES = (
+    FleetChange(1.0, "kill", 0),
+    FleetChange(2.0, "restart", 1),
+    FleetChange(3.0, "scale", 4),
+    FleetChange(6.0, "drain", 2),
+)
+
+
+@pytest.fixture(params=["slo", "prefix-affinity", "random", "least-work"])
+def record(request, tmp_path):
+    path = tmp_path / "fleet.record"
+    config = make_config(
+        "slo",
+        num_replicas=3,
+        router=request.param,
+        seed=5,
+        fleet_changes=CHANGES,
+        fleet_times=FleetTimes(start=1.0, drain=1.0),
+    )
+    load = random_load(200, rate=20.0, seed=3)
+    fleet = {"drain_seconds": config.fleet_times.drain}
+    with fleet_record(path, {"router": config.router, "seed": config.seed, "fleet": fleet}) as on_decision:
+        result = simulate(load, config, linear_time(), on_decision=on_decision)
+    assert result.num_completed == 200
+    return path
+
+
+def lines(path) -> list[bytes]:
+    return gzip.decompress(path.read_bytes()).splitlines()
+
+
+def write(path, text: list[bytes]) -> None:
+    path.write_bytes(gzip.compress(b"\n".join(text) + b"\n"))
+
+
+def test_every_decision_is_made_again(record):
+    found = replay_fleet(FleetRecording(record))
+    assert found.is_identical
+    assert found.is_complete
+    assert found.num_calls == len(lines(record)) - 2
+    assert found.events["Lost"] == 1
+    assert found.events["Arrived"] == 200
+    assert found.actions["resumed"] + found.actions["waited"] > 0
+
+
+def test_another_decision_is_found(record):
+    text = lines(record)
+    index = next(i for i, line in enumerate(text) if b'"Send"' in line)
+    call = json.loads(text[index])
+    call["actions"][0]["replica"] = "r9"
+    write(record, [*text[:index], json.dumps(call).encode(), *text[index + 1 :]])
+    difference = replay_fleet(FleetRecording(record)).difference
+    assert difference is not None
+    assert difference.line == index + 1
+    assert difference.recorded[0]["replica"] == "r9"
+
+
+def test_a_record_that_was_cut_short_is_used_as_far_as_it_goes(record):
+    write(record, lines(record)[:50])
+    with pytest.raises(ConfigError, match="cut short"):
+        replay_fleet(FleetRecording(record))
+    found = replay_fleet(FleetRecording(record, allow_partial=True))
+    assert (found.is_identical, found.is_complete, found.num_calls) == (True, False, 49)
+
+
+@pytest.mark.parametrize(
+    ("index", "line", "match"),
+    [
+        (0, b'{"file": "onbeat-fleet-record", "schema_version": 9}', "schema version 9"),
+        (0, b'{"file": "onbeat-fleet-record", "schema_version": 1}', "no fleet can be made of its header"),
+        (0, b'{"file": "other"}', "not the record of a fleet"),
+        (3, b"oops", "line 4"),
+        (3, b'{"now": 1.0, "event": {"kind": "Party"}, "actions": []}', "'Party' is not an event"),
+    ],
+)
+def test_damaged_records_are_refused_by_line(record, index, line, match):
+    text = lines(record)
+    text[index] = line
+    write(record, text)
+    with pytest.raises(ConfigError, match=match):
+        replay_fleet(FleetRecording(record))
+
+
+def test_the_command_replays_fleets(record, tmp_path, capsys):
+    assert main(["replay", str(record), "--json", str(tmp_path / "found.json")]) == 0
+    assert "decisions: identical in" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_bytes())["is_identical"] is True
+    assert main(["replay", str(record), "--device", "l4"]) != 0

@@ -1,0 +1,98 @@
+"""Moves that mend what is about to go wrong on a replica, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
+from onbeat.scheduler.cluster.events import Arrived, Delivered, Joined, MoveStep, Reported, ScaleAsked
+from onbeat.scheduler.cluster.fleet import Fleet
+from onbeat.scheduler.cluster.routers import make_router
+from onbeat.scheduler.cluster.routing import RoutingRequest
+
+COSTS = PrefillCosts(token=1e-4, pair=0.0, step=0.01, decode=1e-4)
+LIMITS = ReplicaLimits(
+    max_model_len=8192, max_num_seqs=64, num_blocks=1000, block_size=16, moves_streams=True
+)
+
+
+def load_of(**changes: Any) -> ReplicaLoad:
+    values = {"num_free_blocks": 900, "num_decodes": 8, "num_running": 8, "costs": COSTS, **changes}
+    return ReplicaLoad(time=0.0, num_taken=0, **values)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, ""),
+        ({"num_free_blocks": 40}, "memory"),
+        ({"num_free_blocks": 3, "costs": None}, "memory"),
+        ({"num_wanted_blocks": 20}, "queue"),
+        ({"tightest_tbt": 0.010}, "steps"),
+        ({"tightest_tbt": 0.010, "num_decodes": 1}, ""),
+        ({"tightest_tbt": 0.05}, ""),
+    ],
+)
+def test_what_is_about_to_go_wrong(changes, expected) -> None:
+    assert trouble(load_of(**changes), LIMITS) == expected
+
+
+def test_room_to_spare_is_more_than_room() -> None:
+    assert has_room_to_spare(load_of(), LIMITS, num_blocks=100, num_more=1)
+    assert not has_room_to_spare(load_of(num_free_blocks=150), LIMITS, num_blocks=100, num_more=1)
+    assert not has_room_to_spare(load_of(num_waiting=1), LIMITS, num_blocks=100, num_more=1)
+
+
+def test_short_streams_are_computed_again_sooner_than_they_are_moved() -> None:
+    assert not is_worth_it(COSTS, 8, 300)
+    assert is_worth_it(COSTS, 8, 600)
+
+
+def fleet_of(*loads: ReplicaLoad, **fields: Any) -> Fleet:
+    """Return a fleet of two, with three streams on each."""
+    fleet = Fleet(make_router("round-robin", 0))
+    fleet.on_event(ScaleAsked(2), 0.0)
+    for name in ("r0", "r1"):
+        fleet.on_event(Joined(name, LIMITS), 0.0)
+    for number in range(6):
+        request = RoutingRequest(
+            f"q{number}", num_prompt_tokens=800, max_tokens=200, arrival=float(number), **fields
+        )
+        fleet.on_event(Arrived(request), 6.0)
+        owner = fleet.owner(f"q{number}")
+        assert owner is not None
+        fleet.on_event(Delivered(owner, f"q{number}", 1, 0, is_finished=False), 6.0)
+    return fleet
+
+
+def begun(fleet: Fleet, now: float, r0: ReplicaLoad, r1: ReplicaLoad) -> list[tuple[str, str]]:
+    """Return the moves that two reports begin: which request, and where to."""
+    actions = [
+        *fleet.on_event(Reported("r1", r1), now),
+        *fleet.on_event(Reported("r0", r0), now),
+    ]
+    return [(each.request_id, each.replica) for each in actions if isinstance(each, MoveStep)]
+
+
+def test_the_last_to_come_moves_from_a_replica_that_runs_out_of_memory() -> None:
+    fleet = fleet_of()
+    assert begun(fleet, 7.0, load_of(num_free_blocks=10), load_of()) == [("q4", "r1")]
+    assert begun(fleet, 7.1, load_of(num_free_blocks=10), load_of()) == [], "one at a time"
+    fleet.check_invariants()
+
+
+def test_nothing_moves_where_all_is_well_or_nobody_can_help() -> None:
+    fleet = fleet_of()
+    assert begun(fleet, 7.0, load_of(), load_of()) == []
+    assert begun(fleet, 8.0, load_of(num_free_blocks=10), load_of(num_free_blocks=70)) == []
+    assert begun(fleet, 9.0, load_of(num_free_blocks=10), load_of(tightest_tbt=0.01)) == []
+
+
+def test_a_stream_does_not_move_to_where_its_own_objective_is_missed() -> None:
+    fleet = fleet_of(slo=SLO(tbt=0.0108))
+    assert begun(fleet, 7.0, load_of(num_free_blocks=10), load_of(num_decodes=8)) == []
+    assert begun(fleet, 8.0, load_of(num_free_blocks=10), load_of(num_decodes=2)) == [("q4", "r1")]

@@ -1,0 +1,182 @@
+"""One move, stage by stage, and what becomes of the request where something goes wrong."""
+
+from __future__ import annotations
+
+from math import inf
+
+import pytest
+
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.events import Answered, MoveStep
+from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, STILL_SECONDS, Moves, Outcome
+
+RESERVE, HOLD, PULL, FREEZE, ADOPT = (
+    MoveVerb.RESERVE,
+    MoveVerb.HOLD,
+    MoveVerb.PULL,
+    MoveVerb.FREEZE,
+    MoveVerb.ADOPT,
+)
+TAKE, REATTACH, UNHOLD, RELEASE = (
+    MoveVerb.TAKE,
+    MoveVerb.REATTACH,
+    MoveVerb.UNHOLD,
+    MoveVerb.RELEASE,
+)
+
+
+class OneMove:
+    """A move of `q` from `s` to `d`."""
+
+    def __init__(self, num_blocks: int = 30) -> None:
+        self.steps: list[MoveStep] = []
+        self.outcomes: list[Outcome] = []
+        self.now = 0.0
+        self.moves = Moves(self.take, lambda _, outcome: self.outcomes.append(outcome))
+        self.moves.begin("q", "s", "d", num_blocks=num_blocks, why="test", now=0.0)
+
+    def take(self, action: object) -> None:
+        assert isinstance(action, MoveStep)
+        self.steps.append(action)
+
+    def answer(self, *, ok: bool = True, num_blocks: int = 0) -> None:
+        step = self.steps[-1]
+        self.moves.on_answer(Answered(step.replica, step.move, step.verb, ok, num_blocks), self.now)
+
+    def asked(self) -> list[tuple[str, MoveVerb]]:
+        """Return what has been asked for since the last call."""
+        steps = [(step.replica, step.verb) for step in self.steps]
+        self.steps = self.steps[-1:]
+        return steps[1:] if len(steps) > 1 else steps
+
+    def advance(self, verb: MoveVerb) -> None:
+        """Go on until a step has been asked for."""
+        while self.steps[-1].verb is not verb:
+            self.answer(num_blocks=32 if FREEZE in [step.verb for step in self.steps] else 30)
+
+
+def test_a_move_that_goes_well() -> None:
+    move = OneMove()
+    for num_blocks in (0, 30, 0, 31, 32, 0, 0):
+        move.answer(num_blocks=num_blocks)
+    assert [(step.replica, step.verb, step.num_blocks) for step in move.steps] == [
+        ("d", RESERVE, 34),
+        ("s", HOLD, 0),
+        ("d", PULL, 0),
+        ("s", HOLD, 0),
+        ("s", FREEZE, 0),
+        ("d", PULL, 30),
+        ("d", ADOPT, 0),
+        ("d", TAKE, 0),
+    ]
+    assert move.outcomes == [Outcome.MOVED]
+    assert move.moves.next_time == inf
+
+
+def test_a_request_that_outgrows_its_room_gets_more_before_it_is_copied() -> None:
+    move = OneMove(num_blocks=2)
+    move.answer()
+    move.answer(num_blocks=12)
+    assert (move.steps[-1].verb, move.steps[-1].num_blocks) == (RESERVE, 17)
+    move.answer()
+    assert (move.steps[-1].verb, move.steps[-1].num_blocks) == (PULL, 0)
+
+
+def test_a_request_that_outruns_its_copies_is_stopped_after_three() -> None:
+    move = OneMove(num_blocks=200)
+    move.answer()
+    for num_blocks in (50, 100, 150, 200):
+        move.answer(num_blocks=num_blocks)
+        if move.steps[-1].verb is PULL:
+            move.answer()
+    assert [step.verb for step in move.steps].count(PULL) == 3
+    assert move.steps[-1].verb is FREEZE
+
+
+def test_little_is_copied_while_the_request_stands_still_alone() -> None:
+    move = OneMove(num_blocks=3)
+    move.answer()
+    move.answer(num_blocks=3)
+    assert move.steps[-1].verb is FREEZE
+
+
+@pytest.mark.parametrize(
+    ("verb", "then"),
+    [
+        (RESERVE, [("d", RELEASE), ("s", UNHOLD)]),
+        (HOLD, [("d", RELEASE), ("s", UNHOLD)]),
+        (FREEZE, [("d", RELEASE), ("s", UNHOLD)]),
+        (ADOPT, [("d", RELEASE), ("s", REATTACH)]),
+    ],
+)
+def test_a_refusal_leaves_the_request_at_its_source(verb, then) -> None:
+    move = OneMove()
+    move.advance(verb)
+    move.asked()
+    move.answer(ok=False)
+    assert move.asked() == then
+    assert len(move.outcomes) == 1
+    assert move.outcomes != [Outcome.MOVED]
+    assert not move.moves.is_under_way("q")
+
+
+@pytest.mark.parametrize(
+    ("verb", "then"),
+    [
+        (HOLD, [("d", RELEASE), ("s", UNHOLD)]),
+        (FREEZE, [("d", RELEASE)]),
+        (ADOPT, [("d", RELEASE), ("s", REATTACH)]),
+    ],
+)
+def test_the_death_of_the_destination(verb, then) -> None:
+    move = OneMove()
+    move.advance(verb)
+    move.asked()
+    move.moves.on_lost("d")
+    assert move.asked() == then
+    assert move.outcomes == [Outcome.CANCELLED]
+
+
+@pytest.mark.parametrize(("ok", "then"), [(True, REATTACH), (False, UNHOLD)])
+def test_a_freeze_that_cannot_be_taken_back_is_undone_once_it_is_answered(ok, then) -> None:
+    move = OneMove()
+    move.advance(FREEZE)
+    freeze = move.steps[-1]
+    move.moves.on_leave("d")
+    assert move.moves.is_under_way("q")
+    assert move.moves.of("q") is None
+    move.moves.on_answer(Answered("s", freeze.move, FREEZE, ok), 0.0)
+    assert move.steps[-1].verb is then
+    assert not move.moves.is_under_way("q")
+
+
+@pytest.mark.parametrize("verb", [RESERVE, HOLD, FREEZE, ADOPT])
+def test_the_death_of_the_source_or_the_end_of_the_request_gives_the_room_back(verb) -> None:
+    for end in (lambda moves: moves.on_lost("s"), lambda moves: moves.drop("q")):
+        move = OneMove()
+        move.advance(verb)
+        move.asked()
+        end(move.moves)
+        assert ("d", RELEASE) in move.asked()
+        assert move.outcomes == [Outcome.CANCELLED]
+        assert not move.moves.is_under_way("q")
+
+
+def test_what_takes_too_long_is_given_up_the_sooner_where_the_request_stands_still() -> None:
+    move = OneMove()
+    assert move.moves.next_time == ANSWER_SECONDS
+    move.now = 5.0
+    move.advance(ADOPT)
+    assert move.moves.next_time == 5.0 + STILL_SECONDS
+    move.moves.on_tick(6.0)
+    assert [step.verb for step in move.steps[-2:]] == [RELEASE, REATTACH]
+    assert move.outcomes == [Outcome.FAILED]
+
+
+def test_a_late_answer_changes_nothing() -> None:
+    move = OneMove()
+    late = move.steps[-1]
+    move.moves.drop("q")
+    move.asked()
+    move.moves.on_answer(Answered("d", late.move, RESERVE, ok=True), 1.0)
+    assert move.asked() == [("s", UNHOLD)]

@@ -1,0 +1,268 @@
+"""Router slo: what it predicts, what it weighs, and what it knows of prefixes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.core.slo import SLO, ShedMode
+from onbeat.scheduler.cluster.load_view import LoadView
+from onbeat.scheduler.cluster.prefixes import PrefixMemory
+from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.scheduler.cluster.slo_router import SLORouter
+from onbeat.scheduler.replica.slo import admission
+from onbeat.scheduler.replica.slo.work import PrefillWork
+from tests.pure.scheduler.test_slo_admission import Watch
+from tests.pure.scheduler.timed import make_request
+
+COSTS = PrefillCosts(token=1e-4, pair=0.0, step=5e-3, decode=1e-4)
+
+
+def limits(**changes) -> ReplicaLimits:
+    values = {"max_model_len": 8192, "max_num_seqs": 64, "num_blocks": 1000, "block_size": 16, **changes}
+    return ReplicaLimits(**values)
+
+
+def load(num_taken: int = 0, **changes) -> ReplicaLoad:
+    values = {"time": 0.0, "num_taken": num_taken, "num_free_blocks": 1000, "costs": COSTS, **changes}
+    return ReplicaLoad(**values)
+
+
+def request(request_id="q", *, num_tokens=1000, blocks=(), ttft: float | None = 1.0, **changes):
+    slo = None if ttft is None else SLO(ttft=ttft, tbt=0.1)
+    return RoutingRequest(request_id, blocks, num_prompt_tokens=num_tokens, max_tokens=10, slo=slo, **changes)
+
+
+def router_of(*loads: ReplicaLoad, **changes) -> SLORouter:
+    router = SLORouter()
+    for number, each in enumerate(loads):
+        router.join(number, limits(**changes))
+        router.on_report(number, each, 0.0)
+    return router
+
+
+def held(memory: PrefixMemory, blocks) -> dict[int, int]:
+    """Return how many of some blocks each replica holds."""
+    holders = memory.look_up(blocks)
+    return {replica: holders.num_held(replica) for replica in holders.longest_first()}
+
+
+def place(router: SLORouter, asked: RoutingRequest, now: float = 0.0, excluded=frozenset()) -> int:
+    choice = router.route(asked, now, excluded)
+    assert choice is not None
+    return choice.replica
+
+
+prompts = st.tuples(st.integers(1, 900), st.sampled_from([0.05, 0.2, 0.5, 2.0, None]))
+
+
+@settings(deadline=None)
+@example(queue=[(1, 0.05), (306, 0.05), (771, 0.2)], own=(771, 0.2), num_steps=0)  # equal prompts
+@given(queue=st.lists(prompts, max_size=12), own=prompts, num_steps=st.integers(0, 3))
+def test_it_predicts_what_the_replica_does(queue, own, num_steps):
+    """Nothing is rounded: at most 16 prompts wait, and what prompts get of a step is known.
+
+    A replica promises no more than it can keep if a later arrival fills the last step; a router does not.
+    """
+    driver = Watch()
+    for index, (num_tokens, ttft) in enumerate(queue):
+        slo = None if ttft is None else SLO(ttft=ttft)
+        driver.add(
+            make_request(str(index), num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
+        )
+    for _ in range(num_steps):
+        driver.step()
+    scheduler = driver.scheduler
+    report = scheduler.load(driver.now)
+    rooms = []
+    room_beside = PrefillWork.room_beside
+
+    def watched(*args):
+        rooms.append(room_beside(*args))
+        return rooms[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillWork, "room_beside", watched)
+        patch.setattr(admission, "longest_wait_seconds", lambda *args: 0.0)
+        num_tokens, ttft = own
+        slo = None if ttft is None else SLO(ttft=ttft)
+        arrival = make_request("own", num_tokens, 2, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
+        scheduler.add(arrival, driver.now)
+        patch.setattr(LoadView, "_room", lambda *args: rooms[-1])
+        view = LoadView(limits())
+        view.on_report(report, driver.now)
+        assert report.costs is not None
+        deadline = inf if ttft is None else driver.now + ttft
+        seconds = report.costs.seconds(num_tokens, 0)
+        predicted = view.predicted_ttft(deadline, ttft or inf, seconds, driver.now)
+    state = scheduler.waiting.peek(0)
+    found = next(each for each in scheduler.waiting if each.request_id == "own")
+    assert state is not None
+    assert predicted == pytest.approx(found.slo.predicted_ttft, rel=1e-6)
+
+
+def test_the_least_busy_replica_gets_a_prompt_that_none_holds():
+    busy = load(backlog=((0.5, 0.4),), num_waiting=1)
+    assert place(router_of(busy, load()), request()) == 1
+
+
+def test_a_prefix_is_worth_some_waiting_but_not_all():
+    blocks = tuple(range(60))
+    for seconds, expected in ((0.1, 0), (3.0, 1)):
+        router = router_of(load(), load())
+        assert place(router, request("first", blocks=blocks)) == 0
+        router.on_report(0, load(1, busy=seconds), 0.0)
+        assert place(router, request("next", blocks=blocks)) == expected
+
+
+def test_best_effort_weighs_the_wait_for_a_prefix_too():
+    blocks = tuple(range(60))
+    for seconds, expected in ((0.1, 0), (3.0, 1)):
+        router = router_of(load(), load())
+        assert place(router, request("first", blocks=blocks)) == 0
+        router.on_report(0, load(1, best_effort_work=seconds, num_waiting=1), 0.0)
+        assert place(router, request("next", blocks=blocks, ttft=None)) == expected
+
+
+def test_what_was_sent_since_the_report_counts_once():
+    router = router_of(load(), load())
+    chosen = [place(router, request(str(index), num_tokens=4000)) for index in range(4)]
+    assert chosen == [0, 1, 0, 1]
+    router.on_report(0, load(num_taken=2), 0.0)  # both were taken, and are done
+    assert place(router, request("next")) == 0
+    router.on_report(0, load(num_taken=2), 0.0)  # the third is still on its way
+    views = router._views
+    assert [each.request_id for each in views[0].sent] == ["next"]
+    router.on_finish(0, request("next"))
+    assert not views[0].sent
+
+
+def test_a_slow_replica_gets_what_it_can_still_do_in_time():
+    slow = PrefillCosts(token=8e-4, pair=0.0, step=9e-3, decode=1e-4)
+    router = router_of(load(), load(costs=slow))
+    chosen = [place(router, request(str(index), ttft=2.0)) for index in range(14)]
+    assert chosen.count(1) >= 1
+    assert chosen.count(0) > chosen.count(1)
+
+
+def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
+    """Return a view at time 1 of a replica without free slots, of which one comes free every 50 ms."""
+    view = LoadView(limits())
+    for index in range(1, 11):
+        view.num_ended = 2
+        backlog = ((until, 0.01),) * num_waiting
+        view.on_report(
+            load(num_running=64, num_decodes=64, num_waiting=num_waiting, backlog=backlog), 0.1 * index
+        )
+    return view
+
+
+def test_a_wait_for_a_slot_is_known_from_the_pace():
+    view = view_of_full_slots(num_waiting=3, until=0.5)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx(4 / 20, rel=0.2)
+    assert view.slot_wait(1.4, 1.0) == pytest.approx(1 / 20, rel=0.2)  # before those that wait
+    assert view.slot_wait(5.0, 1.1) == pytest.approx(4 / 20 - 0.1, rel=0.2)
+
+
+def test_those_that_a_slot_comes_too_late_for_are_given_up():
+    view = view_of_full_slots(num_waiting=12, until=0.2)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx(4 / 20, rel=0.2)
+
+
+def test_prompts_that_have_a_slot_are_not_ahead_of_one_that_has_none():
+    view = view_of_full_slots(num_waiting=0, until=0.5)
+    view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01),) * 3), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx(1 / 20, rel=0.2)
+
+
+def test_a_predicted_first_token_waits_for_a_slot():
+    router = router_of(load(), load())
+    router._views[0] = view_of_full_slots(num_waiting=3, until=0.5)
+    choice = router.route(request(arrival=1.0), 1.0, excluded={1})
+    assert choice is not None
+    assert choice.predicted_ttft == pytest.approx(4 / 20, rel=0.2)
+    assert place(router, request(arrival=1.0), 1.0) == 1
+
+
+def test_blocks_that_are_lacking_are_waited_for_as_slots_are():
+    view = view_of_full_slots(num_waiting=0, until=0.5)
+    short = load(num_running=30, num_decodes=30, num_waiting=1, backlog=((0.5, 0.01),))
+    for num_wanted, num_ends in ((0, 0), (10, 2)):
+        view.on_report(replace(short, num_wanted_blocks=num_wanted), 1.0)
+        assert view.slot_wait(5.0, 1.0) == pytest.approx(num_ends / 20, rel=0.2)
+
+
+def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
+    view = LoadView(limits())
+    for index in range(1, 40):
+        view.on_report(load(num_running=64, num_decodes=64), 0.1 * index)
+    assert view.slot_wait(9.0, 4.0) > 2.0
+
+
+def test_a_report_ages():
+    view = LoadView(limits())
+    view.on_report(load(busy=0.1, backlog=((1.0, 0.5), (2.0, 0.5)), prefill_share=0.5, num_decodes=1), 10.0)
+    assert [each.seconds for each in view._jobs(10.1)[0]] == [0.5, 0.5]
+    assert [each.seconds for each in view._jobs(10.3)[0]] == pytest.approx([0.4, 0.5])
+    assert [each.seconds for each in view._jobs(11.3)[0]] == pytest.approx([0.4])
+    assert view.work_left(11.3) == pytest.approx(0.4)
+
+
+def test_replicas_that_predict_nothing_share_a_load():
+    router = router_of(load(costs=None), load(costs=None))
+    chosen = [place(router, request(str(index))) for index in range(10)]
+    assert chosen.count(0) == 5
+    assert router.least_wait(request(), 0.0) is None
+
+
+def test_the_least_wait_of_the_fleet():
+    router = router_of(load(backlog=((3.5, 3.0),)), load(backlog=((3.5, 1.0),)))
+    wait = router.least_wait(request(ttft=5.0), 0.0)
+    assert wait == pytest.approx(1.1, rel=0.2)
+
+
+def test_of_many_replicas_the_holders_and_the_idle_are_looked_at():
+    router = router_of(*(load(backlog=((0.5, 0.3),)) for _ in range(100)))
+    blocks = tuple(range(60))
+    router._prefixes.send(77, blocks)
+    assert place(router, request("holder", blocks=blocks, ttft=5.0)) == 77
+    router.on_report(42, load(), 0.0)
+    assert place(router, request("idle")) == 42
+    assert place(router, request("other"), excluded={42}) != 42
+
+
+def test_a_replica_that_left_is_forgotten():
+    router = router_of(load(), load())
+    blocks = tuple(range(60))
+    assert place(router, request("first", blocks=blocks)) == 0
+    router.leave(0)
+    assert held(router._prefixes, blocks) == {}
+    assert place(router, request("next", blocks=blocks)) == 1
+    router.on_report(0, load(), 1.0)  # late
+    router.on_finish(0, request("first"))
+
+
+class TestPrefixes:
+    def test_the_longest_prefix_of_each_is_found(self):
+        memory = PrefixMemory()
+        for replica in range(3):
+            memory.join(replica, 100)
+        memory.send(0, (1, 2, 3, 4))
+        memory.send(2, (1, 2))
+        assert held(memory, (1, 2, 3, 9)) == {0: 3, 2: 2}
+        assert held(memory, (9, 1)) == {}
+        memory.forget(0)
+        assert held(memory, (1, 2, 3)) == {2: 2}
+
+    def test_what_a_replica_has_no_room_for_is_evicted_last_block_first(self):
+        memory = PrefixMemory()
+        memory.join(0, 9)
+        memory.send(0, tuple(range(6)))
+        memory.send(0, tuple(range(100, 106)))
+        assert held(memory, tuple(range(6))) == {0: 3}
+        assert held(memory, tuple(range(100, 106))) == {0: 6}

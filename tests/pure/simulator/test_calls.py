@@ -1,0 +1,47 @@
+"""What a simulated request costs, in calls of Python functions: these do not depend on the machine."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from onbeat.core.slo import SLO
+from onbeat.perfmodel.predictor import Predictor
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.slo_classes import SLOClass
+from tests.pure.simulator.loads import linear_time, make_config, random_load
+
+NUM_REQUESTS = 60
+OBJECTIVES = SLOClass(name="chat", slo=SLO(ttft=2.0, tbt=0.05), share=1.0)
+
+
+def calls_a_request(policy: str, *, objectives: bool) -> float:
+    """Return the calls of a simulation whose replica runs some five requests at once."""
+    load = random_load(NUM_REQUESTS, rate=4, seed=1, prompt=1000, output=200)
+    if objectives:
+        load = load.with_classes((OBJECTIVES,), seed=1)
+    limits = {"num_blocks": 4096, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+    config = make_config(policy, scheduler=limits)
+    model = Predictor(linear_time().seconds)
+    num_calls = 0
+
+    def count(frame: object, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        simulate(load, config, model)
+    finally:
+        sys.setprofile(before)
+    return num_calls / NUM_REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("policy", "objectives", "most"), [("sarathi", False, 460), ("slo", False, 1340), ("slo", True, 1520)]
+)
+def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
+    """The bounds are what was counted, and some 2 %: who needs more raises them, and says what for."""
+    assert calls_a_request(policy, objectives=objectives) <= most

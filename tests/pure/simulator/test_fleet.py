@@ -1,0 +1,169 @@
+"""Simulated fleets: deaths, drains, restarts and changes of size, decided as in a live one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.scheduler.cluster.events import Lost, Send
+from onbeat.simulator.config import FleetChange, FleetTimes, ReplicaKind
+from onbeat.simulator.simulate import simulate
+from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load
+
+SECOND = ShapeTime(lambda shape: 1.0)
+
+
+def kill(when: float, replica: int) -> FleetChange:
+    return FleetChange(when, "kill", replica)
+
+
+@pytest.mark.parametrize(
+    "router", ["round-robin", "random", "least-outstanding", "least-work", "prefix-affinity"]
+)
+def test_a_fleet_that_nothing_happens_to_decides_as_a_router_alone(router):
+    load = random_load(200, rate=20.0, seed=4)
+    config = make_config(router=router, num_replicas=3)
+    alone = simulate(load, config, linear_time()).records
+    fleet = simulate(load, config, linear_time(), on_decision=lambda event, now, actions: None).records
+    assert fleet == alone
+
+
+def test_streams_go_on_behind_their_tokens_when_their_replica_dies():
+    config = make_config(
+        num_replicas=2, router="round-robin", fleet_changes=(kill(3.5, 0),), fleet_times=FleetTimes(start=2.0)
+    )
+    result = simulate(make_load([8] * 2, [6] * 2, [0.0, 0.0]), config, SECOND)
+    moved, stayed = result.records
+    assert list(stayed.delivery_times) == [1, 2, 3, 4, 5, 6]
+    # 3 tokens by then; the step under way on the other replica ends at 4, and prompt and tokens take one
+    assert list(moved.delivery_times) == [1, 2, 3, 5, 6, 7]
+    assert moved.replica == "1"
+    assert (moved.num_output_tokens, moved.is_completed) == (6, True)
+    assert result.decisions == {"turn": 2, "start": 3, "resumed": 1}
+
+
+def test_with_one_replica_streams_wait_for_its_restart():
+    config = make_config(fleet_changes=(kill(2.0, 0),), fleet_times=FleetTimes(start=5.0))
+    [record] = simulate(make_load([8], [4], [0.0]), config, SECOND).records
+    assert list(record.delivery_times) == [1, 2, 8.5, 9.5]  # half a second, and five to start
+
+
+def test_the_tokens_of_a_run_of_steps_stay_with_those_who_had_them():
+    """A run of decode steps is taken at once; a death in it comes between two of them."""
+    load = make_load([8], [40], [0.0])
+    for when in (10.25, 10.0):
+        config = make_config(num_replicas=2, fleet_changes=(kill(when, 0),))
+        [record] = simulate(load, config, SECOND).records
+        assert list(record.delivery_times) == [*range(1, 11), *(when + i for i in range(1, 31))]
+
+
+def test_three_deaths_in_a_minute_keep_a_replica_down():
+    changes = (kill(1.0, 0), kill(4.0, 0), kill(8.0, 0))
+    config = make_config(num_replicas=2, fleet_changes=changes, fleet_times=FleetTimes(start=1.0))
+    result = simulate(random_load(300, rate=10.0, seed=1), config, ShapeTime(lambda shape: 0.1))
+    assert result.num_completed == 300
+    assert not any(each.replica == "0" and each.arrival > 8.0 for each in result.records)
+    assert result.decisions["start"] == 4
+
+
+def test_a_request_dies_with_its_third_replica():
+    changes = (kill(1.5, 0), kill(2.4, 1), kill(3.3, 2))
+    config = make_config(num_replicas=4, fleet_changes=changes)
+    [record] = simulate(make_load([8], [9], [0.0]), config, SECOND).records
+    assert record.finish_reason == "error"
+    assert len(record.delivery_times) == 1  # each next step was cut short
+
+
+def test_a_drain_loses_nothing_and_a_rolling_restart_neither():
+    changes = (FleetChange(5.0, "restart", 0), FleetChange(30.0, "restart", 1), FleetChange(60.0, "drain", 2))
+    config = make_config(
+        num_replicas=3, fleet_changes=changes, fleet_times=FleetTimes(start=3.0, drain=4.0), router="slo"
+    )
+    result = simulate(random_load(900, rate=10.0, seed=1), config, ShapeTime(lambda shape: 0.2))
+    assert result.num_completed == 900
+    assert result.decisions["stop"] == 3
+    assert result.decisions["moved"] > 0
+    assert all(each.num_leaked_blocks == 0 for each in result.replicas)
+    assert not any(each.replica == "2" and each.arrival > 60.0 for each in result.records)
+
+
+def test_a_fleet_grows_and_shrinks():
+    changes = (FleetChange(5.0, "scale", 4), FleetChange(40.0, "scale", 1))
+    config = make_config(fleet_changes=changes, router="least-outstanding", fleet_times=FleetTimes(start=5.0))
+    result = simulate(random_load(200, rate=2.5, seed=1), config, ShapeTime(lambda shape: 0.2))
+    assert result.num_completed == 200
+    of = {name: [each.arrival for each in result.records if each.replica == name] for name in "0123"}
+    assert all(min(of[name]) >= 10.0 for name in "123")
+    assert sum(max(arrivals) > 40.0 for arrivals in of.values()) == 1
+    assert len(result.replicas) == 4
+
+
+def test_replicas_of_several_kinds_share_a_load_by_what_they_can():
+    config = make_config(num_replicas=2, router="slo")
+    short = replace(config.scheduler, max_model_len=64)
+    config = replace(
+        config,
+        kinds=(
+            ReplicaKind(scheduler=config.scheduler, step_time=linear_time(), device="large"),
+            ReplicaKind(scheduler=short, step_time=linear_time(), device="small"),
+        ),
+    )
+    load = make_load([200, 10] * 50, [4] * 100, [0.1 * index for index in range(100)])
+    records = simulate(load, config, linear_time()).records
+    assert all(each.is_completed for each in records)
+    assert {each.replica for each in records if each.num_prompt_tokens == 200} == {"0"}
+    assert "1" in {each.replica for each in records if each.num_prompt_tokens == 10}
+
+
+@settings(deadline=None)
+@given(
+    router=st.sampled_from(["round-robin", "least-outstanding", "slo", "prefix-affinity"]),
+    changes=st.lists(
+        st.builds(
+            FleetChange,
+            st.floats(0, 12),
+            st.sampled_from(["kill", "drain", "restart", "scale"]),
+            st.integers(0, 3),
+        ),
+        max_size=8,
+    ),
+    drain=st.floats(0, 5),
+    seed=st.integers(0, 100),
+)
+def test_whatever_happens_everybody_ends_with_all_tokens_or_is_told(router, changes, drain, seed):
+    changes = [each for each in changes if each.kind != "scale" or each.number]
+    config = make_config(
+        num_replicas=3,
+        router=router,
+        fleet_changes=tuple(changes),
+        fleet_times=FleetTimes(start=1.0, drain=drain),
+        policy="slo",
+    )
+    load = random_load(60, rate=6.0, seed=seed)
+
+    def watch(event, now, actions):
+        sent_to = [each.replica for each in actions if isinstance(each, Send)]
+        assert not (isinstance(event, Lost) and event.replica in sent_to)
+
+    result = simulate(load, config, linear_time(), on_decision=watch)
+    assert len(result.records) == 60
+    for record in result.records:
+        assert record.finish_reason is not None
+        times = list(record.delivery_times)
+        assert times == sorted(times)
+        if record.is_completed:
+            assert len(times) == record.offered_output_tokens
+        else:
+            assert record.finish_reason in ("error", "rejected")
+    assert all(each.num_leaked_blocks == 0 for each in result.replicas)
+
+
+def test_impossible_changes_are_refused():
+    with pytest.raises(ConfigError, match="numbers and times are 0 or more"):
+        make_config(fleet_changes=(kill(-1.0, 0),))
+    with pytest.raises(ConfigError, match="fleet time start"):
+        FleetTimes(start=-1.0)
