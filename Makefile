@@ -11,7 +11,9 @@ MODEL := smollm2-135m-instruct
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
+# The same examples each time; `searching` tries others.
 THOROUGH := --hypothesis-profile=thorough
+SEARCHING := --hypothesis-profile=searching
 # Files stay whole, so that what a module sets up is made once. More workers than cores make waits too short.
 WORKED := --numprocesses=$(WORKERS) --dist=loadfile
 FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cpu tests/fleet tests/ray
@@ -32,7 +34,7 @@ test: .venv/.dev .venv/.native model ## Run the fast tests
 	$(BIN)/python -m pytest $(FAST) $(WORKED) $(PYTEST_ARGS)
 
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
-	$(BIN)/python -m pytest $(THOROUGH) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(SEARCHING) $(PYTEST_ARGS)
 
 ablate: .venv/.dev ## Show what each part of the slo policy is worth (simulated; traces under ONBEAT_SHARED)
 	$(BIN)/python benchmarks/slo_study.py ablate $(ARGS)

@@ -63,6 +63,7 @@ prompts = st.tuples(st.integers(1, 900), st.sampled_from([0.05, 0.2, 0.5, 2.0, N
 
 @settings(deadline=None)
 @example(queue=[(1, 0.05), (306, 0.05), (771, 0.2)], own=(771, 0.2), num_steps=0)  # equal prompts
+@example(queue=[(1, 0.2), (166, 0.05), (400, 0.05), (26, 0.05)], own=(365, 2.0), num_steps=1)  # due at once
 @given(queue=st.lists(prompts, max_size=12), own=prompts, num_steps=st.integers(0, 3))
 def test_it_predicts_what_the_replica_does(queue, own, num_steps):
     """Nothing is rounded: at most 16 prompts wait, and what prompts get of a step is known.

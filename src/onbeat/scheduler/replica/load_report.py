@@ -126,7 +126,7 @@ class LoadReporter:
             queued, others = self._queued(work, ranked, now, earliest)
             entries += _grouped(queued, max(1, MOST_BACKLOG_ENTRIES - len(entries)))
             best_effort += others
-        entries.sort()
+        entries.sort(key=_due)  # equal ones in the order that plans have them in
         return tuple(_grouped(entries, MOST_BACKLOG_ENTRIES)), best_effort
 
     def _queued(
@@ -173,6 +173,10 @@ class LoadReporter:
         seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
         length = seconds + work.step_seconds + num_decodes * work.decode_seconds
         return max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
+
+
+def _due(entry: Entry) -> float:
+    return entry[0]
 
 
 def _grouped(entries: list[Entry], most: int) -> list[Entry]:
