@@ -1,4 +1,4 @@
-"""How many examples property tests try: few as a rule, all with `--hypothesis-profile=thorough` or `searching`."""
+"""How many examples property tests try: few as a rule, all with the profiles thorough and searching."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ QUICK = 10
 
 def register_profiles() -> None:
     """Make the profiles known, and the quick one the default."""
-    # No deadlines: cores are shared, so a slow example says nothing. What every change must pass tries the same
-    # examples each time, so that a failure belongs to the change; new ones are looked for by `make test-all`.
+    # No deadlines: cores are shared, so a slow example says nothing. What every change must pass tries the
+    # same examples each time, so that a failure belongs to the change; `make test-all` looks for new ones.
     for name, percent, is_fixed in (
         ("quick", QUICK, False),
         ("thorough", THOROUGH, True),
