@@ -9,6 +9,7 @@ computes the KV of a prompt; the second copies it with each transport in turn, t
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import multiprocessing
 import statistics
 import time
@@ -20,6 +21,7 @@ from onbeat.core.request import Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.config import EngineConfig
 from onbeat.engine.kv_transfer.cma import CmaTransport
+from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.load import LoadedModel, prepare_model
@@ -29,6 +31,8 @@ KEY = b"only for this benchmark, 32 bytes"
 MODEL = "smollm2-135m-instruct"
 BLOCK_SIZE = 16
 TRANSPORTS: dict[str, Callable[[], Any]] = {"cma": CmaTransport, "tcp": lambda: TcpTransport(KEY)}
+if importlib.util.find_spec("nixl") is not None:
+    TRANSPORTS["nixl"] = NixlTransport
 
 
 def load() -> LoadedModel:

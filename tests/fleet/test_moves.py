@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import time
@@ -70,9 +71,15 @@ async def test_a_replica_that_drains_moves_what_runs_there() -> None:
         client._fleet.check_invariants()
 
 
+needs_nixl = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed: pip install 'onbeat[nixl]'"
+)
+
+
 @pytest.mark.slow
-async def test_moves_between_machines_go_by_tcp() -> None:
-    async with moving_fleet(2, launcher=RemoteLauncher(), kv_transports=["tcp"]) as client:
+@pytest.mark.parametrize("transport", ["tcp", pytest.param("nixl", marks=needs_nixl)])
+async def test_moves_between_machines(transport: str) -> None:
+    async with moving_fleet(2, launcher=RemoteLauncher(), kv_transports=[transport]) as client:
         started = start_requests(client, 4, max_tokens=200)
         await until(partial(have_begun, client, 4))
         client.drain("r1", seconds=60, restarts=False)

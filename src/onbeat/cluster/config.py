@@ -11,7 +11,7 @@ from onbeat.core.options import check, option
 from onbeat.scheduler.cluster.routers import ROUTERS
 
 LAUNCHERS = ("local", "ray")
-TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "none": ()}
+TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "nixl": ("nixl",), "none": ()}
 """What `--kv-transport` may be -> the ways to copy KV, the best first."""
 
 _option = partial(option, group="fleet")
@@ -73,7 +73,8 @@ class FleetOptions:
         "auto",
         choices=tuple(TRANSPORTS),
         help="how KV goes from replica to replica, so that streams can move; cma: straight from memory to "
-        "memory, on one machine; tcp; auto: cma where it works, else tcp; none: streams do not move",
+        "memory, on one machine; tcp; nixl: by NVIDIA's NIXL (extra nixl); auto: cma where it works, else "
+        "tcp; none: streams do not move",
     )
     launcher: str = _option(
         "local",

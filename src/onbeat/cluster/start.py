@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -13,6 +14,7 @@ from onbeat.cluster.cuda_devices import share_devices
 from onbeat.cluster.kinds import ReplicaKind, engine_of
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
+from onbeat.core.errors import MissingExtra
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig, MemoryShare
@@ -50,9 +52,14 @@ def open_fleet(
     Raises
     ------
     ConfigError : the record cannot be written, or there are fewer CUDA devices than the replicas need.
-    MissingExtra : the launcher is not installed.
+    MissingExtra : the launcher, or the way to copy KV, is not installed.
     """
     num_replicas = options.num_replicas
+    if options.kv_transport == "nixl" and importlib.util.find_spec("nixl") is None:
+        raise MissingExtra(
+            "--kv-transport nixl needs NIXL, which is not installed: pip install 'onbeat[nixl]' on every "
+            "machine with replicas, or take tcp"
+        )
     engine_of("r0", engine, options.kinds)  # refuses kinds that the engines cannot be of
     router = options.router or _default_router(engine.limits)
     on_decision = None

@@ -23,6 +23,7 @@ from onbeat.core.step import StepOutputs
 from onbeat.engine.core import EngineCore
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
+from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.messages import (
     AbortRequests,
@@ -260,6 +261,7 @@ class _EngineLoop:
         transports: dict[str, Callable[[], KVTransport]] = {
             "cma": CmaTransport,
             "tcp": lambda: TcpTransport(message.key, host=self._address),
+            "nixl": lambda: NixlTransport(host=self._address),
         }
         try:
             self._core.open_kv([transports[name]() for name in message.transports])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -15,6 +16,7 @@ import torch
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
+from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -22,6 +24,7 @@ from onbeat.engine.kv_transfer.transfers import KVTransfers
 NUM_BLOCKS = 24
 REGION_BYTES = (4096, 1000)
 """Of a block, in each region: two, as a back end with a tensor for each layer has many."""
+HAS_NIXL = importlib.util.find_spec("nixl") is not None
 KEY = b"the key of a fleet, at least 32 bytes"
 
 
@@ -60,7 +63,13 @@ def layout(**changes: Any) -> KVLayout:
 
 
 def make_transport(name: str, key: bytes = KEY) -> KVTransport:
-    return CmaTransport() if name == "cma" else TcpTransport(key)
+    match name:
+        case "cma":
+            return CmaTransport()
+        case "nixl":
+            return NixlTransport()
+        case _:
+            return TcpTransport(key)
 
 
 def make_transfers(
@@ -103,7 +112,7 @@ class LendingProcess:
 
 
 def _lend(connection: Connection) -> None:
-    _, transfers = make_transfers("cma", "tcp", is_filled=True)
+    _, transfers = make_transfers("cma", "tcp", *(["nixl"] if HAS_NIXL else []), is_filled=True)
     while True:
         if connection.recv() == "lend":
             transfers.leases.grant("r", range(3, 13))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -16,6 +17,7 @@ from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of, givin
 from onbeat.engine.kv_handover import Departure, KVHandover
 from onbeat.engine.kv_transfer.base import KVTransport
 from onbeat.engine.kv_transfer.cma import CmaTransport
+from onbeat.engine.kv_transfer.nixl import NixlTransport
 from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.model_runner import ModelRunner
@@ -29,6 +31,8 @@ from tests.fake_step_time import LinearStepTime
 
 KEY = b"the key of a fleet, at least 32 bytes"
 TRANSPORTS: dict[str, Callable[[], KVTransport]] = {"cma": CmaTransport, "tcp": lambda: TcpTransport(KEY)}
+if importlib.util.find_spec("nixl") is not None:
+    TRANSPORTS["nixl"] = NixlTransport
 WAIT = 60.0
 """Seconds, for what takes a step or a copy."""
 

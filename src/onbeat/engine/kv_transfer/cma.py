@@ -18,7 +18,7 @@ from typing import Any
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer.base import blocks_to_copy
+from onbeat.engine.kv_transfer.base import Piece, blocks_to_copy, pieces_of
 from onbeat.engine.kv_transfer.leases import Leases
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource, SharedProcess
 
@@ -31,7 +31,7 @@ _SET_PTRACER = 0x59616D61
 """PR_SET_PTRACER: whom Yama lets read this process."""
 
 
-class _Piece(ctypes.Structure):
+class _IOVec(ctypes.Structure):
     _fields_ = (("base", c_void_p), ("length", c_size_t))
 
 
@@ -88,7 +88,7 @@ class CmaTransport:
             raise KVUnavailable("the source does not let others read its memory (cma)")
         self._check_process(shared)
         self._check_lease(shared, source)
-        ours, theirs = _pieces(memory.regions, into), _pieces(shared.regions, blocks)
+        ours, theirs = pieces_of(memory.regions, into), pieces_of(shared.regions, blocks)
         num_bytes = 0
         most = max(1, min(_MOST_PIECES, _MOST_BYTES // max(memory.block_bytes // len(memory.regions), 1)))
         for start in range(0, len(ours), most):
@@ -114,23 +114,15 @@ class CmaTransport:
         self._read(shared.pid, [(ctypes.addressof(buffer), num_bytes)], [(address, num_bytes)])
         return buffer.raw
 
-    def _read(self, pid: int, ours: list[tuple[int, int]], theirs: list[tuple[int, int]]) -> int:
+    def _read(self, pid: int, ours: list[Piece], theirs: list[Piece]) -> int:
         """Copy pieces of another process's memory; ours and theirs have the same lengths."""
-        local = (_Piece * len(ours))(*(_Piece(*piece) for piece in ours))
-        remote = (_Piece * len(theirs))(*(_Piece(*piece) for piece in theirs))
+        local = (_IOVec * len(ours))(*(_IOVec(*piece) for piece in ours))
+        remote = (_IOVec * len(theirs))(*(_IOVec(*piece) for piece in theirs))
         wanted = sum(length for _, length in ours)
         copied = int(self._readv(pid, local, len(ours), remote, len(theirs), 0))
         if copied == wanted:
             return copied
         raise KVUnavailable(_reason(pid, ctypes.get_errno() if copied < 0 else errno.EFAULT))
-
-
-def _pieces(regions: Sequence[tuple[int, int]], block_ids: Sequence[int]) -> list[tuple[int, int]]:
-    """Return address and length of each part of each block."""
-    pieces: list[tuple[int, int]] = []
-    for address, block_bytes in regions:
-        pieces += [(address + block_id * block_bytes, block_bytes) for block_id in block_ids]
-    return pieces
 
 
 def _reason(pid: int, number: int) -> str:
