@@ -168,6 +168,12 @@ def members(name: str) -> tuple[str, ...]:
     return names
 
 
+def fits(set_up: str, name: str) -> bool:
+    """Return whether a set-up takes a policy: each of its slots needs a token of a step's budget."""
+    budget = split_policy(name)[1]
+    return budget is None or budget >= SET_UPS[set_up].max_num_seqs
+
+
 def is_blind(name: str) -> bool:
     """Whether a policy looks at no objective, so that one run of it is scored for all of them."""
     return split_policy(name)[0] in _BLIND

@@ -23,6 +23,7 @@ from slo_study.cells import (
     STATIC,
     SUBJECT,
     Cell,
+    fits,
     is_blind,
     members,
     settings_of,
@@ -151,9 +152,10 @@ class _Work:
 
     def in_order(self) -> list[str]:
         """Return the policies of a family, the likeliest to be the best first."""
-        names = members(self._task.policy)
+        set_up = self._task.cells[0].set_up
+        names = [name for name in members(self._task.policy) if fits(set_up, name)]
         if len(names) == 1:
-            return list(names)
+            return names
         budgets = {name: int(name.rpartition("-")[2]) for name in names}
         ranks = {budget: rank for rank, budget in enumerate(_LIKELY)}
         if self._task.policy != STATIC:
