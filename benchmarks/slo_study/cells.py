@@ -171,7 +171,7 @@ def members(name: str) -> tuple[str, ...]:
 def fits(set_up: str, name: str) -> bool:
     """Return whether a set-up takes a policy: each of its slots needs a token of a step's budget."""
     budget = split_policy(name)[1]
-    return budget is None or budget >= SET_UPS[set_up].max_num_seqs
+    return budget is None or budget >= SET_UPS[set_up].limits.max_num_seqs
 
 
 def is_blind(name: str) -> bool:
