@@ -248,12 +248,12 @@ class SerialReplica:
         num_free = num_left - self._lookahead
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
         is_shared = self._goes_by_step and not self._is_alone
-        learner = self.scheduler if self._learns else None
+        asked = self.scheduler if step.scheduled.repeat_limit < inf else None
         while num_left:
             if ends:  # the shape of the step after it
-                if learner is None:
+                if asked is None:
                     shape.decode_context_tokens += num_rows
-                elif not learner.run_again(step.scheduled, end):
+                elif not asked.run_again(step.scheduled, end):
                     num_left = 0
                     break
             seconds = step_time(shape)

@@ -121,8 +121,11 @@ class ReplicaCore:
         started : gets the requests that have their first token now; None where nobody is told.
         """
         scheduled, num_steps, now = step.scheduled, len(ends), ends[-1]
+        shape, first_context = step.shape, step.first_context
         self.num_steps += num_steps
-        _add_work(self._work, step.shape, first_context=step.first_context, num_steps=num_steps)
+        _add_work(self._work, shape, first_context=first_context, num_steps=num_steps)
+        # A run that was cut may have been predicted beyond its last step.
+        shape.decode_context_tokens = first_context + (num_steps - 1) * shape.num_lm_head_rows
         sampled = self.sampler.sample(scheduled, num_steps)
         outputs = self.scheduler.update(scheduled, sampled, now, ends)
         if started is not None and (scheduled.admitted or scheduled.shape.num_chunks):
