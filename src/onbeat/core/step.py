@@ -152,8 +152,8 @@ class SchedulerOutput:
     expected_tokens: float = 0.0
     """Output tokens that the decode rows should deliver; kept where drafts are planned."""
     repeat_limit: float = inf
-    """Predicted seconds up to which it may be run again. Where that is finite, `Scheduler.run_again` says before
-    each further run whether it is kept."""
+    """Predicted seconds up to which it may be run again. Where that is finite, `Scheduler.run_again` says
+    before each further run whether it is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,7 +107,7 @@ class SerialReplica:
         self.started: list[OfferedRequest] = []
         self._model = step_time
         self._overhead = config.host_overhead
-        self._repeats = observer is None or not observer.wants_every_step
+        self._repeats = observer is None or observer.wanted_steps != "all"
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
         self._goes_by_step = self._learns or is_watched
