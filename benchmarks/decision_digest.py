@@ -47,7 +47,7 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.simulator.observer import SimulationObserver
+from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.planning import make_scheduler
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
@@ -135,7 +135,7 @@ class StillModel:
 class EveryStep:
     """An observer whose presence has every step planned by itself."""
 
-    wants_every_step = True
+    wanted_steps: StepsWanted = "all"
 
     def on_request(self, record: object) -> None: ...
 

@@ -45,6 +45,7 @@ from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
+from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
@@ -372,7 +373,7 @@ def study_bursts(options: Options) -> None:
 class StepTimes:
     """An observer that keeps every step's time."""
 
-    wants_every_step = True
+    wanted_steps: StepsWanted = "all"
 
     def __init__(self) -> None:
         self.seconds: list[float] = []

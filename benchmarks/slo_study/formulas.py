@@ -14,6 +14,7 @@ from harness.pages import markdown_table
 
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
+from onbeat.simulator.observer import StepsWanted
 from slo_study.replica import Stage
 from slo_study.scenarios import SUBJECT, Finding
 
@@ -23,7 +24,7 @@ MICROSECOND = 1e-6
 class StepLog:
     """An observer that keeps when each step ran, and whose prompts were in it."""
 
-    wants_every_step = True
+    wanted_steps: StepsWanted = "all"
 
     def __init__(self) -> None:
         self.end_of: dict[float, float] = {}

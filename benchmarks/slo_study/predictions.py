@@ -24,7 +24,7 @@ from onbeat.simulator.client import Clients, OfferedRequest
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.dispatch import Dispatcher
 from onbeat.simulator.loop import EventLoop
-from onbeat.simulator.observer import Collector
+from onbeat.simulator.observer import Collector, StepsWanted
 from onbeat.simulator.replica import SerialReplica
 from onbeat.workload.offered import OfferedLoad
 from slo_study.replica import Stage
@@ -40,7 +40,7 @@ class _Served(Exception):
 class _Watch:
     """Ends a fork with the first token of its request."""
 
-    wants_every_step = False
+    wanted_steps: StepsWanted = "runs"
 
     def __init__(self) -> None:
         self.record: RequestRecord | None = None

@@ -19,6 +19,7 @@ from onbeat.metrics.timeline import Timeline, open_timeline
 from onbeat.recording.fleet import fleet_record
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.observer import Progress as OnProgress
+from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import Simulation
 from onbeat.simulator.simulate import simulate
@@ -99,7 +100,7 @@ def progress_bar(console: Console, *, is_quiet: bool, num_requests: int) -> Iter
 class TimelineObserver:
     """Writes a simulated run as a live run is written."""
 
-    wants_every_step = True
+    wanted_steps: StepsWanted = "all"
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline

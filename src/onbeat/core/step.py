@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from math import inf
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -150,6 +151,9 @@ class SchedulerOutput:
     """The request whose deadline set the budget."""
     expected_tokens: float = 0.0
     """Output tokens that the decode rows should deliver; kept where drafts are planned."""
+    repeat_limit: float = inf
+    """Predicted seconds up to which it may be run again. Where that is finite, `Scheduler.run_again` says
+    before each further run whether it is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.correction import DriftAlarm
 from onbeat.perfmodel.device_spec import DeviceSpec
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.fitted import FittedModel
@@ -51,7 +52,7 @@ class StepTimeDescription:
                 parallelism=self.parallelism,
                 precision=self.precision,
             )
-        return plain.with_learning()
+        return plain.with_learning(DriftAlarm())
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values, numbers in full."""

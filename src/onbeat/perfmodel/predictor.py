@@ -67,14 +67,19 @@ class Predictor:
         self._alarm = alarm
         self._recent = recent
 
-    def with_learning(self) -> Predictor:
-        """Return the same model, but one that learns from steps: factors, quantiles, and an alarm."""
+    def with_learning(self, alarm: DriftAlarm | None = None) -> Predictor:
+        """Return the same model, but one that learns factors and quantiles from steps.
+
+        Parameters
+        ----------
+        alarm : looks at every observed step; None for none.
+        """
         return Predictor(
             self._seconds,
             self._residual,
             self._shape_range,
             OnlineCorrection(),
-            DriftAlarm(),
+            alarm,
             OnlineQuantile(),
             self.errors,
         )

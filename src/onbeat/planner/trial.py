@@ -9,6 +9,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Case
 from onbeat.planner.objective import Allowance, Objective, Verdict
 from onbeat.planner.search import Stopped
+from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
@@ -78,7 +79,7 @@ class MissWatch:
     num_requests : that were offered.
     """
 
-    wants_every_step = False
+    wanted_steps: StepsWanted = "none"
 
     def __init__(self, allowances: Sequence[Allowance], num_requests: int, *, batch: int = 128) -> None:
         self._allowances = allowances

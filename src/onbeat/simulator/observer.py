@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
@@ -15,6 +15,7 @@ _REQUESTS_BETWEEN_LOOKS = 16
 """Finished requests between two looks at the clock."""
 
 
+StepsWanted = Literal["none", "runs", "all"]
 Keep = Callable[[int, RequestRecord], None]
 """Takes (row of the load, record of a request that ended)."""
 
@@ -25,10 +26,10 @@ class SimulationObserver(Protocol):
     Runs with an observer stay in one process.
     """
 
-    wants_every_step: bool
-    """False where a run of decode steps that differ in token counts alone may be told as one step: from the
-    start of its first to the end of its last, with the shape of the first. The scheduler's state
-    (`StepStats.scheduler`) is told only to those who want every step."""
+    wanted_steps: StepsWanted
+    """Of which steps it hears: of none, of all, or of all but with a run of decode steps that differ in token
+    counts alone told as one: from the start of its first to the end of its last, with the shape of the first.
+    The scheduler's state (`StepStats.scheduler`) is told only to those who want all."""
 
     def on_request(self, record: RequestRecord, /) -> None:
         """Hear of a request that was sent to a replica; the record fills up while it runs."""

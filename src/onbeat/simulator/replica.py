@@ -107,7 +107,7 @@ class SerialReplica:
         self.started: list[OfferedRequest] = []
         self._model = step_time
         self._overhead = config.host_overhead
-        self._repeats = observer is None or not observer.wants_every_step
+        self._repeats = observer is None or observer.wanted_steps != "all"
         self._is_alone = is_alone
         self._learns = self.scheduler.step_time_model is not None
         self._goes_by_step = self._learns or is_watched
@@ -248,12 +248,12 @@ class SerialReplica:
         num_free = num_left - self._lookahead
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
         is_shared = self._goes_by_step and not self._is_alone
-        learner = self.scheduler if self._learns else None
+        asked = self.scheduler if step.scheduled.repeat_limit < inf else None
         while num_left:
             if ends:  # the shape of the step after it
-                if learner is None:
+                if asked is None:
                     shape.decode_context_tokens += num_rows
-                elif not learner.run_again(step.scheduled, end):
+                elif not asked.run_again(step.scheduled, end):
                     num_left = 0
                     break
             seconds = step_time(shape)

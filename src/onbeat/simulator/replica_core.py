@@ -63,7 +63,7 @@ class ReplicaCore:
     ----------
     name : as records carry it, and the replica's number.
     step_time : what the device is simulated by.
-    observer : hears of steps.
+    observer : hears of steps, if it wants to.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ReplicaCore:
         """Steps that have ended."""
         self.busy_seconds = 0.0
         self._index = int(name)
-        self._observer = observer
+        self._observer = None if observer is None or observer.wanted_steps == "none" else observer
         self._work = BatchShape()
         self._busy_since = inf
 
@@ -121,8 +121,11 @@ class ReplicaCore:
         started : gets the requests that have their first token now; None where nobody is told.
         """
         scheduled, num_steps, now = step.scheduled, len(ends), ends[-1]
+        shape, first_context = step.shape, step.first_context
         self.num_steps += num_steps
-        _add_work(self._work, step.shape, first_context=step.first_context, num_steps=num_steps)
+        _add_work(self._work, shape, first_context=first_context, num_steps=num_steps)
+        # A run that was cut may have been predicted beyond its last step.
+        shape.decode_context_tokens = first_context + (num_steps - 1) * shape.num_lm_head_rows
         sampled = self.sampler.sample(scheduled, num_steps)
         outputs = self.scheduler.update(scheduled, sampled, now, ends)
         if started is not None and (scheduled.admitted or scheduled.shape.num_chunks):
@@ -135,7 +138,7 @@ class ReplicaCore:
             if step.predicted is not None:
                 stats.predicted_seconds = step.predicted if num_steps == 1 else None
             stats.drafts = draft_stats(scheduled, sampled, outputs)
-            if self._observer.wants_every_step:
+            if self._observer.wanted_steps == "all":
                 stats.scheduler = self.scheduler.state()
             self._observer.on_step(self._index, stats)
         return finished

@@ -179,7 +179,7 @@ def test_the_inverse_needs_few_trials() -> None:
 
 def test_it_learns_what_the_machine_does_and_says_when_that_is_far_off() -> None:
     fixed = Predictor(linear_seconds)
-    predictor = fixed.with_learning()
+    predictor = fixed.with_learning(DriftAlarm())
     shape = decodes(16, 800)
     for _ in range(100):
         fixed.observe(shape, 1.5 * linear_seconds(shape))

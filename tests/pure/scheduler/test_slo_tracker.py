@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from onbeat.core.request import FinishReason, Request
+from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerState
+from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request, make_state
 
 INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)
+
+
+def delivery(state: RequestState, num_tokens: int) -> RequestOutput:
+    return RequestOutput(state.request_id, [1] * num_tokens)
 
 
 class Watch(TimedDriver):
@@ -132,7 +137,7 @@ class TestTenants:
         tracker = SLOTracker()
         state = make_state(make_request("r", 10, 1, weight=3.0))
         tracker.on_arrival(state)
-        tracker.on_delivery(state, 4096, 0.0)
+        tracker.on_delivery(state, delivery(state, 4096), 0.0)
         assert tracker.worth(state) == 3.0
 
     def test_worth_falls_with_service_and_at_most_fourfold(self):
@@ -143,7 +148,7 @@ class TestTenants:
         assert [tracker.worth(state) for state in states] == [1.0, 1.0]
         worths = []
         for _ in range(5):
-            tracker.on_delivery(states[0], 4096, 0.0)
+            tracker.on_delivery(states[0], delivery(states[0], 4096), 0.0)
             worths.append(tracker.worth(states[0]))
             assert tracker.worth(states[1]) == pytest.approx(1 / worths[-1])
         assert worths == sorted(worths, reverse=True)

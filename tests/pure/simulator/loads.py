@@ -13,6 +13,7 @@ from onbeat.perfmodel.residual import ResidualModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.observer import StepsWanted
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -48,7 +49,7 @@ def linear_time() -> ShapeTime:
 class StepByStep:
     """An observer that wants every step, and keeps them."""
 
-    wants_every_step = True
+    wanted_steps: StepsWanted = "all"
 
     def __init__(self) -> None:
         self.steps: list[tuple[int, StepStats]] = []
@@ -68,7 +69,7 @@ class StepByStep:
 class Watching(StepByStep):
     """An observer that leaves runs of steps together."""
 
-    wants_every_step = False
+    wanted_steps: StepsWanted = "runs"
 
 
 def make_load(prompts, outputs, arrivals=None, **columns) -> OfferedLoad:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from onbeat.core.request import FinishReason, RequestOutput, TokenLogprobs
 from onbeat.scheduler.replica.request_state import RequestState
 
@@ -39,6 +41,19 @@ def deliver(
     if logprobs is not None:
         output.logprobs = logprobs[: len(sampled_ids)]
     return output
+
+
+def note_delivery(
+    state: RequestState,
+    output: RequestOutput,  # noqa: ARG001 (for those who tell the caller of the objective)
+    now: float,
+    run: Sequence[float] | None,
+) -> None:
+    """Hold a delivery against its deadline; see `SLOTracker.on_delivery`."""
+    if run is None:
+        state.slo.note_delivery(now)
+    else:
+        state.slo.note_run(run)
 
 
 def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from math import inf
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
@@ -20,7 +19,7 @@ from onbeat.core.step import (
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
-from onbeat.scheduler.replica.delivery import deliver, last_output
+from onbeat.scheduler.replica.delivery import deliver, last_output, note_delivery
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -69,6 +68,8 @@ class Scheduler:
         if self._slo is not None:
             assert step_time_model is not None
             self._slo.start(step_time_model)
+        self._on_delivery = note_delivery if self._slo is None else self._slo.tracker.on_delivery
+        """Holds a delivery against its deadline."""
         self._work = None if self._slo is None else self._slo.work
         """What prompts cost; None where nobody asks."""
         self._quantile = None if self._slo is None else self._slo.quantile
@@ -98,8 +99,6 @@ class Scheduler:
         self._num_taken = 0
         self._load_reporter: LoadReporter | None = None
         self._num_steps = 0
-        self._repeat_limit = inf
-        """Predicted seconds up to which the step under way may be run again."""
         self._last_run = float("-inf")
         """When the last run ended that `run_again` was told of; the step-time model knows it."""
 
@@ -219,10 +218,9 @@ class Scheduler:
         return self._commit(plan, now, may_repeat=may_repeat)
 
     def run_again(self, scheduled: SchedulerOutput, now: float) -> bool:
-        """Hear that a step with `max_repeats` was run once more; return whether to run it again.
+        """Hear that a step with a `repeat_limit` was run once more; return whether to run it again.
 
-        Only for schedulers with a step-time model, which learns from each run. If so, the step's shape is
-        that of the next run.
+        If so, its shape is that of the next run.
 
         Parameters
         ----------
@@ -230,11 +228,11 @@ class Scheduler:
         """
         model, shape = self.step_time_model, scheduled.shape
         assert model is not None
-        self._observe(shape, self._in_flight[0].planned_at, now)
-        self._last_update = self._last_run = now
+        self._learn(shape, self._in_flight[0].planned_at, (now,))
+        self._last_run = now
         num_rows = shape.num_lm_head_rows
         shape.decode_context_tokens += num_rows
-        if self._repeat_limit == inf or model.step_time(shape, self._quantile) <= self._repeat_limit:
+        if model.step_time(shape, self._quantile) <= scheduled.repeat_limit:
             return True
         shape.decode_context_tokens -= num_rows
         return False
@@ -250,7 +248,7 @@ class Scheduler:
 
         Parameters
         ----------
-        scheduled : what `schedule` returned.
+        scheduled : what `schedule` returned; its shape is that of the last run.
         result : one list of tokens for each row that samples: one token, or one for each time that the step
             was run where it was run several times.
         now : when the step, or its last run, ended; seconds.
@@ -260,7 +258,7 @@ class Scheduler:
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         self._take_back(states, scheduled, result)
         correct_shape(scheduled, result)
-        self._learn(scheduled.shape, planned_at, now)
+        self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends)
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
         outputs: list[RequestOutput] = []
         run = ends if ends is not None and len(ends) > 1 else None
@@ -288,7 +286,7 @@ class Scheduler:
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
-                    self._note_delivery(state, output, now, run)
+                    self._on_delivery(state, output, now, run)
                 # All but the last token sampled; a row planned behind drafts does not know its place itself.
                 num_valid = state.num_tokens - 1
             if holds_blocks and num_valid >= state.num_tokens_to_register:
@@ -374,7 +372,6 @@ class Scheduler:
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)
-            self._repeat_limit = plan.repeat_limit
         return SchedulerOutput(
             step_id,
             self._in_flight[-1].rows,
@@ -385,6 +382,7 @@ class Scheduler:
             plan.budget,
             plan.budget_request_id,
             plan.expected_tokens,
+            plan.repeat_limit,
         )
 
     def _fetch_kv(self, plan: StepPlan, now: float) -> None:
@@ -430,23 +428,30 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def _learn(self, shape: BatchShape, planned_at: float, now: float) -> None:
-        """Learn from a step that came back, unless `run_again` was told of it."""
-        if now != self._last_run:
-            self._observe(shape, planned_at, now)
-        self._last_update = now
+    def _learn(self, shape: BatchShape, planned_at: float, ends: Sequence[float]) -> None:
+        """Let the step-time model, and who plans with it, learn from the runs of a step.
 
-    def _observe(self, shape: BatchShape, planned_at: float, now: float) -> None:
-        """Let the step-time model, and who plans with it, learn from a step."""
+        Parameters
+        ----------
+        shape : of the last run; each before read a token less of every row's context.
+        ends : when the runs ended, seconds; those that `run_again` was told of among them.
+        """
+        last_update, self._last_update = self._last_update, ends[-1]
         if self.step_time_model is None:
             return
+        observe, work = self.step_time_model.observe, self._work
         begun = planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
-        if begun < self._last_update and self.config.num_micro_batches == 1:
-            begun = self._last_update
-        self.step_time_model.observe(shape, now - begun)
-        if self._work is not None:
-            self._work.refresh()
+        if begun < last_update and self.config.num_micro_batches == 1:
+            begun = last_update
+        num_rows, new_ends = shape.num_lm_head_rows, [end for end in ends if end > self._last_run]
+        shape.decode_context_tokens -= len(new_ends) * num_rows
+        for end in new_ends:
+            shape.decode_context_tokens += num_rows
+            observe(shape, end - begun)
+            if work is not None:
+                work.refresh()
+            begun = end
 
     def _note_drafts(
         self,
@@ -469,30 +474,6 @@ class Scheduler:
         self._drafting.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
-
-    def _note_delivery(
-        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None
-    ) -> None:
-        """Hold a delivery against its deadline, and tell the caller what has become of the objective.
-
-        Parameters
-        ----------
-        run : when each of several steps ended that brought a token each; None for a delivery now.
-        """
-        slo = state.slo
-        if self._slo is None:
-            if run is None:
-                slo.note_delivery(now)
-            else:
-                slo.note_run(run)
-            return
-        if run is None:
-            self._slo.tracker.on_delivery(state, len(output.new_token_ids), now)
-        else:
-            self._slo.tracker.on_run(state, run)
-        output.is_relegated = slo.is_best_effort
-        if slo.predicted_ttft is not None:
-            output.predicted_ttft = slo.take_prediction()
 
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""

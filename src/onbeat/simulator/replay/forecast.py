@@ -17,6 +17,7 @@ from onbeat.metrics.summary import collect_samples
 from onbeat.recording.reader import Recording
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.replay.acceptance import measured_acceptance
 from onbeat.simulator.replay.history import RecordedRequest, RunHistory
 from onbeat.simulator.replay.model import learning_model
@@ -97,7 +98,7 @@ def forecast_with_model(
 class _EveryStep:
     """A `SimulationObserver` that wants every step told by itself, and does nothing with it."""
 
-    wants_every_step = True
+    wanted_steps: StepsWanted = "all"
 
     def on_request(self, record: RequestRecord, /) -> None:
         pass

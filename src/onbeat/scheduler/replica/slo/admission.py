@@ -152,7 +152,7 @@ class Admission:
         jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, work)
         # By the time that it is served, those ahead of it decode, too.
         ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
-        decodes = decode_shape([*view.streams, *view.best_effort_decodes, *ahead])
+        decodes = decode_shape([*view.decodes, *ahead]) if ahead else view.decode_shape()
         limit = self._limit(view, work.of(decodes), start)
         room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens

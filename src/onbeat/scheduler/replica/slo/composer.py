@@ -251,8 +251,8 @@ class _Step:
         best_effort = self._best_effort(left_over)
         jobs = self._jobs
         self._make_room(jobs, best_effort)
-        rows = self._not_victims([*self._view.streams, *self._view.best_effort_decodes])
-        shape = decode_shape(rows)
+        rows = self._not_victims(self._view.decodes)
+        shape = decode_shape(rows) if plan.victims else self._view.decode_shape()
         decode_seconds = work.of(shape)
         limit = policy.limit(self._view, decode_seconds, plan.now)
         if policy.is_for_best_effort(plan.step_id):
@@ -364,7 +364,7 @@ class _Step:
         first = next((job for job in jobs if not job.state.block_ids), None)
         if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first.state) <= 0):
             return
-        decodes = decode_shape([*self._view.streams, *self._view.best_effort_decodes])
+        decodes = self._view.decode_shape()
         limit = policy.limit(self._view, self._work.of(decodes), plan.now)
         room = policy.room(decodes, limit, jobs)
         in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from onbeat.core.request import RequestOutput
 from onbeat.core.step import SchedulerState
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.fairness import TenantCounters
@@ -59,23 +60,31 @@ class SLOTracker:
         self.on_arrival(state)
         self._tenants.on_leave(state.request.tenant)
 
-    def on_delivery(self, state: RequestState, num_tokens: int, now: float) -> None:
-        """Count a delivery."""
-        self.num_missed += state.slo.note_delivery(now, num_tokens)
-        if self._has_tenants:
-            self._tenants.on_output(state.request.tenant, num_tokens)
-
-    def on_run(self, state: RequestState, ends: Sequence[float]) -> None:
-        """Count steps with one token each.
+    def on_delivery(
+        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None = None
+    ) -> None:
+        """Count a delivery, and tell the caller what has become of the objective.
 
         Parameters
         ----------
-        ends : when each of them came, seconds; at least one.
+        run : when each of several steps ended that brought a token each; None for a delivery now.
         """
-        self.num_missed += state.slo.note_run(ends)
-        if self._has_tenants:
-            for _ in ends:
-                self._tenants.on_output(state.request.tenant, 1)
+        slo = state.slo
+        if run is None:
+            num_tokens = len(output.new_token_ids)
+            has_missed = slo.note_delivery(now, num_tokens)
+            if self._has_tenants:
+                self._tenants.on_output(state.request.tenant, num_tokens)
+        else:
+            has_missed = slo.note_run(run)
+            if self._has_tenants:
+                for _ in run:
+                    self._tenants.on_output(state.request.tenant, 1)
+        if has_missed:
+            self.num_missed += 1
+        output.is_relegated = slo.is_best_effort
+        if slo.predicted_ttft is not None:
+            output.predicted_ttft = slo.take_prediction()
 
     def on_finish(self, state: RequestState) -> None:
         """Learn from a request that has all its tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from onbeat.core.slo import ShedMode
@@ -36,6 +36,7 @@ class RunningView:
     due_state : whose it is.
     tightest : the shortest TBT objective of `streams`; infinite without any.
     pace : the shortest time between tokens that e2e objectives alone ask for; infinite without any.
+    context_tokens : that requests which want one token have in the KV cache.
     """
 
     def __init__(self, running: Iterable[RequestState], start: float) -> None:
@@ -45,22 +46,35 @@ class RunningView:
         self.prefills: list[RequestState] = []
         self.due = self.tightest = self.pace = inf
         self.due_state: RequestState | None = None
+        self.context_tokens = 0
         self._look(running, start)
+
+    @property
+    def decodes(self) -> list[RequestState]:
+        """Requests that want one token."""
+        return [*self.streams, *self.best_effort_decodes]
+
+    def decode_shape(self) -> BatchShape:
+        """Return the shape of a step with one token for each that wants one."""
+        num = len(self.streams) + len(self.best_effort_decodes)
+        return BatchShape.of_decodes(num, self.context_tokens + num)
 
     def _look(self, running: Iterable[RequestState], start: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         due, tightest = self.due, self.tightest
-        deadlines, pace = self.deadlines, inf
+        deadlines, pace, context = self.deadlines, inf, 0
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
             if state.is_in_flight or (num_in_flight and num_tokens >= state.max_total_tokens):
                 continue  # held, or full with what is in flight
-            wanted = num_tokens - state.num_computed_tokens
+            num_computed = state.num_computed_tokens
+            wanted = num_tokens - num_computed
             if wanted != 1:
                 if wanted > 1:
                     self.prefills.append(state)
                 continue
+            context += num_computed
             slo = state.slo
             deadline = slo.next_deadline
             if deadline == inf:
@@ -77,7 +91,7 @@ class RunningView:
                     pace = min(pace, slo.tbt)
                 else:
                     tightest = slo.tbt
-        self.due, self.tightest, self.pace = due, tightest, pace
+        self.due, self.tightest, self.pace, self.context_tokens = due, tightest, pace, context
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:
@@ -90,7 +104,7 @@ def decode_shape(states: Iterable[RequestState]) -> BatchShape:
 
 
 def prefill_jobs(
-    now: float, prefills: Iterable[RequestState], waiting: WaitingQueue, work: PrefillWork
+    now: float, prefills: Sequence[RequestState], waiting: WaitingQueue, work: PrefillWork
 ) -> tuple[list[Job], list[RequestState]]:
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
@@ -104,6 +118,8 @@ def prefill_jobs(
     """
     jobs: list[Job] = []
     late: list[RequestState] = []
+    if not (prefills or len(waiting)):
+        return jobs, late
     token, pair = work.token, work.pair
     earliest = now + work.step_seconds
     started = [state for state in prefills if state.slo.next_deadline < inf]
