@@ -65,7 +65,7 @@ prompts = st.tuples(st.integers(1, 900), st.sampled_from([0.05, 0.2, 0.5, 2.0, N
 @example(queue=[(1, 0.05), (306, 0.05), (771, 0.2)], own=(771, 0.2), num_steps=0)  # equal prompts
 @given(queue=st.lists(prompts, max_size=12), own=prompts, num_steps=st.integers(0, 3))
 def test_it_predicts_what_the_replica_does(queue, own, num_steps):
-    """Nothing is rounded: at most 16 prompts wait, and what prompts get of a step is known.
+    """Nothing is rounded: at most 16 prompts wait, what prompts get of a step is known, and no step is short.
 
     A replica promises no more than it can keep if a later arrival fills the last step; a router does not.
     """
@@ -78,7 +78,7 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
     for _ in range(num_steps):
         driver.step()
     scheduler = driver.scheduler
-    report = scheduler.load(driver.now)
+    report = replace(scheduler.load(driver.now), decode_seconds=0.0)
     rooms = []
     room_beside = PrefillWork.room_beside
 
@@ -107,7 +107,7 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
 
 
 def test_the_least_busy_replica_gets_a_prompt_that_none_holds():
-    busy = load(backlog=((0.5, 0.4),), num_waiting=1)
+    busy = load(backlog=((0.5, 0.4, 1),), num_waiting=1)
     assert place(router_of(busy, load()), request()) == 1
 
 
@@ -155,7 +155,7 @@ def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
     view = LoadView(limits())
     for index in range(1, 11):
         view.num_ended = 2
-        backlog = ((until, 0.01),) * num_waiting
+        backlog = ((until, 0.01, 1),) * num_waiting
         view.on_report(
             load(num_running=64, num_decodes=64, num_waiting=num_waiting, backlog=backlog), 0.1 * index
         )
@@ -164,20 +164,46 @@ def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
 
 def test_a_wait_for_a_slot_is_known_from_the_pace():
     view = view_of_full_slots(num_waiting=3, until=0.5)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(4 / 20, rel=0.2)
-    assert view.slot_wait(1.4, 1.0) == pytest.approx(1 / 20, rel=0.2)  # before those that wait
-    assert view.slot_wait(5.0, 1.1) == pytest.approx(4 / 20 - 0.1, rel=0.2)
+    fourth, first = (4 - 1 / 3) / 20, (1 - 1 / 3) / 20
+    assert view.slot_wait(5.0, 1.0) == pytest.approx(fourth, rel=0.2)
+    assert view.slot_wait(1.4, 1.0) == pytest.approx(first, rel=0.2)  # before those that wait
+    assert view.slot_wait(5.0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
+
+
+def test_of_requests_that_are_added_up_each_takes_a_slot():
+    view = view_of_full_slots(num_waiting=0, until=0.5)
+    view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.9, 0.09, 9),)), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
+
+
+def test_slots_come_free_sooner_where_more_streams_run():
+    waits = []
+    for num_running in (16, 64):
+        view = LoadView(limits())
+        for index in range(1, 11):
+            view.num_ended = 2
+            view.on_report(load(num_running=16, num_decodes=16), 0.1 * index)
+        view.on_report(load(num_running=num_running, num_decodes=num_running), 1.0)
+        view.limits = limits(max_num_seqs=num_running)
+        waits.append(view.slot_wait(5.0, 1.0))
+    assert waits[1] == pytest.approx(waits[0] / 4)
+
+
+def test_under_a_policy_that_goes_by_arrival_all_that_wait_are_ahead():
+    view = view_of_full_slots(num_waiting=0, until=0.5)
+    view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.0, 0.09, 9),)), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
 
 
 def test_those_that_a_slot_comes_too_late_for_are_given_up():
-    view = view_of_full_slots(num_waiting=12, until=0.2)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(4 / 20, rel=0.2)
+    view = view_of_full_slots(num_waiting=12, until=0.15)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((4 - 1 / 3) / 20, rel=0.2)
 
 
 def test_prompts_that_have_a_slot_are_not_ahead_of_one_that_has_none():
     view = view_of_full_slots(num_waiting=0, until=0.5)
-    view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01),) * 3), 1.0)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(1 / 20, rel=0.2)
+    view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01, 0),) * 3), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((1 - 1 / 3) / 20, rel=0.2)
 
 
 def test_a_predicted_first_token_waits_for_a_slot():
@@ -185,16 +211,17 @@ def test_a_predicted_first_token_waits_for_a_slot():
     router._views[0] = view_of_full_slots(num_waiting=3, until=0.5)
     choice = router.route(request(arrival=1.0), 1.0, excluded={1})
     assert choice is not None
-    assert choice.predicted_ttft == pytest.approx(4 / 20, rel=0.2)
+    assert choice.predicted_ttft == pytest.approx((4 - 1 / 3) / 20 + 0.1 + COSTS.decode_step(64), rel=0.2)
     assert place(router, request(arrival=1.0), 1.0) == 1
 
 
 def test_blocks_that_are_lacking_are_waited_for_as_slots_are():
     view = view_of_full_slots(num_waiting=0, until=0.5)
-    short = load(num_running=30, num_decodes=30, num_waiting=1, backlog=((0.5, 0.01),))
+    short = load(num_running=30, num_decodes=30, num_waiting=1, backlog=((0.5, 0.01, 1),))
     for num_wanted, num_ends in ((0, 0), (10, 2)):
         view.on_report(replace(short, num_wanted_blocks=num_wanted), 1.0)
-        assert view.slot_wait(5.0, 1.0) == pytest.approx(num_ends / 20, rel=0.2)
+        median = max(0, num_ends - 1 / 3) * 64 / 30 / 20  # fewer run, so fewer end
+        assert view.slot_wait(5.0, 1.0) == pytest.approx(median, rel=0.2)
 
 
 def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
@@ -206,7 +233,9 @@ def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
 
 def test_a_report_ages():
     view = LoadView(limits())
-    view.on_report(load(busy=0.1, backlog=((1.0, 0.5), (2.0, 0.5)), prefill_share=0.5, num_decodes=1), 10.0)
+    view.on_report(
+        load(busy=0.1, backlog=((1.0, 0.5, 1), (2.0, 0.5, 1)), prefill_share=0.5, num_decodes=1), 10.0
+    )
     assert [each.seconds for each in view._jobs(10.1)[0]] == [0.5, 0.5]
     assert [each.seconds for each in view._jobs(10.3)[0]] == pytest.approx([0.4, 0.5])
     assert [each.seconds for each in view._jobs(11.3)[0]] == pytest.approx([0.4])
@@ -221,13 +250,13 @@ def test_replicas_that_predict_nothing_share_a_load():
 
 
 def test_the_least_wait_of_the_fleet():
-    router = router_of(load(backlog=((3.5, 3.0),)), load(backlog=((3.5, 1.0),)))
+    router = router_of(load(backlog=((3.5, 3.0, 1),)), load(backlog=((3.5, 1.0, 1),)))
     wait = router.least_wait(request(ttft=5.0), 0.0)
     assert wait == pytest.approx(1.1, rel=0.2)
 
 
 def test_of_many_replicas_the_holders_and_the_idle_are_looked_at():
-    router = router_of(*(load(backlog=((0.5, 0.3),)) for _ in range(100)))
+    router = router_of(*(load(backlog=((0.5, 0.3, 1),)) for _ in range(100)))
     blocks = tuple(range(60))
     router._prefixes.send(77, blocks)
     assert place(router, request("holder", blocks=blocks, ttft=5.0)) == 77
