@@ -89,6 +89,8 @@ class ReplicaLoad:
     """Of a step with as much prefill beside them as it gains by."""
     prefill_share: float = 1.0
     """Of such a step, what its prefill takes, above 0."""
+    gives_up: bool = False
+    """Whether a prompt that cannot be in time is served behind all others."""
     backlog: tuple[tuple[float, float, int], ...] = ()
     """(until its deadline, prefill work, how many of them wait for a slot) of prompts with deadlines, waiting
     and running, by deadline; neighbours are added up so that there are at most `MOST_BACKLOG_ENTRIES`. Under

@@ -99,11 +99,12 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
         assert report.costs is not None
         deadline = inf if ttft is None else driver.now + ttft
         seconds = report.costs.seconds(num_tokens, 0)
-        predicted = view.predicted_ttft(deadline, ttft or inf, seconds, driver.now)
+        predicted = view.first_token(deadline, ttft or inf, seconds, driver.now)
+    assert predicted is not None
     state = scheduler.waiting.peek(0)
     found = next(each for each in scheduler.waiting if each.request_id == "own")
     assert state is not None
-    assert predicted == pytest.approx(found.slo.predicted_ttft, rel=1e-6)
+    assert predicted.seconds == pytest.approx(found.slo.predicted_ttft, rel=1e-6)
 
 
 def test_the_least_busy_replica_gets_a_prompt_that_none_holds():
@@ -213,6 +214,24 @@ def test_a_predicted_first_token_waits_for_a_slot():
     assert choice is not None
     assert choice.predicted_ttft == pytest.approx((4 - 1 / 3) / 20 + 0.1 + COSTS.decode_step(64), rel=0.2)
     assert place(router, request(arrival=1.0), 1.0) == 1
+
+
+def test_a_first_token_whose_slot_comes_too_late_is_predicted_as_due_where_prompts_are_given_up():
+    view = view_of_full_slots(num_waiting=30, until=0.49)
+    for gives_up in (False, True):
+        view.load = replace(view.load, gives_up=gives_up)
+        found = view.first_token(1.5, 0.5, 0.1, 1.0)
+        assert found is not None
+        assert found.seconds > 0.55
+        assert found.likely == pytest.approx(0.5 if gives_up else found.seconds)
+
+
+def test_what_goes_by_arrival_is_done_first_although_it_is_due_at_once():
+    view = LoadView(limits())
+    view.on_report(load(backlog=((0.0, 3.0, 9),), num_waiting=9), 0.0)
+    found = view.first_token(1.0, 1.0, 0.1, 0.0)
+    assert found is not None
+    assert found.turn == pytest.approx(3.1, rel=0.2)
 
 
 def test_blocks_that_are_lacking_are_waited_for_as_slots_are():

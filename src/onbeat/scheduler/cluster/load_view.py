@@ -36,11 +36,37 @@ class _Prompt:
         return self
 
 
-def _prompt() -> RequestState:
-    return cast("RequestState", _Prompt())
+def _prompt(shed: ShedMode = ShedMode.RELEGATE) -> RequestState:
+    return cast("RequestState", _Prompt(shed=shed))
 
 
 _ANY_PROMPT = _prompt()
+_LATE_PROMPT = _prompt(ShedMode.OFF)
+"""One that is late and reported in its turn all the same."""
+
+
+class FirstToken(NamedTuple):
+    """When a request would have its first token, seconds from now."""
+
+    turn: float
+    """By the work that is done before."""
+    slot: float
+    """By when it gets a slot; 0 where one is free."""
+    is_lost_if_late: bool
+    """Whether a slot that comes too late is of no use: the request is then served behind all others."""
+    left: float
+    """Until it is due."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the first token, late or not."""
+        return max(self.turn, self.slot)
+
+    @property
+    def likely(self) -> float:
+        """Until the first token, if a slot comes in time: else it comes at a time that nothing here tells."""
+        slot = min(self.slot, max(self.left, 0.0)) if self.is_lost_if_late else self.slot
+        return max(self.turn, slot)
 
 
 class Sent(NamedTuple):
@@ -139,8 +165,8 @@ class LoadView:
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share if total else 0.0
         return max(0.0, total - done) + sum(each.seconds for each in self.sent)
 
-    def predicted_ttft(self, deadline: float, objective: float, seconds: float, now: float) -> float | None:
-        """Return the seconds from now until the first token of a request, if it were sent now.
+    def first_token(self, deadline: float, objective: float, seconds: float, now: float) -> FirstToken | None:
+        """Return when a request would have its first token, if it were sent now.
 
         Parameters
         ----------
@@ -170,11 +196,11 @@ class LoadView:
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds
-        wait = max(room.finish_seconds(before + seconds, seconds + total), shortest)
+        turn = start - now + max(room.finish_seconds(before + seconds, seconds + total), shortest)
         slot = self.slot_wait(deadline, now)
-        if slot:
-            slot += max(room.finish_seconds(seconds, seconds), shortest)
-        return max(start - now + wait, slot)
+        if slot:  # it comes free at the end of a step
+            slot += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
+        return FirstToken(turn, slot, self.load.gives_up, deadline - now)
 
     def _jobs(self, now: float) -> tuple[list[Job], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
@@ -185,7 +211,8 @@ class LoadView:
             if done >= seconds:
                 done -= seconds
                 continue
-            jobs.append(Job(self.reported + until, seconds - done, _ANY_PROMPT))
+            state = _ANY_PROMPT if until > 0.0 else _LATE_PROMPT
+            jobs.append(Job(self.reported + until, seconds - done, state))
             done = 0.0
         best_effort = max(0.0, load.best_effort_work - done)
         if self.sent:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
-from onbeat.scheduler.cluster.load_view import LoadView
+from onbeat.scheduler.cluster.load_view import FirstToken, LoadView
 from onbeat.scheduler.cluster.prefixes import Holders, PrefixMemory
 from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
 
@@ -30,7 +30,7 @@ class _Offer(NamedTuple):
     last_choice: int
     """Of equal ones, the least recently chosen."""
     number: int
-    ttft: float
+    first_token: FirstToken | None
 
 
 class _Request(NamedTuple):
@@ -82,9 +82,9 @@ class SLORouter:
         self._weigh(number, now)
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
-        return Choice(
-            number, "prefix" if num_cached else "cost", None if view.load.costs is None else best.ttft
-        )
+        first_token = best.first_token
+        likely = None if first_token is None else first_token.likely
+        return Choice(number, "prefix" if num_cached else "cost", likely)
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Take it to hold the prompt; its next report counts the request."""
@@ -120,8 +120,8 @@ class SLORouter:
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the predicted seconds until the first token where it is soonest."""
         asked = self._look_up(request)
-        known = (self._ttft(number, asked, now) for number in self._candidates(asked, NONE_EXCLUDED))
-        return min((each for each in known if each is not None), default=None)
+        known = (self._first_token(number, asked, now) for number in self._candidates(asked, NONE_EXCLUDED))
+        return min((each.seconds for each in known if each is not None), default=None)
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         """Let a replica be chosen."""
@@ -174,25 +174,24 @@ class SLORouter:
         work = view.work_left(now) + _A_REQUEST * view.num_requests
         self._by_work.add(number, work - self._by_work.loads[number])
 
-    def _ttft(self, number: int, asked: _Request, now: float) -> float | None:
+    def _first_token(self, number: int, asked: _Request, now: float) -> FirstToken | None:
         view = self._views[number]
         costs = view.load.costs
         if costs is None:
             return None
         num_cached = self._num_cached(number, asked)
         seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
-        return view.predicted_ttft(asked.deadline, asked.objective, seconds, now)
+        return view.first_token(asked.deadline, asked.objective, seconds, now)
 
     def _offer(self, number: int, asked: _Request, now: float) -> _Offer:
         """Return what a request would cost on a replica."""
         view = self._views[number]
         num_cached = self._num_cached(number, asked)
-        ttft = self._ttft(number, asked, now)
-        if ttft is None:
-            ttft = view.num_requests / view.limits.max_num_seqs
+        first_token = self._first_token(number, asked, now)
+        wait = view.num_requests / view.limits.max_num_seqs if first_token is None else first_token.seconds
         work = self._reference.seconds(asked.num_tokens - num_cached, num_cached)
         last_choice = self._last_choices.get(number, -1)
-        return _Offer(work + _PRICE * ttft, view.num_requests, last_choice, number, ttft)
+        return _Offer(work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
 
     @property
     def _reference(self) -> PrefillCosts:

@@ -96,6 +96,7 @@ class LoadReporter:
             decode_seconds=decode_seconds,
             full_seconds=full_seconds,
             prefill_share=share,
+            gives_up=self._slo is not None,
             backlog=backlog,
             best_effort_work=best_effort,
             costs=None if work is None else work.costs,
