@@ -121,6 +121,23 @@ def test_a_prefix_is_worth_some_waiting_but_not_all():
         assert place(router, request("next", blocks=blocks)) == expected
 
 
+backlogs = st.lists(st.floats(0.01, 0.5), max_size=3)
+
+
+@given(backlogs=st.lists(backlogs, min_size=1, max_size=8), held=st.lists(st.integers(0, 60), max_size=8))
+def test_no_replica_that_is_passed_over_would_be_better(backlogs, held):
+    queues = [tuple((0.1 * (1 + place), each, 1) for place, each in enumerate(queue)) for queue in backlogs]
+    router = router_of(*(load(backlog=queue, num_waiting=len(queue)) for queue in queues))
+    for number, num_blocks in zip(range(len(queues)), held, strict=False):
+        router._prefixes.send(number, tuple(range(num_blocks)))
+    asked = router._look_up(request(blocks=tuple(range(60))))
+    offers = []
+    for number in range(len(queues)):
+        num_cached = router._num_cached(number, asked)
+        offers.append(router._offer(number, asked, COSTS.seconds(1000 - num_cached, num_cached), 0.0))
+    assert router._best(asked, 0.0, frozenset()) == min(offers)
+
+
 def test_best_effort_weighs_the_wait_for_a_prefix_too():
     blocks = tuple(range(60))
     for seconds, expected in ((0.1, 0), (3.0, 1)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import merge
 from math import exp, inf, sqrt
 from typing import NamedTuple, cast
 
@@ -183,16 +182,16 @@ class LoadView:
             return None
         start = max(now, self.reported + self.load.busy)
         jobs, best_effort = self._jobs(now)
-        own = Job(deadline, seconds, _prompt())
-        ahead = sum(job.deadline <= deadline for job in jobs)
-        room = self._room(costs, ahead, objective)
+        total = sum([job.seconds for job in jobs])
+        num_ahead = bisect_right(jobs, deadline, key=_deadline)
+        room = self._room(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            everyone = sorted([*jobs, own], key=_deadline)
+            own = Job(deadline, seconds, _prompt())
+            due_before = sum([job.seconds for job in jobs[:num_ahead]])
+            jobs.insert(num_ahead, own)
             triage = Triage(start, room.share, _equal_worth, 0.5 * room.length)
-            due_before = sum(job.seconds for job in everyone[: everyone.index(own)])
-            before = seconds_before(own, everyone, triage, by_deadline=due_before)
-        total = sum(job.seconds for job in jobs)
+            before = seconds_before(own, jobs, triage, by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds
@@ -217,13 +216,11 @@ class LoadView:
         best_effort = max(0.0, load.best_effort_work - done)
         if self.sent:
             best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
-            jobs = list(merge(jobs, self._sent_jobs(), key=_deadline))
+            jobs += [
+                Job(each.deadline, each.seconds, _ANY_PROMPT) for each in self.sent if each.deadline < inf
+            ]
+            jobs.sort(key=_deadline)
         return jobs, best_effort
-
-    def _sent_jobs(self) -> Iterator[Job]:
-        sent = [each for each in self.sent if each.deadline < inf]
-        sent.sort(key=lambda each: each.deadline)
-        return (Job(each.deadline, each.seconds, _ANY_PROMPT) for each in sent)
 
     def _room(self, costs: PrefillCosts, num_more: int, objective: float) -> Room:
         """Return what prompts get of a step beside the streams and so many more decodes."""

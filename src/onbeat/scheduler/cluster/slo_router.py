@@ -69,10 +69,9 @@ class SLORouter:
     ) -> Choice | None:
         """Return the cheapest replica."""
         asked = self._look_up(request)
-        offers = [self._offer(number, asked, now) for number in self._candidates(asked, excluded)]
-        if not offers:
+        best = self._best(asked, now, excluded)
+        if best is None:
             return None
-        best = min(offers)
         number, view = best.number, self._views[best.number]
         self._last_choices[number] = self._num_choices = self._num_choices + 1
         num_cached = self._num_cached(number, asked)
@@ -183,13 +182,28 @@ class SLORouter:
         seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
         return view.first_token(asked.deadline, asked.objective, seconds, now)
 
-    def _offer(self, number: int, asked: _Request, now: float) -> _Offer:
-        """Return what a request would cost on a replica."""
+    def _best(self, asked: _Request, now: float, excluded: Collection[int]) -> _Offer | None:
+        """Return the least offer; those whose work alone costs more are not worth a prediction."""
+        reference, num_tokens = self._reference, asked.num_tokens
+        works: list[tuple[float, int]] = []
+        for number in self._candidates(asked, excluded):
+            num_cached = self._num_cached(number, asked)
+            works.append((reference.seconds(num_tokens - num_cached, num_cached), number))
+        works.sort()
+        best: _Offer | None = None
+        for work, number in works:
+            if best is not None and work > best.cost:
+                break
+            offer = self._offer(number, asked, work, now)
+            if best is None or offer < best:
+                best = offer
+        return best
+
+    def _offer(self, number: int, asked: _Request, work: float, now: float) -> _Offer:
+        """Return what a request would cost on a replica, by the work that it is there."""
         view = self._views[number]
-        num_cached = self._num_cached(number, asked)
         first_token = self._first_token(number, asked, now)
         wait = view.num_requests / view.limits.max_num_seqs if first_token is None else first_token.seconds
-        work = self._reference.seconds(asked.num_tokens - num_cached, num_cached)
         last_choice = self._last_choices.get(number, -1)
         return _Offer(work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
 
