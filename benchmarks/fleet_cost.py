@@ -38,8 +38,10 @@ def load(now: float, num_taken: int) -> ReplicaLoad:
         num_decodes=32,
         num_context_tokens=40_000,
         tightest_tbt=0.05,
+        decode_seconds=9e-3,
+        full_seconds=35e-3,
         prefill_share=0.7,
-        backlog=tuple((0.05 * index, 0.02) for index in range(8)),
+        backlog=tuple((0.05 * index, 0.02, 1) for index in range(8)),
         costs=COSTS,
     )
 

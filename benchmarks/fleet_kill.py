@@ -1,11 +1,15 @@
 """Replicas are killed under load, again and again: what is lost, how soon it is seen, when streams go on.
 
     python benchmarks/fleet_kill.py --kills 50 --replicas 4 --streams 16 --json FILE
+    python benchmarks/fleet_kill.py --launcher ray --nodes 2 --json FILE
 
 The engines compute nothing: the token at a position is a function of that position, so that a lost or
 doubled token shows at once, and a step takes a given time. Processes, sockets, messages, router and client
 are the real ones. Detection is the time from `kill -9` to the fleet's word that the replica is lost;
 resumption the time from there to the first token that another replica delivers of a stream that was open.
+
+With `--launcher ray` the replicas are placed by a Ray cluster of this script's own, whose nodes are raylets
+on this machine in an empty network namespace.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ import random
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +34,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from onbeat.cluster.client import FleetClient
+from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
@@ -105,11 +112,27 @@ async def until_ready(client: FleetClient, replica: ReplicaId) -> None:
         await asyncio.sleep(0.01)
 
 
-async def run(args: argparse.Namespace) -> dict[str, Any]:
+@contextmanager
+def launcher_of(args: argparse.Namespace) -> Iterator[Launcher]:
+    """Make what starts the replicas."""
+    if args.launcher == "local":
+        yield LocalLauncher()
+        return
+    from tests.ray.conftest import ray_cluster_of
+    from tests.ray.namespace import own_network
+
+    num_cpus = -(-args.replicas // args.nodes)
+    with own_network(), ray_cluster_of(num_cpus) as cluster:
+        for _ in range(args.nodes - 1):
+            cluster.add_node(num_cpus=num_cpus)
+        yield cluster.launcher(start_timeout=120)
+
+
+async def run(args: argparse.Namespace, launcher: Launcher) -> dict[str, Any]:
     build = partial(build_fake_engine, step_seconds=args.step_ms / 1e3, reports_load=True)
     client = FleetClient(
         Fleet(make_router(args.router, 0)),
-        LocalLauncher(),
+        launcher,
         lambda _replica, _life: build,
         num_replicas=args.replicas,
     )
@@ -170,10 +193,13 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--router", default="slo")
+    parser.add_argument("--launcher", choices=("local", "ray"), default="local")
+    parser.add_argument("--nodes", type=int, default=1, help="of Ray")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = asyncio.run(run(args))
+    with launcher_of(args) as launcher:
+        result = asyncio.run(run(args, launcher))
     print(json.dumps(result, indent=2))
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")

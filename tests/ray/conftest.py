@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -93,8 +94,13 @@ def ray_cluster_of(num_cpus: int) -> Iterator[RayCluster]:
 
 
 @pytest.fixture
-def on_ray(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
+def on_ray(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayCluster]:
     """Fleets that a test makes start their replicas on Ray."""
+    import ray
+
     monkeypatch.setattr(fleets, "PATIENCE", 60.0)
     monkeypatch.setattr(fleets, "make_launcher", partial(ray_cluster.launcher, start_timeout=60))
-    return ray_cluster
+    yield ray_cluster
+    end = time.monotonic() + 60
+    while ray.is_initialized() and time.monotonic() < end:  # a launcher does not wait for it for long
+        time.sleep(0.05)

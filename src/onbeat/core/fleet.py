@@ -83,12 +83,18 @@ class ReplicaLoad:
     """Tokens of their contexts together."""
     tightest_tbt: float = inf
     """Least TBT objective of the streams."""
+    decode_seconds: float = 0.0
+    """Of a step of those streams alone, or of one where there are none: no step is shorter."""
+    full_seconds: float = 0.0
+    """Of a step with as much prefill beside them as it gains by."""
     prefill_share: float = 1.0
-    """Of the time, what prompts get beside those streams, above 0."""
-    backlog: tuple[tuple[float, float], ...] = ()
-    """(until its deadline, prefill work) of prompts with deadlines, waiting and running, by deadline;
-    neighbours are added up so that there are at most `MOST_BACKLOG_ENTRIES`. Under a policy that goes by
-    arrival all prompts are in one entry, due at 0: they come before whoever arrives."""
+    """Of such a step, what its prefill takes, above 0."""
+    gives_up: bool = False
+    """Whether a prompt that cannot be in time is served behind all others."""
+    backlog: tuple[tuple[float, float, int], ...] = ()
+    """(until its deadline, prefill work, how many of them wait for a slot) of prompts with deadlines, waiting
+    and running, by deadline; neighbours are added up so that there are at most `MOST_BACKLOG_ENTRIES`. Under
+    a policy that goes by arrival all prompts are in one entry, due at 0: they come before whoever arrives."""
     best_effort_work: float = 0.0
     """Prefill work of prompts without deadlines that can be met."""
     costs: PrefillCosts | None = None

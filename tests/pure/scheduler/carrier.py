@@ -274,7 +274,7 @@ class Carrier:
     def report(self, rng: Random) -> None:
         if self.held:
             replica = rng.choice(list(self.held))
-            backlog = tuple((rng.random(), rng.random()) for _ in range(rng.randrange(3)))
+            backlog = tuple((rng.random(), rng.random(), rng.randrange(3)) for _ in range(rng.randrange(3)))
             load = ReplicaLoad(
                 time=self.now,
                 num_taken=rng.randrange(self.num_sent.get(replica, 0) + 1),

@@ -33,7 +33,7 @@ def all_work(driver: Driver) -> float:
 
 
 def told_work(load: ReplicaLoad) -> float:
-    return sum(seconds for _, seconds in load.backlog) + load.best_effort_work
+    return sum(seconds for _, seconds, _ in load.backlog) + load.best_effort_work
 
 
 def check(driver: Driver, load: ReplicaLoad) -> None:
@@ -47,7 +47,9 @@ def check(driver: Driver, load: ReplicaLoad) -> None:
     assert len(load.backlog) <= MOST_BACKLOG_ENTRIES
     assert list(load.backlog) == sorted(load.backlog)
     assert told_work(load) == pytest.approx(all_work(driver))
+    assert sum(num for _, _, num in load.backlog) <= load.num_waiting
     assert 0 < load.prefill_share <= 1
+    assert load.full_seconds >= load.decode_seconds * (1 - 1e-9) > 0
     assert load.costs is not None
 
 
@@ -117,7 +119,7 @@ def test_who_goes_by_arrival_has_all_of_it_before_the_next():
     for index in range(30):
         driver.add(timed.make_request(f"r{index}", 100, 4, slo=SLO(ttft=1.0 + index)))
     load = driver.scheduler.load(0.0)
-    assert load.backlog == ((0.0, pytest.approx(30 * WORK.seconds(100, 0))),)
+    assert load.backlog == ((0.0, pytest.approx(30 * WORK.seconds(100, 0)), 30),)
     assert load.best_effort_work == 0.0
 
 
@@ -134,14 +136,16 @@ def test_work_is_told_by_deadline(num_prompts):
     assert load.best_effort_work == pytest.approx(WORK.seconds(200, 0))
     assert told_work(load) == pytest.approx(num_prompts * each + WORK.seconds(200, 0))
     if num_prompts == 10:
-        assert load.backlog == tuple((98.0 + index, pytest.approx(each)) for index in range(10))
+        assert load.backlog == tuple((98.0 + index, pytest.approx(each), 1) for index in range(10))
     due = 98.0 + 20
     if num_prompts == 40:  # in threes
-        before = sum(seconds for until, seconds in load.backlog if until <= due)
-        assert before == pytest.approx(21 * each)
+        before = [entry for entry in load.backlog if entry[0] <= due]
+        assert sum(seconds for _, seconds, _ in before) == pytest.approx(21 * each)
+        assert sum(num for _, _, num in before) == 21
     if num_prompts == 300:  # beyond those that a plan looks at it is one sum
         assert load.backlog[-1][0] == 98.0 + 127
         assert load.backlog[-1][1] > 100 * each
+    assert sum(num for _, _, num in load.backlog) == num_prompts
 
 
 def test_streams_and_the_blocks_that_the_first_lacks():

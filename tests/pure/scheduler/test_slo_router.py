@@ -66,7 +66,7 @@ prompts = st.tuples(st.integers(1, 900), st.sampled_from([0.05, 0.2, 0.5, 2.0, N
 @example(queue=[(1, 0.2), (166, 0.05), (400, 0.05), (26, 0.05)], own=(365, 2.0), num_steps=1)  # due at once
 @given(queue=st.lists(prompts, max_size=12), own=prompts, num_steps=st.integers(0, 3))
 def test_it_predicts_what_the_replica_does(queue, own, num_steps):
-    """Nothing is rounded: at most 16 prompts wait, and what prompts get of a step is known.
+    """Nothing is rounded: at most 16 prompts wait, what prompts get of a step is known, and no step is short.
 
     A replica promises no more than it can keep if a later arrival fills the last step; a router does not.
     """
@@ -79,7 +79,7 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
     for _ in range(num_steps):
         driver.step()
     scheduler = driver.scheduler
-    report = scheduler.load(driver.now)
+    report = replace(scheduler.load(driver.now), decode_seconds=0.0)
     rooms = []
     room_beside = PrefillWork.room_beside
 
@@ -100,15 +100,16 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
         assert report.costs is not None
         deadline = inf if ttft is None else driver.now + ttft
         seconds = report.costs.seconds(num_tokens, 0)
-        predicted = view.predicted_ttft(deadline, ttft or inf, seconds, driver.now)
+        predicted = view.first_token(deadline, ttft or inf, seconds, driver.now)
+    assert predicted is not None
     state = scheduler.waiting.peek(0)
     found = next(each for each in scheduler.waiting if each.request_id == "own")
     assert state is not None
-    assert predicted == pytest.approx(found.slo.predicted_ttft, rel=1e-6)
+    assert predicted.seconds == pytest.approx(found.slo.predicted_ttft, rel=1e-6)
 
 
 def test_the_least_busy_replica_gets_a_prompt_that_none_holds():
-    busy = load(backlog=((0.5, 0.4),), num_waiting=1)
+    busy = load(backlog=((0.5, 0.4, 1),), num_waiting=1)
     assert place(router_of(busy, load()), request()) == 1
 
 
@@ -119,6 +120,23 @@ def test_a_prefix_is_worth_some_waiting_but_not_all():
         assert place(router, request("first", blocks=blocks)) == 0
         router.on_report(0, load(1, busy=seconds), 0.0)
         assert place(router, request("next", blocks=blocks)) == expected
+
+
+backlogs = st.lists(st.floats(0.01, 0.5), max_size=3)
+
+
+@given(backlogs=st.lists(backlogs, min_size=1, max_size=8), held=st.lists(st.integers(0, 60), max_size=8))
+def test_no_replica_that_is_passed_over_would_be_better(backlogs, held):
+    queues = [tuple((0.1 * (1 + place), each, 1) for place, each in enumerate(queue)) for queue in backlogs]
+    router = router_of(*(load(backlog=queue, num_waiting=len(queue)) for queue in queues))
+    for number, num_blocks in zip(range(len(queues)), held, strict=False):
+        router._prefixes.send(number, tuple(range(num_blocks)))
+    asked = router._look_up(request(blocks=tuple(range(60))))
+    offers = []
+    for number in range(len(queues)):
+        num_cached = router._num_cached(number, asked)
+        offers.append(router._offer(number, asked, COSTS.seconds(1000 - num_cached, num_cached), 0.0))
+    assert router._best(asked, 0.0, frozenset()) == min(offers)
 
 
 def test_best_effort_weighs_the_wait_for_a_prefix_too():
@@ -156,7 +174,7 @@ def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
     view = LoadView(limits())
     for index in range(1, 11):
         view.num_ended = 2
-        backlog = ((until, 0.01),) * num_waiting
+        backlog = ((until, 0.01, 1),) * num_waiting
         view.on_report(
             load(num_running=64, num_decodes=64, num_waiting=num_waiting, backlog=backlog), 0.1 * index
         )
@@ -165,20 +183,46 @@ def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
 
 def test_a_wait_for_a_slot_is_known_from_the_pace():
     view = view_of_full_slots(num_waiting=3, until=0.5)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(4 / 20, rel=0.2)
-    assert view.slot_wait(1.4, 1.0) == pytest.approx(1 / 20, rel=0.2)  # before those that wait
-    assert view.slot_wait(5.0, 1.1) == pytest.approx(4 / 20 - 0.1, rel=0.2)
+    fourth, first = (4 - 1 / 3) / 20, (1 - 1 / 3) / 20
+    assert view.slot_wait(5.0, 1.0) == pytest.approx(fourth, rel=0.2)
+    assert view.slot_wait(1.4, 1.0) == pytest.approx(first, rel=0.2)  # before those that wait
+    assert view.slot_wait(5.0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
+
+
+def test_of_requests_that_are_added_up_each_takes_a_slot():
+    view = view_of_full_slots(num_waiting=0, until=0.5)
+    view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.9, 0.09, 9),)), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
+
+
+def test_slots_come_free_sooner_where_more_streams_run():
+    waits = []
+    for num_running in (16, 64):
+        view = LoadView(limits())
+        for index in range(1, 11):
+            view.num_ended = 2
+            view.on_report(load(num_running=16, num_decodes=16), 0.1 * index)
+        view.on_report(load(num_running=num_running, num_decodes=num_running), 1.0)
+        view.limits = limits(max_num_seqs=num_running)
+        waits.append(view.slot_wait(5.0, 1.0))
+    assert waits[1] == pytest.approx(waits[0] / 4)
+
+
+def test_under_a_policy_that_goes_by_arrival_all_that_wait_are_ahead():
+    view = view_of_full_slots(num_waiting=0, until=0.5)
+    view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.0, 0.09, 9),)), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
 
 
 def test_those_that_a_slot_comes_too_late_for_are_given_up():
-    view = view_of_full_slots(num_waiting=12, until=0.2)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(4 / 20, rel=0.2)
+    view = view_of_full_slots(num_waiting=12, until=0.15)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((4 - 1 / 3) / 20, rel=0.2)
 
 
 def test_prompts_that_have_a_slot_are_not_ahead_of_one_that_has_none():
     view = view_of_full_slots(num_waiting=0, until=0.5)
-    view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01),) * 3), 1.0)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(1 / 20, rel=0.2)
+    view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01, 0),) * 3), 1.0)
+    assert view.slot_wait(5.0, 1.0) == pytest.approx((1 - 1 / 3) / 20, rel=0.2)
 
 
 def test_a_predicted_first_token_waits_for_a_slot():
@@ -186,16 +230,35 @@ def test_a_predicted_first_token_waits_for_a_slot():
     router._views[0] = view_of_full_slots(num_waiting=3, until=0.5)
     choice = router.route(request(arrival=1.0), 1.0, excluded={1})
     assert choice is not None
-    assert choice.predicted_ttft == pytest.approx(4 / 20, rel=0.2)
+    assert choice.predicted_ttft == pytest.approx((4 - 1 / 3) / 20 + 0.1 + COSTS.decode_step(64), rel=0.2)
     assert place(router, request(arrival=1.0), 1.0) == 1
+
+
+def test_a_first_token_whose_slot_comes_too_late_is_predicted_as_due_where_prompts_are_given_up():
+    view = view_of_full_slots(num_waiting=30, until=0.49)
+    for gives_up in (False, True):
+        view.load = replace(view.load, gives_up=gives_up)
+        found = view.first_token(1.5, 0.5, 0.1, 1.0)
+        assert found is not None
+        assert found.seconds > 0.55
+        assert found.likely == pytest.approx(0.5 if gives_up else found.seconds)
+
+
+def test_what_goes_by_arrival_is_done_first_although_it_is_due_at_once():
+    view = LoadView(limits())
+    view.on_report(load(backlog=((0.0, 3.0, 9),), num_waiting=9), 0.0)
+    found = view.first_token(1.0, 1.0, 0.1, 0.0)
+    assert found is not None
+    assert found.turn == pytest.approx(3.1, rel=0.2)
 
 
 def test_blocks_that_are_lacking_are_waited_for_as_slots_are():
     view = view_of_full_slots(num_waiting=0, until=0.5)
-    short = load(num_running=30, num_decodes=30, num_waiting=1, backlog=((0.5, 0.01),))
+    short = load(num_running=30, num_decodes=30, num_waiting=1, backlog=((0.5, 0.01, 1),))
     for num_wanted, num_ends in ((0, 0), (10, 2)):
         view.on_report(replace(short, num_wanted_blocks=num_wanted), 1.0)
-        assert view.slot_wait(5.0, 1.0) == pytest.approx(num_ends / 20, rel=0.2)
+        median = max(0, num_ends - 1 / 3) * 64 / 30 / 20  # fewer run, so fewer end
+        assert view.slot_wait(5.0, 1.0) == pytest.approx(median, rel=0.2)
 
 
 def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
@@ -207,7 +270,9 @@ def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
 
 def test_a_report_ages():
     view = LoadView(limits())
-    view.on_report(load(busy=0.1, backlog=((1.0, 0.5), (2.0, 0.5)), prefill_share=0.5, num_decodes=1), 10.0)
+    view.on_report(
+        load(busy=0.1, backlog=((1.0, 0.5, 1), (2.0, 0.5, 1)), prefill_share=0.5, num_decodes=1), 10.0
+    )
     assert [each.seconds for each in view._jobs(10.1)[0]] == [0.5, 0.5]
     assert [each.seconds for each in view._jobs(10.3)[0]] == pytest.approx([0.4, 0.5])
     assert [each.seconds for each in view._jobs(11.3)[0]] == pytest.approx([0.4])
@@ -222,13 +287,13 @@ def test_replicas_that_predict_nothing_share_a_load():
 
 
 def test_the_least_wait_of_the_fleet():
-    router = router_of(load(backlog=((3.5, 3.0),)), load(backlog=((3.5, 1.0),)))
+    router = router_of(load(backlog=((3.5, 3.0, 1),)), load(backlog=((3.5, 1.0, 1),)))
     wait = router.least_wait(request(ttft=5.0), 0.0)
     assert wait == pytest.approx(1.1, rel=0.2)
 
 
 def test_of_many_replicas_the_holders_and_the_idle_are_looked_at():
-    router = router_of(*(load(backlog=((0.5, 0.3),)) for _ in range(100)))
+    router = router_of(*(load(backlog=((0.5, 0.3, 1),)) for _ in range(100)))
     blocks = tuple(range(60))
     router._prefixes.send(77, blocks)
     assert place(router, request("holder", blocks=blocks, ttft=5.0)) == 77

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import merge
 from math import exp, inf, sqrt
 from typing import NamedTuple, cast
 
@@ -18,8 +17,8 @@ from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 
 _MEMORY_SECONDS = 10.0
 """Time constant of the pace at which requests end."""
-_MOST_SHARE = 0.95
-"""Of the time, what prompts are counted on to get where a replica reports that it is all."""
+_FIRST_MEDIAN = 2 / 3
+"""Of mean gaps, the time of the first of events that come at random: see `LoadView.slot_wait`."""
 _SHORTEST_STEP = 1e-4
 """Seconds: of a replica that reports no time for a step."""
 
@@ -36,11 +35,37 @@ class _Prompt:
         return self
 
 
-def _prompt() -> RequestState:
-    return cast("RequestState", _Prompt())
+def _prompt(shed: ShedMode = ShedMode.RELEGATE) -> RequestState:
+    return cast("RequestState", _Prompt(shed=shed))
 
 
 _ANY_PROMPT = _prompt()
+_LATE_PROMPT = _prompt(ShedMode.OFF)
+"""One that is late and reported in its turn all the same."""
+
+
+class FirstToken(NamedTuple):
+    """When a request would have its first token, seconds from now."""
+
+    turn: float
+    """By the work that is done before."""
+    slot: float
+    """By when it gets a slot; 0 where one is free."""
+    is_lost_if_late: bool
+    """Whether a slot that comes too late is of no use: the request is then served behind all others."""
+    left: float
+    """Until it is due."""
+
+    @property
+    def seconds(self) -> float:
+        """Until the first token, late or not."""
+        return max(self.turn, self.slot)
+
+    @property
+    def likely(self) -> float:
+        """Until the first token, if a slot comes in time: else it comes at a time that nothing here tells."""
+        slot = min(self.slot, max(self.left, 0.0)) if self.is_lost_if_late else self.slot
+        return max(self.turn, slot)
 
 
 class Sent(NamedTuple):
@@ -71,8 +96,8 @@ class LoadView:
     num_ended: int = 0
     """Since the last report."""
     ended_weight: float = 0.0
-    watched_weight: float = 0.0
-    """Requests that ended of late, and the seconds in which they did, exponentially weighted."""
+    stream_seconds: float = 0.0
+    """Requests that ended of late, and the seconds that all streams ran meanwhile, exponentially weighted."""
 
     def on_report(self, load: ReplicaLoad, now: float) -> None:
         """Take a report, and count no more what it counts."""
@@ -80,7 +105,7 @@ class LoadView:
             passed = max(0.0, now - self.reported)
             decay = exp(-passed / _MEMORY_SECONDS)
             self.ended_weight = self.ended_weight * decay + self.num_ended
-            self.watched_weight = self.watched_weight * decay + passed
+            self.stream_seconds = self.stream_seconds * decay + passed * self.load.num_running
         self.num_ended = 0
         self.load, self.reported = load, now
         while self.sent and self.sent[0].number <= load.num_taken:
@@ -104,35 +129,43 @@ class LoadView:
         return self.load.num_running + self.load.num_waiting + len(self.sent)
 
     def slot_wait(self, deadline: float, now: float) -> float:
-        """Return the seconds until a request gets a slot, by the pace at which slots came free of late.
+        """Return the seconds until a request gets a slot, by the pace at which streams ended of late.
 
         Where the first that waits lacks blocks, no slot is free: they are given back by those that end, too.
         Those that are due before it get theirs first, unless it comes too late for them: the replica gives
         them up, and serves them behind all others.
+
+        Streams end independently of each other, so the time of the k-th end has a gamma distribution: its
+        median is (k - 1/3) mean gaps, but for 4 % of it (Choi, Proc. AMS 121, 1994).
         """
         load = self.load
         num_free = 0 if load.num_wanted_blocks else self.limits.max_num_seqs - load.num_running
         if num_free > load.num_waiting + len(self.sent):
             return 0.0
-        pace = self.watched_weight / max(self.ended_weight, 1.0)
-        num_begun = load.num_running - load.num_decodes
-        ahead = [self.reported + until for until, _ in load.backlog[num_begun:]]
-        ahead = sorted(due for due in (*ahead, *(each.deadline for each in self.sent)) if due <= deadline)
-        free_at = self.reported
-        for due in ahead[max(0, num_free) :]:
-            if free_at + pace <= due:
-                free_at += pace
-        return max(0.0, free_at + pace - now) if len(ahead) >= num_free else 0.0
+        ahead = [(self.reported + until, num) for until, _, num in load.backlog if num]
+        if self.sent:
+            ahead = sorted((*ahead, *((each.deadline, 1) for each in self.sent)))
+        pace = self.stream_seconds / max(self.ended_weight, 1.0) / max(load.num_running, 1)
+        free_at = self.reported + _FIRST_MEDIAN * pace
+        for due, num in ahead:
+            if due > deadline:
+                break
+            for _ in range(num):
+                if num_free > 0:
+                    num_free -= 1
+                elif free_at <= due or due <= self.reported:  # what is late and still there keeps its turn
+                    free_at += pace
+        return 0.0 if num_free > 0 else max(0.0, free_at - now)
 
     def work_left(self, now: float) -> float:
         """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
         load = self.load
-        total = sum(seconds for _, seconds in load.backlog) + load.best_effort_work
+        total = sum(seconds for _, seconds, _ in load.backlog) + load.best_effort_work
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share if total else 0.0
         return max(0.0, total - done) + sum(each.seconds for each in self.sent)
 
-    def predicted_ttft(self, deadline: float, objective: float, seconds: float, now: float) -> float | None:
-        """Return the seconds from now until the first token of a request, if it were sent now.
+    def first_token(self, deadline: float, objective: float, seconds: float, now: float) -> FirstToken | None:
+        """Return when a request would have its first token, if it were sent now.
 
         Parameters
         ----------
@@ -149,50 +182,53 @@ class LoadView:
             return None
         start = max(now, self.reported + self.load.busy)
         jobs, best_effort = self._jobs(now)
-        own = Job(deadline, seconds, _prompt())
-        ahead = sum(job.deadline <= deadline for job in jobs)
-        room = self._room(costs, self.load.num_decodes + ahead, objective)
+        total = sum([job.seconds for job in jobs])
+        num_ahead = bisect_right(jobs, deadline, key=_deadline)
+        room = self._room(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            everyone = sorted([*jobs, own], key=_deadline)
+            own = Job(deadline, seconds, _prompt())
+            due_before = sum([job.seconds for job in jobs[:num_ahead]])
+            jobs.insert(num_ahead, own)
             triage = Triage(start, room.share, _equal_worth, 0.5 * room.length)
-            due_before = sum(job.seconds for job in everyone[: everyone.index(own)])
-            before = seconds_before(own, everyone, triage, by_deadline=due_before)
-        total = sum(job.seconds for job in jobs)
+            before = seconds_before(own, jobs, triage, by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
-        wait = room.finish_seconds(before + seconds, seconds + total)
-        return max(start - now + wait, self.slot_wait(deadline, now))
+        shortest = self.load.decode_seconds
+        turn = start - now + max(room.finish_seconds(before + seconds, seconds + total), shortest)
+        slot = self.slot_wait(deadline, now)
+        if slot:  # it comes free at the end of a step
+            slot += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
+        return FirstToken(turn, slot, self.load.gives_up, deadline - now)
 
     def _jobs(self, now: float) -> tuple[list[Job], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
         load = self.load
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share
         jobs: list[Job] = []
-        for until, seconds in load.backlog:
+        for until, seconds, _ in load.backlog:
             if done >= seconds:
                 done -= seconds
                 continue
-            jobs.append(Job(self.reported + until, seconds - done, _ANY_PROMPT))
+            state = _ANY_PROMPT if until > 0.0 else _LATE_PROMPT
+            jobs.append(Job(self.reported + until, seconds - done, state))
             done = 0.0
         best_effort = max(0.0, load.best_effort_work - done)
         if self.sent:
             best_effort += sum(each.seconds for each in self.sent if each.deadline == inf)
-            jobs = list(merge(jobs, self._sent_jobs(), key=_deadline))
+            jobs += [
+                Job(each.deadline, each.seconds, _ANY_PROMPT) for each in self.sent if each.deadline < inf
+            ]
+            jobs.sort(key=_deadline)
         return jobs, best_effort
 
-    def _sent_jobs(self) -> Iterator[Job]:
-        sent = [each for each in self.sent if each.deadline < inf]
-        sent.sort(key=lambda each: each.deadline)
-        return (Job(each.deadline, each.seconds, _ANY_PROMPT) for each in sent)
-
-    def _room(self, costs: PrefillCosts, num_decodes: int, objective: float) -> Room:
-        """Return what prompts get of a step beside so many decodes."""
+    def _room(self, costs: PrefillCosts, num_more: int, objective: float) -> Room:
+        """Return what prompts get of a step beside the streams and so many more decodes."""
         load = self.load
-        length = costs.decode_step(load.num_decodes) / (1 - min(load.prefill_share, _MOST_SHARE))
+        fixed = load.full_seconds * (1 - load.prefill_share) + costs.decode * num_more
+        length = load.full_seconds
         if objective < inf:
             length = max(length, sqrt(costs.step * objective))
-        fixed = costs.decode_step(num_decodes)
         length = max(length, fixed, _SHORTEST_STEP)
         return Room(0, length, max(1 - fixed / length, LEAST_SHARE))
 

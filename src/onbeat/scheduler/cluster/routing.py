@@ -54,7 +54,7 @@ class Choice(NamedTuple):
     why: str
     """One word: `turn`, `hash`, `load`, `prefix`, or `cost`."""
     predicted_ttft: float | None = None
-    """Seconds from now; None where nothing predicts."""
+    """Seconds from now until the first token, if it comes in its turn; None where nothing predicts."""
 
 
 class Router(Protocol):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
-from onbeat.scheduler.cluster.load_view import LoadView
+from onbeat.scheduler.cluster.load_view import FirstToken, LoadView
 from onbeat.scheduler.cluster.prefixes import Holders, PrefixMemory
 from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
 
@@ -30,7 +30,7 @@ class _Offer(NamedTuple):
     last_choice: int
     """Of equal ones, the least recently chosen."""
     number: int
-    ttft: float
+    first_token: FirstToken | None
 
 
 class _Request(NamedTuple):
@@ -69,10 +69,9 @@ class SLORouter:
     ) -> Choice | None:
         """Return the cheapest replica."""
         asked = self._look_up(request)
-        offers = [self._offer(number, asked, now) for number in self._candidates(asked, excluded)]
-        if not offers:
+        best = self._best(asked, now, excluded)
+        if best is None:
             return None
-        best = min(offers)
         number, view = best.number, self._views[best.number]
         self._last_choices[number] = self._num_choices = self._num_choices + 1
         num_cached = self._num_cached(number, asked)
@@ -82,9 +81,9 @@ class SLORouter:
         self._weigh(number, now)
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
-        return Choice(
-            number, "prefix" if num_cached else "cost", None if view.load.costs is None else best.ttft
-        )
+        first_token = best.first_token
+        likely = None if first_token is None else first_token.likely
+        return Choice(number, "prefix" if num_cached else "cost", likely)
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Take it to hold the prompt; its next report counts the request."""
@@ -120,8 +119,8 @@ class SLORouter:
     def least_wait(self, request: RoutingRequest, now: float) -> float | None:
         """Return the predicted seconds until the first token where it is soonest."""
         asked = self._look_up(request)
-        known = (self._ttft(number, asked, now) for number in self._candidates(asked, NONE_EXCLUDED))
-        return min((each for each in known if each is not None), default=None)
+        known = (self._first_token(number, asked, now) for number in self._candidates(asked, NONE_EXCLUDED))
+        return min((each.seconds for each in known if each is not None), default=None)
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         """Let a replica be chosen."""
@@ -174,25 +173,39 @@ class SLORouter:
         work = view.work_left(now) + _A_REQUEST * view.num_requests
         self._by_work.add(number, work - self._by_work.loads[number])
 
-    def _ttft(self, number: int, asked: _Request, now: float) -> float | None:
+    def _first_token(self, number: int, asked: _Request, now: float) -> FirstToken | None:
         view = self._views[number]
         costs = view.load.costs
         if costs is None:
             return None
         num_cached = self._num_cached(number, asked)
         seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
-        return view.predicted_ttft(asked.deadline, asked.objective, seconds, now)
+        return view.first_token(asked.deadline, asked.objective, seconds, now)
 
-    def _offer(self, number: int, asked: _Request, now: float) -> _Offer:
-        """Return what a request would cost on a replica."""
+    def _best(self, asked: _Request, now: float, excluded: Collection[int]) -> _Offer | None:
+        """Return the least offer; those whose work alone costs more are not worth a prediction."""
+        reference, num_tokens = self._reference, asked.num_tokens
+        works: list[tuple[float, int]] = []
+        for number in self._candidates(asked, excluded):
+            num_cached = self._num_cached(number, asked)
+            works.append((reference.seconds(num_tokens - num_cached, num_cached), number))
+        works.sort()
+        best: _Offer | None = None
+        for work, number in works:
+            if best is not None and work > best.cost:
+                break
+            offer = self._offer(number, asked, work, now)
+            if best is None or offer < best:
+                best = offer
+        return best
+
+    def _offer(self, number: int, asked: _Request, work: float, now: float) -> _Offer:
+        """Return what a request would cost on a replica, by the work that it is there."""
         view = self._views[number]
-        num_cached = self._num_cached(number, asked)
-        ttft = self._ttft(number, asked, now)
-        if ttft is None:
-            ttft = view.num_requests / view.limits.max_num_seqs
-        work = self._reference.seconds(asked.num_tokens - num_cached, num_cached)
+        first_token = self._first_token(number, asked, now)
+        wait = view.num_requests / view.limits.max_num_seqs if first_token is None else first_token.seconds
         last_choice = self._last_choices.get(number, -1)
-        return _Offer(work + _PRICE * ttft, view.num_requests, last_choice, number, ttft)
+        return _Offer(work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
 
     @property
     def _reference(self) -> PrefillCosts:

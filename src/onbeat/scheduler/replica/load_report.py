@@ -18,8 +18,8 @@ from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork
 _NO_DEADLINE = BEST_EFFORT_RANK / 2
 """Ranks from here on are no deadlines."""
 
-Entry = tuple[float, float]
-"""(when due, seconds of work)"""
+Entry = tuple[float, float, int]
+"""(when due, seconds of work, requests that wait for a slot)"""
 
 
 class LoadReporter:
@@ -74,6 +74,12 @@ class LoadReporter:
             elif wanted > 1:
                 prefills.append(state)
         backlog, best_effort = ((), 0.0) if work is None else self._prompts(work, prefills, now, busy)
+        decode_seconds, full_seconds, share = 0.0, 0.0, 1.0
+        if work is not None:
+            # Of a step without decodes there is nothing to predict; that of one reads the weights as all do.
+            decodes = BatchShape.of_decodes(max(num_decodes, 1), max(num_context, 1))
+            decode_seconds = work.of(decodes)
+            full_seconds, share = self._full_step(work, num_decodes, num_context, tightest)
         head = waiting.peek()
         num_wanted = 0 if head is None else kv.num_blocks_for(head.num_tokens - head.num_hit_tokens)
         return ReplicaLoad(
@@ -87,7 +93,10 @@ class LoadReporter:
             num_decodes=num_decodes,
             num_context_tokens=num_context,
             tightest_tbt=tightest,
-            prefill_share=1.0 if work is None else self._share(work, num_decodes, num_context, tightest),
+            decode_seconds=decode_seconds,
+            full_seconds=full_seconds,
+            prefill_share=share,
+            gives_up=self._slo is not None,
             backlog=backlog,
             best_effort_work=best_effort,
             costs=None if work is None else work.costs,
@@ -117,11 +126,11 @@ class LoadReporter:
             elif (due := state.slo.next_deadline) < inf and not (
                 earliest + seconds > due and self._gives_up(state)
             ):
-                entries.append((due - now, seconds))
+                entries.append((due - now, seconds, 0))
             else:
                 best_effort += seconds
         if not self._has_deadlines:
-            return ((0.0, ranked),) if ranked else (), best_effort
+            return ((0.0, ranked, len(waiting)),) if ranked else (), best_effort
         if ranked:
             queued, others = self._queued(work, ranked, now, earliest)
             entries += _grouped(queued, max(1, MOST_BACKLOG_ENTRIES - len(entries)))
@@ -152,12 +161,13 @@ class LoadReporter:
             deadline = state.sort_key[0]
             if earliest + seconds > deadline and self._gives_up(state):
                 continue
-            entries.append((deadline - now, seconds))
+            entries.append((deadline - now, seconds, 1))
             left -= seconds
         left = max(left, 0.0)
         if entries and len(states) == MOST_JOBS:
-            until, seconds = entries[-1]
-            entries[-1] = (until, seconds + left)
+            until, seconds, num = entries[-1]
+            num_beyond = self._table.waiting.num_below(_NO_DEADLINE) - MOST_JOBS
+            entries[-1] = (until, seconds + left, num + num_beyond)
             left = 0.0
         return entries, left
 
@@ -165,14 +175,17 @@ class LoadReporter:
         """Whether the policy gives a prompt up that cannot be in time."""
         return self._slo is not None and may_be_given_up(state)
 
-    def _share(self, work: PrefillWork, num_decodes: int, num_context: int, tightest: float) -> float:
-        """Return the share of the time that goes into prompts beside so many decodes."""
+    def _full_step(
+        self, work: PrefillWork, num_decodes: int, num_context: int, tightest: float
+    ) -> tuple[float, float]:
+        """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
             decodes = BatchShape.of_decodes(num_decodes, num_context)
-            return work.room_beside(decodes, self._slo.tightest_limit(tightest), inf).share
+            room = work.room_beside(decodes, self._slo.tightest_limit(tightest), inf)
+            return room.length, room.share
         seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
         length = seconds + work.step_seconds + num_decodes * work.decode_seconds
-        return max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
+        return length, max(seconds / length, LEAST_SHARE) if length > 0 else 1.0
 
 
 def _due(entry: Entry) -> float:
@@ -188,4 +201,6 @@ def _grouped(entries: list[Entry], most: int) -> list[Entry]:
     if num_each <= 1:
         return entries
     groups = [entries[start : start + num_each] for start in range(0, len(entries), num_each)]
-    return [(group[-1][0], sum([seconds for _, seconds in group])) for group in groups]
+    return [
+        (group[-1][0], sum([each[1] for each in group]), sum([each[2] for each in group])) for group in groups
+    ]
