@@ -10,12 +10,14 @@ main branch, `profiler-a100-80g.{distserve,vllm}.json`, with the engine overhead
 Choices, each from the released evaluation scripts unless it says otherwise:
 
 * vLLM: policy prefill-first, 16,384 tokens and 1,024 requests a step; KV capacity from `max_num_tokens.csv`.
-* DistServe, prefill: whole prompts in order of arrival, at most 128 and 8,192 tokens a step (`hybrid-only`
-  on a replica that has no decodes). Decode: every running request each step, at most 1,024 (`hybrid-only`);
-  KV room for the tokens that are there, pulled over NVLink (300 GB/s); when the room runs out, the last comer
-  is preempted and computes its KV again (DistServe swaps it).
-* Placement c21d11: prefill on two GPUs (TP 2), decode on one. The cap of 50,000 KV tokens on the decode side
-  is the constant of the authors' simulator; without it the memory table's 66,144 apply.
+* DistServe (`--pool-rule distserve`), prefill: whole prompts in order of arrival, at most 8,192 tokens a step
+  (`hybrid-only` on a replica that has no decodes; its limit of 128 prompts a step never binds, and streams
+  that wait for room keep their slots here, so there are 1,024). Decode: every running request each step, at
+  most 1,024 (`hybrid-only`); KV room for the tokens that are there, pulled over NVLink (300 GB/s); when the
+  room runs out, the last comer is preempted and computes its KV again (DistServe swaps it).
+* Placement c21d11: prefill on two GPUs (TP 2), decode on one, with the KV that the memory table gives each.
+  The 50,000 in the authors' simulator (`decode_max_tokens`) are the most tokens of one decode iteration, in
+  which each request has one: no limit that these runs come to, and none on the KV that is held.
 
 `--paper` adds OPT-66B of the paper's table 2, with drawn arrivals.
 """
@@ -38,7 +40,7 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.published.linear import linear_closure
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig, SimulationConfig
+from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 
@@ -49,7 +51,6 @@ CONTEXT = 2048
 BLOCK_SIZE = 16
 TTFT, TPOT = 0.2, 0.1
 """Objectives of OPT-13B, seconds."""
-DECODE_CAP = 50_000
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,6 @@ def run_distserve(
     *,
     model: str = OPT_13B,
     placement: tuple[int, int, int, int] = (2, 1, 1, 1),
-    decode_cap: int | None = None,
 ) -> Latencies:
     """Simulate one prefill and one decode instance; the placement is (prefill TP, PP, decode TP, PP)."""
     prefill_tp, prefill_pp, decode_tp, decode_pp = placement
@@ -156,7 +156,7 @@ def run_distserve(
         "hybrid-only",
         published.kv_tokens(model, tensor=prefill_tp, pipeline=prefill_pp),
         tokens=8192,
-        seqs=128,
+        seqs=1024,
         stages=prefill_pp,
     )
     decode = scheduler_config(
@@ -168,13 +168,19 @@ def run_distserve(
     )
     prefill_time = published.step_time("distserve", model, tensor=prefill_tp, pipeline=prefill_pp)
     decode_time = published.step_time("distserve", model, tensor=decode_tp, pipeline=decode_pp)
-    pools = DisaggregationConfig(
-        prefill=PoolConfig(num_replicas=1, scheduler=prefill, step_time=prefill_time),
-        decode=PoolConfig(num_replicas=1, scheduler=decode, step_time=decode_time),
-        transfer=KVTransfer(bytes_per_token=KV_BYTES_PER_TOKEN[model], bandwidth=NVLINK_BYTES_PER_SECOND),
-        decode_kv_cap_tokens=decode_cap,
+    config = SimulationConfig(
+        scheduler=prefill,
+        pipeline=prefill_pp,
+        num_replicas=2,
+        num_prefill=1,
+        pool_rule="distserve",
+        router="least-outstanding",
+        kinds=(
+            ReplicaKind(scheduler=prefill, step_time=prefill_time),
+            ReplicaKind(scheduler=decode, step_time=decode_time),
+        ),
+        kv_link=KVLink(bytes_per_token=KV_BYTES_PER_TOKEN[model], bandwidth=NVLINK_BYTES_PER_SECOND),
     )
-    config = SimulationConfig(scheduler=prefill, pipeline=prefill_pp, disaggregation=pools)
     return latencies_of(simulate(load, config, prefill_time).records)
 
 
@@ -243,27 +249,25 @@ def simulate_66b(
     return found
 
 
-def print_row(run: str, variant: str, measured: Latencies, simulated: Latencies) -> None:
+def print_row(run: str, rule: str, measured: Latencies, simulated: Latencies) -> None:
     cells = [f"{measured.attainment():.1f}", f"{simulated.attainment():.1f}"]
     cells.append(f"{simulated.attainment() - measured.attainment():+.1f}")
     for name in ("ttft_p50", "tpot_p50"):
         before, after = getattr(measured, name), getattr(simulated, name)
         cells += [f"{before * 1e3:.1f}", f"{after * 1e3:.1f}", f"{100 * (after / before - 1):+.1f} %"]
-    print(f"| {run} | {variant} | " + " | ".join(cells) + " |")
+    print(f"| {run} | {rule} | " + " | ".join(cells) + " |")
 
 
 def print_13b(published: Published) -> None:
     print(
-        "| run (requests, req/s) | variant | attained % | simulated | pp | TTFT P50 ms | simulated | error "
+        "| run (requests, req/s) | rule | attained % | simulated | pp | TTFT P50 ms | simulated | error "
         "| TPOT P50 ms | simulated | error |"
     )
     print("|---|---|" + "---:|" * 9)
     for suffix in ("300-3", "300-4.5", "450-4.5", "300-10.5", "300-12", "1050-10.5", "1200-12"):
         run = published.run(f"distserve-c21d11-{suffix}")
-        for cap in (None, DECODE_CAP):
-            variant = "KV of the memory table" if cap is None else f"decode KV {cap:,}"
-            simulated = run_distserve(published, run.load, decode_cap=cap)
-            print_row(f"DistServe c21d11 {suffix}", variant, run.latencies, simulated)
+        simulated = run_distserve(published, run.load)
+        print_row(f"DistServe c21d11 {suffix}", "distserve", run.latencies, simulated)
     for suffix in ("100-1", "150-1.5", "100-2", "200-2", "350-3.5", "400-4"):
         run = published.run(f"vllm-{suffix}")
         print_row(f"vLLM {suffix}", "prefill-first", run.latencies, run_vllm(published, run.load))

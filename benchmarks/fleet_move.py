@@ -26,8 +26,9 @@ from random import Random
 from statistics import median
 
 from onbeat.cluster.client import FleetClient
-from onbeat.cluster.config import FleetOptions, PoolSizes
+from onbeat.cluster.config import FleetOptions
 from onbeat.cluster.start import open_fleet
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.build import build_engine
 from onbeat.engine.config import EngineConfig

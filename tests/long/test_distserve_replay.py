@@ -30,12 +30,11 @@ def test_below_saturation(published, rate):
     assert simulated.tpot_p50 == pytest.approx(run.latencies.tpot_p50, rel=0.20)
 
 
-@pytest.mark.parametrize("cap", [None, 50_000])
 @pytest.mark.parametrize("run_name", ["300-10.5", "300-12", "1050-10.5", "1200-12"])
-def test_beyond_saturation(published, run_name, cap):
+def test_beyond_saturation(published, run_name):
     """Requests wait for room on the decode side, after their first token."""
     run = published.run(f"distserve-c21d11-{run_name}")
-    simulated = benchmark.run_distserve(published, run.load, decode_cap=cap)
+    simulated = benchmark.run_distserve(published, run.load)
     assert simulated.attainment() == pytest.approx(run.latencies.attainment(), abs=8)
 
 

@@ -36,7 +36,6 @@ def add_options(
     *,
     only: Collection[str] | None = None,
     group: str | None = None,
-    has_defaults: bool = True,
 ) -> None:
     """Add the flags of the settings that a dataclass declares, each to its group.
 
@@ -44,15 +43,11 @@ def add_options(
     ----------
     only : fields to add; None adds all.
     group : title of the group that takes them all; None leaves each to its own.
-    has_defaults : whether a flag that is not given has its default; else it has no value at all.
     """
     for setting in settings_of(kind):
         if only is None or setting.name in only:
-            arguments = _arguments(setting)
-            if not has_defaults:
-                arguments |= {"default": argparse.SUPPRESS, "required": False}
             find_group(parser, group or setting.option.group).add_argument(
-                setting.flag, *setting.option.aliases, **arguments
+                setting.flag, *setting.option.aliases, **_arguments(setting)
             )
 
 

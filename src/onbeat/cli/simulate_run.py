@@ -6,18 +6,19 @@ from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.timeline import Timeline, open_timeline
 from onbeat.recording.fleet import fleet_record
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.fleet_loop import fleet_config
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
@@ -44,9 +45,6 @@ def run_simulation(  # noqa: PLR0913 (three say what to write)
     timeline : where to write a trace of steps and requests; None writes none.
     record : where to write what the fleet decides; likewise.
 
-    Raises
-    ------
-    ConfigError : a record is wanted of two pools, whose decisions are not a fleet's.
     """
     with ExitStack() as stack:
         observer = None
@@ -69,10 +67,7 @@ def run_simulation(  # noqa: PLR0913 (three say what to write)
 
 def _about(config: SimulationConfig) -> dict[str, Any]:
     """Return what a record says of a fleet."""
-    if config.disaggregation is not None:
-        raise ConfigError("--record writes what a fleet decides; leave out --prefill-replicas or --record")
-    drain = {"drain_seconds": config.fleet_times.drain}
-    return {"router": config.router, "seed": config.seed, "fleet": drain}
+    return {"router": config.router, "seed": config.seed, "fleet": asdict(fleet_config(config))}
 
 
 @contextmanager

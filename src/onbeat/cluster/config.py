@@ -7,7 +7,9 @@ from functools import partial
 
 from onbeat.cluster.kinds import ReplicaKind, check_kinds, parse_kind
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes, parse_pools
 from onbeat.core.options import check, option
+from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import ROUTERS
 
 LAUNCHERS = ("local", "ray")
@@ -15,34 +17,6 @@ TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "nixl": 
 """What `--kv-transport` may be -> the ways to copy KV, the best first."""
 
 _option = partial(option, group="fleet")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolSizes:
-    """Replicas that compute prompts, and replicas that generate."""
-
-    prefill: int
-    decode: int
-
-    def __str__(self) -> str:
-        return f"prefill={self.prefill},decode={self.decode}"
-
-
-def parse_pools(text: str) -> PoolSizes:
-    """Return the pools that a text such as `prefill=1,decode=2` names.
-
-    Raises
-    ------
-    ConfigError : it names no such pools.
-    """
-    pairs = [pair.partition("=") for pair in text.replace(" ", "").split(",")]
-    sizes = {name: int(number) for name, _, number in pairs if number.isdecimal()}
-    if sizes.keys() != {"prefill", "decode"} or len(pairs) != 2 or 0 in sizes.values():
-        raise ConfigError(
-            f"disaggregate is {text!r}; give the replicas of both pools, one at least of each, such as "
-            "prefill=1,decode=2"
-        )
-    return PoolSizes(**sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +41,13 @@ class FleetOptions:
         parse=parse_pools,
         metavar="prefill=N,decode=M",
         help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
-        "--replicas; short and cached prompts are computed where they generate",
+        "--replicas",
+    )
+    pool_rule: PoolRule = _option(
+        "adaptive",
+        help="adaptive: short and cached prompts are computed where they generate, and a stream that nobody "
+        "has room for goes on where it is; distserve: the first N compute every prompt, and its stream waits "
+        "there for room",
     )
     kv_transport: str = _option(
         "auto",
@@ -117,6 +97,8 @@ class FleetOptions:
                 raise ConfigError(
                     "--disaggregate hands KV from replica to replica; leave out --kv-transport none"
                 )
+        elif self.pool_rule != "adaptive":
+            raise ConfigError(f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither")
         check_kinds(self.kinds, self.num_replicas)
         if self.launcher != "ray":
             for name, value in (("ray-address", self.ray_address), ("fleet-port", self.fleet_port)):
@@ -127,7 +109,7 @@ class FleetOptions:
     def num_replicas(self) -> int:
         """All replicas, whatever they do."""
         pools = self.disaggregate
-        return self.replicas if pools is None else pools.prefill + pools.decode
+        return self.replicas if pools is None else pools.num_replicas
 
     @property
     def num_prefill(self) -> int:

@@ -62,12 +62,12 @@ def open_fleet(
         )
     engine_of("r0", engine, options.kinds)  # refuses kinds that the engines cannot be of
     router = options.router or _default_router(engine.limits)
+    fleet_config = FleetConfig(num_prefill=options.num_prefill, pool_rule=options.pool_rule)
     on_decision = None
     if engine.record is not None and num_replicas > 1:
-        about = {**asdict(options), "router": router, "fleet": {"num_prefill": options.num_prefill}}
+        about = {**asdict(options), "router": router, "fleet": asdict(fleet_config)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
-    config = FleetConfig(num_prefill=options.num_prefill)
-    fleet = Fleet(make_router(router, 0), config, on_decision=on_decision)
+    fleet = Fleet(make_router(router, 0), fleet_config, on_decision=on_decision)
     return FleetClient(
         fleet,
         _launcher(options, engine),

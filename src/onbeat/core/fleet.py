@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+from onbeat.core.errors import ConfigError
+
 DRAIN_SECONDS = 30.0
 """What runs on a replica that is to end may take so long, unless somebody says otherwise."""
 
@@ -20,6 +22,39 @@ def replica_id(number: int) -> ReplicaId:
 def replica_number(replica: ReplicaId) -> int:
     """Return the number in the name of a replica."""
     return int(replica.removeprefix("r"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolSizes:
+    """Replicas that compute prompts, and replicas that generate."""
+
+    prefill: int
+    decode: int
+
+    def __str__(self) -> str:
+        return f"prefill={self.prefill},decode={self.decode}"
+
+    @property
+    def num_replicas(self) -> int:
+        """Both together."""
+        return self.prefill + self.decode
+
+
+def parse_pools(text: str) -> PoolSizes:
+    """Return the pools that a text such as `prefill=1,decode=2` names.
+
+    Raises
+    ------
+    ConfigError : it names no such pools.
+    """
+    pairs = [pair.partition("=") for pair in text.replace(" ", "").split(",")]
+    sizes = {name: int(number) for name, _, number in pairs if number.isdecimal()}
+    if sizes.keys() != {"prefill", "decode"} or len(pairs) != 2 or 0 in sizes.values():
+        raise ConfigError(
+            f"disaggregate is {text!r}; give the replicas of both pools, one at least of each, such as "
+            "prefill=1,decode=2"
+        )
+    return PoolSizes(**sizes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -234,8 +234,8 @@ class _EngineLoop:
                     self._abort(message.request_ids)
                 case AskMove():
                     self._abort(self._moves.take(message))
-                    if message.verb is MoveVerb.TAKE:
-                        self._send(self._core.take_load())  # no step may tell that it has gone
+                    if message.verb in (MoveVerb.TAKE, MoveVerb.RELEASE):
+                        self._send(self._core.take_load())  # no step may tell that there is room now
                 case OpenKV():
                     self._open_kv(message)
                 case Shutdown():

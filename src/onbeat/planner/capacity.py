@@ -18,7 +18,6 @@ from onbeat.planner.parallel import TaskContext
 from onbeat.planner.search import Bracket, SearchOptions, Stopped, search_rate
 from onbeat.planner.trial import run_trial
 from onbeat.scheduler.replica.token_budget import full_step, mean_decode_context
-from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -125,12 +124,7 @@ def service_rate(case: BuiltCase, load: OfferedLoad) -> float:
     budget = num_decodes + max(1, round(min(num_prompt_tokens, room)))
     shape = full_step(budget, max_num_seqs=num_decodes, context_tokens=context)
     seconds = case.step_time.step_time(shape) + case.config.host_overhead
-    return _num_replicas(case.config) / (num_steps_each * seconds)
-
-
-def _num_replicas(config: SimulationConfig) -> int:
-    pools = config.disaggregation
-    return config.num_replicas if pools is None else pools.prefill.num_replicas + pools.decode.num_replicas
+    return case.config.num_replicas / (num_steps_each * seconds)
 
 
 def find_capacity(task: CapacityTask, context: TaskContext) -> Repeat:

@@ -23,21 +23,21 @@ from typing import Any, Literal
 import numpy as np
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.planner.fleets import FleetCapacity, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.plan_task import PlanTask, attainment_of
 from onbeat.planner.units import Unit
-from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import DisaggregationSettings, build_simulation
+from onbeat.simulator.setup import build_simulation
 from onbeat.workload.offered import OfferedLoad
 
 Search = Literal["across", "within"]
 
 POLICY = "sarathi"
-"""Of both pools: a policy with deadlines plans a request from its arrival to its last token."""
+"""Of both pools, as in DistServe: each phase has its own objective, and nobody gives way to another."""
 PROMPT_BUDGET = 2048
 """Tokens of a step for prompts; beyond it their throughput falls (Patel et al., Splitwise, ISCA 2024)."""
 MACHINE = 8
@@ -66,25 +66,18 @@ class PooledCase:
         ConfigError : they do not fit together.
         """
         (prompts, num_prefill), (tokens, num_decode) = self.prefill, self.decode
-        link = DisaggregationSettings(prefill_replicas=num_prefill, decode_replicas=num_decode)
-        first = build_simulation(
-            change(prompts.settings, policy=POLICY, max_num_batched_tokens=PROMPT_BUDGET)
+        pools = PoolSizes(prefill=num_prefill, decode=num_decode)
+        first, second = (
+            build_simulation(change(settings, policy=POLICY, disaggregate=pools, pool_rule="distserve"))
+            for settings in (
+                change(prompts.settings, max_num_batched_tokens=PROMPT_BUDGET),
+                tokens.settings,
+            )
         )
-        second = build_simulation(change(tokens.settings, policy=POLICY))
-        pools = DisaggregationConfig(
-            prefill=PoolConfig(
-                num_replicas=num_prefill, scheduler=first.config.scheduler, step_time=first.step_time
-            ),
-            decode=PoolConfig(
-                num_replicas=num_decode, scheduler=second.config.scheduler, step_time=second.step_time
-            ),
-            transfer=KVTransfer(
-                bytes_per_token=first.model.kv_bytes_per_token(first.precision),
-                bandwidth=link.bandwidth,
-                latency=link.latency,
-            ),
+        config = replace(
+            first.config,
+            kinds=(first.config.kinds[0],) * num_prefill + (second.config.kinds[-1],),
         )
-        config = replace(first.config, disaggregation=pools, router="round-robin")
         return BuiltCase(config, first.step_time, self.num_devices)
 
     @property

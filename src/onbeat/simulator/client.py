@@ -36,6 +36,8 @@ class OfferedRequest:
     """What the router was told, where it wants to hear of the end."""
     drafts: RequestDrafts | None = None
     """Which drafts for it are accepted, once that has been drawn."""
+    place: int = -1
+    """Number of the replica of a fleet that has it, or had it last."""
 
 
 class Clients:

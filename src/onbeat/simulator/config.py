@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import isfinite
+from math import inf, isfinite
 from typing import Literal, NamedTuple, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.cluster.pools import POOL_RULES, PoolRule
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import make_policy
@@ -17,11 +18,8 @@ from onbeat.simulator.acceptance import Acceptance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVTransfer:
-    """A link of which every transfer gets the whole bandwidth.
-
-    Transfers are short next to the time between two of them (under 0.1 % of a request's time in DistServe,
-    OSDI 2024, section 6.3), so they are not made to share it.
+class KVLink:
+    """What lies between any two replicas: each has one link to all others; see `Links`.
 
     Raises
     ------
@@ -31,101 +29,17 @@ class KVTransfer:
     bytes_per_token: float
     """KV of one token, over all layers and devices."""
     bandwidth: float
-    """Bytes per second."""
+    """Bytes per second that one replica's link takes, in either direction."""
     latency: float = 0.0
-    """Seconds before the first byte arrives."""
+    """Seconds that a byte is under way."""
 
     def __post_init__(self) -> None:
         for name in ("bytes_per_token", "bandwidth"):
             value = getattr(self, name)
             if not (isfinite(value) and value > 0):
-                raise ConfigError(f"{name} of the KV transfer is {value:g}; it must be above 0")
+                raise ConfigError(f"{name} of the KV link is {value:g}; it must be above 0")
         if not (isfinite(self.latency) and self.latency >= 0):
-            raise ConfigError(f"latency of the KV transfer is {self.latency:g} s; it must be 0 or more")
-
-    def seconds(self, num_tokens: int) -> float:
-        """Return the time of the KV of so many tokens."""
-        return self.latency + num_tokens * self.bytes_per_token / self.bandwidth
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolConfig:
-    """Equal replicas for one of the two phases.
-
-    Raises
-    ------
-    ConfigError : no replica.
-    """
-
-    num_replicas: int
-    scheduler: SchedulerConfig
-    """Limits of one replica; its `num_micro_batches` is the number of pipeline stages."""
-    step_time: StepTimeModel
-    """Through all stages of one replica."""
-
-    def __post_init__(self) -> None:
-        if self.num_replicas < 1:
-            raise ConfigError(f"a pool has {self.num_replicas} replicas; it needs at least 1")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DisaggregationConfig:
-    """Two pools and what lies between. New requests go to the prefill replica with the fewest requests.
-
-    Raises
-    ------
-    ConfigError : a policy that cannot hand requests over or plans with deadlines, or a cap below the longest
-        request.
-    """
-
-    prefill: PoolConfig
-    decode: PoolConfig
-    transfer: KVTransfer
-    decode_kv_cap_tokens: int | None = None
-    """Most tokens whose KV a decode replica holds, where that is less than its memory takes."""
-
-    def __post_init__(self) -> None:
-        if self.prefill.scheduler.policy == "static":
-            raise ConfigError(
-                "a prefill replica cannot run policy static: it would hold whole batches; use orca"
-            )
-        for pool in (self.prefill, self.decode):
-            if make_policy(pool.scheduler).needs_step_time:
-                raise ConfigError(
-                    f"policy {pool.scheduler.policy!r} plans a request from its arrival to its last token, "
-                    "of which a pool sees a part only: use sarathi for prompts and for generation"
-                )
-        cap, longest = self.decode_kv_cap_tokens, self.decode.scheduler.max_model_len
-        if (
-            cap is not None
-            and cap // self.decode.scheduler.block_size * self.decode.scheduler.block_size < longest
-        ):
-            raise ConfigError(
-                f"decode_kv_cap_tokens is {cap}, but one request may have {longest} tokens (max_model_len); "
-                "raise the cap or lower max_model_len"
-            )
-
-    @property
-    def max_model_len(self) -> int:
-        """The longest request that both pools take."""
-        return min(self.prefill.scheduler.max_model_len, self.decode.scheduler.max_model_len)
-
-    @property
-    def decode_scheduler(self) -> SchedulerConfig:
-        """Limits of a decode replica, the cap included.
-
-        Its queue has none: who comes here was taken at its arrival, and has its first token.
-        """
-        scheduler = replace(
-            self.decode.scheduler,
-            max_num_queued_reqs=None,
-            max_num_queued_tokens=None,
-            max_queue_seconds=None,
-        )
-        if self.decode_kv_cap_tokens is None:
-            return scheduler
-        num_blocks = min(scheduler.num_blocks, self.decode_kv_cap_tokens // scheduler.block_size)
-        return replace(scheduler, num_blocks=num_blocks)
+            raise ConfigError(f"latency of the KV link is {self.latency:g} s; it must be 0 or more")
 
 
 class MemberChange(NamedTuple):
@@ -177,8 +91,12 @@ class ReplicaKind:
     """What one replica of a mixed fleet is."""
 
     scheduler: SchedulerConfig
+    """Limits; its `num_micro_batches`, if more than one, is the number of pipeline stages."""
     step_time: StepTimeModel
+    """Through all stages."""
     device: str = ""
+    memory_bandwidth: float = inf
+    """Bytes per second that the memory of its devices moves, which copies of KV take from its steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,12 +119,12 @@ class FleetTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
-    """Equal replicas behind a router, or a pool for prompts and one for decodes.
+    """Replicas behind a router, of which the first may compute prompts for the others.
 
     Raises
     ------
-    ConfigError : an unknown router, a count below 1, a negative overhead or noise, or a pipeline whose degree
-        is not the scheduler's number of micro-batches.
+    ConfigError : an unknown router, a count below 1, a negative overhead or noise, a pipeline whose degree
+        is not the scheduler's number of micro-batches, or parts of a fleet that do not go together.
     """
 
     scheduler: SchedulerConfig
@@ -234,8 +152,12 @@ class SimulationConfig:
     if planning took no time; 0: when the one before it ends."""
     acceptance: Acceptance = field(default_factory=Acceptance)
     """Of drafts, where the scheduler plans any."""
-    disaggregation: DisaggregationConfig | None = None
-    """Pools for prompts and decodes, which then say how many replicas there are; None mixes both."""
+    num_prefill: int = 0
+    """Of the replicas, the first ones, which compute prompts for the others; 0: all do both."""
+    pool_rule: PoolRule = "adaptive"
+    """Where prompts and streams go there; see `FleetConfig`."""
+    kv_link: KVLink | None = None
+    """Over which requests go on elsewhere with their KV; None: they end where they began."""
     member_changes: tuple[MemberChange, ...] = ()
     """A replica whose first change is that it joins gets no requests before."""
     fleet_changes: tuple[FleetChange, ...] = ()
@@ -246,6 +168,8 @@ class SimulationConfig:
 
     def __post_init__(self) -> None:
         require_router(self.router)
+        if self.pool_rule not in POOL_RULES:
+            raise ConfigError(f"pool_rule is {self.pool_rule!r}; it must be one of {', '.join(POOL_RULES)}")
         for name in ("num_replicas", "pipeline", "max_concurrency", "declared_max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -269,38 +193,56 @@ class SimulationConfig:
             )
         self._check_fleet()
         for change in self.member_changes:
-            if not (isfinite(change.when) and change.when >= 0 and 0 <= change.replica < self._num_members):
+            if not (isfinite(change.when) and change.when >= 0 and 0 <= change.replica < self.num_replicas):
                 raise ConfigError(
-                    f"{change} is impossible: there are {self._num_members} replicas, counted from 0, and "
+                    f"{change} is impossible: there are {self.num_replicas} replicas, counted from 0, and "
                     "the run starts at 0 s"
                 )
 
     @property
     def has_fleet(self) -> bool:
         """Whether replicas are looked after as those of a live fleet are, or only chosen from."""
-        if self.fleet_changes or self.kinds:
+        if self.fleet_changes or self.kinds or self.kv_link is not None:
             return True
-        is_fixed = self.disaggregation is None and not self.member_changes
-        return is_fixed and self.num_replicas > 1 and self.router == "slo"
+        return not self.member_changes and self.num_replicas > 1 and self.router == "slo"
 
     def _check_fleet(self) -> None:
         for change in self.fleet_changes:
             if not (isfinite(change.when) and change.when >= 0 and change.number >= 0):
                 raise ConfigError(f"{change} is impossible: numbers and times are 0 or more")
+        if self.num_prefill:
+            self._check_pools()
         if not self.has_fleet:
             return
-        if self.disaggregation is not None:
-            raise ConfigError("fleet changes and kinds are simulated of one pool; leave the two pools out")
         if self.member_changes:
             raise ConfigError("give either member_changes, or fleet_changes and kinds")
-        if self.scheduler.speculation is not None and self.fleet_changes:
+        if self.fleet_changes and any(each.speculation is not None for each in self._schedulers):
             raise ConfigError("fleet changes are not simulated with drafts; leave one of them out")
+        sizes = {each.block_size for each in self._schedulers}
+        if self.kv_link is not None and len(sizes) > 1:
+            raise ConfigError(
+                f"replicas have blocks of {' and '.join(map(str, sorted(sizes)))} tokens, but KV goes to "
+                "another block by block; give all the same block_size"
+            )
+
+    def _check_pools(self) -> None:
+        if not 0 < self.num_prefill < self.num_replicas:
+            raise ConfigError(
+                f"num_prefill is {self.num_prefill} of {self.num_replicas} replicas; at least one has to "
+                "compute prompts, and one to generate"
+            )
+        if self.kv_link is None:
+            raise ConfigError("replicas that compute prompts hand KV to others; give kv_link")
+        for scheduler in self._schedulers:
+            if make_policy(scheduler).release.holds_finished:
+                raise ConfigError(
+                    f"policy {scheduler.policy!r} runs whole batches with memory for each from its start, so "
+                    "nobody can leave or join one; use another where prompts and generation are apart"
+                )
 
     @property
-    def _num_members(self) -> int:
-        """Replicas, of both pools where there are two."""
-        pools = self.disaggregation
-        return self.num_replicas if pools is None else pools.prefill.num_replicas + pools.decode.num_replicas
+    def _schedulers(self) -> list[SchedulerConfig]:
+        return [kind.scheduler for kind in self.kinds] or [self.scheduler]
 
     @property
     def replica_scheduler(self) -> SchedulerConfig:

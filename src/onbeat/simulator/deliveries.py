@@ -31,12 +31,19 @@ class Deliveries:
         self._has_drafts = has_drafts
         self._open: dict[str, OfferedRequest] = {}
 
-    def open(self, offered: OfferedRequest) -> None:
-        """Start to write for a request."""
-        offered.record.replica = self._replica_name
+    def open(self, offered: OfferedRequest, *, is_moved: bool = False) -> None:
+        """Start to write for a request.
+
+        Parameters
+        ----------
+        is_moved : another replica has begun it, and its KV has come.
+        """
+        record = offered.record
+        record.replica = f"{record.replica}+{self._replica_name}" if is_moved else self._replica_name
         self._open[offered.request.request_id] = offered
-        if self._has_drafts:  # another replica may have delivered to it
-            offered.record.delivery_sizes = array("I", offered.record.delivery_sizes)
+        if self._has_drafts:  # another replica may have delivered to it, and without drafts one by one
+            record.delivery_sizes = array("I", record.delivery_sizes or [1] * len(record.delivery_times))
+            record.num_output_tokens = sum(record.delivery_sizes)
 
     def offered(self, request_id: str) -> OfferedRequest:
         """Return an open request; where there are drafts, its record counts the tokens that it has."""

@@ -7,16 +7,15 @@ from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
-from onbeat.scheduler.cluster.disaggregation import PoolRouter, cannot_leave
 from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.work import WorkEstimate
-from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.client import Clients
-from onbeat.simulator.config import DisaggregationConfig, MemberChange, ReplicaKind, SimulationConfig
-from onbeat.simulator.dispatch import Dispatcher, PoolDispatcher
+from onbeat.simulator.config import MemberChange, ReplicaKind, SimulationConfig
+from onbeat.simulator.dispatch import Dispatcher
 from onbeat.simulator.fleet_loop import Deciders, FleetLoop
 from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector, SimulationObserver
@@ -70,22 +69,18 @@ def run_together(
 
     Parameters
     ----------
-    config : with `disaggregation`, whose schedulers, counts and step times take the place of the others.
     collector : takes the records, one a request.
-    observer : hears of steps; of pools, prefill replicas are numbered first, then decode replicas.
+    observer : hears of steps.
     on_decision : of a fleet, is told of each event, its time and the actions.
 
     Raises
     ------
-    ConfigError : a request that is longer than a pool takes, or that no replica can ever run.
+    ConfigError : a request that no replica can ever run.
     """
     if config.has_fleet or on_decision is not None:
         return _run_fleet(_fleet(load, config, step_time, collector, observer, on_decision), collector)
-    if config.disaggregation is None:
-        router = make_router(config.router, config.num_replicas, seed=config.seed)
-        replicas, loop = _mixed(load, config, step_time, router, collector, observer)
-    else:
-        replicas, loop = _pools(load, config, config.disaggregation, collector, observer)
+    router = make_router(config.router, config.num_replicas, seed=config.seed)
+    replicas, loop = _mixed(load, config, step_time, router, collector, observer)
     is_complete = _run(loop, collector)
     return FleetOutcome([each.counters() for each in replicas], is_complete, {})
 
@@ -114,11 +109,12 @@ def _fleet(
     on_decision: Decided | None,
 ) -> FleetLoop:
     def make(index: int, kind: ReplicaKind) -> VirtualReplica:
-        own = replace(plain, scheduler=kind.scheduler)
-        is_watched = not router.ignores_state
+        stages = kind.scheduler.num_micro_batches if config.kinds else config.pipeline
+        own = replace(plain, scheduler=kind.scheduler, pipeline=stages)
+        is_watched = not router.ignores_state or config.kv_link is not None
         return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
 
-    plain = replace(config, kinds=(), fleet_changes=(), router="round-robin")
+    plain = replace(config, kinds=(), fleet_changes=(), num_prefill=0, num_replicas=1, router="round-robin")
     router = make_router(config.router, 0, seed=config.seed)
     deciders = Deciders(router, _work_estimate(load, router, step_time), on_decision)
     return FleetLoop(Clients(load, config), config, step_time, deciders, collector, make)
@@ -150,45 +146,12 @@ def _mixed(
     return replicas, EventLoop(Clients(load, config), replicas, dispatcher, collector, changes=changes)
 
 
-def _pools(
-    load: OfferedLoad,
-    config: SimulationConfig,
-    pools: DisaggregationConfig,
-    collector: Collector,
-    observer: SimulationObserver | None,
-) -> tuple[Sequence[VirtualReplica], EventLoop]:
-    load.check_lengths(pools.max_model_len, overlong="error")
-
-    def with_limits(scheduler: SchedulerConfig) -> SimulationConfig:
-        stages = scheduler.num_micro_batches
-        return replace(config, scheduler=scheduler, pipeline=stages, disaggregation=None, member_changes=())
-
-    replicas: list[VirtualReplica] = []
-    for pool, scheduler in ((pools.prefill, pools.prefill.scheduler), (pools.decode, pools.decode_scheduler)):
-        for _ in range(pool.num_replicas):
-            replicas.append(
-                make_replica(len(replicas), with_limits(scheduler), pool.step_time, observer=observer)
-            )
-    clients = Clients(load, with_limits(pools.prefill.scheduler))
-    router = PoolRouter(pools.prefill.num_replicas, pools.decode.num_replicas)
-    loop = EventLoop(
-        clients,
-        replicas,
-        PoolDispatcher(router),
-        collector,
-        transfer=pools.transfer,
-        changes=_changes(config, router),
-    )
-    return replicas, loop
-
-
-def _changes(config: SimulationConfig, router: Router | PoolRouter) -> list[tuple[float, Callable[[], None]]]:
+def _changes(config: SimulationConfig, router: Router) -> list[tuple[float, Callable[[], None]]]:
     """Let replicas wait that join later; return when each joins or leaves, and what to call then."""
     changes = sorted(config.member_changes)
     first = {change.replica: change for change in reversed(changes)}
     late = {change.replica for change in first.values() if change.joins}
-    if not isinstance(router, PoolRouter):
-        _check_one_stays(set(range(config.num_replicas)) - late, changes)
+    _check_one_stays(set(range(config.num_replicas)) - late, changes)
     for replica in late:
         router.leave(replica)
     return [
@@ -201,4 +164,6 @@ def _check_one_stays(members: set[int], changes: Sequence[MemberChange]) -> None
     for _, replica, joins in changes:
         members = members | {replica} if joins else members - {replica}
         if not members:
-            raise cannot_leave(replica)
+            raise ConfigError(
+                f"replica {replica} cannot leave: no other takes requests; let another one join before"
+            )

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 from onbeat.core.errors import ConfigError, Overloaded, RequestRejected, SLOUnattainable
 from onbeat.core.fleet import ReplicaLimits, replica_id, replica_number
+from onbeat.core.handover import MoveVerb
 from onbeat.core.request import FinishReason
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.events import (
+    Answered,
     Arrived,
     Delivered,
     DrainAsked,
@@ -35,9 +37,11 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Decided, Fleet, FleetConfig
 from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.work import WorkEstimate, describe
+from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.client import Clients, OfferedRequest
-from onbeat.simulator.config import FleetChange, ReplicaKind, SimulationConfig
+from onbeat.simulator.config import FleetChange, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.deliveries import REFUSALS, refuse
+from onbeat.simulator.moves import VirtualMoves
 from onbeat.simulator.observer import Collector
 from onbeat.simulator.replica import VirtualReplica
 from onbeat.simulator.result import ReplicaCounters
@@ -46,6 +50,15 @@ MakeReplica = Callable[[int, ReplicaKind], VirtualReplica]
 
 _RARE = (Lost, Joined, DrainAsked, ScaleAsked, Refused, Tick)
 """Events after which the fleet may want another tick."""
+
+
+def fleet_config(config: SimulationConfig) -> FleetConfig:
+    """Return how the fleet of a simulation treats its replicas."""
+    return FleetConfig(
+        drain_seconds=config.fleet_times.drain,
+        num_prefill=config.num_prefill,
+        pool_rule=config.pool_rule,
+    )
 
 
 class Deciders(NamedTuple):
@@ -83,10 +96,10 @@ class FleetLoop:
         times = config.fleet_times
         self._clients, self._collector = clients, collector
         self._make_replica = make_replica
-        self._fleet = Fleet(router, FleetConfig(drain_seconds=times.drain), on_decision=on_decision)
+        self._fleet = Fleet(router, fleet_config(config), on_decision=on_decision)
         self._times = times
         self._kinds = config.kinds or (ReplicaKind(scheduler=config.scheduler, step_time=step_time),)
-        self._reports = not router.ignores_state
+        self._reports = not router.ignores_state or config.kv_link is not None
         self._num_replicas = config.num_replicas
         self._replicas: dict[int, VirtualReplica] = {}
         """Those that live, by number."""
@@ -106,8 +119,11 @@ class FleetLoop:
         self._num_timed = 0
         self._tick = inf
         self._called: set[int] = set()
+        self._let_go: set[int] = set()
+        """Replicas that have more room since this instant, whether they run a step or not."""
         self._events: deque[FleetEvent] = deque()
         self._is_telling = False
+        self._moves = None if config.kv_link is None else self._make_moves(config.kv_link)
         for change in config.fleet_changes:
             self._at(change.when, partial(self._change, change))
 
@@ -128,18 +144,42 @@ class FleetLoop:
             ended = sorted(self._called)
             while timed and timed[0][0] <= now:
                 heappop(timed)[2](now)
+            if self._moves is not None:
+                self._moves.end_copies(now)
             if self._tick <= now:
                 self._tell(Tick(), now)
             while clients.next_time <= now:
                 self._arrive(now)
-            while self._called:  # a request that one gives up may go to another
-                number = min(self._called)
-                self._called.remove(number)
-                if number in self._replicas:
-                    self._plan(number, now)
+            self._plan_all(now)
             if self._reports:
-                for number in ended:
+                for number in sorted({*ended, *self._let_go}):
                     self._report(number, now)
+                self._let_go.clear()
+
+    def _plan_all(self, now: float) -> None:
+        """Let every replica plan that has something new; a request that one gives up may go to another."""
+        while self._called or self._is_asked:
+            if self._is_asked:
+                self._do_asked(now)
+                continue
+            number = min(self._called)
+            self._called.remove(number)
+            if number in self._replicas:
+                self._plan(number, now)
+
+    def _make_moves(self, link: KVLink) -> VirtualMoves:
+        return VirtualMoves(
+            self._replicas,
+            link,
+            block_size=self._kinds[0].scheduler.block_size,
+            message_seconds=self._times.report,
+            memory_bandwidth=lambda number: self._kind(number).memory_bandwidth,
+            answer=self._hear_of,
+            call=self._called.add,
+        )
+
+    def _kind(self, number: int) -> ReplicaKind:
+        return self._kinds[min(number, len(self._kinds) - 1)]
 
     def _next_time(self) -> float:
         """Return when something happens next."""
@@ -148,6 +188,8 @@ class FleetLoop:
             now = self._steps[0][0]
         if self._timed and self._timed[0][0] < now:
             now = self._timed[0][0]
+        if self._moves is not None and self._moves.links.next_time < now:
+            now = self._moves.links.next_time
         return now
 
     # ---- what happens ----
@@ -155,6 +197,24 @@ class FleetLoop:
     def _at(self, when: float, call: Callable[[float], None]) -> None:
         self._num_timed += 1
         heappush(self._timed, (when, self._num_timed, call))
+
+    @property
+    def _is_asked(self) -> bool:
+        return self._moves is not None and self._moves.is_asked
+
+    def _do_asked(self, now: float) -> None:
+        """Do the next step of a move that was asked for; all steps that end at this instant have."""
+        assert self._moves is not None
+        number = self._moves.do_next(now)
+        if number is not None:
+            self._let_go.add(number)
+
+    def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
+        """Tell the fleet what came of a step of a move, once that is heard of."""
+        if delay:
+            self._at(now + delay, lambda then: self._tell(answered, then))
+        else:
+            self._tell(answered, now)
 
     def _end_steps(self, now: float) -> None:
         steps = self._steps
@@ -166,6 +226,8 @@ class FleetLoop:
             finished = replica.end(now)
             self._called.add(number)
             self._tell_deliveries(number, replica.started, finished, now)
+            if self._moves is not None and number in self._replicas:
+                self._moves.on_step_end(number, now)
 
     def _tell_deliveries(
         self, number: int, started: Sequence[OfferedRequest], finished: Sequence[OfferedRequest], now: float
@@ -180,6 +242,8 @@ class FleetLoop:
                 begun.append(offered)
         for offered in (*begun, *finished):
             is_finished = offered.request.request_id in ended
+            if self._moves is not None:
+                self._moves.on_first_token(number, offered.request.request_id, now, is_finished=is_finished)
             self._tell_delivery(number, offered, now, is_finished=is_finished)
             if is_finished:
                 self._close(offered, now)
@@ -213,8 +277,12 @@ class FleetLoop:
         replica = self._replicas[number]
         for offered in replica.abandon(now):
             self._not_begun.pop(offered.request.request_id, None)
+            if self._moves is not None:
+                self._moves.forget(offered.request.request_id)
             if len(offered.record.delivery_times) > self._told.get(offered.request.request_id, 0):
                 self._tell_delivery(number, offered, now, is_finished=False)
+        if self._moves is not None:
+            self._moves.lose(number, now)
         self._remove(number)
         self._tell(Lost(replica_id(number), "killed"), now)
 
@@ -224,7 +292,7 @@ class FleetLoop:
         self.counters[number] = counters if before is None else before.joined(counters)
 
     def _joined(self, number: int, now: float) -> None:
-        kind = self._kinds[min(number, len(self._kinds) - 1)]
+        kind = self._kind(number)
         self._replicas[number] = self._make_replica(number, kind)
         limits = kind.scheduler
         self._tell(
@@ -236,6 +304,7 @@ class FleetLoop:
                     max_num_seqs=limits.max_num_seqs,
                     num_blocks=limits.num_blocks,
                     block_size=limits.block_size,
+                    moves_streams=self._moves is not None and not make_policy(limits).release.holds_finished,
                 ),
             ),
             now,
@@ -261,7 +330,11 @@ class FleetLoop:
         replica = self._replicas[number]
         if replica.next_time <= now:  # a run that was cut at this very instant; none of it ends
             replica.end(now)
+        if self._moves is not None:
+            self._moves.on_step_end(number, now)
         for offered in replica.start(now, self._clients.next_time):
+            if self._moves is not None:
+                self._moves.forget(offered.request.request_id)
             self._tell(Refused(replica_id(number), offered.request.request_id, is_for_load=True), now)
         if replica.next_time < inf:
             heappush(self._steps, (replica.next_time, number))
@@ -289,6 +362,8 @@ class FleetLoop:
         elif isinstance(action, Withdraw):
             number = replica_number(action.replica)
             self._replicas[number].withdraw(action.request_id, now)
+            if self._moves is not None:
+                self._moves.forget(action.request_id)
             self._not_begun.pop(action.request_id, None)
             self._called.add(number)
         elif isinstance(action, Refuse):
@@ -300,11 +375,20 @@ class FleetLoop:
             is_first = now == 0.0 and number not in self.counters
             delay = 0.0 if is_first else action.delay + self._times.start
             self._at(now + delay, lambda then: self._joined(number, then))
-        else:
-            assert isinstance(action, Stop)
+        elif isinstance(action, Stop):
             self.decisions["stop"] += 1
             if replica_number(action.replica) in self._replicas:
-                self._remove(replica_number(action.replica))
+                self._stop(replica_number(action.replica), now)
+        else:
+            assert self._moves is not None, "no replica moves streams"
+            if action.verb is MoveVerb.TAKE:
+                self.decisions[f"moved: {self._moves.why(action.move)}"] += 1
+            self._moves.ask(action, self._open.get(action.request_id))
+
+    def _stop(self, number: int, now: float) -> None:
+        if self._moves is not None:
+            self._moves.leave(number, now)
+        self._remove(number)
 
     def _send(self, action: Send, now: float) -> None:
         number, offered = replica_number(action.replica), self._open[action.request_id]
@@ -313,10 +397,14 @@ class FleetLoop:
             request = replace(request, resumed_token_ids=[1] * len(times), first_token_time=times[0])
             offered.request = request
         offered.record.finish_reason, offered.record.end = None, nan  # it may have been given up elsewhere
+        offered.place = number
         if len(times):
             self._not_begun[request.request_id] = len(times)
         try:
             self._replicas[number].add(offered, now)
+            if action.stops:
+                assert self._moves is not None, "no replica moves streams"
+                self._moves.stop_after_first(request.request_id)
         except REFUSALS as refusal:
             offered.record.replica = self._replicas[number].name
             self._refusals[request.request_id] = refusal

@@ -7,6 +7,7 @@ from collections import deque
 from math import inf
 
 from onbeat.core.fleet import ReplicaLoad
+from onbeat.core.handover import Detached
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -45,6 +46,8 @@ class PipelineReplica:
         self._free_at = [0.0] * config.pipeline
         """When each stage ends its last micro-batch."""
         self._stage_seconds = 0.0
+        self._charged = 0.0
+        """Seconds by which the next micro-batch takes longer."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request; micro-batches under way go on as they are."""
@@ -83,6 +86,21 @@ class PipelineReplica:
         """Let go of a request with the tokens that it has got by now."""
         self._core.withdraw(request_id)
 
+    def settle(self, now: float) -> None:
+        """Do nothing: the scheduler sees each micro-batch as it ends."""
+
+    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
+        """Go on with a request that has come with its KV."""
+        self._core.adopt(handover_id, offered, detached, now)
+
+    def let_go(self, request_id: str) -> None:
+        """Forget a request that another replica has adopted."""
+        self._core.let_go(request_id)
+
+    def charge(self, seconds: float) -> None:
+        """Let the next micro-batch take longer."""
+        self._charged += seconds
+
     def abandon(self, now: float) -> list[OfferedRequest]:
         """Die; return the requests that had not ended, with the tokens that they had got by now."""
         self._core.end_work(now)
@@ -101,7 +119,8 @@ class PipelineReplica:
         seconds = predict_step(self._model, step.shape) / self._num_stages
         if self._core.noise is not None:
             seconds *= self._core.noise.factor(self._core.num_steps + len(self._under_way))
-        end = now + self._overhead
+        end = now + self._overhead + self._charged
+        self._charged = 0.0
         for stage, free_at in enumerate(self._free_at):
             end = max(end, free_at) + seconds
             self._free_at[stage] = end

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
+from onbeat.core.handover import Detached
 from onbeat.core.step_time import StepTimeModel, refuse_prediction
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
@@ -60,6 +61,27 @@ class VirtualReplica(Protocol):
 
     def withdraw(self, request_id: str, now: float) -> None:
         """Let go of a request with the tokens that it has got by now."""
+        ...
+
+    def settle(self, now: float) -> None:
+        """Let the scheduler see all that has been computed by now, and plan anew after the step under way."""
+        ...
+
+    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
+        """Go on with a request that has come with its KV, after `settle`.
+
+        Raises
+        ------
+        RequestRejected : as `Handovers.adopt`; then nothing has changed.
+        """
+        ...
+
+    def let_go(self, request_id: str) -> None:
+        """Forget a request that another replica has adopted."""
+        ...
+
+    def charge(self, seconds: float) -> None:
+        """Let the next step take longer."""
         ...
 
     def abandon(self, now: float) -> list[OfferedRequest]:
@@ -123,10 +145,14 @@ class SerialReplica:
         """Requests that no plan has seen, and when they came."""
         self._last_step = (-inf, -inf)
         """Start and end of the last step that has ended."""
+        self._charged = 0.0
+        """Seconds by which the next step takes longer."""
 
     def add(self, offered: OfferedRequest, now: float) -> None:
         """Take a request."""
         self.interrupt(now)  # even a refusal changes what a policy expects
+        if self._core.hands_over:  # what comes later may want to see the steps so far, planned without it
+            self.settle(now)
         if self._plans_ahead and (self._step is not None or self._last_step[1] == now):
             self._held.append((now, offered))
         else:
@@ -189,9 +215,10 @@ class SerialReplica:
         if step is None:
             core.end_work(now)
         else:
-            self._num_left = core.sampler.max_steps(step.scheduled)
+            self._num_left = core.max_steps(step.scheduled)
             self._ends = array("d")
-            self._look_ahead(step, now, next_arrival)
+            self._look_ahead(step, now + self._charged, next_arrival)
+            self._charged = 0.0
         return core.expire(now) + refused if refused else core.expire(now)
 
     def _admit(self, now: float, *, came_before: float) -> list[OfferedRequest]:
@@ -216,17 +243,29 @@ class SerialReplica:
 
     def withdraw(self, request_id: str, now: float) -> None:
         """Let go of a request with the tokens that it has got by now."""
-        self._deliver_until(now)
+        self.settle(now)
         self._core.withdraw(request_id)
+
+    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
+        """Go on with a request that has come with its KV."""
+        self._core.adopt(handover_id, offered, detached, now)
+
+    def let_go(self, request_id: str) -> None:
+        """Forget a request that another replica has adopted."""
+        self._core.let_go(request_id)
+
+    def charge(self, seconds: float) -> None:
+        """Let the next step take longer."""
+        self._charged += seconds
 
     def abandon(self, now: float) -> list[OfferedRequest]:
         """Die; return the requests that had not ended, with the tokens that they had got by now."""
-        self._deliver_until(now)
+        self.settle(now)
         self._core.end_work(now)
         self.next_time = inf
         return self._core.deliveries.open_requests
 
-    def _deliver_until(self, now: float) -> None:
+    def settle(self, now: float) -> None:
         """Deliver what the steps of a run have brought by now."""
         self.interrupt(now)
         if self._step is not None and not self._learns:

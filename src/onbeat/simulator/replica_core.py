@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from math import exp, inf
 from statistics import NormalDist
 from typing import NamedTuple
 
+from onbeat.core.handover import Detached
 from onbeat.core.step import BatchShape, SchedulerOutput, StepStats
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -73,6 +74,8 @@ class ReplicaCore:
         step_time: StepTimeModel,
         observer: SimulationObserver | None,
     ) -> None:
+        self.hands_over = config.kv_link is not None
+        """Whether requests come and go with their KV."""
         self.scheduler = make_scheduler(config.replica_scheduler, step_time)
         self.noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self.deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
@@ -106,6 +109,15 @@ class ReplicaCore:
             predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
         return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, counts, predicted)
 
+    def max_steps(self, scheduled: SchedulerOutput) -> int:
+        """Return how often a step may be run before something has to be told of one of its requests."""
+        num_steps = self.sampler.max_steps(scheduled)
+        if num_steps > 1 and self.hands_over:
+            offered = (self.deliveries.offered(row.request_id) for row in scheduled.rows)
+            if any(not each.record.delivery_times for each in offered):
+                return 1
+        return num_steps
+
     def expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
         return self.deliveries.expire(self.scheduler.take_expired(), now)
@@ -128,7 +140,8 @@ class ReplicaCore:
         shape.decode_context_tokens = first_context + (num_steps - 1) * shape.num_lm_head_rows
         sampled = self.sampler.sample(scheduled, num_steps)
         outputs = self.scheduler.update(scheduled, sampled, now, ends)
-        if started is not None and (scheduled.admitted or scheduled.shape.num_chunks):
+        # The last token of a prompt, alone in its chunk, looks like a decode; who moves it must know it.
+        if started is not None and (self.hands_over or scheduled.admitted or scheduled.shape.num_chunks):
             started += self.deliveries.first(outputs)
         finished = self.deliveries.take(outputs, ends)
         if self._observer is not None:
@@ -147,6 +160,20 @@ class ReplicaCore:
         """Let go of a request, which goes on elsewhere."""
         self.deliveries.drop(request_id)
         self.scheduler.abort((request_id,))
+
+    def adopt(self, handover_id: str, offered: OfferedRequest, detached: Detached, now: float) -> None:
+        """Go on with a request that has come with its KV; raises `RequestRejected` as `Handovers.adopt`."""
+        record = offered.record
+        request = detached.moved(offered.request)
+        if record.delivery_times:
+            request = replace(request, first_token_time=record.delivery_times[0])
+        self.scheduler.handover.adopt(handover_id, request, detached, now)
+        self.deliveries.open(offered, is_moved=True)
+
+    def let_go(self, request_id: str) -> None:
+        """Forget a request that another replica has adopted."""
+        self.deliveries.drop(request_id)
+        self.scheduler.handover.free(request_id)
 
     def begin_work(self, now: float) -> None:
         """Count from now on as busy, unless it does already."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS
+from onbeat.core.fleet import DRAIN_SECONDS, PoolSizes, parse_pools
 from onbeat.core.options import change, check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
@@ -23,17 +23,17 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
+from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
 from onbeat.scheduler.replica.policies import settle
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import (
-    DisaggregationConfig,
     FleetChange,
     FleetTimes,
-    KVTransfer,
-    PoolConfig,
+    KVLink,
+    ReplicaKind,
     SimulationConfig,
     parse_change,
 )
@@ -41,8 +41,9 @@ from onbeat.simulator.speculation import SpeculationSettings, beside_draft_model
 from onbeat.workload.offered import OfferedLoad
 
 AUTO = "auto"
-POOL_POLICY = "sarathi"
-"""Where prompts and decodes have replicas of their own: each sees a part of a request only."""
+POOL_BANDWIDTH = 200e9 / 8
+"""Bytes per second between replicas that compute prompts and those that generate, unless somebody says
+otherwise: an InfiniBand HDR link."""
 DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
 
 _hardware = partial(option, group="model and devices")
@@ -54,32 +55,6 @@ def _known_device(text: str) -> str:
     if text != CPU:  # which is measured where it is looked up
         find_device(text)
     return text
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DisaggregationSettings:
-    """Two pools instead of one: who runs prompts, who generates, and what lies between."""
-
-    prefill_replicas: int = _fleet(
-        metavar="N", help="split prompts from generation: replicas for prompts", at_least=1
-    )
-    decode_replicas: int = _fleet(metavar="N", help="replicas for generation", at_least=1)
-    bandwidth: float = _fleet(
-        200e9 / 8,
-        flag="--kv-transfer-gbps",
-        unit="gbps",
-        metavar="GBIT",
-        help="speed of a KV transfer between them, gigabit/s (default: 200, an InfiniBand HDR link)",
-    )
-    latency: float = _fleet(
-        0.0, flag="--kv-transfer-latency-ms", unit="ms", metavar="MS", help="start of a transfer (default: 0)"
-    )
-    decode_kv_cap_tokens: int | None = _fleet(
-        None, metavar="N", help="most KV tokens of a decode replica (default: what its memory takes)"
-    )
-
-    def __post_init__(self) -> None:
-        check(self, DisaggregationSettings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +95,34 @@ class ReplicaSettings:
         choices=tuple(ROUTERS),
         help="who decides where a request goes (default: slo with several replicas under policy slo, else "
         "round-robin)",
+    )
+    disaggregate: PoolSizes | None = _fleet(
+        None,
+        parse=parse_pools,
+        metavar="prefill=N,decode=M",
+        help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
+        "--replicas",
+    )
+    pool_rule: PoolRule = _fleet(
+        "adaptive",
+        help="adaptive: short and cached prompts are computed where they generate, and a stream that nobody "
+        "has room for goes on where it is; distserve: the first N compute every prompt, and its stream waits "
+        "there for room",
+    )
+    kv_bandwidth: float | None = _fleet(
+        None,
+        flag="--kv-transfer-gbps",
+        unit="gbps",
+        metavar="GBIT",
+        help="speed of a replica's link to the others, in either direction, gigabit/s; requests then go on "
+        "elsewhere with their KV (default: 200 with --disaggregate, an InfiniBand HDR link, else none do)",
+    )
+    kv_latency: float = _fleet(
+        0.0,
+        flag="--kv-transfer-latency-ms",
+        unit="ms",
+        metavar="MS",
+        help="of that link (default: 0)",
     )
     fleet_changes: tuple[FleetChange, ...] = _fleet(
         (),
@@ -178,17 +181,32 @@ class ReplicaSettings:
     max_concurrency: int | None = None
     speculation: SpeculationSettings | None = None
     """None plans no drafts."""
-    disaggregation: DisaggregationSettings | None = None
 
     def __post_init__(self) -> None:
         check(self, ReplicaSettings)
+        pools = self.disaggregate
+        if pools is not None and self.replicas not in (1, pools.num_replicas):
+            raise ConfigError(
+                f"--disaggregate {pools} is {pools.num_replicas} replicas, but --replicas is "
+                f"{self.replicas}; leave --replicas out"
+            )
+        if self.kv_latency and self.kv_bandwidth is None and pools is None:
+            raise ConfigError(
+                "--kv-transfer-latency-ms is of a link that no KV goes over; give --kv-transfer-gbps or "
+                "--disaggregate, or leave it out"
+            )
+        if self.pool_rule != "adaptive" and pools is None:
+            raise ConfigError(f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither")
 
     @property
     def num_devices(self) -> int:
         """Devices that all replicas take."""
-        pools = self.disaggregation
-        count = self.replicas if pools is None else pools.prefill_replicas + pools.decode_replicas
-        return count * self.tensor_parallel * self.pipeline_parallel
+        return self.num_replicas * self.tensor_parallel * self.pipeline_parallel
+
+    @property
+    def num_replicas(self) -> int:
+        """All replicas, whatever they do."""
+        return self.replicas if self.disaggregate is None else self.disaggregate.num_replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,11 +268,8 @@ def build_simulation(
             memory = beside_draft_model(memory, _memory(settings, draft, device, precision))
     num_blocks = settings.num_blocks if memory is None else memory.num_blocks
     assert num_blocks is not None
-    limits = settings.limits
-    if limits.policy is None and settings.disaggregation is not None:
-        limits = replace(limits, policy=POOL_POLICY)
     scheduler = settle(
-        limits,
+        settings.limits,
         num_blocks=num_blocks,
         model_len=model.max_position_embeddings,
         choose_budget=lambda longest: _choose_budget(
@@ -263,10 +278,11 @@ def build_simulation(
         num_micro_batches=settings.pipeline_parallel,
         speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),
     )
+    kv_link = make_link(settings, model, precision)
     return Simulation(
         config=SimulationConfig(
             scheduler=scheduler,
-            num_replicas=settings.replicas,
+            num_replicas=settings.num_replicas,
             router=settings.router or _default_router(settings, scheduler),
             fleet_changes=settings.fleet_changes,
             fleet_times=FleetTimes(start=settings.start_seconds, drain=settings.drain_seconds),
@@ -279,7 +295,10 @@ def build_simulation(
             step_noise=settings.step_noise,
             steps_ahead=_steps_ahead(settings),
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
-            disaggregation=_disaggregation(settings, scheduler, step_time, model, precision),
+            num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
+            pool_rule=settings.pool_rule,
+            kv_link=kv_link,
+            kinds=() if kv_link is None else _kinds(settings, scheduler, step_time, device),
         ),
         step_time=step_time,
         step_times=_described(settings, target_time.errors),
@@ -295,8 +314,40 @@ def build_simulation(
 
 def _default_router(settings: ReplicaSettings, scheduler: SchedulerConfig) -> str:
     """Return the router of a live fleet with such replicas."""
-    is_fleet = settings.disaggregation is None and settings.replicas > 1
-    return "slo" if is_fleet and scheduler.policy == "slo" else "round-robin"
+    if settings.num_replicas > 1 and scheduler.policy == "slo":
+        return "slo"
+    return "round-robin" if settings.disaggregate is None else "least-outstanding"
+
+
+def make_link(settings: ReplicaSettings, model: ModelSpec, precision: Precision) -> KVLink | None:
+    """Return what lies between the replicas; None where requests do not go on elsewhere with their KV."""
+    bandwidth = settings.kv_bandwidth
+    if bandwidth is None and settings.disaggregate is None:
+        return None
+    return KVLink(
+        bytes_per_token=model.kv_bytes_per_token(precision),
+        bandwidth=bandwidth or POOL_BANDWIDTH,
+        latency=settings.kv_latency,
+    )
+
+
+def _kinds(
+    settings: ReplicaSettings, scheduler: SchedulerConfig, step_time: StepTimeModel, device: DeviceSpec
+) -> tuple[ReplicaKind, ...]:
+    """Return what the replicas are between which KV goes."""
+    num_devices = settings.tensor_parallel * settings.pipeline_parallel
+    kind = ReplicaKind(
+        scheduler=scheduler,
+        step_time=step_time,
+        device=device.id,
+        memory_bandwidth=device.memory_bandwidth * num_devices,
+    )
+    pools = settings.disaggregate
+    if pools is None or scheduler.speculation is None:
+        return (kind,)
+    # A prompt's first token is nearly all that its replica delivers: there is nothing to draft.
+    prefill = replace(kind, scheduler=replace(scheduler, speculation=None))
+    return (prefill,) * pools.prefill + (kind,)
 
 
 def build_for_load(
@@ -406,31 +457,4 @@ def _choose_budget(
         tbt=tbt - settings.host_overhead,
         max_num_seqs=settings.limits.max_num_seqs,
         context_tokens=context_tokens,
-    )
-
-
-def _disaggregation(
-    settings: ReplicaSettings,
-    scheduler: SchedulerConfig,
-    step_time: StepTimeModel,
-    model: ModelSpec,
-    precision: Precision,
-) -> DisaggregationConfig | None:
-    pools = settings.disaggregation
-    if pools is None:
-        return None
-    return DisaggregationConfig(
-        # A prompt's first token is all that its replica delivers: there is nothing to draft.
-        prefill=PoolConfig(
-            num_replicas=pools.prefill_replicas,
-            scheduler=replace(scheduler, speculation=None),
-            step_time=step_time,
-        ),
-        decode=PoolConfig(num_replicas=pools.decode_replicas, scheduler=scheduler, step_time=step_time),
-        transfer=KVTransfer(
-            bytes_per_token=model.kv_bytes_per_token(precision),
-            bandwidth=pools.bandwidth,
-            latency=pools.latency,
-        ),
-        decode_kv_cap_tokens=pools.decode_kv_cap_tokens,
     )

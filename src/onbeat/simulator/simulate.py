@@ -37,7 +37,7 @@ def simulate(  # noqa: PLR0913 (three say who watches)
     ----------
     load : who asks for what, and when; every request generates exactly the output tokens that the load says.
     config : the replicas, and the router in front of them.
-    step_time : predicts each step of a replica; pools for prompts and decodes bring their own.
+    step_time : predicts each step of a replica; kinds of replicas bring their own.
     on_progress : hears (requests ended, requests offered, virtual seconds) at most ten times a second.
     observer : hears of each step and request.
     jobs : most processes to use; only replicas whose router ignores their state can be told apart.
@@ -85,5 +85,5 @@ def simulate(  # noqa: PLR0913 (three say who watches)
 def _is_separable(load: OfferedLoad, config: SimulationConfig, router: Router) -> bool:
     """Whether what happens on one replica has no effect on another."""
     is_open = load.arrivals is not None and config.max_concurrency is None
-    is_fixed = config.disaggregation is None and not (config.member_changes or config.has_fleet)
+    is_fixed = not (config.member_changes or config.has_fleet)
     return is_fixed and is_open and router.ignores_state and config.num_replicas > 1

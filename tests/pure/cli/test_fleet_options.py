@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from onbeat.cluster.config import FleetOptions, PoolSizes, parse_pools
+from onbeat.cluster.config import FleetOptions
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes, parse_pools
 
 
 def test_pools_are_all_replicas() -> None:

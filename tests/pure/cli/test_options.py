@@ -25,14 +25,14 @@ from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.config import SchedulerLimits
 from onbeat.server.config import ServerConfig
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings
+from onbeat.simulator.setup import ReplicaSettings
 from tests.pure.cli.test_args import sub_parser
 
 ROOT = Path(__file__).parents[3]
 DECLARED = {
     ("serve",): (EngineConfig, ServerConfig, SLODefaults, SLO),
-    ("simulate",): (ReplicaSettings, DisaggregationSettings, WorkloadOptions, SummaryOptions),
-    ("capacity",): (ReplicaSettings, DisaggregationSettings, WorkloadOptions),
+    ("simulate",): (ReplicaSettings, WorkloadOptions, SummaryOptions),
+    ("capacity",): (ReplicaSettings, WorkloadOptions),
     ("bench", "serve"): (BenchOptions, SummaryOptions),
     ("replay",): (ReplayOptions,),
 }
@@ -54,7 +54,7 @@ def actions(*command: str) -> dict[str, argparse.Action]:
     }
 
 
-READ_AT_ONCE = ("speculative_config", "fleet_changes")
+READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate")
 """Keys whose values are something else once they are read."""
 
 
@@ -68,6 +68,8 @@ def example(setting: Setting) -> Any:
         return {"method": "ngram"}
     if setting.name == "device":
         return "cpu"
+    if setting.name == "disaggregate":
+        return "prefill=1,decode=2"
     if setting.name == "fleet_changes":
         return ["30 kill 0", "90 scale 4"]
     if setting.name == "step_time" and setting.option.parse is not None:

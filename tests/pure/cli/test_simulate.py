@@ -16,7 +16,8 @@ from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.simulator.setup import POOL_POLICY, build_simulation
+from onbeat.scheduler.replica.policies import DEFAULT_POLICY
+from onbeat.simulator.setup import build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
 from tests.pure.perfmodel.test_step_table import write_measured
 
@@ -209,14 +210,9 @@ def test_an_automatic_budget_is_chosen_for_the_contexts_of_the_load(tmp_path: Pa
 
 
 def test_prefill_and_decode_pools(tmp_path: Path) -> None:
-    found = summary_of(tmp_path, "--prefill-replicas", "1", "--decode-replicas", "2")
+    found = summary_of(tmp_path, "--disaggregate", "prefill=1,decode=2")
     assert (found["completed"], found["num_gpus"]) == (12, 3)
-    assert found["policy"] == POOL_POLICY
-
-
-def test_pools_refuse_policies_that_plan_whole_requests(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simulate("--prefill-replicas", "1", "--decode-replicas", "1", "--policy", "slo") == 2
-    assert "use sarathi for prompts and for generation" in error_of(capsys)
+    assert found["policy"] == DEFAULT_POLICY
 
 
 def test_a_full_queue_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,12 +300,11 @@ BAD_FLAGS = [
     (["--slo-tbt-ms", "nan"], "expected milliseconds, such as 500, got 'nan'"),
     (["--slo-tbt-ms", "0.1"], "the tbt objective is 0.1 ms"),
     (["--slo-config", "interactiv"], "did you mean the built-in class interactive?"),
-    (["--prefill-replicas", "1"], "--prefill-replicas needs --decode-replicas"),
-    (["--decode-replicas", "1"], "--decode-replicas needs --prefill-replicas"),
-    (["--decode-kv-cap-tokens", "9"], "--decode-kv-cap-tokens needs --prefill-replicas"),
-    (["--kv-transfer-gbps", "9"], "--kv-transfer-gbps needs --prefill-replicas"),
-    (["--prefill-replicas", "1", "--decode-replicas", "1", "--replicas", "2"], "no --replicas beside"),
-    (["--prefill-replicas", "1", "--decode-replicas", "1", "--kv-transfer-gbps", "nan"], "is nan"),
+    (["--disaggregate", "1"], "give the replicas of both pools"),
+    (["--disaggregate", "prefill=1,decode=1", "--replicas", "3"], "leave --replicas out"),
+    (["--disaggregate", "prefill=1,decode=1", "--kv-transfer-gbps", "nan"], "is nan"),
+    (["--pool-rule", "distserve"], "is for --disaggregate"),
+    (["--kv-transfer-latency-ms", "1"], "of a link that no KV goes over"),
     (["--step-time", "fitted"], "needs a profile: --profile FILE"),
     (["--profile", "nowhere.json"], "the roofline takes no profile"),
     (["--step-time", "fitted", "--profile", "nowhere.json"], "cannot read the profile nowhere.json"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
@@ -108,8 +107,9 @@ def test_phases_are_searched_by_their_own_objective() -> None:
 def test_pools_are_built_with_their_own_degrees() -> None:
     one, two, _ = units()
     built = PooledCase(prefill=(one, 2), decode=(two, 1)).build()
-    pools = built.config.disaggregation
-    assert pools is not None
-    assert (pools.prefill.num_replicas, pools.decode.num_replicas, built.num_devices) == (2, 1, 4)
-    assert pools.decode.scheduler.num_blocks > pools.prefill.scheduler.num_blocks
-    assert np.isfinite(pools.transfer.seconds(1000))
+    config = built.config
+    assert (config.num_prefill, config.num_replicas, built.num_devices) == (2, 3, 4)
+    prefill, same, decode = config.kinds
+    assert same is prefill
+    assert decode.scheduler.num_blocks > prefill.scheduler.num_blocks
+    assert config.kv_link is not None

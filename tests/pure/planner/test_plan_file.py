@@ -11,7 +11,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.plan_file import digest_of, read_promise, write_plan
 from onbeat.planner.plan_store import PlanStore, fingerprint
-from onbeat.simulator.config import KVTransfer
+from onbeat.simulator.config import KVLink
 
 
 def write(path: Path, **load: object) -> Path:
@@ -69,7 +69,7 @@ def test_what_is_no_plan_is_refused(tmp_path: Path, text: str) -> None:
 
 def test_results_are_kept_by_what_they_are_of(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    task, other = (KVTransfer(bytes_per_token=size, bandwidth=1e9) for size in (1.0, 2.0))
+    task, other = (KVLink(bytes_per_token=size, bandwidth=1e9) for size in (1.0, 2.0))
     run = FleetRun(is_met=True, reason="good", attainment=0.95, busy={"l4": 0.5})
     PlanStore(path).keep(task, run.as_dict())
     again = PlanStore(path)

@@ -31,6 +31,7 @@ from onbeat.scheduler.cluster.events import (
     Withdraw,
 )
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from tests.pure.scheduler.carried_engine import Engine
@@ -349,18 +350,23 @@ CHANCES: tuple[tuple[Callable[[Carrier, Random], None], int], ...] = (
 """What may happen, and how often of so many."""
 
 
-def new_carrier(router: str, num_prefill: int = 0) -> Carrier:
+NO_POOLS: tuple[int, PoolRule] = (0, "adaptive")
+
+
+def new_carrier(router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive") -> Carrier:
     """Return somebody with a fleet of three that has not started."""
-    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill)
+    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule)
     carrier = Carrier(Fleet(make_router(router, 0), config))
     carrier.tell(ScaleAsked(3))
     return carrier
 
 
-def run(router: str, *, num_events: int, seed: int, check_every: int = 1, num_prefill: int = 0) -> Carrier:
+def run(
+    router: str, *, num_events: int, seed: int, check_every: int = 1, pools: tuple[int, PoolRule] = NO_POOLS
+) -> Carrier:
     """Let so much happen at random, then everything end."""
     rng = Random(seed)
-    carrier = new_carrier(router, num_prefill)
+    carrier = new_carrier(router, *pools)
     kinds, chances = zip(*CHANCES, strict=True)
     next_check = 0
     while carrier.num_events < num_events:

@@ -8,7 +8,7 @@ import pytest
 
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import Answered, MoveStep
-from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, STILL_SECONDS, Moves, Outcome
+from onbeat.scheduler.cluster.moves import ANSWER_SECONDS, STILL_SECONDS, Move, Moves, Outcome
 
 RESERVE, HOLD, PULL, FREEZE, ADOPT = (
     MoveVerb.RESERVE,
@@ -28,12 +28,24 @@ TAKE, REATTACH, UNHOLD, RELEASE = (
 class OneMove:
     """A move of `q` from `s` to `d`."""
 
-    def __init__(self, num_blocks: int = 30) -> None:
+    def __init__(self, num_blocks: int = 30, *, is_patient: bool = False) -> None:
         self.steps: list[MoveStep] = []
         self.outcomes: list[Outcome] = []
         self.now = 0.0
-        self.moves = Moves(self.take, lambda _, outcome: self.outcomes.append(outcome))
-        self.moves.begin("q", "s", "d", num_blocks=num_blocks, why="test", now=0.0)
+        self.waiting: list[Move] = []
+        self.moves = Moves(
+            self.take, lambda _, outcome: self.outcomes.append(outcome), on_no_room=self.waiting.append
+        )
+        self.moves.begin(
+            "q",
+            "s",
+            "d",
+            num_blocks=num_blocks,
+            why="test",
+            now=0.0,
+            is_stopped=is_patient,
+            is_patient=is_patient,
+        )
 
     def take(self, action: object) -> None:
         assert isinstance(action, MoveStep)
@@ -180,3 +192,36 @@ def test_a_late_answer_changes_nothing() -> None:
     move.asked()
     move.moves.on_answer(Answered("d", late.move, RESERVE, ok=True), 1.0)
     assert move.asked() == [("s", UNHOLD)]
+
+
+def test_a_patient_request_stands_still_until_somebody_has_room() -> None:
+    move = OneMove(is_patient=True)
+    assert move.asked() == [("d", RESERVE)]
+    move.answer(ok=False)
+    (waiting,) = move.waiting
+    assert (move.outcomes, move.moves.next_time) == ([], inf)
+    assert move.moves.num_to("d") == 0
+    move.now = 100.0
+    move.moves.try_again(waiting, "e", num_blocks=30, now=100.0)
+    for num_blocks in (0, 30, 0, 0):
+        move.answer(num_blocks=num_blocks)
+    assert move.asked() == [
+        *(("e", RESERVE), ("s", FREEZE), ("e", PULL), ("e", ADOPT), ("e", TAKE)),
+    ]
+    assert move.outcomes == [Outcome.MOVED]
+
+
+def test_a_patient_request_goes_on_where_it_is_if_nobody_ever_will() -> None:
+    move = OneMove(is_patient=True)
+    move.answer(ok=False)
+    move.moves.stay(move.waiting[0])
+    assert move.asked() == [("s", REATTACH)]
+    assert move.outcomes == [Outcome.NO_ROOM]
+
+
+def test_a_patient_request_that_ends_leaves_nothing() -> None:
+    move = OneMove(is_patient=True)
+    move.answer(ok=False)
+    move.moves.drop("q")
+    assert move.asked() == [("s", UNHOLD)]
+    assert (move.outcomes, move.moves.of("q")) == ([Outcome.CANCELLED], None)

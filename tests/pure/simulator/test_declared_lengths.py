@@ -13,9 +13,10 @@ from onbeat.cli import simulate as simulate_command
 from onbeat.cli.args import Parser
 from onbeat.cli.simulate_options import replica_settings
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
+from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, make_load, random_load
@@ -112,7 +113,6 @@ def settings_with(**changes) -> ReplicaSettings:
 
 
 def test_two_pools_hand_over_requests_that_stop_early():
-    pools = {"prefill_replicas": 1, "decode_replicas": 1, "bandwidth": 1e11}
     load = make_load([100] * 3, [1, 2, 30], [0.0, 0.5, 1.0])
     records = []
     for declared in (None, 500):
@@ -121,7 +121,9 @@ def test_two_pools_hand_over_requests_that_stop_early():
                 max_model_len=1024,
                 declared_max_tokens=declared,
                 policy="sarathi",
-                disaggregation=DisaggregationSettings(**pools),
+                disaggregate=PoolSizes(prefill=1, decode=1),
+                pool_rule="distserve",
+                kv_bandwidth=1e11,
             )
         )
         records.append(simulate(load, simulation.config, simulation.step_time).records)

@@ -11,8 +11,6 @@ from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.simulator.config import MemberChange
 from onbeat.simulator.simulate import simulate
 from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load
-from tests.pure.simulator.test_disaggregation import make_config as make_pools
-from tests.pure.simulator.test_disaggregation import run as run_pools
 
 SECOND = ShapeTime(lambda shape: 1.0)
 
@@ -36,14 +34,6 @@ def test_a_change_comes_before_the_requests_of_its_instant():
     config = make_config(num_replicas=2, member_changes=(MemberChange(1.0, 0, joins=False),))
     records = simulate(make_load([8] * 3, [1] * 3, [0.0, 1.0, 1.0]), config, SECOND).records
     assert [record.replica for record in records] == ["0", "1", "1"]
-
-
-def test_members_of_pools_change():
-    changes = (MemberChange(1.0, 0, joins=False), MemberChange(1.0, 3, joins=True))
-    config = make_pools(num_prefill=2, num_decode=2, member_changes=changes)
-    records = run_pools(make_load([100] * 4, [9] * 4, [0.0, 0.1, 1.5, 1.6]), config).records
-    assert [record.replica for record in records] == ["0+2", "1+3", "1+2", "1+3"]
-    assert all(record.num_output_tokens == 9 for record in records)
 
 
 def test_members_that_never_change_make_no_difference():

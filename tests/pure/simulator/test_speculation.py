@@ -8,14 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.scheduler.config import DraftLength, SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.catch_up import AskedRow, CatchUp
-from onbeat.simulator.config import DisaggregationConfig, KVTransfer, PoolConfig
-from onbeat.simulator.setup import DisaggregationSettings, ReplicaSettings, build_simulation
+from onbeat.simulator.config import KVLink, ReplicaKind
+from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.slo_classes import SLOClass
@@ -190,12 +191,16 @@ def test_pools_draft_where_they_generate() -> None:
     load = random_load(40, rate=60, seed=6)
     limits = make_config().scheduler
     speculating_limits = make_config(scheduler={"speculation": drafting(3)}).scheduler
-    pools = DisaggregationConfig(
-        prefill=PoolConfig(num_replicas=1, scheduler=limits, step_time=linear_time()),
-        decode=PoolConfig(num_replicas=1, scheduler=speculating_limits, step_time=linear_time()),
-        transfer=KVTransfer(bytes_per_token=1e3, bandwidth=1e9, latency=1e-4),
+    config = make_config(
+        num_replicas=2,
+        num_prefill=1,
+        pool_rule="distserve",
+        kinds=tuple(
+            ReplicaKind(scheduler=each, step_time=linear_time()) for each in (limits, speculating_limits)
+        ),
+        kv_link=KVLink(bytes_per_token=1e3, bandwidth=1e9, latency=1e-4),
+        acceptance=Acceptance(rate=1.0),
     )
-    config = make_config(disaggregation=pools, acceptance=Acceptance(rate=1.0))
     result = simulate(load, config, linear_time())
     for record in result.records:
         assert sum(record.delivery_sizes) == record.num_output_tokens == record.offered_output_tokens
@@ -269,13 +274,12 @@ def test_a_draft_model_takes_time_and_memory() -> None:
 
 
 def test_a_pool_for_prompts_drafts_nothing() -> None:
-    pools = DisaggregationSettings(prefill_replicas=1, decode_replicas=1, bandwidth=1e9)
+    pools = PoolSizes(prefill=1, decode=1)
     drafts = SpeculationSettings(num_speculative_tokens=4)
-    simulation = build_simulation(settings_of(policy="sarathi", disaggregation=pools, speculation=drafts))
-    config = simulation.config.disaggregation
-    assert config is not None
-    assert config.prefill.scheduler.speculation is None
-    assert config.decode.scheduler.speculation is not None
+    simulation = build_simulation(settings_of(policy="sarathi", disaggregate=pools, speculation=drafts))
+    prefill, decode = simulation.config.kinds
+    assert prefill.scheduler.speculation is None
+    assert decode.scheduler.speculation is not None
 
 
 @pytest.mark.parametrize(

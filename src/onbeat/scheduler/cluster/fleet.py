@@ -45,7 +45,7 @@ from onbeat.scheduler.cluster.membership import (
     least,
 )
 from onbeat.scheduler.cluster.migration import Migration
-from onbeat.scheduler.cluster.pools import Pools
+from onbeat.scheduler.cluster.pools import PoolRule, Pools
 from onbeat.scheduler.cluster.routing import Choice, Router
 
 MOST_LIVES = 3
@@ -70,6 +70,8 @@ class FleetConfig:
     """Most new requests that wait for a replica to start; further ones are refused."""
     num_prefill: int = 0
     """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
+    pool_rule: PoolRule = "adaptive"
+    """See `POOL_RULES`."""
 
 
 class Fleet:
@@ -101,7 +103,7 @@ class Fleet:
         self._actions: list[FleetAction] = []
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
-        self._pools = Pools(self._members, router, self._config.num_prefill)
+        self._pools = Pools(self._members, router, self._config.num_prefill, self._config.pool_rule)
         self._migration = Migration(
             self._members,
             self._open,

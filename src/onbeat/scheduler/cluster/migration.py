@@ -62,11 +62,16 @@ class Migration:
         self._pools = pools
         self._act = act
         self._on_moved = on_moved
-        self._moves = Moves(act, self._on_end)
+        self._moves = Moves(act, self._on_end, self._on_no_room)
+        self._standing: dict[str, Move | None] = {}
+        """Requests that stand still until somebody has room, in the order in which they came to; their moves,
+        where one has been begun."""
         self._now = 0.0
         self._look_at = inf
         """When to look again at what could not be moved."""
         self._is_to_look = False
+        self._may_have_room = False
+        """Whether somebody may have room since that was asked for those who stand still."""
 
     @property
     def next_time(self) -> float:
@@ -75,7 +80,7 @@ class Migration:
 
     def look(self) -> None:
         """Let the next `advance` look at who should be elsewhere."""
-        self._is_to_look = True
+        self._is_to_look = self._may_have_room = True
 
     def stops_at(self, opened: OpenRequest, replica: Replica) -> bool:
         """Return whether a request is to stand still on a replica after its first token, to be moved then."""
@@ -96,10 +101,19 @@ class Migration:
 
     def _move_on(self, opened: OpenRequest, source: Replica, now: float) -> None:
         """Begin to move a request that stands still, or let it go on where it is until there is room."""
-        destination = self._destination(opened, source, most_coming=MOST_STOPPED)
-        if destination is not None and self._has_many_left(opened):
-            self._begin(opened, source, destination, "prefill", now, is_stopped=True)
-            return
+        if self._has_many_left(opened):
+            if self._pools.waits_for_room:
+                self._standing[opened.request.request_id] = None
+                self._may_have_room = True
+                return
+            destination = self._destination(opened, source, most_coming=MOST_STOPPED)
+            if destination is not None:
+                self._begin(opened, source, destination, "prefill", now, is_stopped=True)
+                return
+        self._put_back(opened, source, now)
+
+    def _put_back(self, opened: OpenRequest, source: Replica, now: float) -> None:
+        """Let a request go on that stands still."""
         self._act(MoveStep(source.replica_id, "", opened.request.request_id, MoveVerb.REATTACH))
         opened.no_move_before = now + _RETRY_SECONDS
         self._is_to_look = True
@@ -108,6 +122,7 @@ class Migration:
         """Look at how a replica stands, and move a request away if that mends what is about to go wrong."""
         load, limits = replica.load, replica.limits
         assert load is not None
+        self._may_have_room = True
         if limits is None or not limits.moves_streams or now < replica.no_mending_before:
             return
         if (why := trouble(load, limits)) and not self._moves.num_from(replica.replica_id):
@@ -120,10 +135,12 @@ class Migration:
 
     def on_end(self, request_id: str) -> None:
         """Hear that a request has left its replica otherwise: by its end, or because it was taken back."""
+        self._standing.pop(request_id, None)
         self._moves.drop(request_id)
 
     def on_leave(self, replica: Replica) -> None:
         """Hear that a replica takes nothing new."""
+        self._may_have_room = True  # or nobody ever will
         self._moves.on_leave(replica.replica_id)
 
     def on_lost(self, replica: Replica) -> None:
@@ -135,12 +152,36 @@ class Migration:
         self._now = now
         if self._moves.next_time <= now:
             self._moves.on_tick(now)
+        if self._standing and (self._may_have_room or self._look_at <= now):
+            self._may_have_room = False
+            self._let_go_on(now)
         if not self._is_to_look and now < self._look_at:
             return
         self._is_to_look, self._look_at = False, inf
         for source in self._members.having(ReplicaState.READY, ReplicaState.DRAINING):
             if source.open and _moves_streams(source):
                 self._relieve(source, now)
+
+    def _let_go_on(self, now: float) -> None:
+        """Move those that stand still, the first first, until there is no room for one."""
+        for request_id, move in list(self._standing.items()):
+            opened = self._open[request_id]
+            assert opened.replica is not None
+            source = self._members.replicas[opened.replica]
+            destination = self._destination(opened, source, most_coming=MOST_STOPPED)
+            if destination is None and any(_could_take(opened, each) for each in self._candidates(source)):
+                return
+            del self._standing[request_id]
+            if destination is None and move is None:
+                self._put_back(opened, source, now)
+            elif destination is None:
+                assert move is not None
+                self._moves.stay(move)
+            elif move is None:
+                self._begin(opened, source, destination, "prefill", now, is_stopped=True)
+            else:
+                num_blocks = _num_blocks(opened, destination)
+                self._moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)
 
     def _relieve(self, source: Replica, now: float) -> None:
         """Begin to move what should not be on a replica, those that are due first."""
@@ -215,6 +256,7 @@ class Migration:
             why=why,
             now=now,
             is_stopped=is_stopped,
+            is_patient=is_stopped and self._pools.waits_for_room,
         )
 
     def _may_move(self, opened: OpenRequest) -> bool:
@@ -224,11 +266,13 @@ class Migration:
             opened.has_started
             and self._has_many_left(opened)
             and may_succeed
+            and request.request_id not in self._standing
             and not self._moves.is_under_way(request.request_id)
         )
 
     def _has_many_left(self, opened: OpenRequest) -> bool:
-        return opened.request.max_tokens - opened.num_output_tokens > FEW_TOKENS
+        least = 0 if self._pools.waits_for_room else FEW_TOKENS
+        return opened.request.max_tokens - opened.num_output_tokens > least
 
     def _destination(
         self, opened: OpenRequest, source: Replica, *, most_coming: int = MOST_AT_ONCE
@@ -250,10 +294,10 @@ class Migration:
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
     def _has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: int = MOST_AT_ONCE) -> bool:
-        limits, request = replica.limits, opened.request
+        limits = replica.limits
         assert limits is not None, "it is ready"
         return (
-            request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
+            _could_take(opened, replica)
             and self._moves.num_to(replica.replica_id) < most_coming
             and self._num_running(replica) < limits.max_num_seqs
             and self._num_free(replica) >= _num_blocks(opened, replica) + GROWTH_BLOCKS
@@ -278,8 +322,13 @@ class Migration:
             return limits.num_blocks - num_coming
         return load.num_free_blocks - load.num_wanted_blocks - num_coming
 
+    def _on_no_room(self, move: Move) -> None:
+        """Let a request stand still before all others that do: it was the first of them."""
+        self._standing = {move.request_id: move, **self._standing}
+        self._look_at = min(self._look_at, self._now + _RETRY_SECONDS)
+
     def _on_end(self, move: Move, outcome: Outcome) -> None:
-        self._is_to_look = True
+        self.look()
         opened = self._open.get(move.request_id)
         if opened is None:
             return
@@ -293,6 +342,14 @@ class Migration:
 
 def _moves_streams(replica: Replica) -> bool:
     return replica.limits is not None and replica.limits.moves_streams
+
+
+def _could_take(opened: OpenRequest, replica: Replica) -> bool:
+    """Return whether a replica with nothing to do would take a request."""
+    limits, request = replica.limits, opened.request
+    assert limits is not None, "it is ready"
+    is_short = request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
+    return is_short and limits.num_blocks >= _num_blocks(opened, replica) + GROWTH_BLOCKS
 
 
 def _arrival(opened: OpenRequest) -> float:

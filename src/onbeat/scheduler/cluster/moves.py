@@ -62,6 +62,8 @@ class Move:
     num_rounds: int = 0
     is_stopped: bool = False
     """It has stood still since its first token, before anybody asked."""
+    is_patient: bool = False
+    """It stands still until somebody has room, instead of going on at its source."""
     is_frozen: bool = False
     is_cancelled: bool = False
     """It waits for the answer to the freeze alone, to put the request back."""
@@ -75,11 +77,18 @@ class Moves:
     act : takes what is to be done.
     on_end : is called once for each move, when the request is at its destination, or stays at its source, or
         has ended. It may begin others.
+    on_no_room : is called with a patient move whose destination has no room after all; `try_again` goes on.
     """
 
-    def __init__(self, act: Callable[[FleetAction], None], on_end: Callable[[Move, Outcome], None]) -> None:
+    def __init__(
+        self,
+        act: Callable[[FleetAction], None],
+        on_end: Callable[[Move, Outcome], None],
+        on_no_room: Callable[[Move], None],
+    ) -> None:
         self._act = act
         self._on_end = on_end
+        self._on_no_room = on_no_room
         self._by_id: dict[str, Move] = {}
         self._by_request: dict[str, Move] = {}
         """Those that may still succeed."""
@@ -121,12 +130,14 @@ class Moves:
         why: str,
         now: float,
         is_stopped: bool = False,
+        is_patient: bool = False,
     ) -> None:
         """Begin to move a request that runs.
 
         Parameters
         ----------
         num_blocks : that it has, about.
+        is_patient : it stands still until somebody has room.
         is_stopped : it stands still at its source.
         """
         assert request_id not in self._by_request, f"{request_id} moves already"
@@ -140,9 +151,19 @@ class Moves:
             why,
             num_blocks + GROWTH_BLOCKS,
             is_stopped=is_stopped,
+            is_patient=is_patient,
         )
         self._by_id[move_id] = self._by_request[request_id] = move
         self._ask(move, MoveVerb.RESERVE, now)
+
+    def try_again(self, move: Move, destination: ReplicaId, *, num_blocks: int, now: float) -> None:
+        """Ask another destination for room, or the same one later."""
+        move.destination, move.num_reserved = destination, num_blocks + GROWTH_BLOCKS
+        self._ask(move, MoveVerb.RESERVE, now)
+
+    def stay(self, move: Move) -> None:
+        """Let a request go on at its source that stands still until somebody has room: nobody ever will."""
+        self._stay(move, Outcome.NO_ROOM)
 
     def on_answer(self, event: Answered, now: float) -> None:
         """Hear what came of a step; an answer that nobody waits for is ignored."""
@@ -203,7 +224,8 @@ class Moves:
                 self._end(move, Outcome.MOVED)
             case MoveVerb.FREEZE:
                 move.is_frozen = True
-                move.until = min(move.until, now + STILL_SECONDS)
+                if not move.is_patient:
+                    move.until = min(move.until, now + STILL_SECONDS)
                 self._on_held(move, num_blocks, num_blocks, now)
             case _:
                 self._on_held(move, num_blocks, num_blocks + 1, now)
@@ -220,6 +242,9 @@ class Moves:
     def _on_refusal(self, move: Move) -> None:
         """Let a request stay whose move has met with a refusal."""
         match move.waits_for:
+            case MoveVerb.RESERVE if move.is_patient and not move.num_held:
+                move.destination, move.num_reserved, move.until = "", 0, inf
+                self._on_no_room(move)
             case MoveVerb.RESERVE:
                 self._stay(move, Outcome.NO_ROOM)
             case MoveVerb.HOLD | MoveVerb.FREEZE:  # it has ended there, or waits
@@ -240,7 +265,9 @@ class Moves:
 
     def _ask(self, move: Move, verb: MoveVerb, now: float) -> None:
         move.waits_for = verb
-        if move.is_stopped:
+        if move.is_patient:
+            move.until = now + ANSWER_SECONDS
+        elif move.is_stopped:
             move.until = min(move.until, now + STILL_SECONDS)
         elif verb is MoveVerb.FREEZE:
             move.until = inf  # a step may take its time, and the request runs on
@@ -252,14 +279,15 @@ class Moves:
     def _give_up(self, move: Move) -> None:
         """Let a move be over whose request is not at its source any more, or does not run there."""
         self._forget(move)
-        if not move.is_cancelled:
+        if not move.is_cancelled and move.destination:
             self._tell(move, MoveVerb.RELEASE, move.destination)
         self._tell(move, MoveVerb.UNHOLD, move.source)
         self._end(move, Outcome.CANCELLED)
 
     def _stay(self, move: Move, outcome: Outcome) -> None:
         """Let a request go on at its source."""
-        self._tell(move, MoveVerb.RELEASE, move.destination)
+        if move.destination:
+            self._tell(move, MoveVerb.RELEASE, move.destination)
         if move.waits_for is MoveVerb.FREEZE:
             move.is_cancelled = True
         else:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from math import inf
+from typing import Literal, get_args
 
 from onbeat.core.fleet import ReplicaId, ReplicaLoad, replica_number
 from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica, ReplicaState
 from onbeat.scheduler.cluster.routing import Router
+
+PoolRule = Literal["adaptive", "distserve"]
+POOL_RULES: tuple[PoolRule, ...] = get_args(PoolRule)
+"""`adaptive`: a prompt that disturbs nobody is computed where it will generate, and a stream that nobody has
+room for goes on where its prompt was computed. `distserve` (Zhong et al., OSDI 2024, section 4.3): every
+prompt is computed on a prefill replica, where its KV waits until a decode replica has room, so that bursts
+hold up prompts and not streams."""
 
 _FEW_TOKENS = 64
 """Of a prompt that stays where it will decode, where no replica predicts what it costs."""
@@ -21,12 +29,19 @@ class Pools:
     Parameters
     ----------
     num_prefill : replicas `r0`, `r1`, ... of this number compute prompts for the others; 0 leaves all alike.
+    rule : one of `POOL_RULES`.
     """
 
-    def __init__(self, members: Membership, router: Router, num_prefill: int) -> None:
+    def __init__(self, members: Membership, router: Router, num_prefill: int, rule: PoolRule) -> None:
         self._members = members
         self._router = router
         self._num_prefill = num_prefill
+        self._is_strict = rule == "distserve"
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether a stream that nobody has room for stands still until somebody has."""
+        return self._is_strict
 
     def is_prefill(self, replica: ReplicaId) -> bool:
         """Whether a replica computes prompts for others."""
@@ -52,7 +67,7 @@ class Pools:
         decode = [each for each in ready if not self.is_prefill(each.replica_id)]
         if not (prefill and decode):
             return excluded
-        staying = self._where_it_stays(opened, decode)
+        staying = [] if self._is_strict else self._where_it_stays(opened, decode)
         chosen = staying or prefill
         return {*excluded, *(each.number for each in ready if each not in chosen)}
 

@@ -1,0 +1,344 @@
+"""Carries out the steps of moves between virtual replicas, with the verbs of their schedulers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
+
+from onbeat.core.errors import RequestRejected
+from onbeat.core.fleet import replica_id, replica_number
+from onbeat.core.handover import Detached, MoveVerb
+from onbeat.scheduler.cluster.events import Answered, MoveStep
+from onbeat.simulator.client import OfferedRequest
+from onbeat.simulator.config import KVLink
+from onbeat.simulator.links import Links
+from onbeat.simulator.replica import VirtualReplica
+
+Answer = Callable[[Answered, float, float], None]
+"""Takes an answer, the time, and in how many seconds it is heard of."""
+
+
+@dataclass(slots=True)
+class _VirtualMove:
+    offered: OfferedRequest
+    source: int
+    destination: int
+    why: str
+    num_lent: int = 0
+    """Blocks that the source lends."""
+    detached: Detached | None = None
+    is_pulling: bool = False
+    is_adopted: bool = False
+    is_released: bool = False
+    """Whether the destination has been told to forget it."""
+
+
+class _Frozen(NamedTuple):
+    """Who is to be told of a request that leaves its batch, and of which replica."""
+
+    move: str
+    number: int
+
+
+class VirtualMoves:
+    """The moves under way between virtual replicas.
+
+    Steps are taken as an engine takes them: while its step runs. What is asked for at an instant is done once
+    the steps that end then have ended. What is lent is not written to any more, so a copy and steps of
+    the same replica may run at once; the memory bandwidth that the copy takes from them is charged to the
+    next step of both replicas.
+
+    Parameters
+    ----------
+    replicas : those that live, by number.
+    link : what lies between them.
+    block_size : tokens of a KV block.
+    message_seconds : until an answer is heard of.
+    memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
+    answer : takes answers.
+    call : takes the number of a replica that has something new to plan with.
+    """
+
+    def __init__(  # noqa: PLR0913 (three say whom to tell and ask)
+        self,
+        replicas: Mapping[int, VirtualReplica],
+        link: KVLink,
+        *,
+        block_size: int,
+        message_seconds: float,
+        memory_bandwidth: Callable[[int], float],
+        answer: Answer,
+        call: Callable[[int], None],
+    ) -> None:
+        self._replicas = replicas
+        self._link = link
+        self._block_size = block_size
+        self._message_seconds = message_seconds
+        self._memory_bandwidth = memory_bandwidth
+        self._answer = answer
+        self._call = call
+        self.links = Links(link.bandwidth)
+        self._moves: dict[str, _VirtualMove] = {}
+        self._asked: deque[MoveStep] = deque()
+        self._copies: dict[tuple[str, int], _VirtualMove] = {}
+        """(move, blocks copied before): copies under way, those into room that was given up included."""
+        self._freezes: dict[str, _Frozen] = {}
+        """Requests that were asked to leave their batch for a move, and have not."""
+        self._stopping: set[str] = set()
+        """Requests that are to stand still after their first token."""
+        self._stopped: dict[str, Detached | None] = {}
+        """Those that do; None where one had ended or waits."""
+        self.num_bytes = 0.0
+        """Asked of the links so far."""
+        self.num_moved = 0
+
+    # --- what the fleet asks for ----------------------------------------------------------------------
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether something has been asked for that has not been done."""
+        return bool(self._asked)
+
+    def ask(self, step: MoveStep, offered: OfferedRequest | None) -> None:
+        """Take a step that is to be done as soon as no step of a replica is left to end at this instant.
+
+        Parameters
+        ----------
+        offered : the request; None where it has ended.
+        """
+        if step.verb is MoveVerb.RESERVE:
+            number = replica_number(step.replica)
+            move = self._moves.get(step.move)
+            if move is None:
+                assert offered is not None
+                self._moves[step.move] = _VirtualMove(offered, offered.place, number, step.why)
+            else:
+                move.destination = number
+        elif step.verb is MoveVerb.TAKE:
+            assert offered is not None
+            offered.place = replica_number(step.replica)
+        self._asked.append(step)
+
+    def do_next(self, now: float) -> int | None:
+        """Do what was asked for first; return the replica that has more room by that, if one has."""
+        step = self._asked.popleft()
+        move = self._moves.get(step.move)
+        self._do(step, now)
+        if step.verb is MoveVerb.RELEASE:
+            return replica_number(step.replica)
+        return move.source if move is not None and step.verb is MoveVerb.TAKE else None
+
+    def why(self, move_id: str) -> str:
+        """Return what a move that has not ended is for."""
+        return self._moves[move_id].why
+
+    def leave(self, number: int, now: float) -> None:
+        """Let a replica stop, which has nothing left: what it was asked to let go of, it lets go of now."""
+        kept: deque[MoveStep] = deque()
+        while self._asked:
+            step = self._asked.popleft()
+            move = self._moves.get(step.move)
+            at = replica_number(step.replica)
+            if step.verb is MoveVerb.TAKE and move is not None:
+                at = move.source
+            if at == number and step.verb in (MoveVerb.TAKE, MoveVerb.UNHOLD, MoveVerb.RELEASE):
+                self._do(step, now)
+            else:
+                kept.append(step)
+        self._asked = kept
+        for key, move in list(self._copies.items()):
+            if number in (move.source, move.destination):
+                assert move.is_released, "it has something left"
+                self.links.drop(key, now)
+                self._end_copy(key, move, now)
+
+    def lose(self, number: int, now: float) -> None:
+        """Let a replica be gone, with all that it has."""
+        for key, move in list(self._copies.items()):
+            if number in (move.source, move.destination):
+                self.links.drop(key, now)
+                del self._copies[key]
+                move.is_pulling = False
+                if move.is_released and move.destination != number:
+                    self._release_room(key[0], move, now)
+        for request_id, frozen in list(self._freezes.items()):
+            if frozen.number == number:
+                del self._freezes[request_id]
+
+    def stop_after_first(self, request_id: str) -> None:
+        """Let a request that is new stand still after its first token, until it is moved or put back."""
+        self._stopping.add(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Hear of a request that is taken from its replica, or is gone with it."""
+        self._stopping.discard(request_id)
+        self._stopped.pop(request_id, None)
+
+    # --- what happens ---------------------------------------------------------------------------------
+
+    def on_first_token(self, number: int, request_id: str, now: float, *, is_finished: bool) -> None:
+        """Hear that a request has had its first token from a replica, between two steps."""
+        if request_id not in self._stopping:
+            return
+        self._stopping.discard(request_id)
+        if not is_finished:
+            self._replicas[number].scheduler.handover.detach(request_id)
+            self.on_step_end(number, now)
+
+    def on_step_end(self, number: int, now: float) -> None:
+        """Take note of the requests that have left the batch of a replica."""
+        for answer in self._replicas[number].scheduler.handover.take_detached():
+            frozen = self._freezes.pop(answer.request_id, None)
+            if frozen is None:
+                self._stopped[answer.request_id] = answer.detached
+            else:
+                self._depart(frozen, answer.detached, now)
+
+    def end_copies(self, now: float) -> None:
+        """End the copies whose last byte has gone."""
+        for key in self.links.end(now):
+            assert isinstance(key, tuple)
+            self._end_copy(key, self._copies[key], now)
+
+    def _end_copy(self, key: tuple[str, int], move: _VirtualMove, now: float) -> None:
+        del self._copies[key]
+        move.is_pulling = False
+        if move.is_released:
+            self._release_room(key[0], move, now)
+        else:
+            self._tell(key[0], move.destination, MoveVerb.PULL, now, delay=self._link.latency)
+
+    # --- one step -------------------------------------------------------------------------------------
+
+    def _do(self, step: MoveStep, now: float) -> None:
+        number, verb = replica_number(step.replica), step.verb
+        move = self._moves.get(step.move)
+        if verb is MoveVerb.TAKE:
+            assert move is not None
+            self._take(step, move, now)
+        elif verb in (MoveVerb.REATTACH, MoveVerb.UNHOLD):
+            self._moves.pop(step.move, None)
+            self._go_on(number, step.request_id, now, is_back=verb is MoveVerb.REATTACH)
+        elif move is None or number not in self._replicas:
+            return
+        elif verb is MoveVerb.RELEASE:
+            self._release(step, move, now)
+        elif verb in (MoveVerb.HOLD, MoveVerb.FREEZE):
+            self._do_at_source(step, move, now)
+        elif not move.is_released:
+            self._do_at_destination(step, move, now)
+
+    def _do_at_source(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        replica, request_id = self._replicas[move.source], step.request_id
+        replica.settle(now)
+        if step.verb is MoveVerb.HOLD:
+            held = replica.scheduler.handover.hold(request_id, inf)
+            move.num_lent = 0 if held is None else len(held.block_ids)
+            self._tell(step.move, move.source, step.verb, now, ok=held is not None, num_blocks=move.num_lent)
+        elif request_id in self._stopped:
+            self._depart(_Frozen(step.move, move.source), self._stopped.pop(request_id), now)
+        else:
+            self._freezes[request_id] = _Frozen(step.move, move.source)
+            replica.scheduler.handover.detach(request_id)
+            self.on_step_end(move.source, now)
+        self._call(move.source)
+
+    def _do_at_destination(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        number = move.destination
+        replica = self._replicas[number]
+        replica.settle(now)
+        self._call(number)
+        handover = replica.scheduler.handover
+        match step.verb:
+            case MoveVerb.RESERVE:
+                has_room = handover.reserve(step.move, step.num_blocks * self._block_size, inf) is not None
+                self._tell(step.move, number, step.verb, now, ok=has_room)
+            case MoveVerb.PULL:
+                self._copy(step, move, now)
+            case _:
+                assert move.detached is not None
+                try:
+                    replica.adopt(step.move, move.offered, move.detached, now)
+                except RequestRejected:
+                    self._tell(step.move, number, step.verb, now, ok=False)
+                    return
+                move.is_adopted = True
+                # It may have a token before anybody could hear of this: the answer comes first.
+                self._answer(Answered(step.replica, step.move, step.verb, ok=True), now, 0.0)
+
+    def _copy(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        key = (step.move, step.num_blocks)
+        num_bytes = (move.num_lent - step.num_blocks) * self._block_size * self._link.bytes_per_token
+        move.is_pulling = True
+        self._copies[key] = move
+        self.num_bytes += num_bytes
+        self.links.begin(key, move.source, move.destination, num_bytes, now)
+        for number in (move.source, move.destination):
+            self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
+
+    def _take(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        del self._moves[step.move]
+        self.num_moved += 1
+        source = self._replicas.get(move.source)
+        if source is not None:
+            source.settle(now)
+            source.let_go(step.request_id)
+            source.scheduler.handover.release_hold(step.request_id)
+            self._call(move.source)
+
+    def _go_on(self, number: int, request_id: str, now: float, *, is_back: bool) -> None:
+        """Let a request go on where it is, and lend nothing of it any more."""
+        replica = self._replicas.get(number)
+        self._stopped.pop(request_id, None)
+        if replica is None:
+            return
+        replica.settle(now)
+        if is_back:
+            replica.scheduler.handover.reattach(request_id)
+        replica.scheduler.handover.release_hold(request_id)
+        self._call(number)
+
+    def _release(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        move.is_released = True
+        if move.is_adopted:
+            self._replicas[move.destination].withdraw(step.request_id, now)
+            record = move.offered.record
+            record.replica = (record.replica or "").rpartition("+")[0]
+            self._call(move.destination)
+        elif not move.is_pulling:
+            self._release_room(step.move, move, now)
+
+    def _release_room(self, move_id: str, move: _VirtualMove, now: float) -> None:
+        """Free what is kept for a move at its destination, where no copy writes any more."""
+        replica = self._replicas.get(move.destination)
+        if replica is not None:
+            replica.settle(now)
+            replica.scheduler.handover.release_reservation(move_id)
+            self._call(move.destination)
+
+    def _depart(self, frozen: _Frozen, detached: Detached | None, now: float) -> None:
+        move = self._moves.get(frozen.move)
+        if move is None:
+            assert detached is None, "nobody would let it go on"
+            return
+        move.detached = detached
+        move.num_lent = 0 if detached is None else len(detached.block_ids)
+        is_out = detached is not None
+        self._tell(frozen.move, frozen.number, MoveVerb.FREEZE, now, ok=is_out, num_blocks=move.num_lent)
+
+    def _tell(  # noqa: PLR0913 (all of them say what is answered)
+        self,
+        move_id: str,
+        number: int,
+        verb: MoveVerb,
+        now: float,
+        *,
+        ok: bool = True,
+        num_blocks: int = 0,
+        delay: float | None = None,
+    ) -> None:
+        answered = Answered(replica_id(number), move_id, verb, ok, num_blocks)
+        self._answer(answered, now, self._message_seconds + (delay or 0.0))
