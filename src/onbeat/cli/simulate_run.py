@@ -16,8 +16,9 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.timeline import Timeline, open_timeline
-from onbeat.recording.fleet import fleet_record
+from onbeat.recording.fleet import fleet_record, plain
 from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.fleet_loop import fleet_config
 from onbeat.simulator.observer import Progress as OnProgress
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import Simulation
@@ -70,8 +71,7 @@ def _about(config: SimulationConfig) -> dict[str, Any]:
     """Return what a record says of a fleet."""
     if config.disaggregation is not None:
         raise ConfigError("--record writes what a fleet decides; leave out --prefill-replicas or --record")
-    drain = {"drain_seconds": config.fleet_times.drain}
-    return {"router": config.router, "seed": config.seed, "fleet": drain}
+    return {"router": config.router, "seed": config.seed, "fleet": plain(fleet_config(config))}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.routers import require_router
+from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, parse_policy
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.acceptance import Acceptance
@@ -200,6 +201,20 @@ class FleetTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig:
+    """A fleet that changes its own size."""
+
+    bounds: ScaleBounds
+    policy: str = "objective"
+    """See `parse_policy`."""
+    down_seconds: float = DOWN_SECONDS
+    """A replica goes once the load has been low for so long."""
+
+    def __post_init__(self) -> None:
+        parse_policy(self.policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """Equal replicas behind a router, or a pool for prompts and one for decodes.
 
@@ -240,6 +255,8 @@ class SimulationConfig:
     """A replica whose first change is that it joins gets no requests before."""
     fleet_changes: tuple[FleetChange, ...] = ()
     fleet_times: FleetTimes = field(default_factory=FleetTimes)
+    autoscale: AutoscaleConfig | None = None
+    """None: there are `num_replicas`. Else the fleet begins with as many as it may have at least, but one."""
     kinds: tuple[ReplicaKind, ...] = ()
     """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
     the last. Empty: all are as `scheduler` says."""
@@ -278,7 +295,7 @@ class SimulationConfig:
     @property
     def has_fleet(self) -> bool:
         """Whether replicas are looked after as those of a live fleet are, or only chosen from."""
-        if self.fleet_changes or self.kinds:
+        if self.fleet_changes or self.kinds or self.autoscale is not None:
             return True
         is_fixed = self.disaggregation is None and not self.member_changes
         return is_fixed and self.num_replicas > 1 and self.router == "slo"
@@ -290,11 +307,29 @@ class SimulationConfig:
         if not self.has_fleet:
             return
         if self.disaggregation is not None:
-            raise ConfigError("fleet changes and kinds are simulated of one pool; leave the two pools out")
+            raise ConfigError(
+                "fleet changes, autoscaling and kinds are simulated of one pool; leave the two pools out"
+            )
         if self.member_changes:
-            raise ConfigError("give either member_changes, or fleet_changes and kinds")
-        if self.scheduler.speculation is not None and self.fleet_changes:
-            raise ConfigError("fleet changes are not simulated with drafts; leave one of them out")
+            raise ConfigError("give either member_changes, or fleet_changes, autoscaling and kinds")
+        if self.scheduler.speculation is not None and (self.fleet_changes or self.autoscale is not None):
+            raise ConfigError(
+                "replicas that come and go are not simulated with drafts; leave out the drafts, or fleet "
+                "changes and autoscaling"
+            )
+        if self.autoscale is not None:
+            self._check_autoscale(self.autoscale)
+
+    def _check_autoscale(self, autoscale: AutoscaleConfig) -> None:
+        if self.kinds:
+            raise ConfigError("replicas of several kinds are not scaled: which kind comes next is not decided")
+        needs_costs = parse_policy(autoscale.policy).needs_costs
+        if needs_costs and not make_policy(self.scheduler).needs_step_time:
+            raise ConfigError(
+                f"autoscaling to the objective goes by predicted step times, which policy "
+                f"{self.scheduler.policy!r} does not have in a simulation: give --policy slo, or "
+                "--autoscale-policy freeness"
+            )
 
     @property
     def _num_members(self) -> int:

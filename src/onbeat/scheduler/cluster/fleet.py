@@ -50,7 +50,7 @@ from onbeat.scheduler.cluster.membership import (
 from onbeat.scheduler.cluster.migration import Migration
 from onbeat.scheduler.cluster.pools import Pools
 from onbeat.scheduler.cluster.routing import Choice, Router
-from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, Scaling
+from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
@@ -313,7 +313,8 @@ class Fleet:
             self._waiting[opened.request.request_id] = opened
         elif members.is_one_coming and (may_wait or has_tokens):
             start = self._seconds_to_start(now)
-            if opened.request.rather_refused and not has_tokens and now + start > opened.request.ttft_deadline:
+            is_late = self._scaling is not None and now + start > opened.request.ttft_deadline
+            if is_late and opened.request.rather_refused and not has_tokens:
                 self._refuse(opened, "unattainable", now, start)
                 return
             opened.refused_by = ()
@@ -490,7 +491,8 @@ class Fleet:
     def _on_scaling(self, event: ScalingAsked, now: float) -> None:
         if self._scaling is None:
             raise ConfigError("this fleet does not scale itself; start it with --autoscale")
-        self._scaling.set_bounds(event.least, event.most, now)
+        bounds = ScaleBounds(event.least, event.most)
+        self._scaling.set_bounds(bounds.least, bounds.most, now)
         self._forgive()
 
     def _forgive(self) -> None:

@@ -18,12 +18,12 @@ _LEAST_SHARE = 0.2
 """To which late requests can bring the planned share down."""
 _LATE_SHARE = 0.01
 """Of the requests: if more are late, there are too few replicas."""
-_WINDOWS = (5, 15, LONGEST_WINDOW)
+_MINUTE = 60
+_WINDOWS = (5, 15, _MINUTE, LONGEST_WINDOW)
 """Seconds over which a load is looked at: what is plain is seen soon, what is not later."""
-_SETTLE_SECONDS = 10.0
-"""After a replica has come or gone, in which late requests say nothing: they have waited before."""
 _BACKLOG_SECONDS = 60.0
-"""Within which prompts that wait are to be worked off, beside what arrives."""
+"""Within which prompts that wait are to be worked off, beside what arrives. For so long after a replica has come
+or gone late requests say nothing: they may have waited for that."""
 _FORGET_SECONDS = 86400.0
 """In which a planned share that late requests have brought down comes back."""
 
@@ -83,10 +83,10 @@ class ObjectiveScaling(ScalingPolicy):
         """Return what the load needs."""
         self._forget(now)
         work, num = self._work, fleet.num_expected
-        minute = work.of_last(LONGEST_WINDOW, now)
+        minute = work.of_last(_MINUTE, now)
         self.share = work.share(minute, max(1, num))
         self.late_share = minute.num_missed / minute.num_requests if minute.num_requests else 0.0
-        needed = work.needed(minute.at_most, SPARE * self.planned_share, fleet.most)
+        needed = work.needed(minute, SPARE * self.planned_share, fleet.most)
         self._needs.add(max(needed, int(fleet.num_open > 0)), now)
         num_for_work = self._num_for_work(fleet, now)
         if num_for_work > num:
@@ -113,7 +113,7 @@ class ObjectiveScaling(ScalingPolicy):
     def _is_late(self, fleet: FleetLoad, now: float) -> bool:
         """Return whether requests are late; plan for less from then on."""
         for seconds in _WINDOWS:
-            if fleet.settled < seconds + _SETTLE_SECONDS:
+            if fleet.settled < seconds + _BACKLOG_SECONDS:
                 return False
             offered = self._work.of_last(seconds, now)
             if offered.surely_misses(_LATE_SHARE):
@@ -125,7 +125,7 @@ class ObjectiveScaling(ScalingPolicy):
 
     def _trust(self, minute: Offered, fleet: FleetLoad) -> None:
         """Plan for what was carried for a minute without a late request."""
-        is_clean = not minute.num_missed and fleet.settled >= LONGEST_WINDOW + _SETTLE_SECONDS
+        is_clean = not minute.num_missed and fleet.settled >= _MINUTE + _BACKLOG_SECONDS
         if is_clean and fleet.num_ready:
             share = self._work.share(minute, fleet.num_ready)
             self.planned_share = max(self.planned_share, min(PLANNED_SHARE, share))

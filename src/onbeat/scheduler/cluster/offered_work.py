@@ -10,9 +10,9 @@ from typing import NamedTuple
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits
 from onbeat.scheduler.cluster.routing import RoutingRequest
 
-LONGEST_WINDOW = 60
+LONGEST_WINDOW = 240
 """Seconds over which work is summed up at most."""
-_SURE = 2.0
+_SURE = 3.0
 """Standard deviations by which a sum of random requests has to pass a bound."""
 _MEAN_OF = 200
 """Requests over which the means of lengths and of prefix hits are taken."""
@@ -74,11 +74,6 @@ class Offered(NamedTuple):
     def surely(self) -> Offered:
         """The load that there is at least, but for chance."""
         return self.scaled(max(0.0, 1 - _SURE * self.error))
-
-    @property
-    def at_most(self) -> Offered:
-        """The load that there is at most, but for chance."""
-        return self.scaled(1 + _SURE * self.error)
 
     def surely_misses(self, share: float) -> bool:
         """Whether more than this share of the requests are not in time, whatever is chance in that."""

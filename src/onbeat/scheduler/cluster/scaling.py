@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import ConfigError
@@ -12,12 +13,56 @@ from onbeat.scheduler.cluster.membership import Membership, ReplicaState
 from onbeat.scheduler.cluster.objective_scaling import ObjectiveScaling
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy
 
-SCALING_POLICIES = ("objective", "freeness")
+POLICY_HELP = (
+    "what decides on the number of replicas; objective: the work that arrives, and what is late of it; "
+    "freeness: how much KV memory is free for each running request, as Llumnix does, by default 10 to 60 blocks "
+    "(freeness:10..60)"
+)
+"""Of the flag --autoscale-policy."""
 DOWN_SECONDS = 600.0
 """A replica goes once the load has been low for so long."""
 _LOOK_SECONDS = 1.0
 _COOL_DOWN = 0.1
 """Of the seconds for which the load has to be low: so long a replica stays after anything has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleBounds:
+    """How many replicas a fleet may have.
+
+    Raises
+    ------
+    ConfigError : there is no number between them, or only 0.
+    """
+
+    least: int
+    most: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.least <= self.most or not self.most:
+            raise ConfigError(
+                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and the "
+                "most, 0..4 for instance"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.least}..{self.most}"
+
+
+def parse_bounds(text: str) -> ScaleBounds:
+    """Return the bounds that a text such as `1..4` names.
+
+    Raises
+    ------
+    ConfigError : it names none.
+    """
+    least, dots, most = text.replace(" ", "").partition("..")
+    if not (dots and least.isdecimal() and most.isdecimal()):
+        raise ConfigError(
+            f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4, or 0..4 for none while "
+            "nobody asks"
+        )
+    return ScaleBounds(int(least), int(most))
 
 
 class Scaling:
@@ -28,7 +73,7 @@ class Scaling:
 
     Parameters
     ----------
-    policy : a name of `SCALING_POLICIES`, see `parse_policy`.
+    policy : see `parse_policy`.
     down_seconds : for which the load has to be low before a replica goes.
     """
 
@@ -46,17 +91,7 @@ class Scaling:
         """When it wants to look, seconds; infinite while it has no bounds."""
 
     def set_bounds(self, least: int, most: int, now: float) -> None:
-        """Scale between these from now on.
-
-        Raises
-        ------
-        ConfigError : there is no number between them.
-        """
-        if not 0 <= least <= most:
-            raise ConfigError(
-                f"a fleet cannot scale between {least} and {most} replicas; give two numbers from 0, the "
-                "smaller first"
-            )
+        """Scale between these from now on, both included."""
         self._bounds, self.next_time = (least, most), now
 
     @property
@@ -154,3 +189,14 @@ def parse_policy(text: str, down_seconds: float = DOWN_SECONDS) -> ScalingPolicy
         f"autoscale-policy is {text!r}; it is objective, freeness, or freeness with a band of free blocks "
         f"for each request, the lower bound first, such as freeness:{LOW:g}..{HIGH:g}"
     )
+
+
+def checked_policy(text: str) -> str:
+    """Return the name of a policy, if it is one.
+
+    Raises
+    ------
+    ConfigError : it is none.
+    """
+    parse_policy(text)
+    return text
