@@ -116,6 +116,13 @@ def _show(run: SimulatedRun) -> None:
     if run.decisions:
         decided = ", ".join(f"{what} {num:,}" for what, num in sorted(run.decisions.items()))
         console.print(f"fleet decisions: {decided}", markup=False, highlight=False)
+    if run.sizes and run.replica_seconds is not None:
+        numbers = [each.num_replicas for each in run.sizes]
+        console.print(
+            f"fleet size: {min(numbers)} to {max(numbers)} replicas, {len(numbers) - 1} changes, "
+            f"{run.replica_seconds / 3600:,.2f} replica-hours",
+            highlight=False,
+        )
     for warning in run.warnings:
         console.print(f"note: {warning}", markup=False, highlight=False)
     if run.is_interrupted:

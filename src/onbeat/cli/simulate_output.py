@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from math import inf
@@ -21,7 +21,7 @@ from onbeat.report.drafts import SimulatedDrafts
 from onbeat.report.result import SCHEDULED, Level, MachineSummary, RunHeader, RunResult
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.outcomes import GroupOutcomes, RunOutcomes, tell_outcomes
-from onbeat.simulator.result import SimulationResult
+from onbeat.simulator.result import FleetSize, SimulationResult
 from onbeat.simulator.setup import ReplicaSettings, Simulation
 from onbeat.workload.offered import OfferedLoad
 
@@ -43,6 +43,10 @@ class SimulatedRun(RunResult[RequestRecord]):
     drafts: SimulatedDrafts | None
     decisions: Mapping[str, int]
     """What a fleet decided how often; empty where there is none."""
+    replica_seconds: float | None
+    """For which the replicas of a fleet were held, their starts included; None without."""
+    sizes: Sequence[FleetSize]
+    """Of a fleet that changes its own size."""
 
 
 def as_run(
@@ -77,6 +81,8 @@ def as_run(
         num_interrupted_requests=result.num_requests - len(result.records),
         num_overlong=load.num_skipped,
         decisions=result.decisions,
+        replica_seconds=result.replica_seconds,
+        sizes=result.sizes,
     )
 
 
@@ -291,6 +297,8 @@ def _machine_keys(run: SimulatedRun) -> dict[str, Any]:
         "wall_seconds": machine.wall_seconds,
         "num_overlong": run.num_overlong,
         "fleet_decisions": dict(run.decisions) or None,
+        "replica_seconds": run.replica_seconds,
+        "fleet_sizes": [each._asdict() for each in run.sizes] or None,
         "mbu": machine.mbu,
         "mfu": machine.mfu,
     }

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.timeline import Timeline, open_timeline
-from onbeat.recording.fleet import fleet_record
+from onbeat.recording.fleet import fleet_record, plain
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.fleet_loop import fleet_config
 from onbeat.simulator.observer import Progress as OnProgress
@@ -67,7 +66,7 @@ def run_simulation(  # noqa: PLR0913 (three say what to write)
 
 def _about(config: SimulationConfig) -> dict[str, Any]:
     """Return what a record says of a fleet."""
-    return {"router": config.router, "seed": config.seed, "fleet": asdict(fleet_config(config))}
+    return {"router": config.router, "seed": config.seed, "fleet": plain(fleet_config(config))}
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from onbeat.core.fleet import PrefillCosts
 from onbeat.core.hashing import hash_blocks, root_hash
 from onbeat.core.request import Request
+from onbeat.core.slo import ShedMode
 from onbeat.scheduler.cluster.routing import RoutingRequest
 
 UNIT_COSTS = PrefillCosts(token=1.0, pair=0.0, step=0.0, decode=1.0)
@@ -32,4 +33,5 @@ def routing_request(request: Request, costs: PrefillCosts, *, block_size: int | 
         arrival=request.arrival,
         slo=request.slo,
         resumes=request.resumes,
+        rather_refused=request.shed is ShedMode.REJECT,
     )

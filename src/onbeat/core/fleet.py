@@ -72,6 +72,10 @@ class ReplicaLimits:
     """Whether streams that run there can go elsewhere with their KV, and others' come."""
 
 
+USUAL_CONTEXT = 2048
+"""Tokens of the context of a usual decode."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCosts:
     """What a replica expects prompts and steps to cost, seconds: the coefficients of its step-time model."""
@@ -82,10 +86,18 @@ class PrefillCosts:
     """Of a step, what does not grow with its tokens."""
     decode: float
     """What one more decode of a usual context adds to a step."""
+    context: float = 0.0
+    """Of that, what each token of its context adds; 0 where it is not known."""
+    decode_base: float = 0.0
+    """Of a step of decodes alone, what does not grow with them: it reads all weights. 0 where it is not known."""
 
     def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return the work of `num_tokens` prompt tokens behind cached ones."""
         return num_tokens * (self.token + self.pair * (num_cached_tokens + 0.5 * num_tokens))
+
+    def decode_seconds(self, num_context_tokens: float) -> float:
+        """Return what one more decode of such a context adds to a step."""
+        return max(0.0, self.decode + self.context * (num_context_tokens - USUAL_CONTEXT))
 
     def decode_step(self, num_decodes: int) -> float:
         """Return the time of a step of so many decodes alone."""
@@ -160,6 +172,25 @@ class ReplicaView:
     limits: ReplicaLimits | None = None
     load: ReplicaLoad | None = None
     """As it reported last; None where it has not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingView:
+    """How a fleet that changes its own size stands, for people and for metrics."""
+
+    policy: str
+    least: int
+    most: int
+    """Replicas that it may have at least, and at most."""
+    num_wanted: int
+    """As decided last."""
+    why: str = ""
+    """Of the last decision, one word; nothing where there was none."""
+    share: float | None = None
+    """Of the time of the replicas that serve or start, what the load of late would take; None where nothing
+    is known."""
+    planned_share: float | None = None
+    """Up to which a replica is loaded; None where the policy knows no such share."""
 
 
 MOST_BACKLOG_ENTRIES = 16

@@ -12,6 +12,7 @@ from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.cluster.pools import POOL_RULES, PoolRule
 from onbeat.scheduler.cluster.routers import require_router
+from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, parse_policy
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import make_policy
 from onbeat.simulator.acceptance import Acceptance
@@ -118,6 +119,20 @@ class FleetTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AutoscaleConfig:
+    """A fleet that changes its own size."""
+
+    bounds: ScaleBounds
+    policy: str = "objective"
+    """See `parse_policy`."""
+    down_seconds: float = DOWN_SECONDS
+    """A replica goes once the load has been low for so long."""
+
+    def __post_init__(self) -> None:
+        parse_policy(self.policy)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:
     """Replicas behind a router, of which the first may compute prompts for the others.
 
@@ -162,6 +177,8 @@ class SimulationConfig:
     """A replica whose first change is that it joins gets no requests before."""
     fleet_changes: tuple[FleetChange, ...] = ()
     fleet_times: FleetTimes = field(default_factory=FleetTimes)
+    autoscale: AutoscaleConfig | None = None
+    """None: there are `num_replicas`. Else the fleet begins with as many as it may have at least, but one."""
     kinds: tuple[ReplicaKind, ...] = ()
     """What the replicas are where they differ, the first first; further ones, as replicas are added, are like
     the last. Empty: all are as `scheduler` says."""
@@ -202,7 +219,7 @@ class SimulationConfig:
     @property
     def has_fleet(self) -> bool:
         """Whether replicas are looked after as those of a live fleet are, or only chosen from."""
-        if self.fleet_changes or self.kinds or self.kv_link is not None:
+        if self.fleet_changes or self.kinds or self.kv_link is not None or self.autoscale is not None:
             return True
         return not self.member_changes and self.num_replicas > 1 and self.router == "slo"
 
@@ -215,15 +232,21 @@ class SimulationConfig:
         if not self.has_fleet:
             return
         if self.member_changes:
-            raise ConfigError("give either member_changes, or fleet_changes and kinds")
-        if self.fleet_changes and any(each.speculation is not None for each in self._schedulers):
-            raise ConfigError("fleet changes are not simulated with drafts; leave one of them out")
+            raise ConfigError("give either member_changes, or fleet_changes, autoscaling and kinds")
+        comes_and_goes = bool(self.fleet_changes) or self.autoscale is not None
+        if comes_and_goes and any(each.speculation is not None for each in self._schedulers):
+            raise ConfigError(
+                "replicas that come and go are not simulated with drafts; leave out the drafts, or fleet "
+                "changes and autoscaling"
+            )
         sizes = {each.block_size for each in self._schedulers}
         if self.kv_link is not None and len(sizes) > 1:
             raise ConfigError(
                 f"replicas have blocks of {' and '.join(map(str, sorted(sizes)))} tokens, but KV goes to "
                 "another block by block; give all the same block_size"
             )
+        if self.autoscale is not None:
+            self._check_autoscale(self.autoscale)
 
     def _check_pools(self) -> None:
         if not 0 < self.num_prefill < self.num_replicas:
@@ -239,6 +262,19 @@ class SimulationConfig:
                     f"policy {scheduler.policy!r} runs whole batches with memory for each from its start, so "
                     "nobody can leave or join one; use another where prompts and generation are apart"
                 )
+
+    def _check_autoscale(self, autoscale: AutoscaleConfig) -> None:
+        if len(self.kinds) > 1:
+            raise ConfigError(
+                "replicas of several kinds are not scaled: which kind comes next is not decided"
+            )
+        needs_costs = parse_policy(autoscale.policy).needs_costs
+        if needs_costs and not make_policy(self.scheduler).needs_step_time:
+            raise ConfigError(
+                f"autoscaling to the objective goes by predicted step times, which policy "
+                f"{self.scheduler.policy!r} does not have in a simulation: give --policy slo, or "
+                "--autoscale-policy freeness"
+            )
 
     @property
     def _schedulers(self) -> list[SchedulerConfig]:

@@ -21,7 +21,7 @@ from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector, SimulationObserver
 from onbeat.simulator.pipeline import PipelineReplica
 from onbeat.simulator.replica import SerialReplica, VirtualReplica
-from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.result import FleetSize, ReplicaCounters
 from onbeat.workload.offered import OfferedLoad
 
 
@@ -32,7 +32,9 @@ class FleetOutcome(NamedTuple):
     is_complete: bool
     """Whether the run came to its end (Ctrl-C)."""
     decisions: dict[str, int]
-    """See `SimulationResult.decisions`."""
+    """See `SimulationResult.decisions`; so are the next."""
+    replica_seconds: float | None = None
+    sizes: Sequence[FleetSize] = ()
 
 
 def make_replica(
@@ -97,7 +99,9 @@ def _run(loop: EventLoop | FleetLoop, collector: Collector) -> bool:
 
 def _run_fleet(loop: FleetLoop, collector: Collector) -> FleetOutcome:
     is_complete = _run(loop, collector)
-    return FleetOutcome(loop.all_counters(), is_complete, dict(loop.decisions))
+    return FleetOutcome(
+        loop.all_counters(), is_complete, dict(loop.decisions), loop.replica_seconds, loop.sizes
+    )
 
 
 def _fleet(
@@ -111,10 +115,18 @@ def _fleet(
     def make(index: int, kind: ReplicaKind) -> VirtualReplica:
         stages = kind.scheduler.num_micro_batches if config.kinds else config.pipeline
         own = replace(plain, scheduler=kind.scheduler, pipeline=stages)
-        is_watched = not router.ignores_state or config.kv_link is not None
+        is_watched = not router.ignores_state or config.kv_link is not None or config.autoscale is not None
         return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
 
-    plain = replace(config, kinds=(), fleet_changes=(), num_prefill=0, num_replicas=1, router="round-robin")
+    plain = replace(
+        config,
+        kinds=(),
+        fleet_changes=(),
+        autoscale=None,
+        num_prefill=0,
+        num_replicas=1,
+        router="round-robin",
+    )
     router = make_router(config.router, 0, seed=config.seed)
     deciders = Deciders(router, _work_estimate(load, router, step_time), on_decision)
     return FleetLoop(Clients(load, config), config, step_time, deciders, collector, make)

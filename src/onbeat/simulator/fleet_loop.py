@@ -27,7 +27,9 @@ from onbeat.scheduler.cluster.events import (
     Refuse,
     Refused,
     Reported,
+    Rescale,
     ScaleAsked,
+    ScalingAsked,
     Send,
     Start,
     Stop,
@@ -44,21 +46,12 @@ from onbeat.simulator.deliveries import REFUSALS, refuse
 from onbeat.simulator.moves import VirtualMoves
 from onbeat.simulator.observer import Collector
 from onbeat.simulator.replica import VirtualReplica
-from onbeat.simulator.result import ReplicaCounters
+from onbeat.simulator.result import FleetSize, ReplicaCounters
 
 MakeReplica = Callable[[int, ReplicaKind], VirtualReplica]
 
-_RARE = (Lost, Joined, DrainAsked, ScaleAsked, Refused, Tick)
+_RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 """Events after which the fleet may want another tick."""
-
-
-def fleet_config(config: SimulationConfig) -> FleetConfig:
-    """Return how the fleet of a simulation treats its replicas."""
-    return FleetConfig(
-        drain_seconds=config.fleet_times.drain,
-        num_prefill=config.num_prefill,
-        pool_rule=config.pool_rule,
-    )
 
 
 class Deciders(NamedTuple):
@@ -70,6 +63,17 @@ class Deciders(NamedTuple):
     """Predicts work, for a router that looks at it."""
     on_decision: Decided | None = None
     """Is told of each event of the fleet, its time and the actions."""
+
+
+def fleet_config(config: SimulationConfig) -> FleetConfig:
+    """Return how the fleet of a simulation treats its replicas."""
+    plain = FleetConfig(
+        drain_seconds=config.fleet_times.drain, num_prefill=config.num_prefill, pool_rule=config.pool_rule
+    )
+    autoscale = config.autoscale
+    if autoscale is None:
+        return plain
+    return replace(plain, autoscale=autoscale.policy, scale_down_seconds=autoscale.down_seconds)
 
 
 class FleetLoop:
@@ -97,9 +101,10 @@ class FleetLoop:
         self._clients, self._collector = clients, collector
         self._make_replica = make_replica
         self._fleet = Fleet(router, fleet_config(config), on_decision=on_decision)
+        self._autoscale = config.autoscale
         self._times = times
         self._kinds = config.kinds or (ReplicaKind(scheduler=config.scheduler, step_time=step_time),)
-        self._reports = not router.ignores_state or config.kv_link is not None
+        self._reports = not router.ignores_state or config.kv_link is not None or config.autoscale is not None
         self._num_replicas = config.num_replicas
         self._replicas: dict[int, VirtualReplica] = {}
         """Those that live, by number."""
@@ -107,6 +112,12 @@ class FleetLoop:
         """Of replicas that have lived."""
         self.decisions: Counter[str] = Counter()
         """What was decided how often: the reasons of requests sent and refused, starts and stops."""
+        self.sizes: list[FleetSize] = []
+        """How many replicas there were to be, of a fleet that changes its own size."""
+        self._held: dict[int, float] = {}
+        """Since when a replica has been held, by number: from its start, before it is ready."""
+        self.replica_seconds = 0.0
+        """For which replicas were held, those that are still held left out."""
         self._open: dict[str, OfferedRequest] = {}
         self._told: dict[str, int] = {}
         """Tokens of each open request that the fleet knows of."""
@@ -135,7 +146,12 @@ class FleetLoop:
         ConfigError : a request that no replica can ever run.
         """
         clients, timed = self._clients, self._timed
-        self._tell(ScaleAsked(self._num_replicas), 0.0)
+        autoscale = self._autoscale
+        num_replicas = self._num_replicas if autoscale is None else max(1, autoscale.bounds.least)
+        self._tell(ScaleAsked(num_replicas), 0.0)
+        if autoscale is not None:
+            self.sizes.append(FleetSize(0.0, num_replicas, ""))
+            self._tell(ScalingAsked(autoscale.bounds.least, autoscale.bounds.most), 0.0)
         while clients.num_under_way or clients.next_time < inf:
             now = self._next_time()
             assert now < inf, "nothing runs, but a request has not ended"
@@ -155,6 +171,8 @@ class FleetLoop:
                 for number in sorted({*ended, *self._let_go}):
                     self._report(number, now)
                 self._let_go.clear()
+        for number in list(self._held):
+            self._give_back(number, now)
 
     def _plan_all(self, now: float) -> None:
         """Let every replica plan that has something new; a request that one gives up may go to another."""
@@ -372,11 +390,16 @@ class FleetLoop:
         elif isinstance(action, Start):
             self.decisions["start"] += 1
             number = replica_number(action.replica)
+            self._held.setdefault(number, now)
             is_first = now == 0.0 and number not in self.counters
             delay = 0.0 if is_first else action.delay + self._times.start
             self._at(now + delay, lambda then: self._joined(number, then))
+        elif isinstance(action, Rescale):
+            self.decisions[f"rescale ({action.why})"] += 1
+            self.sizes.append(FleetSize(now, action.num_replicas, action.why))
         elif isinstance(action, Stop):
             self.decisions["stop"] += 1
+            self._give_back(replica_number(action.replica), now)
             if replica_number(action.replica) in self._replicas:
                 self._stop(replica_number(action.replica), now)
         else:
@@ -389,6 +412,9 @@ class FleetLoop:
         if self._moves is not None:
             self._moves.leave(number, now)
         self._remove(number)
+
+    def _give_back(self, number: int, now: float) -> None:
+        self.replica_seconds += now - self._held.pop(number, now)
 
     def _send(self, action: Send, now: float) -> None:
         number, offered = replica_number(action.replica), self._open[action.request_id]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from typing import NamedTuple
 
 from onbeat.core.request import FinishReason
 from onbeat.core.step import BatchShape
@@ -83,6 +84,16 @@ class ReplicaCounters:
         return both
 
 
+class FleetSize(NamedTuple):
+    """How many replicas there are to be from some time on."""
+
+    when: float
+    """Virtual seconds."""
+    num_replicas: int
+    why: str
+    """One word; nothing at the start."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationResult:
     """The outcome of a run. Virtual times are seconds from the start of the load."""
@@ -100,6 +111,10 @@ class SimulationResult:
     replicas: list[ReplicaCounters] = field(default_factory=list)
     decisions: Mapping[str, int] = field(default_factory=dict)
     """What a fleet decided how often: why requests were sent or refused, starts and stops. Empty without."""
+    replica_seconds: float | None = None
+    """For which the replicas of a fleet were held, their starts included; None without."""
+    sizes: Sequence[FleetSize] = ()
+    """Of a fleet that changes its own size."""
 
     @property
     def num_completed(self) -> int:

@@ -25,11 +25,19 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.cluster.scaling import (
+    DOWN_SECONDS,
+    POLICY_HELP,
+    ScaleBounds,
+    checked_policy,
+    parse_bounds,
+)
 from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
 from onbeat.scheduler.replica.policies import settle
 from onbeat.scheduler.replica.token_budget import choose_token_budget, mean_decode_context
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import (
+    AutoscaleConfig,
     FleetChange,
     FleetTimes,
     KVLink,
@@ -131,6 +139,18 @@ class ReplicaSettings:
         help="what happens to replicas: '30 kill 0', in second 30 replica 0 dies; likewise restart, drain; "
         "'90 scale 4', there are to be 4",
     )
+    autoscale: ScaleBounds | None = _fleet(
+        None,
+        parse=parse_bounds,
+        metavar="MIN..MAX",
+        help="let the fleet decide on the number of replicas, in place of --replicas",
+    )
+    autoscale_policy: str = _fleet("objective", parse=checked_policy, metavar="NAME", help=POLICY_HELP)
+    scale_down_seconds: float = _fleet(
+        DOWN_SECONDS,
+        metavar="SECONDS",
+        help="a replica goes once the load has been low for so long",
+    )
     start_seconds: float = _fleet(
         10.0,
         flag="--replica-start-seconds",
@@ -197,15 +217,25 @@ class ReplicaSettings:
             )
         if self.pool_rule != "adaptive" and pools is None:
             raise ConfigError(f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither")
+        if self.autoscale is not None and self.replicas != 1:
+            raise ConfigError(
+                f"--autoscale {self.autoscale} decides on the number of replicas; leave out --replicas "
+                f"{self.replicas}"
+            )
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there are at once, at most."""
+        return self.num_replicas if self.autoscale is None else self.autoscale.most
 
     @property
     def num_devices(self) -> int:
         """Devices that all replicas take."""
-        return self.num_replicas * self.tensor_parallel * self.pipeline_parallel
+        return self.most_replicas * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_replicas(self) -> int:
-        """All replicas, whatever they do."""
+        """Replicas at the start, whatever they do."""
         return self.replicas if self.disaggregate is None else self.disaggregate.num_replicas
 
 
@@ -285,6 +315,7 @@ def build_simulation(
             num_replicas=settings.num_replicas,
             router=settings.router or _default_router(settings, scheduler),
             fleet_changes=settings.fleet_changes,
+            autoscale=_autoscale(settings),
             fleet_times=FleetTimes(start=settings.start_seconds, drain=settings.drain_seconds),
             host_overhead=settings.host_overhead,
             pipeline=settings.pipeline_parallel,
@@ -312,9 +343,19 @@ def build_simulation(
     )
 
 
+def _autoscale(settings: ReplicaSettings) -> AutoscaleConfig | None:
+    if settings.autoscale is None:
+        return None
+    return AutoscaleConfig(
+        bounds=settings.autoscale,
+        policy=settings.autoscale_policy,
+        down_seconds=settings.scale_down_seconds,
+    )
+
+
 def _default_router(settings: ReplicaSettings, scheduler: SchedulerConfig) -> str:
     """Return the router of a live fleet with such replicas."""
-    if settings.num_replicas > 1 and scheduler.policy == "slo":
+    if settings.most_replicas > 1 and scheduler.policy == "slo":
         return "slo"
     return "round-robin" if settings.disaggregate is None else "least-outstanding"
 

@@ -79,6 +79,8 @@ def simulate(  # noqa: PLR0913 (three say who watches)
         is_complete=outcome.is_complete,
         replicas=outcome.counters,
         decisions=outcome.decisions,
+        replica_seconds=outcome.replica_seconds,
+        sizes=outcome.sizes,
     )
 
 

@@ -95,6 +95,14 @@ class ScaleAsked:
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingAsked:
+    """The fleet is to say itself from now on how many replicas there are to be, between two numbers."""
+
+    least: int
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed: wanted at `Fleet.next_time`, and harmless at any other."""
 
@@ -121,6 +129,7 @@ FleetEvent = (
     | Lost
     | DrainAsked
     | ScaleAsked
+    | ScalingAsked
     | Answered
     | Tick
 )
@@ -155,7 +164,8 @@ class Refuse:
 
     request_id: str
     reason: str
-    """`overloaded`; `no_replica` (none lives, and none is coming that it could wait for); `too_long` (no
+    """`overloaded`; `unattainable` (it would rather be refused than late, and no replica is ready in time);
+    `no_replica` (none lives, and none is coming that it could wait for); `too_long` (no
     replica takes a prompt of this length); `too_many_lives` (replicas died under it); `replica_lost` (it does
     not want to go on elsewhere); or `invalid` (its replica refused it for what it asks)."""
     retry_after: float | None = None
@@ -195,4 +205,22 @@ class MoveStep:
     """Of the move, one word, with its first step: `drain`, `prefill`, `memory`, `queue`, or `steps`."""
 
 
-FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep
+@dataclass(frozen=True, slots=True)
+class Rescale:
+    """The fleet has decided on another number of replicas; what it wants done for that comes next."""
+
+    num_replicas: int
+    num_before: int
+    """Those that served or were starting."""
+    why: str
+    """One word: `work`, `late`, `spare` or `freeness`, of the policy; `arrival` (of a request, with none
+    there), or `bounds`."""
+    share: float | None = None
+    """Of the time of those before, what the load of the last minute would take."""
+    planned_share: float | None = None
+    """Up to which a replica is loaded."""
+    late_share: float = 0.0
+    """Of the requests of the last minute, those that were not in time, or predicted not to be."""
+
+
+FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep | Rescale

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.scheduler.cluster.events import (
     Aborted,
@@ -27,7 +28,9 @@ from onbeat.scheduler.cluster.events import (
     Refuse,
     Refused,
     Reported,
+    Rescale,
     ScaleAsked,
+    ScalingAsked,
     Send,
     Start,
     Stop,
@@ -47,6 +50,8 @@ from onbeat.scheduler.cluster.membership import (
 from onbeat.scheduler.cluster.migration import Migration
 from onbeat.scheduler.cluster.pools import PoolRule, Pools
 from onbeat.scheduler.cluster.routing import Choice, Router
+from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
+from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
 """Replicas that a request may be sent to because the one before died: one that kills them must not go on."""
@@ -72,6 +77,22 @@ class FleetConfig:
     """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
     pool_rule: PoolRule = "adaptive"
     """See `POOL_RULES`."""
+    autoscale: str = ""
+    """What decides on the number of replicas, once `ScalingAsked` has said between which: see `parse_policy`.
+    Empty: they are as many as are asked for."""
+    scale_down_seconds: float = DOWN_SECONDS
+    """A replica goes once the load has been low for so long."""
+
+    def __post_init__(self) -> None:
+        if self.autoscale and self.num_prefill:
+            raise ConfigError(
+                "a fleet with replicas for prompts and others for generation does not scale itself: which of "
+                "the two is short is not decided; leave out --autoscale, or --disaggregate"
+            )
+        if not self.scale_down_seconds >= 1:
+            raise ConfigError(
+                f"scale-down-seconds is {self.scale_down_seconds:g}; a load is looked at for 1 s at least"
+            )
 
 
 class Fleet:
@@ -103,6 +124,11 @@ class Fleet:
         self._actions: list[FleetAction] = []
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
+        self._scaling: Scaling | None = None
+        self._watcher = ScalingPolicy()
+        if self._config.autoscale:
+            self._scaling = Scaling(self._config.autoscale, self._config.scale_down_seconds, self._members)
+            self._watcher = self._scaling.policy
         self._pools = Pools(self._members, router, self._config.num_prefill, self._config.pool_rule)
         self._migration = Migration(
             self._members,
@@ -121,6 +147,7 @@ class Fleet:
             Lost: self._on_loss,
             DrainAsked: self._on_drain,
             ScaleAsked: self._on_scale,
+            ScalingAsked: self._on_scaling,
             Answered: self._migration.on_answer,
             Tick: self._on_tick,
         }
@@ -137,10 +164,12 @@ class Fleet:
 
         Raises
         ------
-        ConfigError : fewer than no replicas are asked for.
+        ConfigError : fewer than no replicas are asked for, or scaling of a fleet that is not made for it.
         """
         actions = self._actions = []
         self._handlers[type(event)](event, now)
+        if self._scaling is not None and now >= self._scaling.next_time:
+            self._rescale(self._scaling.look(len(self._open), now), now)
         while self._left:
             self._stop_if_drained(self._left.pop(), now)
         self._migration.advance(now)
@@ -153,11 +182,13 @@ class Fleet:
         """When a `Tick` is wanted at the latest, seconds; infinite where none is."""
         drained = (each.drains_until for each in self._members.having(ReplicaState.DRAINING))
         again = (each.not_before for each in self._waiting.values() if each.refused_by)
-        return min((*drained, *again, self._migration.next_time))
+        looks = inf if self._scaling is None else self._scaling.next_time
+        return min((*drained, *again, self._migration.next_time, looks))
 
     def status(self) -> FleetStatus:
         """Return how everything stands."""
-        return self._members.status(len(self._waiting))
+        scaling = None if self._scaling is None else self._scaling.view()
+        return self._members.status(len(self._waiting), scaling)
 
     def owner(self, request_id: str) -> ReplicaId | None:
         """Return the replica that has a request; None where it waits in the fleet, or has ended."""
@@ -177,6 +208,9 @@ class Fleet:
         request_id = event.request.request_id
         assert request_id not in self._open, f"{request_id} arrives twice"
         self._open[request_id] = opened
+        self._watcher.on_arrival(event.request, now)
+        if self._scaling is not None:
+            self._rescale(self._scaling.wake(now), now)
         is_full = len(self._waiting) >= self._config.max_num_waiting
         self._send(opened, now, may_wait=not is_full)
 
@@ -188,12 +222,14 @@ class Fleet:
         if is_first:
             opened.has_started, opened.refused_by = True, ()
             self._router.on_first_token(replica.number, opened.request)
+            self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
         opened.num_output_tokens += event.num_tokens
         if is_first and not event.is_finished:
             self._migration.on_first_token(opened, replica, now)
         if event.is_finished:
             self._release(opened, replica)
             del self._open[event.request_id]
+            self._watcher.on_end(opened.request, opened.num_output_tokens, now)
             self._stop_if_drained(replica, now)
 
     def _on_refusal(self, event: Refused, now: float) -> None:
@@ -202,7 +238,7 @@ class Fleet:
             return
         self._release(opened, replica)
         if not event.is_for_load:
-            self._refuse(opened, "invalid")
+            self._refuse(opened, "invalid", now)
         else:
             opened.refused_by += (replica.replica_id,)
             opened.retry_after = least(opened.retry_after, event.retry_after)
@@ -213,6 +249,7 @@ class Fleet:
         opened = self._open.pop(event.request_id, None)
         if opened is None:
             return
+        self._watcher.on_end(opened.request, None, now)
         if opened.replica is None:
             del self._waiting[event.request_id]
             return
@@ -252,6 +289,7 @@ class Fleet:
         opened.replica, opened.has_started = replica.replica_id, False
         opened.stops = self._migration.stops_at(opened, replica)
         replica.open[request.request_id] = opened
+        self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._actions.append(
             Send(
                 replica.replica_id,
@@ -270,23 +308,36 @@ class Fleet:
         members, has_tokens = self._members, opened.num_output_tokens > 0
         is_any_ready = bool(members.having(ReplicaState.READY))
         if opened.refused_by and not has_tokens:
-            self._refuse(
-                opened, "overloaded", least(opened.retry_after, self._router.least_wait(opened.request, now))
-            )
+            least_wait = self._router.least_wait(opened.request, now)
+            self._refuse(opened, "overloaded", now, least(opened.retry_after, least_wait))
         elif opened.refused_by and is_any_ready:
             opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
             self._waiting[opened.request.request_id] = opened
         elif members.is_one_coming and (may_wait or has_tokens):
+            start = self._seconds_to_start(now)
+            is_late = self._scaling is not None and now + start > opened.request.ttft_deadline
+            if is_late and opened.request.rather_refused and not has_tokens:
+                self._refuse(opened, "unattainable", now, start)
+                return
             opened.refused_by = ()
             self._waiting[opened.request.request_id] = opened
         elif is_any_ready:
-            self._refuse(opened, "too_long")
+            self._refuse(opened, "too_long", now)
         else:
-            self._refuse(opened, "no_replica", self._start_seconds if members.is_one_coming else None)
+            self._refuse(opened, "no_replica", now, self._start_seconds if members.is_one_coming else None)
 
-    def _refuse(self, opened: OpenRequest, reason: str, retry_after: float | None = None) -> None:
+    def _seconds_to_start(self, now: float) -> float:
+        """Return the seconds until a replica is ready, as long as the last start took; 0 where none is known."""
+        starts = [each.starts for each in self._members.having(ReplicaState.STARTING)]
+        known = [each for each in starts if each is not None]
+        return max(0.0, min(known, default=now) + (self._start_seconds or 0.0) - now)
+
+    def _refuse(self, opened: OpenRequest, reason: str, now: float, retry_after: float | None = None) -> None:
         request_id = opened.request.request_id
         del self._open[request_id]
+        if reason in ("overloaded", "no_replica"):
+            self._watcher.on_refusal(opened.request, now)
+        self._watcher.on_end(opened.request, None, now)
         self._actions.append(Refuse(request_id, reason, retry_after))
 
     def _send_waiting(self, now: float) -> None:
@@ -307,6 +358,8 @@ class Fleet:
             return
         replica.load = event.load
         if replica.state is ReplicaState.READY:
+            assert replica.limits is not None
+            self._watcher.on_report(event.load, replica.limits)
             self._router.on_report(replica.number, event.load, now)
             self._migration.on_report(replica, now)
 
@@ -348,9 +401,9 @@ class Fleet:
         for opened in orphans:
             request = opened.request
             if not request.resumes:
-                self._refuse(opened, "replica_lost")
+                self._refuse(opened, "replica_lost", now)
             elif request.lives >= MOST_LIVES:
-                self._refuse(opened, "too_many_lives")
+                self._refuse(opened, "too_many_lives", now)
             else:
                 opened.request = replace(request, lives=request.lives + 1)
                 opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
@@ -430,11 +483,33 @@ class Fleet:
 
     def _on_scale(self, event: ScaleAsked, now: float) -> None:
         check_count(event.num_replicas)
-        members = self._members
-        for replica in members.having(ReplicaState.DOWN):  # they were asked for, too, and are again
+        self._forgive()
+        if self._scaling is not None and self._scaling.has_begun:
+            self._scaling.set_bounds(event.num_replicas, event.num_replicas, now)
+        self._resize(event.num_replicas, now)
+
+    def _on_scaling(self, event: ScalingAsked, now: float) -> None:
+        if self._scaling is None:
+            raise ConfigError("this fleet does not scale itself; start it with --autoscale")
+        bounds = ScaleBounds(event.least, event.most)
+        self._scaling.set_bounds(bounds.least, bounds.most, now)
+        self._forgive()
+
+    def _forgive(self) -> None:
+        """Let those that stay down be started again: they were asked for, too, and are again."""
+        for replica in self._members.having(ReplicaState.DOWN):
             replica.state, replica.why = ReplicaState.STOPPED, ""
+
+    def _rescale(self, decided: Rescale | None, now: float) -> None:
+        if decided is not None:
+            self._actions.append(decided)
+            self._resize(decided.num_replicas, now)
+
+    def _resize(self, num_replicas: int, now: float) -> None:
+        """Start replicas, or let some end, until so many serve or will."""
+        members = self._members
         expected = members.expected()
-        for _ in range(event.num_replicas - len(expected)):
+        for _ in range(num_replicas - len(expected)):
             replica = members.get(members.unused_id())
             replica.forgive()
             self._start(replica, now)
@@ -448,7 +523,7 @@ class Fleet:
                 -each.order,
             )
         )
-        for replica in expected[: max(0, len(expected) - event.num_replicas)]:
+        for replica in expected[: max(0, len(expected) - num_replicas)]:
             self._drain(replica, now, self._config.drain_seconds, restarts=False)
 
     def _on_tick(self, event: Tick, now: float) -> None:  # noqa: ARG002 (all there is to it is the time)

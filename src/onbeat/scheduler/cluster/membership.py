@@ -9,7 +9,7 @@ from enum import StrEnum
 from math import inf
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad, replica_id
+from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad, ScalingView, replica_id
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
 from onbeat.scheduler.cluster.routing import RoutingRequest
 
@@ -144,6 +144,8 @@ class FleetStatus:
     replicas: tuple[ReplicaStatus, ...]
     num_waiting: int
     """Requests that are with no replica: none takes them at present."""
+    scaling: ScalingView | None = None
+    """Of a fleet that changes its own size."""
 
     def count(self, state: ReplicaState) -> int:
         """Return how many replicas are in a state."""
@@ -198,12 +200,13 @@ class Membership:
             number += 1
         return replica_id(number)
 
-    def status(self, num_waiting: int) -> FleetStatus:
+    def status(self, num_waiting: int, scaling: ScalingView | None = None) -> FleetStatus:
         """Return how everything stands.
 
         Parameters
         ----------
         num_waiting : requests that are with no replica.
+        scaling : of a fleet that changes its own size.
         """
         return FleetStatus(
             tuple(
@@ -219,6 +222,7 @@ class Membership:
                 for each in self.replicas.values()
             ),
             num_waiting,
+            scaling,
         )
 
     def check_owners(self, opened: Mapping[str, OpenRequest], waiting: Mapping[str, OpenRequest]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from onbeat.core.request import Request
+from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel, predict_step
 from onbeat.scheduler.cluster.routing import RoutingRequest
@@ -56,4 +57,5 @@ def describe(request: Request, work: WorkEstimate | None) -> RoutingRequest:
         request.sampling.max_tokens,
         arrival=request.arrival,
         slo=request.slo,
+        rather_refused=request.shed is ShedMode.REJECT,
     )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
-from onbeat.core.fleet import PrefillCosts
+from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 
-_CONTEXT = 2048
-"""Cached tokens of the chunk by which the cost of attention is told from that of the layers."""
+_CONTEXT = USUAL_CONTEXT
+"""Tokens of the decodes by whose cost a decode is priced; and cached tokens of the chunk by which the cost of attention is told from that of the layers."""
 _NEAR_BEST = 1.05
 """A chunk is large enough if no other is cheaper a token by more than this."""
 _REFRESH_STEPS = 16
@@ -62,6 +62,8 @@ class PrefillWork:
     efficient_chunk : the shortest chunk at which a token costs next to the least; longer ones gain nothing.
     step_seconds : of a step's time, what does not grow with its tokens.
     decode_seconds : what one more decode of a usual context adds to a step.
+    context_seconds : of that, what a token of its context adds.
+    base_seconds : of a step of decodes alone, what does not grow with them.
     """
 
     def __init__(self, model: StepTimeModel, quantile: float | None) -> None:
@@ -99,13 +101,23 @@ class PrefillWork:
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[chunk] - self.seconds(chunk, 0))
-        self.decode_seconds = max(0.0, (self.of(_MANY_DECODES) - self.of(_FEW_DECODES)) / 16)
+        few, many = self.of(_FEW_DECODES), self.of(_MANY_DECODES)
+        self.decode_seconds = max(0.0, (many - few) / 16)
+        self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
+        num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
+        context = max(0.0, (many - self.of(_SHORT_DECODES)) / num_fewer)
+        self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
 
     @property
     def costs(self) -> PrefillCosts:
         """The coefficients, for those who know the replica by its reports alone."""
         return PrefillCosts(
-            token=self.token, pair=self.pair, step=self.step_seconds, decode=self.decode_seconds
+            token=self.token,
+            pair=self.pair,
+            step=self.step_seconds,
+            decode=self.decode_seconds,
+            context=self.context_seconds,
+            decode_base=self.base_seconds,
         )
 
     def of(self, shape: BatchShape) -> float:
@@ -173,3 +185,4 @@ _CHUNKS = {size: _chunk(size) for size in _SIZES}
 """What the model is asked about. Nobody may change them."""
 _CHUNKS_WITH_CONTEXT = {size: _chunk(size, _CONTEXT) for size in _SIZES}
 _FEW_DECODES, _MANY_DECODES = (BatchShape.of_decodes(num, num * _CONTEXT) for num in (16, 32))
+_SHORT_DECODES = BatchShape.of_decodes(32, 32 * _CONTEXT // 8)

@@ -1,0 +1,232 @@
+"""What a fleet that changes its own size costs, and what its requests get, beside a fixed fleet and a band of freeness.
+
+    python benchmarks/fleet_scaling.py --shared DIRECTORY --out FILE.jsonl     # what it lacks
+    python benchmarks/fleet_scaling.py --shared DIRECTORY --cells day --seeds 0 --numbers
+    python benchmarks/fleet_scaling.py --table FILE.jsonl                      # the tables
+
+DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`. Llama-3.1-8B on L4, TTFT 5 s and TBT 250 ms, policy
+and router slo, unless a cell says otherwise; a replica takes 60 s to start. Lengths are those of Azure's
+code completions of 2023, drawn at random; arrivals are Poisson at a rate that changes. A day is three hours long
+here, eight times as fast as a real one, which is harder: a start takes eight times as much of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from numpy.typing import NDArray
+
+from onbeat.core.options import change, make
+from onbeat.core.slo import SLO
+from onbeat.metrics.attainment import good_requests
+from onbeat.scheduler.cluster import objective_scaling, offered_work
+from onbeat.scheduler.cluster.scaling import ScaleBounds
+from onbeat.simulator.config import AutoscaleConfig, FleetTimes, SimulationConfig
+from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.simulate import simulate
+from onbeat.workload.arrivals import gamma_arrivals
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.trace import Trace, read_trace
+
+SEEDS = (11, 12, 13)
+HOUR = 3600.0
+Floats = NDArray[np.float64]
+STANDARD = SLOClass(name="standard", slo=SLO(ttft=5.0, tbt=0.25))
+SETTINGS = make(
+    ReplicaSettings,
+    model="meta-llama/Llama-3.1-8B",
+    device="l4",
+    max_model_len=8192,
+    max_num_seqs=256,
+    policy="slo",
+)
+
+
+LLUMNIX = make(
+    ReplicaSettings,
+    model="meta-llama/Llama-2-7b-hf",
+    device="a10g",
+    max_model_len=4096,
+    num_blocks=851,
+    max_num_seqs=256,
+    policy="slo",
+)
+"""7B on an A10 with KV for 13,616 tokens (Sun et al., "Llumnix", OSDI 2024, 6.1), and its medium lengths: half
+of them up to 32 tokens, 5 % above 1,288; cut at 2,000."""
+
+
+def sine(least: float, most: float, period: float, when: Floats) -> Floats:
+    """Return the rate of a day that begins at its least."""
+    return least + (most - least) * 0.5 * (1 - np.cos(2 * np.pi * when / period))
+
+
+def steady(rate: float, when: Floats) -> Floats:
+    return np.full_like(when, rate)
+
+
+def steps(low: float, high: float, period: float, when: Floats) -> Floats:
+    """Return a rate that goes up and down at once, half of the time each."""
+    return np.where(when % period < period / 2, low, high)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A load and the fleets that get it."""
+
+    rate: Callable[[Floats], Floats]
+    most_rate: float
+    seconds: float
+    fixed: int
+    """Replicas of the fixed fleet, and the most of the others."""
+    least: int = 1
+    burst: float = 1.0
+    """Of the arrivals: coefficient of variation of gaps that are long, as a gamma law has it."""
+    is_long_tailed: bool = False
+    """Whether lengths and replicas are those of Llumnix's experiments, see `LLUMNIX`."""
+
+
+CELLS = {
+    "day": Cell(partial(sine, 0.9, 6.0, 3 * HOUR), 6.0, 3 * HOUR, 4),
+    "day with a night": Cell(partial(steps, 0.0, 4.0, 1.5 * HOUR), 4.0, 3 * HOUR, 4, least=0),
+    "steps": Cell(partial(steps, 1.0, 4.5, HOUR), 4.5, 3 * HOUR, 4),
+    "long-tailed day": Cell(
+        partial(sine, 1.0, 8.0, 2 * HOUR), 8.0, 2 * HOUR, 4, burst=2.0, is_long_tailed=True
+    ),
+    **{
+        f"steady {rate:g}": Cell(partial(steady, rate), rate, 3 * HOUR, 4)
+        for rate in (1.0, 2.0, 3.0, 4.0)
+    },
+}
+"""The fixed fleet is the smallest that keeps 99 % of the requests of the day within their objectives."""
+NUMBERS: dict[str, dict[tuple[Any, str], Any]] = {
+    "as it is": {},
+    "planned share 0.75": {(objective_scaling, "PLANNED_SHARE"): 0.75},
+    "planned share 0.95": {(objective_scaling, "PLANNED_SHARE"): 0.95},
+    "spare 0.7": {(objective_scaling, "SPARE"): 0.7},
+    "spare 0.95": {(objective_scaling, "SPARE"): 0.95},
+    "a window of 60 s alone": {(objective_scaling, "_WINDOWS"): (60,)},
+    "sure by 0 deviations": {(offered_work, "_SURE"): 0.0},
+    "sure by 1 deviation": {(offered_work, "_SURE"): 1.0},
+    "sure by 3 deviations": {(offered_work, "_SURE"): 3.0},
+    "late requests do nothing": {(objective_scaling, "_LATE_SHARE"): 2.0},
+    "late 5 %": {(objective_scaling, "_LATE_SHARE"): 0.05},
+    "no backlog": {(objective_scaling, "_BACKLOG_SECONDS"): 1e9},
+}
+
+
+def make_load(cell: Cell, seed: int, shared: Path) -> OfferedLoad:
+    """Return the requests of a cell."""
+    rng = np.random.default_rng([seed, 20])
+    arrivals = _arrivals(cell, rng)
+    num = len(arrivals)
+    if cell.is_long_tailed:
+        prompts, outputs = _power_law(num, rng), _power_law(num, rng)
+    else:
+        trace = _trace(shared / "data" / "traces" / "azure2023_code.csv.gz")
+        rows = rng.integers(0, len(trace), num)
+        prompts, outputs = trace.num_prompt_tokens[rows], np.maximum(1, trace.num_output_tokens[rows])
+    load = OfferedLoad(
+        name="azure" if not cell.is_long_tailed else "long-tailed",
+        num_prompt_tokens=prompts,
+        num_output_tokens=outputs,
+        arrivals=arrivals,
+    )
+    return load.with_classes((STANDARD,), seed=seed)
+
+
+def _arrivals(cell: Cell, rng: np.random.Generator) -> Floats:
+    """Return arrivals at the highest rate, of which those are kept that the rate of their time has."""
+    num = int(cell.most_rate * cell.seconds * 1.1)
+    arrivals = gamma_arrivals(num, rate=cell.most_rate, burstiness=1 / cell.burst**2, rng=rng)
+    arrivals = arrivals[arrivals < cell.seconds]
+    return arrivals[rng.random(len(arrivals)) * cell.most_rate < cell.rate(arrivals)]
+
+
+def _power_law(num: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Return lengths of Llumnix's medium set, up to what a request of two may have, by its quantiles."""
+    known = np.log([8, 32, 173, 1288, 2000])
+    lengths = np.exp(np.interp(rng.random(num), [0, 0.5, 0.8, 0.95, 1], known))
+    return lengths.astype(np.int64)
+
+
+@lru_cache
+def _trace(path: Path) -> Trace:
+    return read_trace(path)
+
+
+def make_config(cell: Cell, fleet: str) -> SimulationConfig:
+    """Return a fleet: `fixed 4`, or a scaling policy."""
+    settings = LLUMNIX if cell.is_long_tailed else SETTINGS
+    if fleet.startswith("fixed"):
+        settings = change(settings, replicas=int(fleet.split()[1]))
+    config = replace(build_simulation(settings).config, router="slo", fleet_times=FleetTimes(start=60.0))
+    if fleet.startswith("fixed"):
+        return config
+    autoscale = AutoscaleConfig(bounds=ScaleBounds(cell.least, cell.fixed), policy=fleet)
+    return replace(config, autoscale=autoscale)
+
+
+def run(name: str, fleet: str, seed: int, shared: Path) -> dict[str, Any]:
+    """Run a cell with a fleet; return what came of it."""
+    cell = CELLS[name]
+    started = time.process_time()
+    load = make_load(cell, seed, shared)
+    config = make_config(cell, fleet)
+    result = simulate(load, config, build_simulation(LLUMNIX if cell.is_long_tailed else SETTINGS).step_time, on_decision=lambda *_: None)
+    good = good_requests(result.records)
+    ttfts = [each.delivery_times[0] - each.arrival for each in result.records if each.delivery_times]
+    held = result.replica_seconds
+    assert held is not None
+    return {
+        "cell": name,
+        "fleet": fleet,
+        "seed": seed,
+        "requests": len(load),
+        "attainment": float(good.mean()),
+        "ttft_p99": float(np.quantile(ttfts, 0.99)),
+        "replica_hours": held / HOUR,
+        "changes": max(0, len(result.sizes) - 1),
+        "most": max((each.num_replicas for each in result.sizes), default=config.num_replicas),
+        "why": [f"{each.when:.0f} s: {each.num_replicas} ({each.why})" for each in result.sizes],
+        "cpu_seconds": time.process_time() - started,
+    }
+
+
+def fleets_of(cell: Cell) -> list[str]:
+    return [f"fixed {cell.fixed}", "objective"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
+    parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
+    parser.add_argument("--fleets", nargs="+")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    for cell in args.cells:
+        for fleet in args.fleets or fleets_of(CELLS[cell]):
+            for seed in args.seeds:
+                row = run(cell, fleet, seed, Path(args.shared))
+                print(json.dumps(row), flush=True)
+                if args.out:
+                    with args.out.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
