@@ -116,6 +116,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             if capacity is None
             else [round(each, 4) if isfinite(each) else None for each in capacity],
             "binds": fleet.binds,
+            "mean-tpot-ms": None if fleet.mean_tpot is None else round(fleet.mean_tpot * 1e3, 4),
         },
         **({"hours": [_hour_entry(hour) for hour in report.hours]} if report.hours else {}),
         "prices": {device: str(report.prices.of(device)) for device in sorted(devices)},
