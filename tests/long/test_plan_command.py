@@ -109,3 +109,23 @@ def test_says_whether_prompts_and_generation_apart_are_worth_it(capsys: pytest.C
     assert "Prompts and generation apart" in shown
     assert "1 h100-sxm for prompts, 1 h100-sxm for generation" in shown
     assert "replicas that do both are cheaper" in shown
+
+
+def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rates, output = tmp_path / "day.csv", tmp_path / "plan.yaml"
+    rates.write_text("hour,rate\n0,0\n1,6\n2,40\n3,6\n", encoding="utf-8")
+    flags = ["--gpus", "h100-sxm=3,l4=3", "--rate-by-hour", str(rates)]
+    assert plan(*flags, "-o", str(output)) == 0
+    shown = capsys.readouterr().out
+    assert "By the hour" in shown
+    assert "by the hour: $" in shown
+    section = yaml.safe_load(output.read_text())["plan"]
+    assert section["promise"]["request-rate"] == 40
+    hours = section["hours"]
+    assert [hour["request-rate"] for hour in hours] == [0, 6, 40, 6]
+    assert hours[0]["replicas"] == 0
+    assert hours[2]["fleet"] == section["fleet"]
+    assert hours[1] == hours[3] | {"hour": 1}
+    assert hours[1]["cost-per-hour"] < hours[2]["cost-per-hour"]
+    assert plan(*flags, "--rate", "4") == 2
+    assert "leave one out" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from onbeat.core.slo import SLOMode
 from onbeat.metrics.attainment import judge
 from onbeat.metrics.distribution import LEVEL, student_half_width
 from onbeat.metrics.measured import MeasuredRequest
+from onbeat.metrics.summary import mean_tpot
 
 NUM_BATCHES = 10
 LEAST_REQUESTS = 50
@@ -49,6 +50,22 @@ class KeptPromise:
             f"{self.num_requests:,} requests were good ({self.low * 100:.1f} to {self.high * 100:.1f} at "
             f"{LEVEL * 100:g} %), {self.promised * 100:g} % promised"
         )
+
+
+def compare_pace(requests: Sequence[MeasuredRequest], planned: float) -> str:
+    """Say how long the tokens of a run took beside those of the plan's simulations: what a plan gets wrong.
+
+    Parameters
+    ----------
+    planned : mean TPOT, seconds.
+    """
+    measured = mean_tpot(requests)
+    if measured is None:
+        return "no request had two tokens, so nothing tells how long steps took"
+    return (
+        f"mean TPOT {measured * 1e3:.2f} ms, {planned * 1e3:.2f} ms in the plan's simulations "
+        f"({(measured / planned - 1) * 100:+.0f} %)"
+    )
 
 
 def check_promise(

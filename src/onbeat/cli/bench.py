@@ -89,13 +89,16 @@ def _serve(args: argparse.Namespace) -> int:
 
 def _check(promise: Promise, result: BenchResult) -> int:
     """Say whether a promise was kept; return the exit code."""
-    from onbeat.bench.promise import check_promise
+    from onbeat.bench.promise import check_promise, compare_pace
 
     kept = check_promise(result.records, promised=promise.share, mode=promise.mode)
     console = _result_console()
     console.print(
         f"{promise.path}, for {promise.fleet}: {kept}", markup=False, highlight=False, soft_wrap=True
     )
+    if promise.mean_tpot is not None:
+        pace = compare_pace(result.records, promise.mean_tpot)
+        console.print(pace, markup=False, highlight=False, soft_wrap=True)
     return 0 if kept.is_kept else BROKEN
 
 

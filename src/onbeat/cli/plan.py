@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -52,20 +53,23 @@ def run(args: argparse.Namespace) -> int:
         writers[args.output] = lambda: save_plan(args.output, report)
     writers.pop(None, None)
     save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
-    return INFEASIBLE if report.plan.best is None else 0
+    return INFEASIBLE if report.plan.best is None or report.missed_hours else 0
 
 
 def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
-    from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task
+    from onbeat.cli.plan_options import base_settings, parse_degrees, parse_gpus, plan_task, rates_by_hour
     from onbeat.cli.plan_output import PlanReport
     from onbeat.cli.plan_progress import show_progress
     from onbeat.planner.buckets import buckets_of
+    from onbeat.planner.day import plan_hours
     from onbeat.planner.fleet_plan import Planner
     from onbeat.planner.plan_store import PlanStore
+    from onbeat.planner.plan_task import FleetPlan
     from onbeat.planner.prices import Prices
     from onbeat.planner.units import longest_request, make_units, rate_unit
 
     available = parse_gpus(args.gpus)
+    rates = rates_by_hour(args)
     prices = Prices(args.prices)
     base = base_settings(args, next(iter(available)))
     units_of = partial(
@@ -78,7 +82,8 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     )
     units, left_out = units_of()
     longest = max(map(longest_request, units), default=1 << 30)
-    task = plan_task(args, available, longest)
+    task_of = partial(plan_task, args, available, longest)
+    task = task_of(rate=max(rates, default=args.request_rate))
     buckets = buckets_of(task.load)
     rated = [rate_unit(unit, buckets) for unit in units]
     store = PlanStore(args.resume)
@@ -87,11 +92,21 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     with show_progress(console, is_quiet=args.disable_tqdm) as progress:
         planner = Planner(task=task, store=store, jobs=args.jobs, progress=progress)
         plan = planner.plan(rated, left_out)
+
+        def plan_of(rate: float) -> FleetPlan:
+            if rate == task.rate:
+                return plan
+            progress.on_stage(f"planning the hours with {rate:g} requests/s")
+            return replace(planner, task=task_of(rate=rate)).plan(rated, left_out)
+
+        hours = plan_hours(rates, plan_of) if plan.best is not None else ()
         placements = []
         if args.disaggregate:
             pooled, _ = units_of(pipeline_parallel=STAGES)
             placements = planner.placements(pooled)
-    return PlanReport(args=args, base=base, task=task, plan=plan, prices=prices, placements=placements)
+    return PlanReport(
+        args=args, base=base, task=task, plan=plan, prices=prices, placements=placements, hours=hours
+    )
 
 
 def _show(report: PlanReport) -> None:

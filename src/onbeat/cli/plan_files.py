@@ -12,12 +12,14 @@ from onbeat import __version__
 from onbeat.cli.plan_output import (
     FAILED_HEADER,
     FLEET_HEADER,
+    HOUR_HEADER,
     PLACEMENT_HEADER,
     UNIT_HEADER,
     PlanReport,
     conclusions,
     failed_rows,
     fleet_rows,
+    hour_rows,
     placement_rows,
     unit_rows,
 )
@@ -25,6 +27,7 @@ from onbeat.cli.workload import WorkloadOptions
 from onbeat.cluster.kinds import ReplicaKind
 from onbeat.core.options import settings_of
 from onbeat.core.slo import SLO_CLASSES
+from onbeat.planner.day import Hour
 from onbeat.planner.plan_charts import (
     bucket_figure,
     cost_figure,
@@ -113,13 +116,28 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             if capacity is None
             else [round(each, 4) if isfinite(each) else None for each in capacity],
             "binds": fleet.binds,
+            "mean-tpot-ms": None if fleet.mean_tpot is None else round(fleet.mean_tpot * 1e3, 4),
         },
+        **({"hours": [_hour_entry(hour) for hour in report.hours]} if report.hours else {}),
         "prices": {device: str(report.prices.of(device)) for device in sorted(devices)},
         "step-times": report.base.step_time
         if report.base.engine == "none"
         else f"{report.base.step_time} of {report.base.engine}",
+        "host-overhead-ms": _plain(report.base.host_overhead * 1e3),
         "trace-sha256": None if file is None else digest_of(file),
         "made-by": f"onbeat {__version__}",
+    }
+
+
+def _hour_entry(hour: Hour) -> dict[str, Any]:
+    """Return an hour of the day as a file holds it."""
+    fleet = hour.fleet
+    return {
+        "hour": hour.hour,
+        "request-rate": _plain(hour.rate),
+        "fleet": "none" if fleet is None else fleet.name,
+        "replicas": 0 if fleet is None else fleet.num_replicas,
+        "cost-per-hour": round(hour.usd, 4),
     }
 
 
@@ -198,6 +216,7 @@ def to_document(report: PlanReport) -> dict[str, Any]:
             }
             for each in report.placements
         ],
+        "hours": [_hour_entry(hour) for hour in report.hours],
         "costs_by_estimate": [
             {"objectives_times": each.scale, "usd_per_hour": each.usd_per_hour, "fleet": each.fleet}
             for each in plan.costs
@@ -224,6 +243,8 @@ def plan_page(path: Path, report: PlanReport) -> None:
         body += "<h2>Fleets that keep the promise</h2>\n"
         body += table(FLEET_HEADER, fleet_rows(plan), texts=(8,))
         body += page.grid([mix_figure(plan), use_figure(plan)], per_row=2)
+    if report.hours:
+        body += "<h2>By the hour</h2>\n" + table(HOUR_HEADER, hour_rows(report), texts=(2,))
     body += "<h2>What it costs</h2>\n" + page.grid(
         [objective_figure(plan, *_shown_objective(report)), cost_figure(plan)], per_row=2
     )

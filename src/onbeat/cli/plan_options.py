@@ -15,6 +15,7 @@ from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import settings_of
 from onbeat.perfmodel.device_spec import find_device
+from onbeat.planner.day import read_rates
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.share_objectives import AttainmentObjective
@@ -66,6 +67,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         metavar="R",
         help="requests/s that the fleet is to serve; the same as --request-rate",
+    )
+    group.add_argument(
+        "--rate-by-hour",
+        type=Path,
+        metavar="FILE.csv",
+        help="instead of --rate, requests/s of each hour of a day (columns hour,rate): a fleet for each, and "
+        "the plan of the busiest",
     )
     group.add_argument(
         "--objective",
@@ -148,24 +156,40 @@ def base_settings(args: argparse.Namespace, device: str) -> ReplicaSettings:
     return read_options(args, ReplicaSettings, device=device, seed=args.seed)
 
 
-def plan_task(args: argparse.Namespace, available: dict[str, float], max_model_len: int) -> PlanTask:
+def rates_by_hour(args: argparse.Namespace) -> tuple[float, ...]:
+    """Return the requests per second of each hour; empty where the load has one rate.
+
+    Raises
+    ------
+    ConfigError : `--rate` stands beside them, or the file says no rates.
+    """
+    if args.rate_by_hour is None:
+        return ()
+    if args.request_rate is not None:
+        raise ConfigError("--rate and --rate-by-hour both say how much comes: leave one out")
+    return read_rates(args.rate_by_hour)
+
+
+def plan_task(
+    args: argparse.Namespace, available: dict[str, float], max_model_len: int, *, rate: float | None
+) -> PlanTask:
     """Return what is to be planned.
 
     Parameters
     ----------
+    rate : requests per second.
     max_model_len : of the unit that takes the longest requests, tokens.
 
     Raises
     ------
     ConfigError : flags that do not go together, a load without rate or objectives, or one too short to tell.
     """
-    options = read_options(args, WorkloadOptions)
+    options = replace(read_options(args, WorkloadOptions), request_rate=rate)
     objective = parse_objective(args.objective, mode=args.slo_mode)
     if not isinstance(objective, AttainmentObjective):
         raise ConfigError(
             f"--objective {args.objective}: a plan promises a share of good requests; give attainment:SHARE"
         )
-    rate = options.request_rate
     if rate is None or not 0 < rate < inf:
         raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
     if options.max_concurrency is not None:

@@ -10,6 +10,7 @@ from math import isfinite
 from rich.table import Table
 
 from onbeat.core.slo import SLO
+from onbeat.planner.day import Hour
 from onbeat.planner.placement import Placement
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
 from onbeat.planner.prices import Prices
@@ -20,6 +21,7 @@ FLEET_HEADER = (
 )
 UNIT_HEADER = ("replica", "$/h", "requests/s", "per $/h", "why not")
 FAILED_HEADER = ("fleet", "$/h", "why not")
+HOUR_HEADER = ("hour", "requests/s", "fleet", "replicas", "$/h", "good", "busy")
 PLACEMENT_HEADER = ("pools", "KV goes", "$/h", "good", "keeps the promise")
 SEARCHES = {"across": "between machines", "within": "within a machine"}
 """Where KV goes from prompts to generation, by search."""
@@ -39,6 +41,13 @@ class PlanReport:
     prices: Prices
     placements: Sequence[Placement] = ()
     """Pools for prompts and for generation, where they were asked for."""
+    hours: Sequence[Hour] = ()
+    """Fleets by the hour, where the rate goes by it; the plan is that of the busiest."""
+
+    @property
+    def missed_hours(self) -> list[Hour]:
+        """Hours for which no fleet was found."""
+        return [hour for hour in self.hours if hour.infeasible]
 
     @property
     def title(self) -> str:
@@ -121,6 +130,19 @@ def placement_rows(report: PlanReport) -> list[tuple[str, ...]]:
     return rows
 
 
+def hour_rows(report: PlanReport) -> list[tuple[str, ...]]:
+    """Return the rows of the day."""
+    rows: list[tuple[str, ...]] = []
+    for hour in report.hours:
+        fleet, start = hour.fleet, (str(hour.hour), f"{hour.rate:g}")
+        if fleet is None:
+            rows.append((*start, hour.infeasible or "none: no requests", "0", "0.00", "-", "-"))
+        else:
+            cells = fleet_row(fleet, hour.rate)
+            rows.append((*start, cells[0], str(fleet.num_replicas), cells[1], cells[3], cells[-1]))
+    return rows
+
+
 def plan_tables(report: PlanReport) -> list[Table]:
     """Return what the terminal shows."""
     plan = report.plan
@@ -130,6 +152,7 @@ def plan_tables(report: PlanReport) -> list[Table]:
         ("Fleets that do not keep the promise", FAILED_HEADER, failed_rows(plan), (0, 2)),
         ("Prompts and generation apart", PLACEMENT_HEADER, placement_rows(report), (0, 1, 4)),
         ("Fleets that keep the promise", FLEET_HEADER, fleet_rows(plan), (0, 8)),
+        ("By the hour", HOUR_HEADER, hour_rows(report), (2,)),
     ):
         if not rows:
             continue
@@ -164,8 +187,12 @@ def conclusions(report: PlanReport) -> list[str]:
         lines.append(
             f"the mix costs {saved * 100:.0f} % less than {alone[0].name}, the cheapest of equal replicas"
         )
+    elif len(best.parts) > 1:
+        lines.append("no fleet of equal replicas was found that keeps the promise")
     elif len(plan.units) > 1:
         lines.append(f"equal replicas, {best.name}, are cheaper than every mix that was simulated")
+    if report.hours:
+        lines += _day(report.hours, best)
     if report.placements:
         lines.append(_apart(report.placements, best))
     lines.append(
@@ -199,6 +226,20 @@ def _apart(placements: Sequence[Placement], best: Fleet) -> str:
         f"prompts and generation apart cost {-ratio * 100:.0f} % less: {cheapest.name}, "
         f"${cheapest.usd_per_hour:.2f}; the plan file holds the fleet that does both everywhere"
     )
+
+
+def _day(hours: Sequence[Hour], busiest: Fleet) -> list[str]:
+    """Say what the hours cost together, beside the fleet of the busiest all the time."""
+    missed = [hour for hour in hours if hour.infeasible]
+    if missed:
+        names = ", ".join(str(hour.hour) for hour in missed)
+        return [f"INFEASIBLE in hour {names}: {missed[0].infeasible}"]
+    total, constant = sum(hour.usd for hour in hours), busiest.usd_per_hour * len(hours)
+    saved = 1 - total / constant
+    return [
+        f"by the hour: ${total:.2f} for {len(hours)} hours, {saved * 100:.0f} % less than the "
+        f"${constant:.2f} of {busiest.name} all the time; starting and stopping is taken to cost nothing"
+    ]
 
 
 def _verified(report: PlanReport, fleet: Fleet) -> str:

@@ -19,7 +19,7 @@ which keys a summary is saved.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -209,6 +209,12 @@ def tpot(request: MeasuredRequest) -> float | None:
         return None
     times = request.delivery_times
     return (times[-1] - times[0]) / (request.num_output_tokens - 1)
+
+
+def mean_tpot(requests: Iterable[MeasuredRequest]) -> float | None:
+    """Return the mean TPOT of the completed requests, seconds; None where none had two tokens."""
+    values = [value for request in requests if request.is_completed and (value := tpot(request)) is not None]
+    return float(np.mean(values)) if values else None
 
 
 def collect_samples(requests: Sequence[MeasuredRequest]) -> dict[str, Array]:

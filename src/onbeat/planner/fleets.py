@@ -10,6 +10,7 @@ import numpy as np
 
 from onbeat.metrics.attainment import TOLERANCE, good_requests, has_objectives
 from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, Case, Labels
 from onbeat.planner.objective import Verdict
 from onbeat.planner.parallel import TaskContext
@@ -100,6 +101,8 @@ class FleetRun:
     """What most requests that were not good missed: `TTFT`, `TBT` or `refused`; empty where all were good."""
     busy: Mapping[str, float] | None = None
     """By the name of the unit, the share of the time in which its replicas computed."""
+    mean_tpot: float | None = None
+    """Of the requests, seconds."""
     duration: float = 0.0
     """Virtual seconds."""
 
@@ -126,6 +129,7 @@ def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
         attainment=verdict.measures[0].value if verdict.measures else None,
         binds=what_binds(result.records, objective),
         busy=task.case.busy(result),
+        mean_tpot=mean_tpot(result.records),
         duration=result.duration,
     )
 

@@ -37,6 +37,8 @@ class Promise:
     """What it was made for."""
     load: Mapping[str, Any]
     """Flags of the load, as `onbeat bench serve` takes them."""
+    mean_tpot: float | None
+    """Of the simulated requests, seconds; None where the plan does not say."""
 
 
 def write_plan(path: Path, serve: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
@@ -92,12 +94,14 @@ def read_promise(path: Path) -> Promise:
             f"{path} has the slo-mode {promise['slo-mode']!r}, which this version does not know"
         )
     _check_trace(path, load, plan["trace-sha256"])
+    tpot_ms = plan.get("verified", {}).get("mean-tpot-ms")
     return Promise(
         path=path,
         share=float(promise["attainment"]),
         mode=promise["slo-mode"],
         fleet=str(plan["fleet"]),
         load=load,
+        mean_tpot=None if tpot_ms is None else tpot_ms / 1e3,
     )
 
 

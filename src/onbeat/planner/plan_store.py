@@ -6,21 +6,25 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import orjson
 
+import onbeat
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
 
 R = TypeVar("R")
 
+_PACKAGES = ("core", "metrics", "perfmodel", "planner", "scheduler", "simulator", "workload")
+"""What results depend on."""
+
 
 class PlanStore:
-    """Keeps results by what they are of: same version, same settings, same requests.
+    """Keeps results by what they are of: same program, same settings, same requests.
 
     Parameters
     ----------
@@ -87,10 +91,22 @@ class PlanStore:
 
 
 def fingerprint(task: Any) -> str:
-    """Return what tells a task from others, and from those of other versions."""
-    digest = hashlib.sha256(f"{__version__} {type(task).__name__}".encode())
+    """Return what tells a task from others, and from those of another state of the program."""
+    digest = hashlib.sha256(f"{program_digest()} {type(task).__name__}".encode())
     _feed(digest.update, task)
     return digest.hexdigest()[:32]
+
+
+@cache
+def program_digest() -> str:
+    """Return what tells the parts of the program that make a result from what they were at other times."""
+    root, digest = Path(onbeat.__file__).parent, hashlib.sha256(__version__.encode())
+    for package in _PACKAGES:
+        for file in sorted((root / package).rglob("*")):
+            if file.is_file() and file.suffix != ".pyc":
+                digest.update(f"{file.relative_to(root)}\n".encode())
+                digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _feed(feed: Callable[[bytes], None], value: Any) -> None:

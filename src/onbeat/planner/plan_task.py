@@ -106,6 +106,12 @@ class Fleet:
         return max(sorted(set(names)), key=names.count) if names else ""
 
     @property
+    def mean_tpot(self) -> float | None:
+        """Of the requests of all runs, seconds; None where a run does not know it."""
+        found = [run.mean_tpot for run in self.runs if run.mean_tpot is not None]
+        return float(np.mean(found)) if found and len(found) == len(self.runs) else None
+
+    @property
     def busy(self) -> dict[str, float]:
         """Share of the time in which replicas computed, by unit: the mean over the finished runs."""
         found = [run.busy for run in self.runs if run.busy]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from onbeat.bench.promise import check_promise
+from onbeat.bench.promise import check_promise, compare_pace
 from onbeat.cli.bench_promise import with_planned_load
 from onbeat.cli.bench_settings import BenchOptions
 from onbeat.core.errors import ConfigError
@@ -43,8 +43,14 @@ def test_too_few_requests_say_nothing() -> None:
         check_promise(records("1" * 10), promised=0.9)
 
 
+def test_tokens_that_take_longer_than_planned_are_told() -> None:
+    slow = [make_record([0.1, 0.2, 0.3], slo=SLO(ttft=1.0)) for _ in range(3)]
+    assert compare_pace(slow, 0.08) == "mean TPOT 100.00 ms, 80.00 ms in the plan's simulations (+25 %)"
+    assert "nothing tells" in compare_pace(records("111"), 0.08)
+
+
 def promise(**load: Any) -> Promise:
-    return Promise(path=Path("plan.yaml"), share=0.9, mode="gap", fleet="2 l4", load=load)
+    return Promise(path=Path("plan.yaml"), share=0.9, mode="gap", fleet="2 l4", load=load, mean_tpot=None)
 
 
 def test_a_load_test_takes_the_load_of_its_plan() -> None:

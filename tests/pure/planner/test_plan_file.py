@@ -10,7 +10,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.plan_file import digest_of, read_promise, write_plan
-from onbeat.planner.plan_store import PlanStore, fingerprint
+from onbeat.planner.plan_store import PlanStore, fingerprint, program_digest
 from onbeat.simulator.config import KVLink
 
 
@@ -82,6 +82,25 @@ def test_results_are_kept_by_what_they_are_of(tmp_path: Path) -> None:
     path.write_bytes(b"nonsense\n" + path.read_bytes())
     with pytest.raises(ConfigError, match=r"line 1 of .* is no result of a plan"):
         PlanStore(path)
+
+
+def test_results_of_another_program_are_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = fingerprint(1)
+    package = tmp_path / "onbeat"
+    (package / "core").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    source = package / "core" / "words.py"
+    source.write_text("A = 1\n")
+    monkeypatch.setattr("onbeat.__file__", str(package / "__init__.py"))
+    found = {before}
+    for text in ("A = 1\n", "A = 2\n"):
+        source.write_text(text)
+        program_digest.cache_clear()
+        found.add(fingerprint(1))
+    monkeypatch.undo()
+    program_digest.cache_clear()
+    assert len(found) == 3
+    assert fingerprint(1) == before
 
 
 def test_fingerprints_tell_requests_apart() -> None:

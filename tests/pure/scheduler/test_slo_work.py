@@ -116,6 +116,14 @@ class TestPrefillWork:
         work.refresh()
         assert model.num_asked == 3 * num_questions
 
+    @given(st.lists(st.integers(0, 40), max_size=12))
+    @examples(50)
+    def test_steps_that_are_counted_at_once_count_as_single_ones(self, runs):
+        at_once, singly = work_of(FakeStepTime()), work_of(FakeStepTime())
+        for num_steps in runs:
+            taken_after = [step for step in range(1, num_steps + 1) if singly.count(1)]
+            assert at_once.count(num_steps) == max(taken_after, default=0)
+
     @given(st.integers(0, 100), st.integers(0, 3000), st.floats(0.0, 0.5))
     @examples(50)
     def test_a_chunk_joins_within_the_limit_and_one_token_more_does_not(self, num, num_cached, limit):

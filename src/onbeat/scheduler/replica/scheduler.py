@@ -446,11 +446,12 @@ class Scheduler:
             begun = last_update
         num_rows, new_ends = shape.num_lm_head_rows, [end for end in ends if end > self._last_run]
         shape.decode_context_tokens -= len(new_ends) * num_rows
-        for end in new_ends:
+        taken_after = 0 if work is None else work.count(len(new_ends))
+        for index, end in enumerate(new_ends, 1):
             shape.decode_context_tokens += num_rows
             observe(shape, end - begun)
-            if work is not None:
-                work.refresh()
+            if index == taken_after and work is not None:
+                work.take()
             begun = end
 
     def _note_drafts(

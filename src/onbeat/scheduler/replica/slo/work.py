@@ -69,14 +69,24 @@ class PrefillWork:
     def __init__(self, model: StepTimeModel, quantile: float | None) -> None:
         self._model = model
         self._quantile = quantile
-        self._num_left = 0
-        self.refresh()
+        self._num_left = _REFRESH_STEPS
+        """Steps until the coefficients are taken again."""
+        self.take()
 
     def refresh(self) -> None:
-        """Take the coefficients from the model, if it is time. Called once a step."""
-        self._num_left -= 1
-        if self._num_left <= 0:
-            self._take()
+        """Take the coefficients from the model, if it is time. Called once a step, or see `count`."""
+        if self.count(1):
+            self.take()
+
+    def count(self, num_steps: int) -> int:
+        """Count steps between which nobody asks; return after which of them to `take`, 0 for none."""
+        num_beyond = num_steps - self._num_left
+        if num_beyond < 0:
+            self._num_left -= num_steps
+            return 0
+        num_beyond %= _REFRESH_STEPS
+        self._num_left = _REFRESH_STEPS - num_beyond
+        return num_steps - num_beyond
 
     def catch_up(self) -> None:
         """Take the coefficients now, if the model may have learnt since.
@@ -85,10 +95,11 @@ class PrefillWork:
         ones, and steps are predicted by what the model has learnt, which the coefficients must agree with.
         """
         if self._num_left < _REFRESH_STEPS:
-            self._take()
+            self._num_left = _REFRESH_STEPS
+            self.take()
 
-    def _take(self) -> None:
-        self._num_left = _REFRESH_STEPS
+    def take(self) -> None:
+        """Take the coefficients from the model."""
         step_time, quantile = self._model.step_time, self._quantile
         times = {size: step_time(shape, quantile) for size, shape in _CHUNKS.items()}
         best = min([seconds / size for size, seconds in times.items()])
