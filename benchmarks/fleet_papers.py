@@ -1,19 +1,19 @@
 """Published results on disaggregation and live migration, against simulated fleets.
 
-    python benchmarks/fleet_papers.py --shared DIR [distserve] [motivation] [transfer] [power] [llumnix]
+    python benchmarks/fleet_papers.py --shared DIR [distserve] [motivation] [transfer] [power] [stops] [llumnix]
 
 DIR (or ONBEAT_SHARED) holds `data/profiles/{distserve,splitwise}` and `data/groundtruth/distserve`.
 
 * `distserve` (Zhong et al., OSDI 2024, section 6.2): goodput per GPU of OPT-13B, ShareGPT lengths scaled to
   the paper's means, placement (2,1,1,1) with its own coefficients and pool rule `distserve`, against one
   colocated GPU: vLLM as measured (prefill first), and the same coefficients as DistServe's under
-  prefill-first, sarathi and `slo`. 90 % must meet TTFT 0.25 s and TPOT 0.1 s, and tighter TPOTs.
+  prefill-first, sarathi and `slo`. 90 % (`--level`) must meet TTFT 0.25 s and TPOT 0.1 s, and tighter TPOTs.
 * `motivation` (its figure 1): prompts of 512 and outputs of 64 tokens, TTFT 0.4 s, TPOT 0.04 s; two prefill
   GPUs and one that generates, against one that does both.
 * `transfer` (its section 6.3): bytes of 512 tokens, and how long copies take over NVLink.
 * `power` (Splitwise, Patel et al., ISCA 2024): what its table says of H100 whose power is capped.
 * `llumnix` (Sun et al., OSDI 2024): 16 A10G with Llama-2-7B, 13,616 tokens of KV each, gamma arrivals (CV 4),
-  lengths M-M, 16 Gbit/s a replica; and a stream's stop for contexts of 1,000 to 8,000 tokens.
+  lengths M-M, 16 Gbit/s a replica; and, as `stops`, for how long a stream stands still, by its length.
 """
 
 from __future__ import annotations
@@ -60,16 +60,15 @@ from onbeat.workload.slo_classes import SLOClass
 
 TTFT = 0.25
 TPOTS = (0.1, 0.075, 0.06, 0.05)
-LEVEL = 90.0
 MEDIUM = ((0.0, 4), (0.5, 32), (0.8, 173), (0.95, 1288), (0.99, 4208), (1.0, 6000))
 """Quantiles of Llumnix's medium lengths; the least is a guess, and the longest the paper's 6k."""
 
 
-def goodput(attained: Callable[[float], float], start: float) -> float:
+def goodput(attained: Callable[[float], float], start: float, level: float) -> float:
     """Return the highest rate with enough good requests, to 4 %; 0 below a 32nd of the start."""
     low, high, rate = 0.0, 0.0, start
     while not (low and high):
-        if attained(rate) >= LEVEL:
+        if attained(rate) >= level:
             low, rate = rate, rate * 1.5
         else:
             high, rate = rate, rate / 1.5
@@ -77,7 +76,7 @@ def goodput(attained: Callable[[float], float], start: float) -> float:
             return 0.0
     while high > 1.04 * low:
         middle = (low * high) ** 0.5
-        if attained(middle) >= LEVEL:
+        if attained(middle) >= level:
             low = middle
         else:
             high = middle
@@ -97,27 +96,32 @@ def run_colocated(published: Published, load: OfferedLoad, policy: str, *, tpot:
 
 
 def compare(
-    published: Published, make_load: Callable[[float], OfferedLoad], *, ttft: float, tpot: float, pair: bool
+    published: Published,
+    make_load: Callable[[float], OfferedLoad],
+    *,
+    slo: tuple[float, float],
+    level: float,
+    is_pair: bool,
 ) -> dict[str, float]:
     """Return the goodput per GPU of each system, requests per second."""
 
     def share(latencies: Latencies) -> float:
-        return latencies.attainment(ttft, tpot)
+        return latencies.attainment(*slo)
 
     def apart(rate: float) -> float:
-        if pair:
+        if is_pair:
             return share(run_distserve(published, make_load(rate)))
         return share(run_two_and_one(published, make_load(rate)))
 
-    found = {"DistServe": goodput(apart, 4.0) / 3}
+    found = {"DistServe": goodput(apart, 4.0, level) / 3}
     name = "vLLM, its own coefficients"
-    found[name] = goodput(lambda rate: share(run_vllm(published, make_load(rate))), 1.5)
+    found[name] = goodput(lambda rate: share(run_vllm(published, make_load(rate))), 1.5, level)
     for policy in ("prefill-first", "sarathi", "slo"):
 
         def alone(rate: float, policy: str = policy) -> float:
-            return share(run_colocated(published, make_load(rate), policy, tpot=tpot))
+            return share(run_colocated(published, make_load(rate), policy, tpot=slo[1]))
 
-        found[policy] = goodput(alone, 1.5)
+        found[policy] = goodput(alone, 1.5, level)
     return found
 
 
@@ -162,27 +166,27 @@ def print_rates(title: str, rows: Sequence[tuple[str, dict[str, float]]]) -> Non
         print(" | ".join(ratios) + " |")
 
 
-def distserve(published: Published, num_requests: int) -> None:
+def distserve(published: Published, num_requests: int, level: float) -> None:
     rows = []
     for tpot in TPOTS:
         found = compare(
             published,
             lambda rate: draw_load(published, rate, num_requests, seed=0),
-            ttft=TTFT,
-            tpot=tpot,
-            pair=True,
+            slo=(TTFT, tpot),
+            level=level,
+            is_pair=True,
         )
         rows.append((f"{tpot * 1e3:g} ms", found))
     print_rates("TPOT; goodput per GPU, requests/s", rows)
 
 
-def motivation(published: Published, num_requests: int) -> None:
+def motivation(published: Published, num_requests: int, level: float) -> None:
     found = compare(
         published,
         lambda rate: equal_load(rate, num_requests=num_requests, prompt=512, output=64),
-        ttft=0.4,
-        tpot=0.04,
-        pair=False,
+        slo=(0.4, 0.04),
+        level=level,
+        is_pair=False,
     )
     print_rates("512 in, 64 out; goodput per GPU, requests/s", [("TTFT 0.4 s, TPOT 0.04 s", found)])
 
@@ -361,9 +365,10 @@ def main() -> None:
     )
     parser.add_argument("parts", nargs="*", default=[])
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
+    parser.add_argument("--level", type=float, default=90.0, help="of DistServe, %% of the requests")
     parser.add_argument("--num-requests", type=int, default=500, help="of each drawn load")
     parser.add_argument(
-        "--rates", type=float, nargs="*", default=[60.0, 70.0, 80.0, 90.0], help="of llumnix, requests/s"
+        "--rates", type=float, nargs="*", default=[30.0, 60.0, 70.0, 80.0], help="of llumnix, requests/s"
     )
     args = parser.parse_args()
     if args.shared is None:
@@ -371,11 +376,12 @@ def main() -> None:
     shared = Path(args.shared)
     published = Published(shared)
     parts: dict[str, Callable[[], None]] = {
-        "distserve": lambda: distserve(published, args.num_requests),
-        "motivation": lambda: motivation(published, args.num_requests),
+        "distserve": lambda: distserve(published, args.num_requests, args.level),
+        "motivation": lambda: motivation(published, args.num_requests, args.level),
         "transfer": lambda: transfer(published),
         "power": lambda: power(shared),
-        "llumnix": lambda: (print_stops(), llumnix(6 * args.num_requests, args.rates))[0],
+        "stops": print_stops,
+        "llumnix": lambda: llumnix(6 * args.num_requests, args.rates),
     }
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"unknown part {unknown.pop()!r}; there are {', '.join(parts)}")

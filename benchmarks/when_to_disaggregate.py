@@ -60,7 +60,7 @@ class Fleet:
 
 
 MIXED = Fleet()
-SPLITS = tuple(Fleet(num, rule) for num in (1, 2, 3) for rule in ("adaptive", "distserve"))
+SPLITS = tuple(Fleet(num, rule) for rule in ("adaptive", "distserve") for num in (2, 1, 3))
 
 
 def make_load(shape: tuple[int, int], tbt: float, rate: float) -> OfferedLoad:
