@@ -39,6 +39,7 @@ from numpy.typing import NDArray
 from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.published.linear import linear_closure
+from onbeat.scheduler.cluster.fleet import Decided
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
@@ -149,6 +150,7 @@ def run_distserve(
     *,
     model: str = OPT_13B,
     placement: tuple[int, int, int, int] = (2, 1, 1, 1),
+    on_decision: Decided | None = None,
 ) -> Latencies:
     """Simulate one prefill and one decode instance; the placement is (prefill TP, PP, decode TP, PP)."""
     prefill_tp, prefill_pp, decode_tp, decode_pp = placement
@@ -181,7 +183,7 @@ def run_distserve(
         ),
         kv_link=KVLink(bytes_per_token=KV_BYTES_PER_TOKEN[model], bandwidth=NVLINK_BYTES_PER_SECOND),
     )
-    return latencies_of(simulate(load, config, prefill_time).records)
+    return latencies_of(simulate(load, config, prefill_time, on_decision=on_decision).records)
 
 
 def latencies_of(records: Iterable[RequestRecord]) -> Latencies:

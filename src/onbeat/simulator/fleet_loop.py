@@ -255,7 +255,9 @@ class FleetLoop:
         begun = [offered for offered in started if offered.request.request_id not in ended]
         for request_id, num_before in list(self._not_begun.items()):
             offered = self._open[request_id]
-            if request_id not in ended and len(offered.record.delivery_times) > num_before:
+            if offered.place != number or request_id in ended:
+                continue
+            if len(offered.record.delivery_times) > num_before:
                 del self._not_begun[request_id]
                 begun.append(offered)
         for offered in (*begun, *finished):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+"""Whatever names a transfer."""
 
 _Port = tuple[str, int]
 """One direction of a replica's link."""
@@ -25,7 +29,7 @@ class _Flow:
     """At this rate."""
 
 
-class Links:
+class Links(Generic[K]):
     """Each replica has one link, which takes `bandwidth` out and `bandwidth` in at the same time.
 
     Transfers share what they have in common so that none can have more without one that has no more than it
@@ -39,21 +43,21 @@ class Links:
 
     def __init__(self, bandwidth: float) -> None:
         self._bandwidth = bandwidth
-        self._flows: dict[Hashable, _Flow] = {}
+        self._flows: dict[K, _Flow] = {}
         self._now = 0.0
         self.next_time = inf
         """When the next transfer ends, if none begins before."""
         self.num_bytes_moved = 0.0
         """By transfers that have ended, been dropped or are under way, up to the last call."""
 
-    def begin(self, key: Hashable, source: int, destination: int, num_bytes: float, now: float) -> None:
+    def begin(self, key: K, source: int, destination: int, num_bytes: float, now: float) -> None:
         """Begin a transfer; `end` will name its key."""
         assert key not in self._flows, f"{key} is under way"
         self._advance(now)
         self._flows[key] = _Flow((("out", source), ("in", destination)), num_bytes)
         self._share()
 
-    def end(self, now: float) -> list[Hashable]:
+    def end(self, now: float) -> list[K]:
         """Return the transfers that have ended by now, in the order in which they began."""
         if now < self.next_time:
             return []
@@ -64,7 +68,7 @@ class Links:
         self._share()
         return ended
 
-    def drop(self, key: Hashable, now: float) -> None:
+    def drop(self, key: K, now: float) -> None:
         """Let a transfer end before its last byte; one that is not under way is ignored."""
         if key in self._flows:
             self._advance(now)
@@ -73,11 +77,11 @@ class Links:
 
     def rates(self) -> dict[_Port, float]:
         """Return what goes over each direction of each link, bytes per second."""
-        found: Counter[_Port] = Counter()
+        found: dict[_Port, float] = defaultdict(float)
         for flow in self._flows.values():
             for port in flow.ports:
-                found[port] += flow.rate  # type: ignore[assignment]
-        return dict(found)
+                found[port] += flow.rate
+        return found
 
     def _advance(self, now: float) -> None:
         """Count the bytes that have gone since the last call."""

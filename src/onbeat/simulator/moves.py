@@ -80,7 +80,7 @@ class VirtualMoves:
         self._memory_bandwidth = memory_bandwidth
         self._answer = answer
         self._call = call
-        self.links = Links(link.bandwidth)
+        self.links: Links[tuple[str, int]] = Links(link.bandwidth)
         self._moves: dict[str, _VirtualMove] = {}
         self._asked: deque[MoveStep] = deque()
         self._copies: dict[tuple[str, int], _VirtualMove] = {}
@@ -91,9 +91,6 @@ class VirtualMoves:
         """Requests that are to stand still after their first token."""
         self._stopped: dict[str, Detached | None] = {}
         """Those that do; None where one had ended or waits."""
-        self.num_bytes = 0.0
-        """Asked of the links so far."""
-        self.num_moved = 0
 
     # --- what the fleet asks for ----------------------------------------------------------------------
 
@@ -200,7 +197,6 @@ class VirtualMoves:
     def end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
         for key in self.links.end(now):
-            assert isinstance(key, tuple)
             self._end_copy(key, self._copies[key], now)
 
     def _end_copy(self, key: tuple[str, int], move: _VirtualMove, now: float) -> None:
@@ -274,14 +270,12 @@ class VirtualMoves:
         num_bytes = (move.num_lent - step.num_blocks) * self._block_size * self._link.bytes_per_token
         move.is_pulling = True
         self._copies[key] = move
-        self.num_bytes += num_bytes
         self.links.begin(key, move.source, move.destination, num_bytes, now)
         for number in (move.source, move.destination):
             self._replicas[number].charge(num_bytes / self._memory_bandwidth(number))
 
     def _take(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
         del self._moves[step.move]
-        self.num_moved += 1
         source = self._replicas.get(move.source)
         if source is not None:
             source.settle(now)

@@ -23,7 +23,7 @@ class Transfer(NamedTuple):
 
 def run(transfers: list[Transfer]) -> list[float]:
     """Return when each ends; hold the links to their rates all the while."""
-    links = Links(BANDWIDTH)
+    links: Links[int] = Links(BANDWIDTH)
     due = sorted(enumerate(transfers), key=lambda pair: pair[1].when)
     ends: dict[int, float] = {}
     while due or links.next_time < float("inf"):
@@ -61,7 +61,7 @@ def test_what_one_cannot_use_the_other_gets() -> None:
 
 
 def test_one_that_is_dropped_leaves_its_share_and_has_moved_what_it_has() -> None:
-    links = Links(BANDWIDTH)
+    links: Links[str] = Links(BANDWIDTH)
     links.begin("kept", 0, 1, 100.0, 0.0)
     links.begin("dropped", 0, 2, 100.0, 0.0)
     links.drop("dropped", 1.0)
