@@ -1,4 +1,4 @@
-"""What a fleet that changes its own size costs, and what its requests get, beside a fixed fleet and a band of freeness.
+"""What a fleet that changes its own size costs, beside a fixed fleet and a band of freeness.
 
     python benchmarks/fleet_scaling.py --shared DIRECTORY --out FILE.jsonl     # what it lacks
     python benchmarks/fleet_scaling.py --shared DIRECTORY --cells day --seeds 0 --numbers
@@ -6,8 +6,8 @@
 
 DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`. Llama-3.1-8B on L4, TTFT 5 s and TBT 250 ms, policy
 and router slo, unless a cell says otherwise; a replica takes 60 s to start. Lengths are those of Azure's
-code completions of 2023, drawn at random; arrivals are Poisson at a rate that changes. A day is three hours long
-here, eight times as fast as a real one, which is harder: a start takes eight times as much of it.
+code completions of 2023, drawn at random; arrivals are Poisson at a rate that changes. A day is three hours
+long here, eight times as fast as a real one, which is harder: a start takes eight times as much of it.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ import argparse
 import json
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -104,12 +100,9 @@ CELLS = {
     "day with a night": Cell(partial(steps, 0.0, 4.0, 1.5 * HOUR), 4.0, 3 * HOUR, 4, least=0),
     "steps": Cell(partial(steps, 1.0, 4.5, HOUR), 4.5, 3 * HOUR, 4),
     "long-tailed day": Cell(
-        partial(sine, 1.0, 8.0, 2 * HOUR), 8.0, 2 * HOUR, 4, burst=2.0, is_long_tailed=True
+        partial(sine, 0.8, 5.5, 2 * HOUR), 5.5, 2 * HOUR, 4, burst=2.0, is_long_tailed=True
     ),
-    **{
-        f"steady {rate:g}": Cell(partial(steady, rate), rate, 3 * HOUR, 4)
-        for rate in (1.0, 2.0, 3.0, 4.0)
-    },
+    **{f"steady {rate:g}": Cell(partial(steady, rate), rate, 3 * HOUR, 4) for rate in (1.0, 2.0, 3.0, 4.0)},
 }
 """The fixed fleet is the smallest that keeps 99 % of the requests of the day within their objectives."""
 NUMBERS: dict[str, dict[tuple[Any, str], Any]] = {
@@ -186,7 +179,12 @@ def run(name: str, fleet: str, seed: int, shared: Path) -> dict[str, Any]:
     started = time.process_time()
     load = make_load(cell, seed, shared)
     config = make_config(cell, fleet)
-    result = simulate(load, config, build_simulation(LLUMNIX if cell.is_long_tailed else SETTINGS).step_time, on_decision=lambda *_: None)
+    result = simulate(
+        load,
+        config,
+        build_simulation(LLUMNIX if cell.is_long_tailed else SETTINGS).step_time,
+        on_decision=lambda *_: None,
+    )
     good = good_requests(result.records)
     ttfts = [each.delivery_times[0] - each.arrival for each in result.records if each.delivery_times]
     held = result.replica_seconds
@@ -206,21 +204,76 @@ def run(name: str, fleet: str, seed: int, shared: Path) -> dict[str, Any]:
     }
 
 
-def fleets_of(cell: Cell) -> list[str]:
-    return [f"fixed {cell.fixed}", "objective"]
+def fleets_of(name: str) -> list[str]:
+    """Return what a cell is run with."""
+    fixed = [f"fixed {CELLS[name].fixed}"]
+    if CELLS[name].is_long_tailed:
+        return [*fixed, "objective", *(f"freeness:{low}..{low + 50}" for low in (5, 10, 20, 40))]
+    return ["objective"] if name.startswith("steady") else [*fixed, "objective"]
+
+
+def show_numbers(cells: Sequence[str], seeds: Sequence[int], shared: Path) -> None:
+    """Print what other numbers of the rule do."""
+    print("| number | cell | attainment | replica-hours | changes |\n| --- | --- | --- | --- | --- |")
+    for number, values in NUMBERS.items():
+        with ExitStack() as stack:
+            for (module, key), value in values.items():
+                stack.enter_context(patch.object(module, key, value))
+            for cell in cells:
+                rows = [run(cell, "objective", seed, shared) for seed in seeds]
+                print(f"| {number} | {cell} | {_numbers(rows)} |", flush=True)
+
+
+def show(path: Path) -> None:
+    """Print the table of a file of results."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for line in path.read_text().splitlines():
+        row = json.loads(line)
+        found[row["cell"], row["fleet"]].append(row)
+    print("| load | fleet | seeds | attainment | TTFT P99 (s) | replica-hours | changes |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for (cell, fleet), rows in found.items():
+        ttft = fmean(row["ttft_p99"] for row in rows)
+        attainment, hours, changes = _numbers(rows).split(" | ")
+        print(f"| {cell} | {fleet} | {len(rows)} | {attainment} | {ttft:.2f} | {hours} | {changes} |")
+
+
+def _numbers(rows: Sequence[dict[str, Any]]) -> str:
+    attainment = 100 * fmean(row["attainment"] for row in rows)
+    hours = fmean(row["replica_hours"] for row in rows)
+    changes = ", ".join(str(row["changes"]) for row in rows)
+    return f"{attainment:.2f} % | {hours:.2f} | {changes}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
     parser.add_argument("--fleets", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--numbers", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path)
     args = parser.parse_args()
+    if args.table is not None:
+        show(args.table)
+        return
+    if args.shared is None:
+        parser.error("give --shared DIRECTORY")
+    if args.numbers:
+        show_numbers(args.cells, args.seeds, Path(args.shared))
+        return
+    done = set()
+    if args.out is not None and args.out.exists():
+        rows = [json.loads(line) for line in args.out.read_text().splitlines()]
+        done = {(row["cell"], row["fleet"], row["seed"]) for row in rows}
     for cell in args.cells:
-        for fleet in args.fleets or fleets_of(CELLS[cell]):
+        for fleet in args.fleets or fleets_of(cell):
             for seed in args.seeds:
+                if (cell, fleet, seed) in done:
+                    continue
                 row = run(cell, fleet, seed, Path(args.shared))
                 print(json.dumps(row), flush=True)
                 if args.out:

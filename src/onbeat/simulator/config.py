@@ -322,7 +322,9 @@ class SimulationConfig:
 
     def _check_autoscale(self, autoscale: AutoscaleConfig) -> None:
         if self.kinds:
-            raise ConfigError("replicas of several kinds are not scaled: which kind comes next is not decided")
+            raise ConfigError(
+                "replicas of several kinds are not scaled: which kind comes next is not decided"
+            )
         needs_costs = parse_policy(autoscale.policy).needs_costs
         if needs_costs and not make_policy(self.scheduler).needs_step_time:
             raise ConfigError(

@@ -188,6 +188,11 @@ class Fleet:
         scaling = None if self._scaling is None else self._scaling.view()
         return self._members.status(len(self._waiting), scaling)
 
+    @property
+    def scales_by_costs(self) -> bool:
+        """Whether it decides on the number of replicas by what these predict of their steps."""
+        return self._watcher.needs_costs
+
     def owner(self, request_id: str) -> ReplicaId | None:
         """Return the replica that has a request; None where it waits in the fleet, or has ended."""
         opened = self._open.get(request_id)
@@ -325,14 +330,12 @@ class Fleet:
             self._refuse(opened, "no_replica", now, self._start_seconds if members.is_one_coming else None)
 
     def _seconds_to_start(self, now: float) -> float:
-        """Return the seconds until a replica is ready, as long as the last start took; 0 where none is known."""
+        """Return the seconds until a replica is ready, by the last start; 0 where none is known."""
         starts = [each.starts for each in self._members.having(ReplicaState.STARTING)]
         known = [each for each in starts if each is not None]
         return max(0.0, min(known, default=now) + (self._start_seconds or 0.0) - now)
 
-    def _refuse(
-        self, opened: OpenRequest, reason: str, now: float, retry_after: float | None = None
-    ) -> None:
+    def _refuse(self, opened: OpenRequest, reason: str, now: float, retry_after: float | None = None) -> None:
         request_id = opened.request.request_id
         del self._open[request_id]
         if reason in ("overloaded", "no_replica"):

@@ -22,8 +22,8 @@ _MINUTE = 60
 _WINDOWS = (5, 15, _MINUTE, LONGEST_WINDOW)
 """Seconds over which a load is looked at: what is plain is seen soon, what is not later."""
 _BACKLOG_SECONDS = 60.0
-"""Within which prompts that wait are to be worked off, beside what arrives. For so long after a replica has come
-or gone late requests say nothing: they may have waited for that."""
+"""Within which prompts that wait are to be worked off, beside what arrives. For so long after a replica has
+come or gone late requests say nothing: they may have waited for that."""
 _FORGET_SECONDS = 86400.0
 """In which a planned share that late requests have brought down comes back."""
 
@@ -53,7 +53,11 @@ class ObjectiveScaling(ScalingPolicy):
 
     def on_sent(self, request: RoutingRequest, predicted_ttft: float | None, now: float) -> None:
         """Count it as late if it is predicted to be."""
-        if predicted_ttft is not None and not request.num_output_tokens and now + predicted_ttft > request.ttft_deadline:
+        if (
+            predicted_ttft is not None
+            and not request.num_output_tokens
+            and now + predicted_ttft > request.ttft_deadline
+        ):
             self._count_late(request, now)
 
     def on_first_token(self, request: RoutingRequest, num_cached_tokens: int, now: float) -> None:
@@ -96,7 +100,8 @@ class ObjectiveScaling(ScalingPolicy):
         self._trust(minute, fleet)
         # One that is not ready carries nothing, and is the first to go.
         num_left = min(num - 1, fleet.num_ready)
-        return Wanted(num - 1, "spare") if self._needs.peak <= num_left else Wanted(num)
+        is_spare = self._needs.covers(now) and self._needs.peak <= num_left
+        return Wanted(num - 1, "spare") if is_spare else Wanted(num)
 
     def _num_for_work(self, fleet: FleetLoad, now: float) -> int:
         """Return the replicas that the load of some window surely needs."""
@@ -152,16 +157,23 @@ class _RecentPeak:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._since: float | None = None
         self._numbers: deque[tuple[float, int]] = deque()
         """(when, number), by time: those that a later one is at least as large as are left out."""
 
     def add(self, number: int, now: float) -> None:
         numbers = self._numbers
+        if self._since is None:
+            self._since = now
         while numbers and numbers[-1][1] <= number:
             numbers.pop()
         numbers.append((now, number))
         while numbers[0][0] < now - self._seconds:
             numbers.popleft()
+
+    def covers(self, now: float) -> bool:
+        """Whether numbers have been added for long enough."""
+        return self._since is not None and now - self._since >= self._seconds
 
     @property
     def peak(self) -> int:

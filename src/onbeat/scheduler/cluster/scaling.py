@@ -15,8 +15,8 @@ from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy
 
 POLICY_HELP = (
     "what decides on the number of replicas; objective: the work that arrives, and what is late of it; "
-    "freeness: how much KV memory is free for each running request, as Llumnix does, by default 10 to 60 blocks "
-    "(freeness:10..60)"
+    "freeness: how much KV memory is free for each running request, as in Llumnix, by default 10 to 60 "
+    "blocks (freeness:10..60)"
 )
 """Of the flag --autoscale-policy."""
 DOWN_SECONDS = 600.0
@@ -41,8 +41,8 @@ class ScaleBounds:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or not self.most:
             raise ConfigError(
-                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and the "
-                "most, 0..4 for instance"
+                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and "
+                "the most, 0..4 for instance"
             )
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ def parse_bounds(text: str) -> ScaleBounds:
     least, dots, most = text.replace(" ", "").partition("..")
     if not (dots and least.isdecimal() and most.isdecimal()):
         raise ConfigError(
-            f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4, or 0..4 for none while "
-            "nobody asks"
+            f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4, or 0..4 for none "
+            "while nobody asks"
         )
     return ScaleBounds(int(least), int(most))
 
@@ -162,7 +162,9 @@ class Scaling:
     def _decide(self, num_replicas: int, why: str, num_before: int, now: float) -> Rescale:
         self._changed = now
         policy = self.policy
-        self._last = Rescale(num_replicas, num_before, why, policy.share, policy.planned_share, policy.late_share)
+        self._last = Rescale(
+            num_replicas, num_before, why, policy.share, policy.planned_share, policy.late_share
+        )
         return self._last
 
 
