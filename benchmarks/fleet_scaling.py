@@ -4,10 +4,10 @@
     python benchmarks/fleet_scaling.py --shared DIRECTORY --cells day --seeds 0 --numbers
     python benchmarks/fleet_scaling.py --table FILE.jsonl                      # the tables
 
-DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`. Llama-3.1-8B on L4, TTFT 5 s and TBT 250 ms, policy
-and router slo, unless a cell says otherwise; a replica takes 60 s to start. Lengths are those of Azure's
-code completions of 2023, drawn at random; arrivals are Poisson at a rate that changes. A day is three hours
-long here, eight times as fast as a real one, which is harder: a start takes eight times as much of it.
+DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`. Llama-3.1-8B on L4, TTFT 5 s and TBT 250 ms,
+policy and router slo, unless a cell says otherwise; a replica takes 60 s to start. Lengths are those of
+Azure's code completions of 2023, drawn at random; arrivals are Poisson at a rate that changes. A day is three
+hours long here, eight times as fast as a real one, which is harder: a start takes eight times as much of it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,15 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +65,8 @@ LLUMNIX = make(
     max_num_seqs=256,
     policy="slo",
 )
-"""7B on an A10 with KV for 13,616 tokens (Sun et al., "Llumnix", OSDI 2024, 6.1), and its medium lengths: half
-of them up to 32 tokens, 5 % above 1,288; cut at 2,000."""
+"""7B on an A10 with KV for 13,616 tokens (Sun et al., "Llumnix", OSDI 2024, 6.1), and its medium lengths:
+half of them up to 32 tokens, 5 % above 1,288; cut at 2,000."""
 
 
 def sine(least: float, most: float, period: float, when: Floats) -> Floats:

@@ -44,6 +44,9 @@ class ObjectiveScaling(ScalingPolicy):
         self._late: set[str] = set()
         """Open requests that have been counted as late."""
         self._needs = _RecentPeak(down_seconds)
+        # What is no reason to keep a replica is none to start one.
+        self._windows = [each for each in _WINDOWS if each <= max(down_seconds, _WINDOWS[0])]
+        self._minute = min(_MINUTE, int(down_seconds))
         self._time = inf
         self.planned_share = PLANNED_SHARE
 
@@ -87,13 +90,13 @@ class ObjectiveScaling(ScalingPolicy):
         """Return what the load needs."""
         self._forget(now)
         work, num = self._work, fleet.num_expected
-        minute = work.of_last(_MINUTE, now)
+        minute = work.of_last(self._minute, now)
         self.share = work.share(minute, max(1, num))
         self.late_share = minute.num_missed / minute.num_requests if minute.num_requests else 0.0
         needed = work.needed(minute, SPARE * self.planned_share, fleet.most)
         self._needs.add(max(needed, int(fleet.num_open > 0)), now)
         num_for_work = self._num_for_work(fleet, now)
-        if num_for_work > num:
+        if num_for_work > num > 0:  # where there is none, the next request starts one
             return Wanted(num_for_work, "work")
         if fleet.num_ready == num and self._is_late(fleet, now):
             return Wanted(num + 1, "late")
@@ -109,7 +112,7 @@ class ObjectiveScaling(ScalingPolicy):
         waiting = sum(
             sum(seconds for _, seconds in load.backlog) + load.best_effort_work for load, _ in fleet.loads
         )
-        loads = [work.of_last(seconds, now).surely for seconds in _WINDOWS]
+        loads = [work.of_last(seconds, now).surely for seconds in self._windows]
         backlog = waiting / _BACKLOG_SECONDS
         return max(
             work.needed(each.scaled(1.0, backlog=backlog), self.planned_share, fleet.most) for each in loads
@@ -117,7 +120,7 @@ class ObjectiveScaling(ScalingPolicy):
 
     def _is_late(self, fleet: FleetLoad, now: float) -> bool:
         """Return whether requests are late; plan for less from then on."""
-        for seconds in _WINDOWS:
+        for seconds in self._windows:
             if fleet.settled < seconds + _BACKLOG_SECONDS:
                 return False
             offered = self._work.of_last(seconds, now)
@@ -130,7 +133,7 @@ class ObjectiveScaling(ScalingPolicy):
 
     def _trust(self, minute: Offered, fleet: FleetLoad) -> None:
         """Plan for what was carried for a minute without a late request."""
-        is_clean = not minute.num_missed and fleet.settled >= _MINUTE + _BACKLOG_SECONDS
+        is_clean = not minute.num_missed and fleet.settled >= self._minute + _BACKLOG_SECONDS
         if is_clean and fleet.num_ready:
             share = self._work.share(minute, fleet.num_ready)
             self.planned_share = max(self.planned_share, min(PLANNED_SHARE, share))
