@@ -1,7 +1,7 @@
 """What a fleet that changes its own size costs, beside a fixed fleet and a band of freeness.
 
     python benchmarks/fleet_scaling.py --shared DIRECTORY --out FILE.jsonl     # what it lacks
-    python benchmarks/fleet_scaling.py --shared DIRECTORY --cells day --seeds 0 --numbers
+    python benchmarks/fleet_scaling.py --shared DIRECTORY --cells "one step" --seeds 0 1 --numbers
     python benchmarks/fleet_scaling.py --table FILE.jsonl                      # the tables
 
 DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`. Llama-3.1-8B on L4, TTFT 5 s and TBT 250 ms,
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster import objective_scaling, offered_work
-from onbeat.scheduler.cluster.scaling import ScaleBounds
+from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds
 from onbeat.simulator.config import AutoscaleConfig, FleetTimes, SimulationConfig
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
@@ -103,6 +104,7 @@ CELLS = {
     "day": Cell(partial(sine, 0.9, 6.0, 3 * HOUR), 6.0, 3 * HOUR, 4),
     "day with a night": Cell(partial(steps, 0.0, 4.0, 1.5 * HOUR), 4.0, 3 * HOUR, 4, least=0),
     "steps": Cell(partial(steps, 1.0, 4.5, HOUR), 4.5, 3 * HOUR, 4),
+    "one step": Cell(partial(steps, 1.0, 4.5, HOUR / 1.5), 4.5, HOUR, 4),
     "long-tailed day": Cell(
         partial(sine, 0.8, 5.5, 2 * HOUR), 5.5, 2 * HOUR, 4, burst=2.0, is_long_tailed=True
     ),
@@ -117,11 +119,13 @@ NUMBERS: dict[str, dict[tuple[Any, str], Any]] = {
     "spare 0.95": {(objective_scaling, "SPARE"): 0.95},
     "a window of 60 s alone": {(objective_scaling, "_WINDOWS"): (60,)},
     "sure by 0 deviations": {(offered_work, "_SURE"): 0.0},
-    "sure by 1 deviation": {(offered_work, "_SURE"): 1.0},
-    "sure by 3 deviations": {(offered_work, "_SURE"): 3.0},
+    "sure by 2 deviations": {(offered_work, "_SURE"): 2.0},
     "late requests do nothing": {(objective_scaling, "_LATE_SHARE"): 2.0},
     "late 5 %": {(objective_scaling, "_LATE_SHARE"): 0.05},
-    "no backlog": {(objective_scaling, "_BACKLOG_SECONDS"): 1e9},
+    "backlog within 1e9 s": {(objective_scaling, "_BACKLOG_SECONDS"): 1e9},
+    "backlog within 10 s": {(objective_scaling, "_BACKLOG_SECONDS"): 10.0},
+    "down after 120 s": {(sys.modules[__name__], "DOWN_SECONDS"): 120.0},
+    "down after 1,200 s": {(sys.modules[__name__], "DOWN_SECONDS"): 1200.0},
 }
 
 
@@ -173,7 +177,9 @@ def make_config(cell: Cell, fleet: str) -> SimulationConfig:
     config = replace(build_simulation(settings).config, router="slo", fleet_times=FleetTimes(start=60.0))
     if fleet.startswith("fixed"):
         return config
-    autoscale = AutoscaleConfig(bounds=ScaleBounds(cell.least, cell.fixed), policy=fleet)
+    autoscale = AutoscaleConfig(
+        bounds=ScaleBounds(cell.least, cell.fixed), policy=fleet, down_seconds=DOWN_SECONDS
+    )
     return replace(config, autoscale=autoscale)
 
 

@@ -173,9 +173,12 @@ class FleetClient:
         """Raise ConfigError where the fleet scales by predicted steps, and its replicas predict none."""
         if not self._fleet.scales_by_costs:
             return
-        async with asyncio.timeout(FIRST_REPORT_SECONDS):
-            while not (loads := [each.load for each in self.controller.lives.values() if each.load]):
-                await asyncio.sleep(0.01)
+        lives = self.controller.lives
+        end = time.monotonic() + FIRST_REPORT_SECONDS
+        while not (loads := [each.load for each in lives.values() if each.load]):
+            if time.monotonic() > end:
+                raise EngineDead(f"no replica has said within {FIRST_REPORT_SECONDS:.0f} s how it stands")
+            await asyncio.sleep(0.01)
         if loads[0].costs is None:
             raise ConfigError(
                 "autoscaling to the objective goes by predicted step times, and nothing predicts them here: "

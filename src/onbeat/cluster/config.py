@@ -13,6 +13,7 @@ from onbeat.scheduler.cluster.scaling import (
     DOWN_SECONDS,
     POLICY_HELP,
     ScaleBounds,
+    check_scaling,
     checked_policy,
     parse_bounds,
 )
@@ -127,6 +128,7 @@ class FleetOptions:
 
     def __post_init__(self) -> None:
         check(self, FleetOptions)
+        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
         if self.disaggregate is not None:

@@ -28,6 +28,7 @@ from onbeat.scheduler.cluster.scaling import (
     DOWN_SECONDS,
     POLICY_HELP,
     ScaleBounds,
+    check_scaling,
     checked_policy,
     parse_bounds,
 )
@@ -202,6 +203,7 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         check(self, ReplicaSettings)
+        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None and self.replicas != 1:
             raise ConfigError(
                 f"--autoscale {self.autoscale} decides on the number of replicas; leave out --replicas "

@@ -193,6 +193,24 @@ def parse_policy(text: str, down_seconds: float = DOWN_SECONDS) -> ScalingPolicy
     )
 
 
+def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) -> None:
+    """Check the three settings together.
+
+    Raises
+    ------
+    ConfigError : the policy is none, or there is one, or a time, for a fleet that does not scale itself.
+    """
+    parse_policy(policy)
+    if bounds is not None:
+        return
+    for flag, value, default in (
+        ("--autoscale-policy", policy, "objective"),
+        ("--scale-down-seconds", down_seconds, DOWN_SECONDS),
+    ):
+        if value != default:
+            raise ConfigError(f"{flag} {value} is for a fleet with --autoscale MIN..MAX; give both, or neither")
+
+
 def checked_policy(text: str) -> str:
     """Return the name of a policy, if it is one.
 
