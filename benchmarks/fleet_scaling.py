@@ -2,6 +2,7 @@
 
     python benchmarks/fleet_scaling.py --shared DIRECTORY --out FILE.jsonl     # what it lacks
     python benchmarks/fleet_scaling.py --shared DIRECTORY --cells "one step" --seeds 0 1 --numbers
+    python benchmarks/fleet_scaling.py --shared DIRECTORY --shares             # one replica, at several rates
     python benchmarks/fleet_scaling.py --table FILE.jsonl                      # the tables
 
 DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`. Llama-3.1-8B on L4, TTFT 5 s and TBT 250 ms,
@@ -35,6 +36,7 @@ from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster import objective_scaling, offered_work
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds
+from onbeat.scheduler.cluster.scaling_policy import FleetLoad, Wanted
 from onbeat.simulator.config import AutoscaleConfig, FleetTimes, SimulationConfig
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
@@ -113,18 +115,18 @@ CELLS = {
 """The fixed fleet is the smallest that keeps 99 % of the requests of the day within their objectives."""
 NUMBERS: dict[str, dict[tuple[Any, str], Any]] = {
     "as it is": {},
-    "planned share 0.75": {(objective_scaling, "PLANNED_SHARE"): 0.75},
     "planned share 0.95": {(objective_scaling, "PLANNED_SHARE"): 0.95},
-    "spare 0.7": {(objective_scaling, "SPARE"): 0.7},
     "spare 0.95": {(objective_scaling, "SPARE"): 0.95},
-    "a window of 60 s alone": {(objective_scaling, "_WINDOWS"): (60,)},
     "sure by 0 deviations": {(offered_work, "_SURE"): 0.0},
-    "sure by 2 deviations": {(offered_work, "_SURE"): 2.0},
     "late requests do nothing": {(objective_scaling, "_LATE_SHARE"): 2.0},
-    "late 5 %": {(objective_scaling, "_LATE_SHARE"): 0.05},
-    "backlog within 1e9 s": {(objective_scaling, "_BACKLOG_SECONDS"): 1e9},
-    "backlog within 10 s": {(objective_scaling, "_BACKLOG_SECONDS"): 10.0},
     "down after 120 s": {(sys.modules[__name__], "DOWN_SECONDS"): 120.0},
+    "a window of 60 s alone": {(objective_scaling, "_WINDOWS"): (60,)},
+    "backlog within 10 s": {(objective_scaling, "_BACKLOG_SECONDS"): 10.0},
+    "planned share 0.75": {(objective_scaling, "PLANNED_SHARE"): 0.75},
+    "sure by 2 deviations": {(offered_work, "_SURE"): 2.0},
+    "late 5 %": {(objective_scaling, "_LATE_SHARE"): 0.05},
+    "spare 0.7": {(objective_scaling, "SPARE"): 0.7},
+    "backlog within 1e9 s": {(objective_scaling, "_BACKLOG_SECONDS"): 1e9},
     "down after 1,200 s": {(sys.modules[__name__], "DOWN_SECONDS"): 1200.0},
 }
 
@@ -234,6 +236,54 @@ def show_numbers(cells: Sequence[str], seeds: Sequence[int], shared: Path) -> No
                 print(f"| {number} | {cell} | {_numbers(rows)} |", flush=True)
 
 
+SHARES = (
+    ("l4", "code", 1, SLO(ttft=5.0, tbt=0.25), 400, (1.5, 1.8, 2.1)),
+    ("a100-80-sxm", "conv", 2, SLO(ttft=1.0, tbt=0.1), 200, (4, 5, 6)),
+    ("h100-sxm", "conv", 1, SLO(ttft=0.5, tbt=0.05), 120, (20, 25)),
+    ("l4", "conv", 1, SLO(ttft=5.0, tbt=0.2), 300, (1.0, 1.3, 1.6)),
+)
+"""Device, Azure's trace, what its outputs are multiplied by, objectives, seconds, and rates."""
+
+
+def show_shares(shared: Path) -> None:
+    """Print which share of its time a replica is said to need for a load, and who is in time."""
+    print("| device | lengths | TTFT, TBT (s) | requests/s | share | in time |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for device, name, longer, slo, seconds, rates in SHARES:
+        built = build_simulation(change(SETTINGS, device=device))
+        trace = _trace(shared / "data" / "traces" / f"azure2023_{name}.csv.gz")
+        for rate in rates:
+            rng = np.random.default_rng(3)
+            num = int(rate * seconds)
+            rows = rng.integers(0, len(trace), num)
+            load = OfferedLoad(
+                name=name,
+                num_prompt_tokens=np.minimum(trace.num_prompt_tokens[rows], 6000),
+                num_output_tokens=np.clip(longer * trace.num_output_tokens[rows], 1, 2000),
+                arrivals=gamma_arrivals(num, rate=rate, burstiness=1, rng=rng),
+            ).with_classes((SLOClass(name="all", slo=slo),), seed=1)
+            config = replace(built.config, router="slo", autoscale=AutoscaleConfig(bounds=ScaleBounds(1, 1)))
+            shares: list[float] = []
+            look = objective_scaling.ObjectiveScaling.look
+
+            def watch(
+                self: objective_scaling.ObjectiveScaling, fleet: FleetLoad, now: float, shares: Any = shares
+            ) -> Wanted:
+                wanted = look(self, fleet, now)
+                shares.append(self.share)
+                return wanted
+
+            with patch.object(objective_scaling.ObjectiveScaling, "look", watch):
+                good = good_requests(simulate(load, config, built.step_time).records)
+            lengths = name if longer == 1 else f"{name}, outputs x {longer}"
+            share = fmean(shares[60:])
+            print(
+                f"| {device} | {lengths} | {slo.ttft:g}, {slo.tbt:g} | {rate:g} | {share:.2f} | "
+                f"{100 * good.mean():.1f} % |",
+                flush=True,
+            )
+
+
 def show(path: Path) -> None:
     """Print the table of a file of results."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -264,6 +314,7 @@ def main() -> None:
     parser.add_argument("--fleets", nargs="+")
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--numbers", action="store_true")
+    parser.add_argument("--shares", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path)
     args = parser.parse_args()
@@ -272,6 +323,9 @@ def main() -> None:
         return
     if args.shared is None:
         parser.error("give --shared DIRECTORY")
+    if args.shares:
+        show_shares(Path(args.shared))
+        return
     if args.numbers:
         show_numbers(args.cells, args.seeds, Path(args.shared))
         return

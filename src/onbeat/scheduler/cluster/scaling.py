@@ -208,7 +208,9 @@ def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) 
         ("--scale-down-seconds", down_seconds, DOWN_SECONDS),
     ):
         if value != default:
-            raise ConfigError(f"{flag} {value} is for a fleet with --autoscale MIN..MAX; give both, or neither")
+            raise ConfigError(
+                f"{flag} {value} is for a fleet with --autoscale MIN..MAX; give both, or neither"
+            )
 
 
 def checked_policy(text: str) -> str:
