@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
-from onbeat.scheduler.cluster import objective_scaling, offered_work
+from onbeat.scheduler.cluster import objective_scaling, offered_work, scaling
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, Wanted
 from onbeat.simulator.config import AutoscaleConfig, FleetTimes, SimulationConfig
@@ -245,6 +245,19 @@ SHARES = (
 """Device, Azure's trace, what its outputs are multiplied by, objectives, seconds, and rates."""
 
 
+class Watched(objective_scaling.ObjectiveScaling):
+    """Notes the share that it computes in each look."""
+
+    def __init__(self, shares: list[float], down_seconds: float) -> None:
+        super().__init__(down_seconds)
+        self._shares = shares
+
+    def look(self, fleet: FleetLoad, now: float) -> Wanted:
+        wanted = super().look(fleet, now)
+        self._shares.append(self.share or 0.0)
+        return wanted
+
+
 def show_shares(shared: Path) -> None:
     """Print which share of its time a replica is said to need for a load, and who is in time."""
     print("| device | lengths | TTFT, TBT (s) | requests/s | share | in time |")
@@ -264,16 +277,7 @@ def show_shares(shared: Path) -> None:
             ).with_classes((SLOClass(name="all", slo=slo),), seed=1)
             config = replace(built.config, router="slo", autoscale=AutoscaleConfig(bounds=ScaleBounds(1, 1)))
             shares: list[float] = []
-            look = objective_scaling.ObjectiveScaling.look
-
-            def watch(
-                self: objective_scaling.ObjectiveScaling, fleet: FleetLoad, now: float, shares: Any = shares
-            ) -> Wanted:
-                wanted = look(self, fleet, now)
-                shares.append(self.share)
-                return wanted
-
-            with patch.object(objective_scaling.ObjectiveScaling, "look", watch):
+            with patch.object(scaling, "ObjectiveScaling", partial(Watched, shares)):
                 good = good_requests(simulate(load, config, built.step_time).records)
             lengths = name if longer == 1 else f"{name}, outputs x {longer}"
             share = fmean(shares[60:])
@@ -305,13 +309,31 @@ def _numbers(rows: Sequence[dict[str, Any]]) -> str:
     return f"{attainment:.2f} % | {hours:.2f} | {changes}"
 
 
+def run_all(
+    cells: Sequence[str], fleets: Sequence[str], seeds: Sequence[int], shared: Path, out: Path | None
+) -> None:
+    """Run what a file of results lacks, and add it."""
+    known = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
+    done = {(row["cell"], row["fleet"], row["seed"]) for row in known}
+    for cell in cells:
+        for fleet in fleets or fleets_of(cell):
+            for seed in seeds:
+                if (cell, fleet, seed) in done:
+                    continue
+                line = json.dumps(run(cell, fleet, seed, shared))
+                print(line, flush=True)
+                if out is not None:
+                    with out.open("a") as file:
+                        file.write(line + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
     parser.add_argument("--cells", nargs="+", default=list(CELLS), choices=CELLS)
-    parser.add_argument("--fleets", nargs="+")
+    parser.add_argument("--fleets", nargs="+", default=[])
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--numbers", action="store_true")
     parser.add_argument("--shares", action="store_true")
@@ -329,20 +351,7 @@ def main() -> None:
     if args.numbers:
         show_numbers(args.cells, args.seeds, Path(args.shared))
         return
-    done = set()
-    if args.out is not None and args.out.exists():
-        rows = [json.loads(line) for line in args.out.read_text().splitlines()]
-        done = {(row["cell"], row["fleet"], row["seed"]) for row in rows}
-    for cell in args.cells:
-        for fleet in args.fleets or fleets_of(cell):
-            for seed in args.seeds:
-                if (cell, fleet, seed) in done:
-                    continue
-                row = run(cell, fleet, seed, Path(args.shared))
-                print(json.dumps(row), flush=True)
-                if args.out:
-                    with args.out.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+    run_all(args.cells, args.fleets, args.seeds, Path(args.shared), args.out)
 
 
 if __name__ == "__main__":

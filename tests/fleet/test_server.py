@@ -171,10 +171,8 @@ async def test_a_fleet_that_scales_itself_takes_bounds_and_numbers() -> None:
         serving(cast(FakeEngine, client), has_fleet=True) as served,
     ):
         shown = (await served.get("/fleet")).json["scaling"]
-        assert shown == {
-            **{"policy": "freeness", "min": 1, "max": 2, "wanted": 1, "why": ""},
-            **{"load_share": None, "planned_share": None},
-        }
+        assert (shown["policy"], shown["min"], shown["max"], shown["wanted"]) == ("freeness", 1, 2, 1)
+        assert shown["load_share"] is None, "memory is all that it looks at"
         answer = await served.post("/fleet/scale", {"replicas": 2})
         assert answer.json["scaling"]["min"] == 2
         await until(lambda: state_of(client, "r1") == "ready")

@@ -49,7 +49,7 @@ def test_a_fleet_that_scales_itself_begins_with_the_fewest() -> None:
         ({"replicas": 5}, r"--replicas 5 is outside of --autoscale 3\.\.4"),
         ({"replicas": 2}, r"--replicas 2 is outside of --autoscale 3\.\.4"),
         ({"disaggregate": PoolSizes(prefill=1, decode=1)}, "which of the two pools is short"),
-        ({"autoscale_policy": "freeness:9"}, "such as freeness:10..60"),
+        ({"autoscale_policy": "freeness:9"}, r"such as freeness:10\.\.60"),
     ],
     ids=["too many", "too few", "pools", "no band"],
 )
