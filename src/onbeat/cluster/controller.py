@@ -369,9 +369,10 @@ class FleetController:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
+            if self.fleet.next_duty <= now:
+                for replica in list(self.lives):
+                    self._listener.before_loss(replica)
             if self.fleet.next_time <= now:
-                for life in self.lives.values():
-                    self._listener.before_loss(life.replica)
                 self.tell(Tick())
             # else this process stood still itself, and messages wait to be read
             if now - before < 5 * LOOK_SECONDS:

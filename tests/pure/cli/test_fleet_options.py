@@ -60,5 +60,5 @@ def test_what_does_not_go_with_scaling(options: dict[str, Any], says: str) -> No
 
 @pytest.mark.parametrize("option", [{"autoscale_policy": "freeness"}, {"scale_down_seconds": 60.0}], ids=str)
 def test_how_to_scale_is_said_of_fleets_that_do(option: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="--autoscale MIN..MAX"):
+    with pytest.raises(ConfigError, match=r"--autoscale MIN\.\.MAX"):
         FleetOptions(**option)

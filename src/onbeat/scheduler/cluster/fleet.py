@@ -174,9 +174,13 @@ class Fleet:
     @property
     def next_time(self) -> float:
         """When a `Tick` is wanted at the latest, seconds; infinite where none is."""
+        return min(self.next_duty, inf if self._scaling is None else self._scaling.next_time)
+
+    @property
+    def next_duty(self) -> float:
+        """When one is wanted for more than a look at the size: for requests that go elsewhere, or moves."""
         drained = (each.drains_until for each in self._members.having(ReplicaState.DRAINING))
-        looks = inf if self._scaling is None else self._scaling.next_time
-        return min((*drained, self._requests.next_time, self._migration.next_time, looks))
+        return min((*drained, self._requests.next_time, self._migration.next_time))
 
     def _act(self, action: FleetAction) -> None:
         self._actions.append(action)
