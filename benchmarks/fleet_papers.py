@@ -320,9 +320,7 @@ def print_llumnix(num_requests: int, rate: float, router: str, *, moves: bool) -
 
 def print_stops() -> None:
     """Print for how long a stream stands still that leaves a draining replica, by its length."""
-    print(
-        "| prompt | usual gap ms | gaps of five moves, in usual gaps | mean ms | copies | prefill s |"
-    )
+    print("| prompt | usual gap ms | gaps of five moves, in usual gaps | mean ms | copies | prefill s |")
     print("|---:|---:|---|---:|---:|---:|")
     for num_tokens in (1000, 2000, 4000, 8000):
         found = [one_stop(num_tokens, 8.0 + 0.11 * number) for number in range(5)]

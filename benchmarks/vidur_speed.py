@@ -90,7 +90,9 @@ def main() -> None:
         simulator = Simulator(config)
         simulator.run()
         seconds = time.process_time() - before
-    print(f"vidur: {num_requests} requests, {seconds:.2f} CPU s, {num_requests / seconds:.0f} requests per CPU s")
+    print(
+        f"vidur: {num_requests} requests, {seconds:.2f} CPU s, {num_requests / seconds:.0f} requests per CPU s"
+    )
 
 
 if __name__ == "__main__":

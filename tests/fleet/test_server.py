@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 
 from onbeat.cluster.client import FleetClient
+from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.cpu.server.running import Served, parse_events, serving
 from tests.fakes_engine import FakeEngine
 from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state_of, until
@@ -162,3 +163,33 @@ async def test_with_keys_each_route_needs_one() -> None:
         headers = {"authorization": "Bearer secret", "x-forwarded-for": "10.0.0.1"}
         assert (await served.get("/fleet", headers=headers)).status == 200
         assert (await served.post("/fleet/scale", {"replicas": 1}, headers=headers)).status == 200
+
+
+async def test_a_fleet_that_scales_itself_takes_bounds_and_numbers() -> None:
+    async with (
+        fleet_of(1, autoscale="freeness", bounds=ScaleBounds(1, 2)) as client,
+        serving(cast(FakeEngine, client), has_fleet=True) as served,
+    ):
+        shown = (await served.get("/fleet")).json["scaling"]
+        assert (shown["policy"], shown["min"], shown["max"], shown["wanted"]) == ("freeness", 1, 2, 1)
+        assert shown["load_share"] is None, "memory is all that it looks at"
+        answer = await served.post("/fleet/scale", {"replicas": 2})
+        assert answer.json["scaling"]["min"] == 2
+        await until(lambda: state_of(client, "r1") == "ready")
+        answer = await served.post("/fleet/scale", {"min": 0, "max": 1})
+        assert (answer.json["scaling"]["min"], answer.json["scaling"]["max"]) == (0, 1)
+        await until(lambda: state_of(client, "r1") == "stopped")
+        values = await metrics(served)
+        assert values['onbeat_fleet_rescales_total{direction="down",why="bounds"}'] == 1
+        assert values["onbeat_fleet_replicas_max"] == 1
+        for wrong in ({"min": 3, "max": 2}, {"min": 1}, {"replicas": 1, "max": 2}, {}):
+            assert (await served.post("/fleet/scale", wrong)).status == 400
+
+
+async def test_a_fleet_of_a_fixed_size_takes_no_bounds() -> None:
+    async with served_fleet(1) as (served, _):
+        assert (await served.get("/fleet")).json["scaling"] is None
+        answer = await served.post("/fleet/scale", {"min": 1, "max": 2})
+        assert answer.status == 400
+        assert "--autoscale" in answer.json["error"]["message"]
+        assert "onbeat_fleet_replicas_wanted" not in await metrics(served)

@@ -19,7 +19,12 @@ T = TypeVar("T")
 _LIKENESS = 0.75
 """Below, two flags have letters in common and no more: `--lora-modules` and `--slo-mode` are at 0.7."""
 
-GROUPS = {"fleet": ("replicas", "router", "launcher", "ray-address", "fleet-port", "start-timeout", "kinds")}
+GROUPS = {
+    "fleet": (
+        *("replicas", "router", "launcher", "ray-address", "fleet-port", "start-timeout", "kinds"),
+        *("disaggregate", "kv-transport", "autoscale", "autoscale-policy", "scale-down-seconds"),
+    )
+}
 """Mappings that a configuration file may put flags in, and which."""
 FOR_OTHERS = ("plan",)
 """Mappings of a configuration file that are not for the command: a plan's promise."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -15,6 +16,7 @@ from onbeat.cluster.open_request import OpenRequest, Origin, OutOfPlace
 from onbeat.cluster.refusals import LOSSES, refusal
 from onbeat.cluster.routing_request import UNIT_COSTS, routing_request
 from onbeat.core.errors import (
+    ConfigError,
     EngineDead,
     EngineError,
     InvalidRequest,
@@ -22,7 +24,7 @@ from onbeat.core.errors import (
     Overloaded,
     SLOUnattainable,
 )
-from onbeat.core.fleet import ReplicaId, ReplicaView
+from onbeat.core.fleet import ReplicaId, ReplicaView, ScalingView
 from onbeat.core.protocols import Delivery, EngineInfo, EnginePulse, StepObserver
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import StepOutputs
@@ -30,12 +32,27 @@ from onbeat.engine.messages import AbortRequests
 from onbeat.engine.owned_folder import OwnedFolder, check_length_of_socket_paths
 from onbeat.engine.rejection import Rejected, unpack_rejection
 from onbeat.metrics.fleet_counts import FleetCounts
-from onbeat.scheduler.cluster.events import Aborted, Arrived, Delivered, Refuse, Refused, ScaleAsked, Send
+from onbeat.scheduler.cluster.events import (
+    Aborted,
+    Arrived,
+    Delivered,
+    Refuse,
+    Refused,
+    Rescale,
+    ScaleAsked,
+    ScalingAsked,
+    Send,
+)
 from onbeat.scheduler.cluster.fleet import Fleet
-from onbeat.scheduler.cluster.membership import ReplicaState, ReplicaStatus
+from onbeat.scheduler.cluster.membership import FleetStatus, ReplicaState, ReplicaStatus
 from onbeat.scheduler.cluster.routing import RoutingRequest
+from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 logger = logging.getLogger("onbeat.cluster")
+
+
+FIRST_REPORT_SECONDS = 30.0
+"""A replica that is ready says how it stands at once."""
 
 
 class FleetClient:
@@ -47,6 +64,7 @@ class FleetClient:
     launcher : starts the processes; closed with this.
     make_build : makes the engines inside them.
     num_replicas : to start with.
+    bounds : of a fleet that decides on their number itself, once it has started; None leaves it as it is.
     hashes_prompts : whether the router looks at shared prefixes of prompts.
     observers : see every step message before the streams do.
     on_progress : called with one line of text at a time while engines start.
@@ -66,6 +84,7 @@ class FleetClient:
         make_build: MakeBuild,
         *,
         num_replicas: int = 1,
+        bounds: ScaleBounds | None = None,
         hashes_prompts: bool = False,
         observers: Sequence[StepObserver] = (),
         on_progress: Callable[[str], None] = lambda _: None,
@@ -74,6 +93,7 @@ class FleetClient:
     ) -> None:
         self._fleet = fleet
         self._num_replicas = num_replicas
+        self._bounds = bounds
         self._hashes_prompts = hashes_prompts
         self._observers = list(observers)
         self._open: dict[str, OpenRequest] = {}
@@ -102,12 +122,15 @@ class FleetClient:
     @property
     def is_alive(self) -> bool:
         states = (ReplicaState.READY, ReplicaState.DRAINING)
-        return any(self._fleet.status().count(state) for state in states)
+        status = self._fleet.status()
+        return any(status.count(state) for state in states) or _comes_back(status)
 
     @property
     def pulse(self) -> EnginePulse:
         """That of the replica which was heard of last; from another one's hang requests suffer alone."""
         lives = [life for life in self.controller.lives.values() if life.info is not None]
+        if not lives and self.is_alive:
+            return EnginePulse(time.monotonic())  # nobody is there who could hang
         return max((life.pulse for life in lives), key=lambda pulse: pulse.time, default=EnginePulse(0.0))
 
     def add_observer(self, observer: StepObserver) -> None:
@@ -131,6 +154,9 @@ class FleetClient:
             for number in sorted({1, self._num_replicas}):
                 controller.tell(ScaleAsked(number))
                 await self._wait_until_ready(number)
+            if self._bounds is not None:
+                await self._check_costs()
+                controller.tell(ScalingAsked(self._bounds.least, self._bounds.most))
         except BaseException:
             await self._stop()
             raise
@@ -142,6 +168,22 @@ class FleetClient:
             self.controller.changed.clear()
             self.controller.raise_start_error()
             await self.controller.changed.wait()
+
+    async def _check_costs(self) -> None:
+        """Raise ConfigError where the fleet scales by predicted steps, and its replicas predict none."""
+        if not self._fleet.scales_by_costs:
+            return
+        lives = self.controller.lives
+        end = time.monotonic() + FIRST_REPORT_SECONDS
+        while not (loads := [each.load for each in lives.values() if each.load]):
+            if time.monotonic() > end:
+                raise EngineDead(f"no replica has said within {FIRST_REPORT_SECONDS:.0f} s how it stands")
+            await asyncio.sleep(0.01)
+        if loads[0].costs is None:
+            raise ConfigError(
+                "autoscaling to the objective goes by predicted step times, and nothing predicts them here: "
+                "serve with --policy slo or a --step-time-profile, or with --autoscale-policy freeness"
+            )
 
     async def __aenter__(self) -> FleetClient:
         if self._info is None:
@@ -169,7 +211,12 @@ class FleetClient:
 
     @property
     def is_ready(self) -> bool:
-        return self._fleet.status().count(ReplicaState.READY) > 0
+        status = self._fleet.status()
+        return status.count(ReplicaState.READY) > 0 or _comes_back(status)
+
+    @property
+    def scaling(self) -> ScalingView | None:
+        return self._fleet.status().scaling
 
     @property
     def seconds_to_ready(self) -> float | None:
@@ -212,6 +259,20 @@ class FleetClient:
 
     def scale(self, num_replicas: int) -> None:
         self.controller.scale(num_replicas)
+
+    def autoscale(self, least: int, most: int) -> None:
+        scaling = self.scaling
+        if scaling is None:
+            raise InvalidRequest(
+                "this fleet does not decide on its size; give replicas, or start it with --autoscale",
+                param="min",
+                code="invalid_value",
+            )
+        try:
+            bounds = ScaleBounds(least, most)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="min", code="invalid_value") from error
+        self.controller.autoscale(bounds.least, bounds.most)
 
     def restart(self) -> None:
         self.controller.restart()
@@ -296,6 +357,10 @@ class FleetClient:
     def on_copied(self, num_bytes: int) -> None:
         self.counts.num_moved_bytes += num_bytes
 
+    def on_rescaled(self, action: Rescale) -> None:
+        direction = "up" if action.num_replicas > action.num_before else "down"
+        self.counts.rescales[direction, action.why] += 1
+
     def on_lost(self, replica: ReplicaId) -> None:
         self.counts.lost[replica] += 1
 
@@ -366,3 +431,9 @@ class FleetClient:
     ) -> None:
         opened.replica = None
         self.controller.tell(Refused(replica, opened.request.request_id, is_for_load, retry_after))
+
+
+def _comes_back(status: FleetStatus) -> bool:
+    """Return whether a fleet has no replica only while nobody asks: the next request starts one."""
+    scaling = status.scaling
+    return scaling is not None and scaling.least == 0 and scaling.most > status.count(ReplicaState.DOWN)

@@ -11,6 +11,14 @@ from onbeat.core.fleet import PoolSizes, parse_pools
 from onbeat.core.options import check, option
 from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.cluster.scaling import (
+    DOWN_SECONDS,
+    POLICY_HELP,
+    ScaleBounds,
+    check_scaling,
+    checked_policy,
+    parse_bounds,
+)
 
 LAUNCHERS = ("local", "ray")
 TRANSPORTS = {"auto": ("cma", "tcp"), "cma": ("cma",), "tcp": ("tcp",), "nixl": ("nixl",), "none": ()}
@@ -85,8 +93,25 @@ class FleetOptions:
         help="of stand-ins that differ, each kind and how many of --replicas are of it",
     )
 
+    autoscale: ScaleBounds | None = _option(
+        None,
+        parse=parse_bounds,
+        metavar="MIN..MAX",
+        help="let the fleet decide on the number of replicas; it begins with --replicas of them, at least "
+        "MIN and one",
+    )
+    autoscale_policy: str = _option("objective", parse=checked_policy, metavar="NAME", help=POLICY_HELP)
+    scale_down_seconds: float = _option(
+        DOWN_SECONDS,
+        metavar="SECONDS",
+        help="a replica goes once the load has been low for so long",
+    )
+
     def __post_init__(self) -> None:
         check(self, FleetOptions)
+        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
+        if self.autoscale is not None:
+            self._check_autoscale(self.autoscale)
         if self.disaggregate is not None:
             if self.replicas not in (1, self.num_replicas):
                 raise ConfigError(
@@ -105,9 +130,36 @@ class FleetOptions:
                 if value is not None:
                     raise ConfigError(f"--{name} {value} is for --launcher ray; give both, or neither")
 
+    def _check_autoscale(self, bounds: ScaleBounds) -> None:
+        if self.disaggregate is not None:
+            raise ConfigError(
+                f"--autoscale {bounds} does not go with --disaggregate {self.disaggregate}: which of the two "
+                "pools is short is not decided; leave one of them out"
+            )
+        if self.kinds:
+            raise ConfigError(
+                f"--autoscale {bounds} does not go with --kinds: which kind comes next is not decided; leave "
+                "one of them out"
+            )
+        if self.replicas > bounds.most or 1 < self.replicas < bounds.least:
+            raise ConfigError(
+                f"--replicas {self.replicas} is outside of --autoscale {bounds}; leave --replicas out, or "
+                "begin with a number between"
+            )
+
+    @property
+    def first_replicas(self) -> int:
+        """Replicas that are there when the server is ready."""
+        return self.num_replicas if self.autoscale is None else max(self.replicas, self.autoscale.least)
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there may be at once."""
+        return self.num_replicas if self.autoscale is None else self.autoscale.most
+
     @property
     def num_replicas(self) -> int:
-        """All replicas, whatever they do."""
+        """All replicas that are asked for, whatever they do."""
         pools = self.disaggregate
         return self.replicas if pools is None else pools.num_replicas
 

@@ -53,7 +53,9 @@ from onbeat.scheduler.cluster.events import (
     MoveStep,
     Refuse,
     Reported,
+    Rescale,
     ScaleAsked,
+    ScalingAsked,
     Send,
     Start,
     Stop,
@@ -225,6 +227,9 @@ class FleetController:
                 self._listener.on_refused(action)
             case MoveStep():
                 self._moves.do(action)
+            case Rescale():
+                logger.info("the fleet is to have %s", action)
+                self._listener.on_rescaled(action)
             case Start(replica, delay):
                 self._starts[replica] = asyncio.create_task(self._start(replica, delay))
             case Stop(replica):
@@ -364,9 +369,10 @@ class FleetController:
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
+            if self.fleet.next_duty <= now:
+                for replica in list(self.lives):
+                    self._listener.before_loss(replica)
             if self.fleet.next_time <= now:
-                for life in self.lives.values():
-                    self._listener.before_loss(life.replica)
                 self.tell(Tick())
             # else this process stood still itself, and messages wait to be read
             if now - before < 5 * LOOK_SECONDS:
@@ -447,6 +453,12 @@ class FleetController:
         for replica in list(self.lives):
             self._listener.before_loss(replica)
         self.tell(ScaleAsked(num_replicas))
+
+    def autoscale(self, least: int, most: int) -> None:
+        """Let the fleet decide on the number of replicas, between two."""
+        for replica in list(self.lives):
+            self._listener.before_loss(replica)
+        self.tell(ScalingAsked(least, most))
 
     def restart(self) -> None:
         """Begin to start all replicas again, one after another; one such round at a time."""

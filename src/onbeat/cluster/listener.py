@@ -9,7 +9,7 @@ from onbeat.cluster.open_request import OpenRequest, Origin
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.step import StepOutputs
 from onbeat.engine.rejection import Rejected
-from onbeat.scheduler.cluster.events import Refuse, Send
+from onbeat.scheduler.cluster.events import Refuse, Rescale, Send
 
 
 class Listener(Protocol):
@@ -50,6 +50,10 @@ class Listener(Protocol):
 
     def on_copied(self, num_bytes: int) -> None:
         """Hear how much KV has been copied."""
+        ...
+
+    def on_rescaled(self, action: Rescale) -> None:
+        """Hear that there are to be more or fewer replicas."""
         ...
 
     def on_lost(self, replica: ReplicaId) -> None:

@@ -20,6 +20,13 @@ def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
             return rejection
         case "too_long":
             return PromptTooLong("no replica that is ready takes a prompt as long; shorten it")
+        case "unattainable":
+            wait = action.retry_after or 0.0
+            return SLOUnattainable(
+                f"the TTFT objective cannot be met: a replica is starting, which takes another {wait:.0f} s",
+                predicted_ttft=wait,
+                retry_after=wait,
+            )
         case "no_replica" | "overloaded":
             return Overloaded(
                 "no replica takes requests at present; try again later",

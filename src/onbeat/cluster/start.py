@@ -21,7 +21,7 @@ from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.container import host_memory, usable_cores
 from onbeat.engine.core import EngineCore
 from onbeat.engine.process import BuildEngine
-from onbeat.recording.fleet import fleet_record
+from onbeat.recording.fleet import fleet_record, plain
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.config import DEFAULT_POLICY, SchedulerLimits
@@ -54,7 +54,6 @@ def open_fleet(
     ConfigError : the record cannot be written, or there are fewer CUDA devices than the replicas need.
     MissingExtra : the launcher, or the way to copy KV, is not installed.
     """
-    num_replicas = options.num_replicas
     if options.kv_transport == "nixl" and importlib.util.find_spec("nixl") is None:
         raise MissingExtra(
             "--kv-transport nixl needs NIXL, which is not installed: pip install 'onbeat[nixl]' on every "
@@ -62,12 +61,13 @@ def open_fleet(
         )
     engine_of("r0", engine, options.kinds)  # refuses kinds that the engines cannot be of
     router = options.router or _default_router(engine.limits)
-    fleet_config = FleetConfig(num_prefill=options.num_prefill, pool_rule=options.pool_rule)
     on_decision = None
-    if engine.record is not None and num_replicas > 1:
-        about = {**asdict(options), "router": router, "fleet": asdict(fleet_config)}
+    is_many = options.most_replicas > 1 or options.autoscale is not None
+    config = _config(options)
+    if engine.record is not None and is_many:
+        about = {**asdict(options), "router": router, "fleet": plain(config)}
         on_decision = stack.enter_context(fleet_record(engine.record, about))
-    fleet = Fleet(make_router(router, 0), fleet_config, on_decision=on_decision)
+    fleet = Fleet(make_router(router, 0), config, on_decision=on_decision)
     return FleetClient(
         fleet,
         _launcher(options, engine),
@@ -75,15 +75,22 @@ def open_fleet(
             _build_of,
             engine=_shared(engine, options),
             build=build,
-            is_many=num_replicas > 1,
+            is_many=is_many,
             kinds=options.kinds,
         ),
-        num_replicas=num_replicas,
+        num_replicas=options.first_replicas,
+        bounds=options.autoscale,
         start_timeout=options.start_timeout,
         hashes_prompts=router in ROUTERS_OF_PREFIXES,
         on_progress=on_progress,
         kv_transports=TRANSPORTS[options.kv_transport],
     )
+
+
+def _config(options: FleetOptions) -> FleetConfig:
+    if options.autoscale is None:
+        return FleetConfig(num_prefill=options.num_prefill, pool_rule=options.pool_rule)
+    return FleetConfig(autoscale=options.autoscale_policy, scale_down_seconds=options.scale_down_seconds)
 
 
 def _default_router(limits: SchedulerLimits) -> str:
@@ -95,7 +102,7 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
     if options.launcher == "local":
         if is_idle:
             return LocalLauncher()
-        num_replicas = options.num_replicas
+        num_replicas = options.most_replicas
         devices = share_devices(engine.device, num_replicas, engine.tensor_parallel_size)
         return LocalLauncher(share_cores(num_replicas, engine.threads), devices)
     from onbeat.cluster.ray_launcher import RayLauncher
@@ -115,7 +122,7 @@ def _launcher(options: FleetOptions, engine: EngineConfig) -> Launcher:
 def _shared(engine: EngineConfig, options: FleetOptions) -> EngineConfig:
     """Return the configuration of one engine: of several on this machine each has its share."""
     engine = replace(engine, reports_load=True)
-    num_replicas = options.num_replicas
+    num_replicas = options.most_replicas
     if num_replicas == 1 or options.launcher != "local" or _computes_nothing(engine):
         return engine
     return replace(

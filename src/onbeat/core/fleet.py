@@ -89,7 +89,7 @@ class PrefillCosts:
     context: float = 0.0
     """Of that, what each token of its context adds; 0 where it is not known."""
     decode_base: float = 0.0
-    """Of a step of decodes alone, what does not grow with them: it reads all weights. 0 where it is not known."""
+    """Of a step of decodes alone, what does not grow with them: it reads all weights. 0 where not known."""
 
     def seconds(self, num_tokens: int, num_cached_tokens: int) -> float:
         """Return the work of `num_tokens` prompt tokens behind cached ones."""

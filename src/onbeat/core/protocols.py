@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
-from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView
+from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaView, ScalingView
 from onbeat.core.request import Request, RequestOutput
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput, StepOutputs
 
@@ -149,6 +149,11 @@ class FleetView(Protocol):
         """Seconds until a replica is expected to be ready; None where none is coming."""
         ...
 
+    @property
+    def scaling(self) -> ScalingView | None:
+        """How a fleet that changes its own size stands; None of any other."""
+        ...
+
     def replicas(self) -> Sequence[ReplicaView]:
         """Return how each replica stands, those that have been stopped left out."""
         ...
@@ -170,9 +175,20 @@ class FleetView(Protocol):
     def scale(self, num_replicas: int) -> None:
         """Start replicas, or let some end without loss, until there are so many.
 
+        A fleet that changes its own size keeps to that number from then on.
+
         Raises
         ------
         InvalidRequest : there cannot be as many.
+        """
+        ...
+
+    def autoscale(self, least: int, most: int) -> None:
+        """Let the fleet decide on the number of replicas, between two.
+
+        Raises
+        ------
+        InvalidRequest : it was not started with a policy for that, or no number is between them.
         """
         ...
 

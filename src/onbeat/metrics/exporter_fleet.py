@@ -22,6 +22,7 @@ def fleet_metrics(fleet: FleetView, fleet_counts: FleetCounts, counts: RunCounts
     states = Counter(dict.fromkeys(STATES, 0))
     states.update(each.state for each in replicas)
     yield gauges("onbeat_fleet_replicas", "Replicas by state", ("state",), keyed(states))
+    yield from _scaling_metrics(fleet, fleet_counts)
     yield gauge("onbeat_fleet_requests_waiting", "Requests that no replica has", fleet.num_waiting)
     yield counters(
         "onbeat_fleet_routed", "Requests sent to a replica", ("engine", "why"), {**fleet_counts.routed}
@@ -66,6 +67,28 @@ def fleet_metrics(fleet: FleetView, fleet_counts: FleetCounts, counts: RunCounts
         fleet_counts.ttft_error,
     )
     yield from _replica_metrics(replicas, counts)
+
+
+def _scaling_metrics(fleet: FleetView, fleet_counts: FleetCounts) -> Iterator[Metric]:
+    """Yield what a fleet that changes its own size has decided."""
+    scaling = fleet.scaling
+    if scaling is None:
+        return
+    for name, text, value in (
+        ("replicas_wanted", "Replicas that the fleet has decided on", scaling.num_wanted),
+        ("replicas_min", "Fewest replicas that it may have", scaling.least),
+        ("replicas_max", "Most replicas that it may have", scaling.most),
+        ("load_share", "Of their time, what the load of the last minute takes", scaling.share),
+        ("planned_share", "Up to which a replica is loaded", scaling.planned_share),
+    ):
+        if value is not None:
+            yield gauge(f"onbeat_fleet_{name}", text, value)
+    yield counters(
+        "onbeat_fleet_rescales",
+        "Decisions to have more or fewer replicas",
+        ("direction", "why"),
+        {**fleet_counts.rescales},
+    )
 
 
 def _replica_metrics(replicas: Sequence[ReplicaView], counts: RunCounts) -> Iterator[Metric]:

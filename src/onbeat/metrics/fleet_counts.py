@@ -23,6 +23,8 @@ class FleetCounts:
         """Requests that ended with an error since their replicas were lost."""
         self.lost: Counter[str] = Counter()
         """Replica -> times that it was lost."""
+        self.rescales: Counter[tuple[str, ...]] = Counter()
+        """(`up` or `down`, why) -> times that the fleet decided to have more or fewer replicas."""
         self.moves: Counter[tuple[str, ...]] = Counter()
         """(why, `moved` or `stayed`) -> requests that were to go on elsewhere with their KV; those that
         stayed ended first, or it failed."""

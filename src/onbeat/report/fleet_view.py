@@ -52,13 +52,30 @@ class FleetRows:
     error_p50: float | None
     """|predicted - actual| / actual, of the router's TTFT."""
     replicas: tuple[ReplicaRow, ...]
+    scaling: ScalingRow | None
+    """Of a fleet that changes its own size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingRow:
+    """What a fleet has decided about its size."""
+
+    wanted: float
+    least: float
+    most: float
+    load_share: float | None
+    planned_share: float | None
+    ups: float
+    """Decisions to have more replicas; `downs`: fewer."""
+    downs: float
 
 
 def fleet_rows(recent: ScrapeWindow) -> FleetRows | None:
-    """Return what a server's metrics say of its replicas; None where there are not several."""
+    """Return what a server's metrics say of its replicas; None where there can be but one."""
     new = recent.new
     names = sorted(new.label_values("onbeat_replica_lives", "engine"), key=lambda name: (len(name), name))
-    if len(names) < 2:
+    scaling = _scaling(new)
+    if len(names) < 2 and scaling is None:
         return None
     states = {
         state: new.value("onbeat_fleet_replicas", state=state) or 0.0
@@ -76,6 +93,29 @@ def fleet_rows(recent: ScrapeWindow) -> FleetRows | None:
         lost=new.value("onbeat_fleet_lost_total") or 0.0,
         error_p50=recent.quantile("onbeat_fleet_ttft_prediction_error_ratio", 0.5),
         replicas=tuple(_row(name, recent) for name in names),
+        scaling=scaling,
+    )
+
+
+def _scaling(new: Scrape) -> ScalingRow | None:
+    wanted = new.value("onbeat_fleet_replicas_wanted")
+    if wanted is None:
+        return None
+    changes = {
+        direction: sum(
+            new.value("onbeat_fleet_rescales_total", direction=direction, why=why) or 0.0
+            for why in new.label_values("onbeat_fleet_rescales_total", "why")
+        )
+        for direction in ("up", "down")
+    }
+    return ScalingRow(
+        wanted=wanted,
+        least=new.value("onbeat_fleet_replicas_min") or 0.0,
+        most=new.value("onbeat_fleet_replicas_max") or 0.0,
+        load_share=new.value("onbeat_fleet_load_share"),
+        planned_share=new.value("onbeat_fleet_planned_share"),
+        ups=changes["up"],
+        downs=changes["down"],
     )
 
 
@@ -166,4 +206,13 @@ def fleet_table(fleet: FleetRows) -> RenderableType:
             short(row.moves),
             short(row.lives),
         )
-    return Group(line, table)
+    if (scaling := fleet.scaling) is None:
+        return Group(line, table)
+    size = Text("size         ", style="dim")
+    size.append(f"{short(scaling.wanted)} wanted", style="bold")
+    size.append(f" of {short(scaling.least)} to {short(scaling.most)}", style="dim")
+    if scaling.load_share is not None:
+        planned = "" if scaling.planned_share is None else f" (planned {percent(scaling.planned_share)})"
+        size.append(f"   load takes {percent(scaling.load_share)}{planned}")
+    size.append(f"   {short(scaling.ups)} up, {short(scaling.downs)} down", style="dim")
+    return Group(line, size, table)

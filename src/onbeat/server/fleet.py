@@ -12,7 +12,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from onbeat.core.fleet import DRAIN_SECONDS, ReplicaView
+from onbeat.core.fleet import DRAIN_SECONDS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
 from onbeat.server.body import read_body
 from onbeat.server.config import ServerConfig
@@ -37,11 +37,13 @@ class DrainRequest(BaseModel):
 
 
 class ScaleRequest(BaseModel):
-    """How many replicas there are to be."""
+    """How many replicas there are to be: a number, or the bounds of a fleet that decides itself."""
 
     model_config = ConfigDict(strict=True)
 
-    replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE]
+    replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
+    min: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
+    max: Annotated[int, Field(ge=1, le=MOST_REPLICAS), WHOLE] | None = None
 
 
 class RestartRequest(BaseModel):
@@ -78,7 +80,18 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
         """Start replicas, or let some end, until there are so many."""
         _check_caller(request, config)
         body = await read_body(request, ScaleRequest)
-        fleet.scale(body.replicas)
+        if body.replicas is not None and body.min is None and body.max is None:
+            fleet.scale(body.replicas)
+        elif body.replicas is None and body.min is not None and body.max is not None:
+            fleet.autoscale(body.min, body.max)
+        else:
+            raise ApiError(
+                400,
+                "give replicas, how many there are to be; or min and max, between which a fleet that was "
+                "started with --autoscale decides itself",
+                param="replicas",
+                code="invalid_value",
+            )
         return _state(fleet)
 
     async def restart(request: Request) -> Response:
@@ -125,9 +138,24 @@ def _state(fleet: FleetView) -> Response:
     body = {
         "ready": fleet.is_ready,
         "requests_waiting": fleet.num_waiting,
+        "scaling": _scaling(fleet.scaling),
         "replicas": [_row(each) for each in fleet.replicas()],
     }
     return Response(orjson.dumps(body), media_type="application/json")
+
+
+def _scaling(view: ScalingView | None) -> dict[str, Any] | None:
+    if view is None:
+        return None
+    return {
+        "policy": view.policy,
+        "min": view.least,
+        "max": view.most,
+        "wanted": view.num_wanted,
+        "why": view.why,
+        "load_share": view.share,
+        "planned_share": view.planned_share,
+    }
 
 
 def _row(view: ReplicaView) -> dict[str, Any]:

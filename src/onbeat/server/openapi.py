@@ -313,9 +313,20 @@ class ReplicaStatus(BaseModel):
     load: dict[str, Any] | None
 
 
+class FleetScaling(BaseModel):
+    policy: str
+    min: int
+    max: int
+    wanted: int
+    why: str
+    load_share: float | None
+    planned_share: float | None
+
+
 class FleetStatus(BaseModel):
     ready: bool
     requests_waiting: int
+    scaling: FleetScaling | None
     replicas: list[ReplicaStatus]
 
 

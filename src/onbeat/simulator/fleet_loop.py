@@ -146,12 +146,7 @@ class FleetLoop:
         ConfigError : a request that no replica can ever run.
         """
         clients, timed = self._clients, self._timed
-        autoscale = self._autoscale
-        num_replicas = self._num_replicas if autoscale is None else max(1, autoscale.bounds.least)
-        self._tell(ScaleAsked(num_replicas), 0.0)
-        if autoscale is not None:
-            self.sizes.append(FleetSize(0.0, num_replicas, ""))
-            self._tell(ScalingAsked(autoscale.bounds.least, autoscale.bounds.most), 0.0)
+        self._begin()
         while clients.num_under_way or clients.next_time < inf:
             now = self._next_time()
             assert now < inf, "nothing runs, but a request has not ended"
@@ -198,6 +193,14 @@ class FleetLoop:
 
     def _kind(self, number: int) -> ReplicaKind:
         return self._kinds[min(number, len(self._kinds) - 1)]
+
+    def _begin(self) -> None:
+        autoscale = self._autoscale
+        num_replicas = self._num_replicas if autoscale is None else max(1, autoscale.bounds.least)
+        self._tell(ScaleAsked(num_replicas), 0.0)
+        if autoscale is not None:
+            self.sizes.append(FleetSize(0.0, num_replicas, ""))
+            self._tell(ScalingAsked(autoscale.bounds.least, autoscale.bounds.most), 0.0)
 
     def _next_time(self) -> float:
         """Return when something happens next."""

@@ -29,6 +29,7 @@ from onbeat.scheduler.cluster.scaling import (
     DOWN_SECONDS,
     POLICY_HELP,
     ScaleBounds,
+    check_scaling,
     checked_policy,
     parse_bounds,
 )
@@ -217,6 +218,7 @@ class ReplicaSettings:
             )
         if self.pool_rule != "adaptive" and pools is None:
             raise ConfigError(f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither")
+        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None and self.replicas != 1:
             raise ConfigError(
                 f"--autoscale {self.autoscale} decides on the number of replicas; leave out --replicas "

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from onbeat.cluster.config import FleetOptions
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
+from onbeat.scheduler.cluster.scaling import ScaleBounds
 
 
 def test_pools_are_all_replicas() -> None:
@@ -30,3 +33,33 @@ def test_what_does_not_go_together() -> None:
         FleetOptions(replicas=4, disaggregate=pools)
     with pytest.raises(ConfigError, match="leave out --kv-transport none"):
         FleetOptions(disaggregate=pools, kv_transport="none")
+
+
+def test_a_fleet_that_scales_itself_begins_with_the_fewest() -> None:
+    bounds = ScaleBounds(2, 4)
+    options = FleetOptions(autoscale=bounds)
+    assert (options.first_replicas, options.most_replicas) == (2, 4)
+    assert FleetOptions(autoscale=bounds, replicas=3).first_replicas == 3
+    assert FleetOptions(autoscale=ScaleBounds(0, 4)).first_replicas == 1, "the model's limits come from it"
+    assert (FleetOptions(replicas=2).first_replicas, FleetOptions(replicas=2).most_replicas) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"replicas": 5}, r"--replicas 5 is outside of --autoscale 3\.\.4"),
+        ({"replicas": 2}, r"--replicas 2 is outside of --autoscale 3\.\.4"),
+        ({"disaggregate": PoolSizes(prefill=1, decode=1)}, "which of the two pools is short"),
+        ({"autoscale_policy": "freeness:9"}, r"such as freeness:10\.\.60"),
+    ],
+    ids=["too many", "too few", "pools", "no band"],
+)
+def test_what_does_not_go_with_scaling(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        FleetOptions(autoscale=ScaleBounds(3, 4), **options)
+
+
+@pytest.mark.parametrize("option", [{"autoscale_policy": "freeness"}, {"scale_down_seconds": 60.0}], ids=str)
+def test_how_to_scale_is_said_of_fleets_that_do(option: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"--autoscale MIN\.\.MAX"):
+        FleetOptions(**option)

@@ -9,9 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.slo import SLO
+from onbeat.recording.fleet import FleetRecording, fleet_record, plain
 from onbeat.scheduler.cluster.events import Lost, Send
-from onbeat.simulator.config import FleetChange, FleetTimes, ReplicaKind
+from onbeat.scheduler.cluster.scaling import ScaleBounds
+from onbeat.simulator.config import AutoscaleConfig, FleetChange, FleetTimes, MemberChange, ReplicaKind
+from onbeat.simulator.fleet_loop import fleet_config
+from onbeat.simulator.replay.fleet import replay_fleet
 from onbeat.simulator.simulate import simulate
+from onbeat.workload.slo_classes import SLOClass
 from tests.pure.simulator.loads import ShapeTime, linear_time, make_config, make_load, random_load
 
 SECOND = ShapeTime(lambda shape: 1.0)
@@ -167,3 +173,49 @@ def test_impossible_changes_are_refused():
         make_config(fleet_changes=(kill(-1.0, 0),))
     with pytest.raises(ConfigError, match="fleet time start"):
         FleetTimes(start=-1.0)
+
+
+def test_a_fleet_that_scales_itself_follows_a_load_and_its_decisions_are_made_again(tmp_path):
+    load = random_load(1000, rate=10.0, seed=3)
+    arrivals = load.arrivals.copy()
+    arrivals[800:] += 400.0
+    load = replace(load, arrivals=arrivals).with_classes(
+        (SLOClass(name="standard", slo=SLO(ttft=2.0, tbt=0.2)),), seed=1
+    )
+    autoscale = AutoscaleConfig(bounds=ScaleBounds(0, 3), down_seconds=60.0)
+    config = make_config(policy="slo", router="slo", autoscale=autoscale, fleet_times=FleetTimes(start=5.0))
+    path = tmp_path / "fleet.gz"
+    about = {"router": "slo", "fleet": plain(fleet_config(config))}
+    with fleet_record(path, about) as on_decision:
+        result = simulate(
+            load, config, ShapeTime(lambda shape: 0.02 + 2e-3 * shape.num_new_tokens), on_decision=on_decision
+        )
+    numbers = [each.num_replicas for each in result.sizes]
+    assert numbers[0] == 1
+    assert max(numbers) >= 2
+    assert 0 in numbers, "nobody asked for six minutes"
+    assert {"work", "arrival", "spare"} <= {each.why for each in result.sizes}
+    assert all(0 <= number <= 3 for number in numbers)
+    assert result.num_completed == len(load)
+    assert result.replica_seconds < 3 * result.duration
+    found = replay_fleet(FleetRecording(path))
+    assert found.is_identical, found.difference
+    assert found.actions["arrival"] == 1
+
+
+def test_replica_seconds_of_a_fixed_fleet_are_those_of_the_run():
+    config = make_config(num_replicas=2, router="slo")
+    result = simulate(random_load(20, rate=5.0, seed=1), config, linear_time())
+    assert result.replica_seconds == pytest.approx(2 * result.duration, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"policy": "sarathi"}, "freeness"),
+        ({"policy": "slo", "member_changes": (MemberChange(1.0, 0, False),)}, "autoscaling"),
+    ],
+)
+def test_what_does_not_go_with_scaling_is_refused(changes, says):
+    with pytest.raises(ConfigError, match=says):
+        make_config(autoscale=AutoscaleConfig(bounds=ScaleBounds(1, 2)), **changes)

@@ -222,5 +222,17 @@ class Rescale:
     late_share: float = 0.0
     """Of the requests of the last minute, those that were not in time, or predicted not to be."""
 
+    def __str__(self) -> str:
+        """Say it in a line of a log."""
+        numbers = [f"{self.late_share:.1%} of the last minute's requests late or expected to be"]
+        if self.share is not None:
+            numbers.insert(0, f"the last minute's load takes {self.share:.2f} of their time")
+        if self.planned_share is not None:
+            numbers.insert(1, f"planned is {self.planned_share:.2f}")
+        return (
+            f"{self.num_replicas} replicas in place of {self.num_before}, because of {self.why}: "
+            + ", ".join(numbers)
+        )
+
 
 FleetAction = Send | Withdraw | Refuse | Start | Stop | MoveStep | Rescale

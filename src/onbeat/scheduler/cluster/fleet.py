@@ -25,13 +25,11 @@ from onbeat.scheduler.cluster.events import (
     FleetEvent,
     Joined,
     Lost,
-    Refuse,
     Refused,
     Reported,
     Rescale,
     ScaleAsked,
     ScalingAsked,
-    Send,
     Start,
     Stop,
     Tick,
@@ -49,17 +47,13 @@ from onbeat.scheduler.cluster.membership import (
 )
 from onbeat.scheduler.cluster.migration import Migration
 from onbeat.scheduler.cluster.pools import PoolRule, Pools
-from onbeat.scheduler.cluster.routing import Choice, Router
+from onbeat.scheduler.cluster.requests import Requests
+from onbeat.scheduler.cluster.routing import Router
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
 """Replicas that a request may be sent to because the one before died: one that kills them must not go on."""
-_MOST_TRIES = 2
-"""Replicas that a new request is sent to before it is refused for their load."""
-_REFUSED_AGAIN = 0.5
-"""Seconds after which a request that has had tokens is sent again, where all have refused it."""
-
 Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
 
 
@@ -116,11 +110,7 @@ class Fleet:
         self._config = config or FleetConfig()
         self._on_decision = on_decision
         self._members = Membership()
-        self._open: dict[str, OpenRequest] = {}
-        self._waiting: dict[str, OpenRequest] = {}
-        """Requests that are with no replica, in the order in which they came to wait."""
-        self._start_seconds: float | None = None
-        """That the last start of a replica has taken."""
+        opened: dict[str, OpenRequest] = {}
         self._actions: list[FleetAction] = []
         self._left: list[Replica] = []
         """Those from which a request has been moved in this call."""
@@ -131,11 +121,17 @@ class Fleet:
             self._watcher = self._scaling.policy
         self._pools = Pools(self._members, router, self._config.num_prefill, self._config.pool_rule)
         self._migration = Migration(
+            self._members, opened, self._pools, act=self._act, on_moved=self._on_moved
+        )
+        self._requests = Requests(
+            opened,
             self._members,
-            self._open,
+            router,
             self._pools,
-            act=lambda action: self._actions.append(action),
-            on_moved=self._on_moved,
+            self._migration,
+            watcher=self._watcher,
+            act=self._act,
+            refuses_late=self._scaling is not None,
         )
         self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
             Arrived: self._on_arrival,
@@ -169,7 +165,7 @@ class Fleet:
         actions = self._actions = []
         self._handlers[type(event)](event, now)
         if self._scaling is not None and now >= self._scaling.next_time:
-            self._rescale(self._scaling.look(len(self._open), now), now)
+            self._rescale(self._scaling.look(len(self._requests.open), now), now)
         while self._left:
             self._stop_if_drained(self._left.pop(), now)
         self._migration.advance(now)
@@ -180,19 +176,30 @@ class Fleet:
     @property
     def next_time(self) -> float:
         """When a `Tick` is wanted at the latest, seconds; infinite where none is."""
+        return min(self.next_duty, inf if self._scaling is None else self._scaling.next_time)
+
+    @property
+    def next_duty(self) -> float:
+        """When one is wanted for more than a look at the size: for requests that go elsewhere, or moves."""
         drained = (each.drains_until for each in self._members.having(ReplicaState.DRAINING))
-        again = (each.not_before for each in self._waiting.values() if each.refused_by)
-        looks = inf if self._scaling is None else self._scaling.next_time
-        return min((*drained, *again, self._migration.next_time, looks))
+        return min((*drained, self._requests.next_time, self._migration.next_time))
+
+    def _act(self, action: FleetAction) -> None:
+        self._actions.append(action)
 
     def status(self) -> FleetStatus:
         """Return how everything stands."""
         scaling = None if self._scaling is None else self._scaling.view()
-        return self._members.status(len(self._waiting), scaling)
+        return self._members.status(len(self._requests.waiting), scaling)
+
+    @property
+    def scales_by_costs(self) -> bool:
+        """Whether it decides on the number of replicas by what these predict of their steps."""
+        return self._watcher.needs_costs
 
     def owner(self, request_id: str) -> ReplicaId | None:
         """Return the replica that has a request; None where it waits in the fleet, or has ended."""
-        opened = self._open.get(request_id)
+        opened = self._requests.open.get(request_id)
         return None if opened is None else opened.replica
 
     def role(self, replica: ReplicaId) -> str:
@@ -201,21 +208,21 @@ class Fleet:
 
     def check_invariants(self) -> None:
         """Assert that each request has one owner, and that only replicas that can have some do."""
-        self._members.check_owners(self._open, self._waiting)
+        self._members.check_owners(self._requests.open, self._requests.waiting)
 
     def _on_arrival(self, event: Arrived, now: float) -> None:
         opened = OpenRequest(event.request)
         request_id = event.request.request_id
-        assert request_id not in self._open, f"{request_id} arrives twice"
-        self._open[request_id] = opened
+        assert request_id not in self._requests.open, f"{request_id} arrives twice"
+        self._requests.open[request_id] = opened
         self._watcher.on_arrival(event.request, now)
         if self._scaling is not None:
             self._rescale(self._scaling.wake(now), now)
-        is_full = len(self._waiting) >= self._config.max_num_waiting
-        self._send(opened, now, may_wait=not is_full)
+        is_full = len(self._requests.waiting) >= self._config.max_num_waiting
+        self._requests.send(opened, now, may_wait=not is_full)
 
     def _on_delivery(self, event: Delivered, now: float) -> None:
-        opened, replica = self._owned(event.request_id, event.replica)
+        opened, replica = self._requests.owned(event.request_id, event.replica)
         if opened is None or replica is None:
             return
         is_first = event.num_tokens > 0 and not opened.has_started
@@ -227,128 +234,36 @@ class Fleet:
         if is_first and not event.is_finished:
             self._migration.on_first_token(opened, replica, now)
         if event.is_finished:
-            self._release(opened, replica)
-            del self._open[event.request_id]
+            self._requests.release(opened, replica)
+            del self._requests.open[event.request_id]
             self._watcher.on_end(opened.request, opened.num_output_tokens, now)
             self._stop_if_drained(replica, now)
 
     def _on_refusal(self, event: Refused, now: float) -> None:
-        opened, replica = self._owned(event.request_id, event.replica)
+        opened, replica = self._requests.owned(event.request_id, event.replica)
         if opened is None or replica is None:
             return
-        self._release(opened, replica)
+        self._requests.release(opened, replica)
         if not event.is_for_load:
-            self._refuse(opened, "invalid", now)
+            self._requests.refuse(opened, "invalid", now)
         else:
             opened.refused_by += (replica.replica_id,)
             opened.retry_after = least(opened.retry_after, event.retry_after)
-            self._send(opened, now, why="retried")
+            self._requests.send(opened, now, why="retried")
         self._stop_if_drained(replica, now)
 
     def _on_abort(self, event: Aborted, now: float) -> None:
-        opened = self._open.pop(event.request_id, None)
+        opened = self._requests.open.pop(event.request_id, None)
         if opened is None:
             return
         self._watcher.on_end(opened.request, None, now)
         if opened.replica is None:
-            del self._waiting[event.request_id]
+            del self._requests.waiting[event.request_id]
             return
         replica = self._members.replicas[opened.replica]
-        self._release(opened, replica)
-        self._actions.append(Withdraw(replica.replica_id, event.request_id))
+        self._requests.release(opened, replica)
+        self._act(Withdraw(replica.replica_id, event.request_id))
         self._stop_if_drained(replica, now)
-
-    def _owned(self, request_id: str, replica_id: ReplicaId) -> tuple[OpenRequest | None, Replica | None]:
-        """Return a request and its replica, if it is this one."""
-        opened = self._open.get(request_id)
-        if opened is None or opened.replica != replica_id:
-            return None, None
-        return opened, self._members.replicas[replica_id]
-
-    def _release(self, opened: OpenRequest, replica: Replica) -> None:
-        """Let a replica no longer own a request."""
-        request = opened.request
-        self._migration.on_end(request.request_id)
-        del replica.open[request.request_id]
-        opened.replica = None
-        if not opened.has_started:
-            self._router.on_first_token(replica.number, request)
-        self._router.on_finish(replica.number, request)
-
-    def _send(self, opened: OpenRequest, now: float, *, why: str = "", may_wait: bool = True) -> None:
-        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it."""
-        if opened.num_output_tokens != opened.request.num_output_tokens:
-            opened.request = replace(opened.request, num_output_tokens=opened.num_output_tokens)
-        request = opened.request
-        may_try = len(opened.refused_by) < _MOST_TRIES or opened.is_kept
-        choice = self._route(opened, now) if may_try else None
-        if choice is None:
-            self._wait_or_refuse(opened, now, may_wait=may_wait)
-            return
-        replica = self._members.by_number[choice.replica]
-        opened.replica, opened.has_started = replica.replica_id, False
-        opened.stops = self._migration.stops_at(opened, replica)
-        replica.open[request.request_id] = opened
-        self._watcher.on_sent(request, choice.predicted_ttft, now)
-        self._actions.append(
-            Send(
-                replica.replica_id,
-                request.request_id,
-                why or choice.why,
-                choice.predicted_ttft,
-                opened.stops,
-            )
-        )
-
-    def _route(self, opened: OpenRequest, now: float) -> Choice | None:
-        excluded = self._members.excluded_for(opened)
-        return self._router.route(opened.request, now, self._pools.narrow(opened, excluded))
-
-    def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
-        members, has_tokens = self._members, opened.num_output_tokens > 0
-        is_any_ready = bool(members.having(ReplicaState.READY))
-        if opened.refused_by and not has_tokens:
-            least_wait = self._router.least_wait(opened.request, now)
-            self._refuse(opened, "overloaded", now, least(opened.retry_after, least_wait))
-        elif opened.refused_by and is_any_ready:
-            opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
-            self._waiting[opened.request.request_id] = opened
-        elif members.is_one_coming and (may_wait or has_tokens):
-            start = self._seconds_to_start(now)
-            is_late = self._scaling is not None and now + start > opened.request.ttft_deadline
-            if is_late and opened.request.rather_refused and not has_tokens:
-                self._refuse(opened, "unattainable", now, start)
-                return
-            opened.refused_by = ()
-            self._waiting[opened.request.request_id] = opened
-        elif is_any_ready:
-            self._refuse(opened, "too_long", now)
-        else:
-            self._refuse(opened, "no_replica", now, self._start_seconds if members.is_one_coming else None)
-
-    def _seconds_to_start(self, now: float) -> float:
-        """Return the seconds until a replica is ready, as long as the last start took; 0 where none is known."""
-        starts = [each.starts for each in self._members.having(ReplicaState.STARTING)]
-        known = [each for each in starts if each is not None]
-        return max(0.0, min(known, default=now) + (self._start_seconds or 0.0) - now)
-
-    def _refuse(self, opened: OpenRequest, reason: str, now: float, retry_after: float | None = None) -> None:
-        request_id = opened.request.request_id
-        del self._open[request_id]
-        if reason in ("overloaded", "no_replica"):
-            self._watcher.on_refusal(opened.request, now)
-        self._watcher.on_end(opened.request, None, now)
-        self._actions.append(Refuse(request_id, reason, retry_after))
-
-    def _send_waiting(self, now: float) -> None:
-        """Try once more to send those that wait, those that are due first: the members have changed."""
-        self._send_again(list(self._waiting.values()), now)
-
-    def _send_again(self, waiting: list[OpenRequest], now: float) -> None:
-        for opened in sorted(waiting, key=deadline):
-            del self._waiting[opened.request.request_id]
-            opened.refused_by, opened.retry_after = (), None
-            self._send(opened, now, why="waited")
 
     # ---- replicas ----
 
@@ -366,10 +281,10 @@ class Fleet:
     def _on_join(self, event: Joined, now: float) -> None:
         replica = self._members.get(event.replica)
         if replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
-            self._actions.append(Stop(event.replica))
+            self._act(Stop(event.replica))
             return
         if replica.starts is not None:
-            self._start_seconds, replica.starts = now - replica.starts, None
+            self._requests.start_seconds, replica.starts = now - replica.starts, None
         if replica.state is not ReplicaState.STARTING:  # it came back before anybody saw it go
             self._leave(replica, ReplicaState.STARTING, "")
         orphans = self._take_all(replica)
@@ -378,7 +293,7 @@ class Fleet:
         self._members.update_lengths()
         self._migration.look()
         self._resume(orphans, now)
-        self._send_waiting(now)
+        self._requests.send_waiting(now)
 
     def _on_loss(self, event: Lost, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
@@ -394,27 +309,27 @@ class Fleet:
             if delay is not None:
                 self._start(replica, now, delay)
         self._resume(orphans, now)
-        self._send_waiting(now)
+        self._requests.send_waiting(now)
 
     def _resume(self, orphans: list[OpenRequest], now: float) -> None:
         """Send the requests of a replica that is gone elsewhere, those that are due first."""
         for opened in orphans:
             request = opened.request
             if not request.resumes:
-                self._refuse(opened, "replica_lost", now)
+                self._requests.refuse(opened, "replica_lost", now)
             elif request.lives >= MOST_LIVES:
-                self._refuse(opened, "too_many_lives", now)
+                self._requests.refuse(opened, "too_many_lives", now)
             else:
                 opened.request = replace(request, lives=request.lives + 1)
                 opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
-                self._send(opened, now, why="resumed")
+                self._requests.send(opened, now, why="resumed")
 
     def _take_all(self, replica: Replica) -> list[OpenRequest]:
         """Take all requests from a replica that is gone; return them, those that are due first."""
         self._migration.on_lost(replica)
         taken = sorted(replica.open.values(), key=deadline)
         for opened in taken:
-            self._release(opened, replica)
+            self._requests.release(opened, replica)
         return taken
 
     def _leave(self, replica: Replica, state: ReplicaState, why: str) -> None:
@@ -442,16 +357,16 @@ class Fleet:
             self._move([each for each in replica.open.values() if not each.has_started], replica, now)
             self._migration.look()
         self._stop_if_drained(replica, now)
-        if self._waiting and not self._members.is_one_coming:
-            self._send_waiting(now)
+        if self._requests.waiting and not self._members.is_one_coming:
+            self._requests.send_waiting(now)
 
     def _move(self, moved: list[OpenRequest], replica: Replica, now: float) -> None:
         """Take requests back from a replica that drains, and send them elsewhere."""
         for opened in sorted(moved, key=deadline):
-            self._release(opened, replica)
-            self._actions.append(Withdraw(replica.replica_id, opened.request.request_id))
+            self._requests.release(opened, replica)
+            self._act(Withdraw(replica.replica_id, opened.request.request_id))
             opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
-            self._send(opened, now, why="moved")
+            self._requests.send(opened, now, why="moved")
 
     def _on_moved(self, opened: OpenRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""
@@ -467,19 +382,19 @@ class Fleet:
     def _end(self, replica: Replica, now: float, *, is_alive: bool) -> None:
         """Stop a replica that is to end and has nothing left, and start it again if it is to come back."""
         if is_alive:
-            self._actions.append(Stop(replica.replica_id))
+            self._act(Stop(replica.replica_id))
         restarts, replica.drains_until, replica.restarts = replica.restarts, inf, False
         self._leave(replica, ReplicaState.STOPPED, "")
         if restarts:
             self._start(replica, now)
-        elif self._waiting:
-            self._send_waiting(now)
+        elif self._requests.waiting:
+            self._requests.send_waiting(now)
 
     def _start(self, replica: Replica, now: float, delay: float = 0.0) -> None:
         if replica.state is not ReplicaState.STARTING:
             replica.state, replica.why = ReplicaState.STARTING, ""
         replica.starts = now
-        self._actions.append(Start(replica.replica_id, delay))
+        self._act(Start(replica.replica_id, delay))
 
     def _on_scale(self, event: ScaleAsked, now: float) -> None:
         check_count(event.num_replicas)
@@ -502,7 +417,7 @@ class Fleet:
 
     def _rescale(self, decided: Rescale | None, now: float) -> None:
         if decided is not None:
-            self._actions.append(decided)
+            self._act(decided)
             self._resize(decided.num_replicas, now)
 
     def _resize(self, num_replicas: int, now: float) -> None:
@@ -531,5 +446,4 @@ class Fleet:
             if replica.drains_until <= now:
                 self._move(list(replica.open.values()), replica, now)
                 self._stop_if_drained(replica, now)
-        due = [each for each in self._waiting.values() if each.refused_by and each.not_before <= now]
-        self._send_again(due, now)
+        self._requests.send_due(now)

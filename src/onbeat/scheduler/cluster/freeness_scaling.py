@@ -1,4 +1,4 @@
-"""As many replicas as keep the KV memory that is free within a band (Sun et al., "Llumnix", OSDI 2024, 4.4.3)."""
+"""As many replicas as keep the free KV memory in a band (Sun et al., "Llumnix", OSDI 2024)."""
 
 from __future__ import annotations
 

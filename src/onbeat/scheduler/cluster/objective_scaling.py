@@ -22,8 +22,8 @@ _MINUTE = 60
 _WINDOWS = (5, 15, _MINUTE, LONGEST_WINDOW)
 """Seconds over which a load is looked at: what is plain is seen soon, what is not later."""
 _BACKLOG_SECONDS = 60.0
-"""Within which prompts that wait are to be worked off, beside what arrives. For so long after a replica has come
-or gone late requests say nothing: they may have waited for that."""
+"""Within which prompts that wait are to be worked off, beside what arrives. For so long after a replica has
+come or gone late requests say nothing: they may have waited for that."""
 _FORGET_SECONDS = 86400.0
 """In which a planned share that late requests have brought down comes back."""
 
@@ -44,6 +44,9 @@ class ObjectiveScaling(ScalingPolicy):
         self._late: set[str] = set()
         """Open requests that have been counted as late."""
         self._needs = _RecentPeak(down_seconds)
+        # What is no reason to keep a replica is none to start one.
+        self._windows = [each for each in _WINDOWS if each <= max(down_seconds, _WINDOWS[0])]
+        self._minute = min(_MINUTE, int(down_seconds))
         self._time = inf
         self.planned_share = PLANNED_SHARE
 
@@ -87,20 +90,21 @@ class ObjectiveScaling(ScalingPolicy):
         """Return what the load needs."""
         self._forget(now)
         work, num = self._work, fleet.num_expected
-        minute = work.of_last(_MINUTE, now)
+        minute = work.of_last(self._minute, now)
         self.share = work.share(minute, max(1, num))
         self.late_share = minute.num_missed / minute.num_requests if minute.num_requests else 0.0
         needed = work.needed(minute, SPARE * self.planned_share, fleet.most)
         self._needs.add(max(needed, int(fleet.num_open > 0)), now)
         num_for_work = self._num_for_work(fleet, now)
-        if num_for_work > num:
+        if num_for_work > num > 0:  # where there is none, the next request starts one
             return Wanted(num_for_work, "work")
         if fleet.num_ready == num and self._is_late(fleet, now):
             return Wanted(num + 1, "late")
         self._trust(minute, fleet)
         # One that is not ready carries nothing, and is the first to go.
         num_left = min(num - 1, fleet.num_ready)
-        return Wanted(num - 1, "spare") if self._needs.peak <= num_left else Wanted(num)
+        is_spare = self._needs.covers(now) and self._needs.peak <= num_left
+        return Wanted(num - 1, "spare") if is_spare else Wanted(num)
 
     def _num_for_work(self, fleet: FleetLoad, now: float) -> int:
         """Return the replicas that the load of some window surely needs."""
@@ -108,7 +112,7 @@ class ObjectiveScaling(ScalingPolicy):
         waiting = sum(
             sum(seconds for _, seconds, _ in load.backlog) + load.best_effort_work for load, _ in fleet.loads
         )
-        loads = [work.of_last(seconds, now).surely for seconds in _WINDOWS]
+        loads = [work.of_last(seconds, now).surely for seconds in self._windows]
         backlog = waiting / _BACKLOG_SECONDS
         return max(
             work.needed(each.scaled(1.0, backlog=backlog), self.planned_share, fleet.most) for each in loads
@@ -116,7 +120,7 @@ class ObjectiveScaling(ScalingPolicy):
 
     def _is_late(self, fleet: FleetLoad, now: float) -> bool:
         """Return whether requests are late; plan for less from then on."""
-        for seconds in _WINDOWS:
+        for seconds in self._windows:
             if fleet.settled < seconds + _BACKLOG_SECONDS:
                 return False
             offered = self._work.of_last(seconds, now)
@@ -129,7 +133,7 @@ class ObjectiveScaling(ScalingPolicy):
 
     def _trust(self, minute: Offered, fleet: FleetLoad) -> None:
         """Plan for what was carried for a minute without a late request."""
-        is_clean = not minute.num_missed and fleet.settled >= _MINUTE + _BACKLOG_SECONDS
+        is_clean = not minute.num_missed and fleet.settled >= self._minute + _BACKLOG_SECONDS
         if is_clean and fleet.num_ready:
             share = self._work.share(minute, fleet.num_ready)
             self.planned_share = max(self.planned_share, min(PLANNED_SHARE, share))
@@ -156,16 +160,23 @@ class _RecentPeak:
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+        self._since: float | None = None
         self._numbers: deque[tuple[float, int]] = deque()
         """(when, number), by time: those that a later one is at least as large as are left out."""
 
     def add(self, number: int, now: float) -> None:
         numbers = self._numbers
+        if self._since is None:
+            self._since = now
         while numbers and numbers[-1][1] <= number:
             numbers.pop()
         numbers.append((now, number))
         while numbers[0][0] < now - self._seconds:
             numbers.popleft()
+
+    def covers(self, now: float) -> bool:
+        """Whether numbers have been added for long enough."""
+        return self._since is not None and now - self._since >= self._seconds
 
     @property
     def peak(self) -> int:

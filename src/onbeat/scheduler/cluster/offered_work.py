@@ -1,4 +1,4 @@
-"""The work that a fleet is offered, measured where requests arrive, and the share of its time that this takes."""
+"""The work that a fleet is offered, measured at arrival, and the share of its time that this takes."""
 
 from __future__ import annotations
 

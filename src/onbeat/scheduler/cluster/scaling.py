@@ -15,8 +15,8 @@ from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy
 
 POLICY_HELP = (
     "what decides on the number of replicas; objective: the work that arrives, and what is late of it; "
-    "freeness: how much KV memory is free for each running request, as Llumnix does, by default 10 to 60 blocks "
-    "(freeness:10..60)"
+    "freeness: how much KV memory is free for each running request, as in Llumnix, by default 10 to 60 "
+    "blocks (freeness:10..60)"
 )
 """Of the flag --autoscale-policy."""
 DOWN_SECONDS = 600.0
@@ -41,8 +41,8 @@ class ScaleBounds:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or not self.most:
             raise ConfigError(
-                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and the "
-                "most, 0..4 for instance"
+                f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and "
+                "the most, 0..4 for instance"
             )
 
     def __str__(self) -> str:
@@ -59,8 +59,8 @@ def parse_bounds(text: str) -> ScaleBounds:
     least, dots, most = text.replace(" ", "").partition("..")
     if not (dots and least.isdecimal() and most.isdecimal()):
         raise ConfigError(
-            f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4, or 0..4 for none while "
-            "nobody asks"
+            f"autoscale is {text!r}; give the fewest and the most replicas, such as 1..4, or 0..4 for none "
+            "while nobody asks"
         )
     return ScaleBounds(int(least), int(most))
 
@@ -191,6 +191,26 @@ def parse_policy(text: str, down_seconds: float = DOWN_SECONDS) -> ScalingPolicy
         f"autoscale-policy is {text!r}; it is objective, freeness, or freeness with a band of free blocks "
         f"for each request, the lower bound first, such as freeness:{LOW:g}..{HIGH:g}"
     )
+
+
+def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) -> None:
+    """Check the three settings together.
+
+    Raises
+    ------
+    ConfigError : the policy is none, or there is one, or a time, for a fleet that does not scale itself.
+    """
+    parse_policy(policy)
+    if bounds is not None:
+        return
+    for flag, value, default in (
+        ("--autoscale-policy", policy, "objective"),
+        ("--scale-down-seconds", down_seconds, DOWN_SECONDS),
+    ):
+        if value != default:
+            raise ConfigError(
+                f"{flag} {value} is for a fleet with --autoscale MIN..MAX; give both, or neither"
+            )
 
 
 def checked_policy(text: str) -> str:

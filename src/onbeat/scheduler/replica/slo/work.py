@@ -10,7 +10,8 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 
 _CONTEXT = USUAL_CONTEXT
-"""Tokens of the decodes by whose cost a decode is priced; and cached tokens of the chunk by which the cost of attention is told from that of the layers."""
+"""Of the decodes by which one is priced; cached tokens of the chunk by which the cost of attention is told
+from that of the layers."""
 _NEAR_BEST = 1.05
 """A chunk is large enough if no other is cheaper a token by more than this."""
 _REFRESH_STEPS = 16

@@ -1,0 +1,171 @@
+"""The requests of a fleet: which replica has each, which of them wait, and how they are sent or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import inf
+
+from onbeat.core.fleet import ReplicaId
+from onbeat.scheduler.cluster.events import FleetAction, Refuse, Send
+from onbeat.scheduler.cluster.membership import (
+    Membership,
+    OpenRequest,
+    Replica,
+    ReplicaState,
+    deadline,
+    least,
+)
+from onbeat.scheduler.cluster.migration import Migration
+from onbeat.scheduler.cluster.pools import Pools
+from onbeat.scheduler.cluster.routing import Choice, Router
+from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
+
+_MOST_TRIES = 2
+"""Replicas that a new request is sent to before it is refused for their load."""
+_REFUSED_AGAIN = 0.5
+"""Seconds after which a request that has had tokens is sent again, where all have refused it."""
+
+
+class Requests:
+    """Those that have not ended.
+
+    Parameters
+    ----------
+    opened : by id; also the migration's.
+    watcher : hears what becomes of them.
+    act : wants an action done.
+    refuses_late : whether a request that would rather be refused than late is, where it would wait for a
+        start.
+
+    Attributes
+    ----------
+    waiting : those that are with no replica, in the order in which they came to wait.
+    start_seconds : that the last start of a replica has taken; None where none is known.
+    """
+
+    def __init__(  # noqa: PLR0913 -- who decides where they go, and who hears of it
+        self,
+        opened: dict[str, OpenRequest],
+        members: Membership,
+        router: Router,
+        pools: Pools,
+        migration: Migration,
+        *,
+        watcher: ScalingPolicy,
+        act: Callable[[FleetAction], None],
+        refuses_late: bool,
+    ) -> None:
+        self.open = opened
+        self.waiting: dict[str, OpenRequest] = {}
+        self.start_seconds: float | None = None
+        self._members = members
+        self._router = router
+        self._pools = pools
+        self._migration = migration
+        self._watcher = watcher
+        self._act = act
+        self._refuses_late = refuses_late
+
+    @property
+    def next_time(self) -> float:
+        """When one is to be sent again that all have refused, seconds; infinite where none is."""
+        return min((each.not_before for each in self.waiting.values() if each.refused_by), default=inf)
+
+    def send_due(self, now: float) -> None:
+        """Send those again that all have refused, once it is time."""
+        due = [each for each in self.waiting.values() if each.refused_by and each.not_before <= now]
+        self._send_again(due, now)
+
+    def owned(self, request_id: str, replica_id: ReplicaId) -> tuple[OpenRequest | None, Replica | None]:
+        """Return a request and its replica, if it is this one."""
+        opened = self.open.get(request_id)
+        if opened is None or opened.replica != replica_id:
+            return None, None
+        return opened, self._members.replicas[replica_id]
+
+    def release(self, opened: OpenRequest, replica: Replica) -> None:
+        """Let a replica no longer own a request."""
+        request = opened.request
+        self._migration.on_end(request.request_id)
+        del replica.open[request.request_id]
+        opened.replica = None
+        if not opened.has_started:
+            self._router.on_first_token(replica.number, request)
+        self._router.on_finish(replica.number, request)
+
+    def send(self, opened: OpenRequest, now: float, *, why: str = "", may_wait: bool = True) -> None:
+        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it."""
+        if opened.num_output_tokens != opened.request.num_output_tokens:
+            opened.request = replace(opened.request, num_output_tokens=opened.num_output_tokens)
+        request = opened.request
+        may_try = len(opened.refused_by) < _MOST_TRIES or opened.is_kept
+        choice = self._route(opened, now) if may_try else None
+        if choice is None:
+            self._wait_or_refuse(opened, now, may_wait=may_wait)
+            return
+        replica = self._members.by_number[choice.replica]
+        opened.replica, opened.has_started = replica.replica_id, False
+        opened.stops = self._migration.stops_at(opened, replica)
+        replica.open[request.request_id] = opened
+        self._watcher.on_sent(request, choice.predicted_ttft, now)
+        self._act(
+            Send(
+                replica.replica_id,
+                request.request_id,
+                why or choice.why,
+                choice.predicted_ttft,
+                opened.stops,
+            )
+        )
+
+    def send_waiting(self, now: float) -> None:
+        """Try once more to send those that wait, those that are due first: the members have changed."""
+        self._send_again(list(self.waiting.values()), now)
+
+    def refuse(self, opened: OpenRequest, reason: str, now: float, retry_after: float | None = None) -> None:
+        """End a request that no replica has without another token; see `Refuse`."""
+        request_id = opened.request.request_id
+        del self.open[request_id]
+        if reason in ("overloaded", "no_replica"):
+            self._watcher.on_refusal(opened.request, now)
+        self._watcher.on_end(opened.request, None, now)
+        self._act(Refuse(request_id, reason, retry_after))
+
+    def _send_again(self, waiting: list[OpenRequest], now: float) -> None:
+        for opened in sorted(waiting, key=deadline):
+            del self.waiting[opened.request.request_id]
+            opened.refused_by, opened.retry_after = (), None
+            self.send(opened, now, why="waited")
+
+    def _route(self, opened: OpenRequest, now: float) -> Choice | None:
+        excluded = self._members.excluded_for(opened)
+        return self._router.route(opened.request, now, self._pools.narrow(opened, excluded))
+
+    def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
+        members, has_tokens = self._members, opened.num_output_tokens > 0
+        is_any_ready = bool(members.having(ReplicaState.READY))
+        if opened.refused_by and not has_tokens:
+            least_wait = self._router.least_wait(opened.request, now)
+            self.refuse(opened, "overloaded", now, least(opened.retry_after, least_wait))
+        elif opened.refused_by and is_any_ready:
+            opened.not_before = now + max(opened.retry_after or 0.0, _REFUSED_AGAIN)
+            self.waiting[opened.request.request_id] = opened
+        elif members.is_one_coming and (may_wait or has_tokens):
+            start = self._seconds_to_start(now)
+            is_late = self._refuses_late and now + start > opened.request.ttft_deadline
+            if is_late and opened.request.rather_refused and not has_tokens:
+                self.refuse(opened, "unattainable", now, start)
+                return
+            opened.refused_by = ()
+            self.waiting[opened.request.request_id] = opened
+        elif is_any_ready:
+            self.refuse(opened, "too_long", now)
+        else:
+            self.refuse(opened, "no_replica", now, self.start_seconds if members.is_one_coming else None)
+
+    def _seconds_to_start(self, now: float) -> float:
+        """Return the seconds until a replica is ready, by the last start; 0 where none is known."""
+        starts = [each.starts for each in self._members.having(ReplicaState.STARTING)]
+        known = [each for each in starts if each is not None]
+        return max(0.0, min(known, default=now) + (self.start_seconds or 0.0) - now)
