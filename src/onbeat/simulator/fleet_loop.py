@@ -306,11 +306,13 @@ class FleetLoop:
                 self._tell_delivery(number, offered, now, is_finished=False)
         if self._moves is not None:
             self._moves.lose(number, now)
-        self._remove(number)
+        self._remove(number, died=True)
         self._tell(Lost(replica_id(number), "killed"), now)
 
-    def _remove(self, number: int) -> None:
+    def _remove(self, number: int, *, died: bool = False) -> None:
         counters = self._replicas.pop(number).counters()
+        if died:  # with what it held, such as the KV of streams that were leaving
+            counters = replace(counters, num_leaked_blocks=0)
         before = self.counters.get(number)
         self.counters[number] = counters if before is None else before.joined(counters)
 
