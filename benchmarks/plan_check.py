@@ -90,7 +90,9 @@ def main() -> None:
         built = fleet_of(plan, args.device, overhead / 1e3).build()
         records = simulate(load, built.config, built.step_time).records
         good = good_requests(records)
-        print(row(f"simulated, {overhead:g} ms a step more", good.mean(), np.array([r.ttft for r in records])))
+        print(
+            row(f"simulated, {overhead:g} ms a step more", good.mean(), np.array([r.ttft for r in records]))
+        )
 
 
 if __name__ == "__main__":
