@@ -5,8 +5,8 @@
     vidur/bin/python benchmarks/vidur_speed.py --trace examples/azure2023_conv.csv.gz [--num-requests N]
 
 Vidur (Agrawal et al., MLSys 2024) fetches the profiles of its predictor from a model hub. So that it runs
-without, and so that none of the time is its predictor's, each step takes a linear time instead: fixed seconds and
-seconds a token, near what the roofline says of Llama-3.1-8B on an H100. Its own Sarathi scheduler: 512
+without, and so that none of the time is its predictor's, each step takes a linear time instead: fixed seconds
+and seconds a token, near what the roofline says of Llama-3.1-8B on an H100. Its own Sarathi scheduler: 512
 tokens and 256 requests a step. No metrics are written.
 """
 
@@ -90,9 +90,8 @@ def main() -> None:
         simulator = Simulator(config)
         simulator.run()
         seconds = time.process_time() - before
-    print(
-        f"vidur: {num_requests} requests, {seconds:.2f} CPU s, {num_requests / seconds:.0f} requests per CPU s"
-    )
+    rate = num_requests / seconds
+    print(f"vidur: {num_requests} requests, {seconds:.2f} CPU s, {rate:.0f} requests per CPU s")
 
 
 if __name__ == "__main__":

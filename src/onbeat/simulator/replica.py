@@ -171,20 +171,14 @@ class SerialReplica:
 
     def _catch_up(self, step: StepUnderWay, now: float) -> None:
         """Let the scheduler of a run that was cut see what has been delivered by now."""
-        ends, last = self._ends, None
-        if ends[-1] > now:  # but for the step under way
-            if len(ends) == 1:
-                return
+        ends = self._ends  # nobody ends before the end of a run
+        if ends[-1] <= now:
+            self._core.end_step(step, ends, None)
+            self._step, self.next_time = None, inf
+        elif len(ends) > 1:
             last = ends.pop()
-        shape = step.shape.copy()
-        self._core.end_step(step, ends, None)  # nobody ends before the end of a run
-        self._step, self.next_time = None, inf
-        if last is not None:
-            self._step, self.next_time = self._core.plan(ends[-1]), last
+            self._core.end_step(step, ends, None, goes_on=True)
             self._ends = array("d", [last])
-            assert self._step is not None
-            is_ahead = self._lookahead > 1  # of the step under way, in the run that was cut
-            assert is_ahead or self._step.shape == shape, "the policy would not have run this step again"
 
     def end(self, now: float) -> list[OfferedRequest]:
         """Take the results of the step or run that ends now."""

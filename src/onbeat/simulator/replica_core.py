@@ -105,8 +105,8 @@ class ReplicaCore:
         if scheduled is None:
             return None
         shape = self.sampler.begin(scheduled)
-        if self._observer is not None and self.scheduler.step_time_model is not None:
-            predicted = self.scheduler.step_time_model.step_time(scheduled.shape)
+        if self._observer is not None:
+            predicted = self._predict(scheduled)
         return StepUnderWay(scheduled, shape, shape.decode_context_tokens, now, counts, predicted)
 
     def max_steps(self, scheduled: SchedulerOutput) -> int:
@@ -118,12 +118,22 @@ class ReplicaCore:
                 return 1
         return num_steps
 
+    def _predict(self, scheduled: SchedulerOutput) -> float | None:
+        """Return what the scheduler's own model expects of a step, seconds."""
+        model = self.scheduler.step_time_model
+        return None if model is None else model.step_time(scheduled.shape)
+
     def expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
         return self.deliveries.expire(self.scheduler.take_expired(), now)
 
     def end_step(
-        self, step: StepUnderWay, ends: array[float], started: list[OfferedRequest] | None
+        self,
+        step: StepUnderWay,
+        ends: array[float],
+        started: list[OfferedRequest] | None,
+        *,
+        goes_on: bool = False,
     ) -> list[OfferedRequest]:
         """Take the results of a step, or of a run of them; return the requests that ended.
 
@@ -131,6 +141,7 @@ class ReplicaCore:
         ----------
         ends : when each step of the run ended, seconds.
         started : gets the requests that have their first token now; None where nobody is told.
+        goes_on : whether the step is under way once more; it is that step from now on.
         """
         scheduled, num_steps, now = step.scheduled, len(ends), ends[-1]
         shape, first_context = step.shape, step.first_context
@@ -139,7 +150,7 @@ class ReplicaCore:
         # A run that was cut may have been predicted beyond its last step.
         shape.decode_context_tokens = first_context + (num_steps - 1) * shape.num_lm_head_rows
         sampled = self.sampler.sample(scheduled, num_steps)
-        outputs = self.scheduler.update(scheduled, sampled, now, ends)
+        outputs = self.scheduler.update(scheduled, sampled, now, ends, goes_on=goes_on)
         # The last token of a prompt, alone in its chunk, looks like a decode; who moves it must know it.
         if started is not None and (self.hands_over or scheduled.admitted or scheduled.shape.num_chunks):
             started += self.deliveries.first(outputs)
@@ -154,6 +165,12 @@ class ReplicaCore:
             if self._observer.wanted_steps == "all":
                 stats.scheduler = self.scheduler.state()
             self._observer.on_step(self._index, stats)
+        if goes_on:
+            step.start, step.first_context = now, first_context + num_steps * shape.num_lm_head_rows
+            shape.decode_context_tokens = step.first_context
+            if step.counts is not None:
+                step.counts = (step.counts[1], step.counts[1])
+                step.predicted = self._predict(scheduled)
         return finished
 
     def withdraw(self, request_id: str) -> None:

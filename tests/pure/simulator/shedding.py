@@ -38,8 +38,8 @@ class SheddingScheduler(Scheduler):
             self._table.drop(state)
         return super().schedule(now)
 
-    def update(self, scheduled, result, now, ends=None):
-        outputs = super().update(scheduled, result, now)
+    def update(self, scheduled, result, now, ends=None, *, goes_on=False):
+        outputs = super().update(scheduled, result, now, goes_on=goes_on)
         for output in outputs:
             state = self._states.get(output.request_id)
             if state is not None and state.num_output_tokens == 1:

@@ -43,11 +43,18 @@ def _until_findable(decodes: Iterable[RequestState], block_size: int, num_repeat
     return num_repeats
 
 
-def advance_repeats(states: Iterable[RequestState], num_more: int, kv: KVCacheManager) -> None:
-    """Advance the rows of a step that was run `num_more` times beyond the first."""
+def advance_repeats(
+    states: Iterable[RequestState], num_more: int, kv: KVCacheManager, *, num_in_flight: int = 0
+) -> None:
+    """Advance the rows of a step that was run `num_more` times beyond the first.
+
+    Parameters
+    ----------
+    num_in_flight : of these runs, the last ones that have not ended.
+    """
     running = RequestStatus.RUNNING
     for state in states:
         if state.status is running:
-            state.advance(num_more, 0)
+            state.advance(num_more, num_in_flight)
             if state.num_computed_tokens > state.num_allocated_tokens:
                 kv.grow(state, state.num_computed_tokens)

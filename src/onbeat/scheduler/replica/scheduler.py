@@ -243,6 +243,8 @@ class Scheduler:
         result: ModelRunnerOutput,
         now: float,
         ends: Sequence[float] | None = None,
+        *,
+        goes_on: bool = False,
     ) -> list[RequestOutput]:
         """Take the tokens of the oldest step in flight; return what each request got.
 
@@ -253,10 +255,12 @@ class Scheduler:
             was run where it was run several times.
         now : when the step, or its last run, ended; seconds.
         ends : when each run ended, where it was run several times.
+        goes_on : whether it is under way once more, as it would be if it were planned again now. It stays in
+            flight then.
         """
-        step_id, states, _, planned_at = self._in_flight.popleft()
+        step_id, states, _, planned_at = self._in_flight[0] if goes_on else self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
-        self._take_back(states, scheduled, result)
+        self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
         self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends)
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
@@ -293,8 +297,7 @@ class Scheduler:
                 self.kv.register_full_blocks(state, num_valid)
             if finished:
                 self._finish(state)
-        self._release_batch()
-        self.handover.settle()
+        self._settle(scheduled.shape, now, goes_on=goes_on)
         return outputs
 
     # --- hand-over of KV ------------------------------------------------------------------------------
@@ -389,19 +392,35 @@ class Scheduler:
         for admission in plan.kv_fetches:
             self._table.fetch_kv(admission, now, self._num_steps)
 
+    def _settle(self, shape: BatchShape, now: float, *, goes_on: bool) -> None:
+        """Let go of who may leave after a step, unless it is under way once more, with a token more a row."""
+        if not goes_on:
+            self._release_batch()
+            self.handover.settle()
+            return
+        shape.decode_context_tokens += shape.num_lm_head_rows
+        self._last_plan = now
+        if self._slo is not None and self.step_time_model is not None:
+            self._busy_until = now + self.step_time_model.step_time(shape)
+
     def _take_back(
-        self, states: list[RequestState], scheduled: SchedulerOutput, result: ModelRunnerOutput
+        self,
+        states: list[RequestState],
+        scheduled: SchedulerOutput,
+        result: ModelRunnerOutput,
+        *,
+        goes_on: bool,
     ) -> None:
         """Bring rows up to date with how often their step was run."""
         if self.config.num_micro_batches > 1:
             self._table.mark_in_flight(states, is_in_flight=False)
         if scheduled.max_repeats == 1:
             return
-        num_more = len(result.sampled_token_ids[0]) - 1
+        num_more = len(result.sampled_token_ids[0]) - 1 + goes_on
         assert 0 <= num_more < scheduled.max_repeats, "the step was run too often"
         if num_more:
             self._num_steps += num_more
-            advance_repeats(states, num_more, self.kv)
+            advance_repeats(states, num_more, self.kv, num_in_flight=int(goes_on))
 
     def _accept(self, request: Request, now: float) -> RequestState:
         """Return a request that has been taken elsewhere; raises as `add` where it can never run here."""
