@@ -1,8 +1,8 @@
 """Published results on disaggregation and live migration, against simulated fleets.
 
-    python benchmarks/fleet_papers.py --shared DIR [distserve] [motivation] [transfer] [power] [stops] [llumnix]
+    python benchmarks/fleet_papers.py --shared DIR [PART ...]
 
-DIR (or ONBEAT_SHARED) holds `data/profiles/{distserve,splitwise}` and `data/groundtruth/distserve`.
+DIR (or ONBEAT_SHARED) holds `data/profiles/{distserve,splitwise}` and `data/groundtruth/distserve`. The parts:
 
 * `distserve` (Zhong et al., OSDI 2024, section 6.2): goodput per GPU of OPT-13B, ShareGPT lengths scaled to
   the paper's means, placement (2,1,1,1) with its own coefficients and pool rule `distserve`, against one
@@ -320,9 +320,7 @@ def print_llumnix(num_requests: int, rate: float, router: str, *, moves: bool) -
 
 def print_stops() -> None:
     """Print for how long a stream stands still that leaves a draining replica, by its length."""
-    print(
-        "| prompt | usual gap ms | gaps of five moves, in usual gaps | mean ms | copies | prefill s |"
-    )
+    print("| prompt | usual gap ms | gaps of five moves, in usual gaps | mean ms | copies | prefill s |")
     print("|---:|---:|---|---:|---:|---:|")
     for num_tokens in (1000, 2000, 4000, 8000):
         found = [one_stop(num_tokens, 8.0 + 0.11 * number) for number in range(5)]
