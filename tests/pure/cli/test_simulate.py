@@ -16,7 +16,7 @@ from onbeat.cli.options import read_options
 from onbeat.cli.simulate_options import add_simulation_arguments, replica_settings
 from onbeat.core.slo import ShedMode
 from onbeat.metrics.summary import SummaryOptions
-from onbeat.scheduler.replica.policies import DEFAULT_POLICY
+from onbeat.scheduler.config import DEFAULT_POLICY
 from onbeat.simulator.setup import build_simulation
 from tests.pure.perfmodel.test_models import write_fitted
 from tests.pure.perfmodel.test_step_table import write_measured
