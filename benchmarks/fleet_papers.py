@@ -1,8 +1,8 @@
 """Published results on disaggregation and live migration, against simulated fleets.
 
-    python benchmarks/fleet_papers.py --shared DIR [distserve] [motivation] [transfer] [power] [stops] [llumnix]
+    python benchmarks/fleet_papers.py --shared DIR [PART ...]
 
-DIR (or ONBEAT_SHARED) holds `data/profiles/{distserve,splitwise}` and `data/groundtruth/distserve`.
+DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groundtruth/distserve`. The parts:
 
 * `distserve` (Zhong et al., OSDI 2024, section 6.2): goodput per GPU of OPT-13B, ShareGPT lengths scaled to
   the paper's means, placement (2,1,1,1) with its own coefficients and pool rule `distserve`, against one
