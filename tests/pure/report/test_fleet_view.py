@@ -39,4 +39,4 @@ def test_a_single_replica_is_shown_where_there_can_be_more() -> None:
     console.print(fleet_table(found))
     text = console.export_text()
     assert "1 ready  1 starting" in text
-    assert "2 wanted of 1 to 4   load takes 90.0% (planned 85.0%)   3 up, 2 down" in text
+    assert "2 wanted of 1 to 4   load takes 90 % (planned 85 %)   3 up, 2 down" in text

@@ -262,7 +262,7 @@ def test_late_requests_bring_a_replica_and_less_is_planned_from_then_on() -> Non
     assert scaled.changes[0].late_share > 0.01
     scaled.is_late = False
     num = scaled.num_expected
-    scaled.offer(4, 3000, rng)
+    scaled.offer(4, 1300, rng)
     assert scaled.num_expected >= 2, "with one it was late"
     assert scaled.num_expected <= num
     scaling = scaled.fleet.status().scaling

@@ -48,6 +48,7 @@ class ObjectiveScaling(ScalingPolicy):
         self._windows = [each for each in _WINDOWS if each <= max(down_seconds, _WINDOWS[0])]
         self._minute = min(_MINUTE, int(down_seconds))
         self._time = inf
+        self._planned = PLANNED_SHARE
         self.planned_share = PLANNED_SHARE
 
     def on_arrival(self, request: RoutingRequest, now: float) -> None:
@@ -88,12 +89,17 @@ class ObjectiveScaling(ScalingPolicy):
 
     def look(self, fleet: FleetLoad, now: float) -> Wanted:
         """Return what the load needs."""
+        wanted = self._wanted(fleet, now)
+        self.planned_share = self._planned
+        return wanted
+
+    def _wanted(self, fleet: FleetLoad, now: float) -> Wanted:
         self._forget(now)
         work, num = self._work, fleet.num_expected
         minute = work.of_last(self._minute, now)
         self.share = work.share(minute, max(1, num))
         self.late_share = minute.num_missed / minute.num_requests if minute.num_requests else 0.0
-        needed = work.needed(minute, SPARE * self.planned_share, fleet.most)
+        needed = work.needed(minute, SPARE * self._planned, fleet.most)
         self._needs.add(max(needed, int(fleet.num_open > 0)), now)
         num_for_work = self._num_for_work(fleet, now)
         if num_for_work > num > 0:  # where there is none, the next request starts one
@@ -115,7 +121,7 @@ class ObjectiveScaling(ScalingPolicy):
         loads = [work.of_last(seconds, now).surely for seconds in self._windows]
         backlog = waiting / _BACKLOG_SECONDS
         return max(
-            work.needed(each.scaled(1.0, backlog=backlog), self.planned_share, fleet.most) for each in loads
+            work.needed(each.scaled(1.0, backlog=backlog), self._planned, fleet.most) for each in loads
         )
 
     def _is_late(self, fleet: FleetLoad, now: float) -> bool:
@@ -127,7 +133,7 @@ class ObjectiveScaling(ScalingPolicy):
             if offered.surely_misses(_LATE_SHARE):
                 if fleet.num_expected < fleet.most:
                     share = self._work.share(offered, max(1, fleet.num_ready))
-                    self.planned_share = min(self.planned_share, max(share, _LEAST_SHARE))
+                    self._planned = min(self._planned, max(share, _LEAST_SHARE))
                 return True
         return False
 
@@ -136,12 +142,12 @@ class ObjectiveScaling(ScalingPolicy):
         is_clean = not minute.num_missed and fleet.settled >= self._minute + _BACKLOG_SECONDS
         if is_clean and fleet.num_ready:
             share = self._work.share(minute, fleet.num_ready)
-            self.planned_share = max(self.planned_share, min(PLANNED_SHARE, share))
+            self._planned = max(self._planned, min(PLANNED_SHARE, share))
 
     def _forget(self, now: float) -> None:
         passed = max(0.0, now - self._time)
         self._time = now
-        self.planned_share += (PLANNED_SHARE - self.planned_share) * min(1.0, passed / _FORGET_SECONDS)
+        self._planned += (PLANNED_SHARE - self._planned) * min(1.0, passed / _FORGET_SECONDS)
 
     def _count_late(self, request: RoutingRequest, now: float) -> None:
         """Count a request once, if an idle replica could have been in time with it."""
