@@ -141,7 +141,9 @@ class VirtualMoves:
             at = replica_number(step.replica)
             if step.verb is MoveVerb.TAKE and move is not None:
                 at = move.source
-            if at == number and step.verb in (MoveVerb.TAKE, MoveVerb.UNHOLD, MoveVerb.RELEASE):
+            # In their order: whoever copies from it is told to let go before the move is forgotten.
+            is_its_own = at == number or (move is not None and move.source == number)
+            if is_its_own and step.verb in (MoveVerb.TAKE, MoveVerb.UNHOLD, MoveVerb.RELEASE):
                 self._do(step, now)
             else:
                 kept.append(step)
