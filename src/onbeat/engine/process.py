@@ -218,6 +218,7 @@ class _EngineLoop:
         if now - self._last_word >= HEARTBEAT_SECONDS:
             self._last_word = now
             self._say(Heartbeat(self._core.pulse()))
+            self._send(self._core.take_load())  # without steps room may have come back, as a copy has ended
 
     def _read_inbox(self) -> None:
         """Take every message that is there."""

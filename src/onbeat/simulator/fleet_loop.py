@@ -147,6 +147,7 @@ class FleetLoop:
         """
         clients, timed = self._clients, self._timed
         self._begin()
+        now = 0.0
         while clients.num_under_way or clients.next_time < inf:
             now = self._next_time()
             assert now < inf, "nothing runs, but a request has not ended"
@@ -166,6 +167,8 @@ class FleetLoop:
                 for number in sorted({*ended, *self._let_go}):
                     self._report(number, now)
                 self._let_go.clear()
+        if self._moves is not None:
+            self._moves.close(now)
         for number in list(self._held):
             self._give_back(number, now)
 
@@ -189,6 +192,7 @@ class FleetLoop:
             memory_bandwidth=lambda number: self._kind(number).memory_bandwidth,
             answer=self._hear_of,
             call=self._called.add,
+            on_room=self._let_go.add,
         )
 
     def _kind(self, number: int) -> ReplicaKind:

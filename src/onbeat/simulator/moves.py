@@ -60,6 +60,7 @@ class VirtualMoves:
     memory_bandwidth : returns the bytes per second that the memory of a replica's devices moves.
     answer : takes answers.
     call : takes the number of a replica that has something new to plan with.
+    on_room : takes that of one that has more room, whether it runs a step or not.
     """
 
     def __init__(  # noqa: PLR0913 (three say whom to tell and ask)
@@ -72,6 +73,7 @@ class VirtualMoves:
         memory_bandwidth: Callable[[int], float],
         answer: Answer,
         call: Callable[[int], None],
+        on_room: Callable[[int], None],
     ) -> None:
         self._replicas = replicas
         self._link = link
@@ -80,6 +82,7 @@ class VirtualMoves:
         self._memory_bandwidth = memory_bandwidth
         self._answer = answer
         self._call = call
+        self._on_room = on_room
         self.links: Links[tuple[str, int]] = Links(link.bandwidth)
         self._moves: dict[str, _VirtualMove] = {}
         self._asked: deque[MoveStep] = deque()
@@ -167,6 +170,13 @@ class VirtualMoves:
             if frozen.number == number:
                 del self._freezes[request_id]
 
+    def close(self, now: float) -> None:
+        """Cut the copies that go on once every request has ended, all of them into room that was given up."""
+        for key, move in list(self._copies.items()):
+            assert move.is_released, "it has something left"
+            self.links.drop(key, now)
+            self._end_copy(key, move, now)
+
     def stop_after_first(self, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
         self._stopping.add(request_id)
@@ -175,6 +185,7 @@ class VirtualMoves:
         """Hear of a request that is taken from its replica, or is gone with it."""
         self._stopping.discard(request_id)
         self._stopped.pop(request_id, None)
+        self._freezes.pop(request_id, None)
 
     # --- what happens ---------------------------------------------------------------------------------
 
@@ -314,6 +325,7 @@ class VirtualMoves:
             replica.settle(now)
             replica.scheduler.handover.release_reservation(move_id)
             self._call(move.destination)
+            self._on_room(move.destination)
 
     def _depart(self, frozen: _Frozen, detached: Detached | None, now: float) -> None:
         move = self._moves.get(frozen.move)
