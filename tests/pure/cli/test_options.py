@@ -70,6 +70,10 @@ def example(setting: Setting) -> Any:
         return "cpu"
     if setting.name == "disaggregate":
         return "prefill=1,decode=2"
+    if setting.name == "autoscale":
+        return "0..4"
+    if setting.name == "autoscale_policy":
+        return "freeness:20..80"
     if setting.name == "fleet_changes":
         return ["30 kill 0", "90 scale 4"]
     if setting.name == "step_time" and setting.option.parse is not None:
