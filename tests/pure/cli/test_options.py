@@ -58,24 +58,24 @@ READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate")
 """Keys whose values are something else once they are read."""
 
 
+EXAMPLES = {
+    "speculative": {"method": "ngram"},
+    "device": "cpu",
+    "disaggregate": "prefill=1,decode=2",
+    "autoscale": "0..4",
+    "autoscale_policy": "freeness:20..80",
+    "fleet_changes": ["30 kill 0", "90 scale 4"],
+}
+
+
 def example(setting: Setting) -> Any:
     """Return a value that a file may give the setting, other than its default as a rule."""
     if setting.choices:
         return setting.choices[-1]
     if setting.kinds == (bool,):
         return not setting.default
-    if setting.name == "speculative":
-        return {"method": "ngram"}
-    if setting.name == "device":
-        return "cpu"
-    if setting.name == "disaggregate":
-        return "prefill=1,decode=2"
-    if setting.name == "autoscale":
-        return "0..4"
-    if setting.name == "autoscale_policy":
-        return "freeness:20..80"
-    if setting.name == "fleet_changes":
-        return ["30 kill 0", "90 scale 4"]
+    if setting.name in EXAMPLES:
+        return EXAMPLES[setting.name]
     if setting.name == "step_time" and setting.option.parse is not None:
         return "steps.csv"
     kind = setting.kinds[0]
