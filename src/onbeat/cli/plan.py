@@ -101,7 +101,7 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
 
         hours = plan_hours(rates, plan_of) if plan.best is not None else ()
         placements = []
-        if args.disaggregate:
+        if args.wants_pools:
             pooled, _ = units_of(pipeline_parallel=STAGES)
             placements = planner.placements(pooled)
     return PlanReport(

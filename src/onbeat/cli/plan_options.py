@@ -89,6 +89,7 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--disaggregate",
+        dest="wants_pools",
         action="store_true",
         help="also search pools for prompts and for generation, as DistServe places them, and say what they "
         "cost",

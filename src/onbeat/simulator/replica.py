@@ -177,7 +177,11 @@ class SerialReplica:
             self._step, self.next_time = None, inf
         elif len(ends) > 1:
             last = ends.pop()
-            self._core.end_step(step, ends, None, goes_on=True)
+            if self._core.hands_over:  # what may be lent of a request is read off its row in flight
+                self._core.end_step(step, ends, None)
+                self._step = self._core.plan(ends[-1])
+            else:
+                self._core.end_step(step, ends, None, goes_on=True)
             self._ends = array("d", [last])
 
     def end(self, now: float) -> list[OfferedRequest]:
