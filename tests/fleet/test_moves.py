@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ import pytest
 from onbeat.cluster.client import FleetClient
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import MoveStep
+from tests.cpu.core.kv_engines import needs_nixl
 from tests.fleet.fleets import (
     RemoteLauncher,
     check_all,
@@ -69,11 +69,6 @@ async def test_a_replica_that_drains_moves_what_runs_there() -> None:
         assert client.counts.num_moved_bytes > 0
         assert client.counts.move_gap.count == 10
         client._fleet.check_invariants()
-
-
-needs_nixl = pytest.mark.skipif(
-    importlib.util.find_spec("nixl") is None, reason="NIXL is not installed: pip install 'onbeat[nixl]'"
-)
 
 
 @pytest.mark.slow

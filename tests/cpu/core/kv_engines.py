@@ -6,11 +6,12 @@ import importlib.util
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 
 from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
@@ -24,8 +25,17 @@ from onbeat.engine.kv_transfer.transfers import KVTransfers
 NUM_BLOCKS = 24
 REGION_BYTES = (4096, 1000)
 """Of a block, in each region: two, as a back end with a tensor for each layer has many."""
-HAS_NIXL = importlib.util.find_spec("nixl") is not None
 KEY = b"the key of a fleet, at least 32 bytes"
+TRANSPORTS: dict[str, Callable[[bytes], KVTransport]] = {
+    "cma": lambda _: CmaTransport(),
+    "tcp": TcpTransport,
+    "nixl": lambda _: NixlTransport(),
+}
+"""Name -> what makes one with a key."""
+INSTALLED = [name for name in TRANSPORTS if name != "nixl" or importlib.util.find_spec(name)]
+needs_nixl = pytest.mark.skipif(
+    "nixl" not in INSTALLED, reason="NIXL is not installed: pip install 'onbeat[nixl]'"
+)
 
 
 class Blocks:
@@ -62,22 +72,12 @@ def layout(**changes: Any) -> KVLayout:
     return KVLayout(**values | changes)
 
 
-def make_transport(name: str, key: bytes = KEY) -> KVTransport:
-    match name:
-        case "cma":
-            return CmaTransport()
-        case "nixl":
-            return NixlTransport()
-        case _:
-            return TcpTransport(key)
-
-
 def make_transfers(
     *names: str, is_filled: bool = False, key: bytes = KEY, **changes: Any
 ) -> tuple[Blocks, KVTransfers]:
     blocks = Blocks(is_filled=is_filled)
     memory = BlockMemory(blocks, layout(**changes), num_blocks=NUM_BLOCKS)
-    return blocks, KVTransfers(memory, [make_transport(name, key) for name in names])
+    return blocks, KVTransfers(memory, [TRANSPORTS[name](key) for name in names])
 
 
 class LendingProcess:
@@ -112,7 +112,7 @@ class LendingProcess:
 
 
 def _lend(connection: Connection) -> None:
-    _, transfers = make_transfers("cma", "tcp", *(["nixl"] if HAS_NIXL else []), is_filled=True)
+    _, transfers = make_transfers(*INSTALLED, is_filled=True)
     while True:
         if connection.recv() == "lend":
             transfers.leases.grant("r", range(3, 13))

@@ -25,17 +25,17 @@ from onbeat.engine.kv_transfer import base, leases, nixl, tcp, transfers
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.native.library import NativeLibrary
 from tests.cpu.core.kv_engines import (
-    HAS_NIXL,
+    INSTALLED,
     NUM_BLOCKS,
     REGION_BYTES,
     LendingProcess,
     layout,
     make_transfers,
+    needs_nixl,
 )
 from tests.cpu.engine.forwards import on_native
 from tests.cpu.engine.tiny_models import StateCheckpoint, hf_tiny_model
 
-needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install 'onbeat[nixl]'")
 NAMES = ("cma", "tcp", pytest.param("nixl", marks=needs_nixl))
 BLOCK_BYTES = sum(REGION_BYTES)
 WAIT = 30.0
@@ -101,7 +101,7 @@ def test_a_dead_source() -> None:
     source = process.lend()
     process.kill()
     ways = [("cma", "has ended"), ("tcp", "refused")]
-    if HAS_NIXL:
+    if "nixl" in INSTALLED:
         ways.append(("nixl", "by NIXL"))
     for name, reason in ways:
         _, own = make_transfers(name)

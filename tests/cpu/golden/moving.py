@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,24 +14,17 @@ from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
 from onbeat.engine.kv_access import BlockMemory, KVLayout, block_bytes_of, giving_kv
 from onbeat.engine.kv_handover import Departure, KVHandover
-from onbeat.engine.kv_transfer.base import KVTransport
-from onbeat.engine.kv_transfer.cma import CmaTransport
-from onbeat.engine.kv_transfer.nixl import NixlTransport
-from onbeat.engine.kv_transfer.tcp import TcpTransport
 from onbeat.engine.kv_transfer.transfers import KVTransfers
 from onbeat.engine.model_runner import ModelRunner
 from onbeat.engine.sampler import Sampler
 from onbeat.engine.speculation.proposer import Proposer
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.cpu.core.kv_engines import KEY, TRANSPORTS
 from tests.cpu.engine.forwards import MakeForward
 from tests.cpu.speculation.runs import LIMITS
 from tests.fake_step_time import LinearStepTime
 
-KEY = b"the key of a fleet, at least 32 bytes"
-TRANSPORTS: dict[str, Callable[[], KVTransport]] = {"cma": CmaTransport, "tcp": lambda: TcpTransport(KEY)}
-if importlib.util.find_spec("nixl") is not None:
-    TRANSPORTS["nixl"] = NixlTransport
 WAIT = 60.0
 """Seconds, for what takes a step or a copy."""
 
@@ -68,7 +60,7 @@ def make_core(
         max_in_flight_steps=2 if overlapped else 1,
         clock=lambda: next(ticks) * 1e-3,
         recorder=recorder,
-        transfers=KVTransfers(memory, [TRANSPORTS[transport]()]),
+        transfers=KVTransfers(memory, [TRANSPORTS[transport](KEY)]),
     )
 
 
