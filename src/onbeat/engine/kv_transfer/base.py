@@ -76,6 +76,17 @@ def blocks_to_copy(source: KVSource, first_block: int, memory: BlockMemory, into
     return list(source.block_ids[first_block:end])
 
 
+def check_cell(cell: bytes, source: KVSource) -> None:
+    """Raise `KVUnavailable` unless a lease lasts.
+
+    Parameters
+    ----------
+    cell : the bytes of its cell in the source's `Leases.cells`.
+    """
+    if int.from_bytes(cell, "little") != source.serial:
+        raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} has ended")
+
+
 def pieces_of(regions: Sequence[Piece], block_ids: Sequence[int]) -> list[Piece]:
     """Return each part of each block, region after region.
 

@@ -18,8 +18,8 @@ from typing import Any
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer.base import Piece, blocks_to_copy, pieces_of
-from onbeat.engine.kv_transfer.leases import Leases
+from onbeat.engine.kv_transfer.base import Piece, blocks_to_copy, check_cell, pieces_of
+from onbeat.engine.kv_transfer.leases import CELL_BYTES, Leases
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource, SharedProcess
 
 _NONCE_BYTES = 16
@@ -105,9 +105,8 @@ class CmaTransport:
             raise KVUnavailable(f"process {shared.pid} is not the engine that it was; that one has ended")
 
     def _check_lease(self, shared: SharedProcess, source: KVSource) -> None:
-        cell = self._read_bytes(shared, shared.cells_address + 8 * source.cell, 8)
-        if int.from_bytes(cell, "little") != source.serial:
-            raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} has ended")
+        address = shared.cells_address + CELL_BYTES * source.cell
+        check_cell(self._read_bytes(shared, address, CELL_BYTES), source)
 
     def _read_bytes(self, shared: SharedProcess, address: int, num_bytes: int) -> bytes:
         buffer = ctypes.create_string_buffer(num_bytes)

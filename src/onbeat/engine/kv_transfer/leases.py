@@ -12,6 +12,8 @@ from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource
 
 MOST_LEASES = 4096
 """At once; an engine has fewer requests."""
+CELL_BYTES = 8
+"""Of one of `Leases.cells`."""
 
 
 @dataclass(frozen=True, slots=True)

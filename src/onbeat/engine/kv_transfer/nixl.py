@@ -23,8 +23,8 @@ from typing import Any
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
-from onbeat.engine.kv_transfer.base import PULL_SECONDS, Piece, blocks_to_copy, pieces_of
-from onbeat.engine.kv_transfer.leases import Leases
+from onbeat.engine.kv_transfer.base import PULL_SECONDS, Piece, blocks_to_copy, check_cell, pieces_of
+from onbeat.engine.kv_transfer.leases import CELL_BYTES, Leases
 from onbeat.engine.kv_transfer.source import KVEndpoint, KVSource, NixlMemory
 
 _STAGING_BYTES = 16 << 20
@@ -34,7 +34,6 @@ takes a core; this one takes 1 to 2 % of one."""
 _IDLE_SECONDS = 0.05
 _READING_SECONDS = 2e-4
 """Between looks at a copy that is under way."""
-_CELL_BYTES = 8
 
 
 class NixlTransport:
@@ -167,9 +166,8 @@ class NixlTransport:
                 self._agent.remove_remote_agent(name)
 
     def _check_lease(self, name: str, theirs: NixlMemory, source: KVSource, end: float) -> None:
-        self._read(name, [(theirs.cells_address + _CELL_BYTES * source.cell, _CELL_BYTES)], end)
-        if int.from_bytes(self._staging.raw[:_CELL_BYTES], "little") != source.serial:
-            raise KVUnavailable(f"the lease of the KV of {source.lease_id!r} has ended")
+        self._read(name, [(theirs.cells_address + CELL_BYTES * source.cell, CELL_BYTES)], end)
+        check_cell(self._staging[:CELL_BYTES], source)
 
     def _read(self, name: str, pieces: Sequence[Piece], end: float) -> None:
         """Bring pieces of another engine's memory into the staging buffer, one behind the other."""
