@@ -16,7 +16,7 @@ from onbeat.scheduler.cluster.work import WorkEstimate
 from onbeat.simulator.client import Clients
 from onbeat.simulator.config import MemberChange, ReplicaKind, SimulationConfig
 from onbeat.simulator.dispatch import Dispatcher
-from onbeat.simulator.fleet_loop import Deciders, FleetLoop
+from onbeat.simulator.fleet_loop import Deciders, FleetLoop, wants_reports
 from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector, SimulationObserver
 from onbeat.simulator.pipeline import PipelineReplica
@@ -115,7 +115,7 @@ def _fleet(
     def make(index: int, kind: ReplicaKind) -> VirtualReplica:
         stages = kind.scheduler.num_micro_batches if config.kinds else config.pipeline
         own = replace(plain, scheduler=kind.scheduler, pipeline=stages)
-        is_watched = not router.ignores_state or config.kv_link is not None or config.autoscale is not None
+        is_watched = wants_reports(config, router)
         return make_replica(index, own, kind.step_time, observer=observer, is_watched=is_watched)
 
     plain = replace(

@@ -54,6 +54,11 @@ _RARE = (Lost, Joined, DrainAsked, ScaleAsked, ScalingAsked, Refused, Tick)
 """Events after which the fleet may want another tick."""
 
 
+def wants_reports(config: SimulationConfig, router: Router) -> bool:
+    """Return whether anything that is decided depends on how replicas stand."""
+    return not router.ignores_state or config.kv_link is not None or config.autoscale is not None
+
+
 class Deciders(NamedTuple):
     """Who decides about a fleet, and who is told."""
 
@@ -104,7 +109,7 @@ class FleetLoop:
         self._autoscale = config.autoscale
         self._times = times
         self._kinds = config.kinds or (ReplicaKind(scheduler=config.scheduler, step_time=step_time),)
-        self._reports = not router.ignores_state or config.kv_link is not None or config.autoscale is not None
+        self._reports = wants_reports(config, router)
         self._num_replicas = config.num_replicas
         self._replicas: dict[int, VirtualReplica] = {}
         """Those that live, by number."""
@@ -174,9 +179,9 @@ class FleetLoop:
 
     def _plan_all(self, now: float) -> None:
         """Let every replica plan that has something new; a request that one gives up may go to another."""
-        while self._called or self._is_asked:
-            if self._is_asked:
-                self._do_asked(now)
+        while self._called or (self._moves is not None and self._moves.is_asked):
+            if self._moves is not None and self._moves.is_asked:
+                self._moves.do_next(now)
                 continue
             number = min(self._called)
             self._called.remove(number)
@@ -222,17 +227,6 @@ class FleetLoop:
     def _at(self, when: float, call: Callable[[float], None]) -> None:
         self._num_timed += 1
         heappush(self._timed, (when, self._num_timed, call))
-
-    @property
-    def _is_asked(self) -> bool:
-        return self._moves is not None and self._moves.is_asked
-
-    def _do_asked(self, now: float) -> None:
-        """Do the next step of a move that was asked for; all steps that end at this instant have."""
-        assert self._moves is not None
-        number = self._moves.do_next(now)
-        if number is not None:
-            self._let_go.add(number)
 
     def _hear_of(self, answered: Answered, now: float, delay: float) -> None:
         """Tell the fleet what came of a step of a move, once that is heard of."""

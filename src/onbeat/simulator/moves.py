@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -122,14 +122,15 @@ class VirtualMoves:
             offered.place = replica_number(step.replica)
         self._asked.append(step)
 
-    def do_next(self, now: float) -> int | None:
-        """Do what was asked for first; return the replica that has more room by that, if one has."""
+    def do_next(self, now: float) -> None:
+        """Do what was asked for first; all steps that end at this instant have ended."""
         step = self._asked.popleft()
         move = self._moves.get(step.move)
         self._do(step, now)
         if step.verb is MoveVerb.RELEASE:
-            return replica_number(step.replica)
-        return move.source if move is not None and step.verb is MoveVerb.TAKE else None
+            self._on_room(replica_number(step.replica))
+        elif move is not None and step.verb is MoveVerb.TAKE:
+            self._on_room(move.source)
 
     def why(self, move_id: str) -> str:
         """Return what a move that has not ended is for."""
@@ -151,11 +152,9 @@ class VirtualMoves:
             else:
                 kept.append(step)
         self._asked = kept
-        for key, move in list(self._copies.items()):
-            if number in (move.source, move.destination):
-                assert move.is_released, "it has something left"
-                self.links.drop(key, now)
-                self._end_copy(key, move, now)
+        self._cut(
+            [key for key, move in self._copies.items() if number in (move.source, move.destination)], now
+        )
 
     def lose(self, number: int, now: float) -> None:
         """Let a replica be gone, with all that it has."""
@@ -171,11 +170,8 @@ class VirtualMoves:
                 del self._freezes[request_id]
 
     def close(self, now: float) -> None:
-        """Cut the copies that go on once every request has ended, all of them into room that was given up."""
-        for key, move in list(self._copies.items()):
-            assert move.is_released, "it has something left"
-            self.links.drop(key, now)
-            self._end_copy(key, move, now)
+        """Cut the copies that go on once every request has ended."""
+        self._cut(list(self._copies), now)
 
     def stop_after_first(self, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
@@ -211,6 +207,14 @@ class VirtualMoves:
         """End the copies whose last byte has gone."""
         for key in self.links.end(now):
             self._end_copy(key, self._copies[key], now)
+
+    def _cut(self, keys: Sequence[tuple[str, int]], now: float) -> None:
+        """End copies before their last byte, all of them into room that was given up."""
+        for key in keys:
+            move = self._copies[key]
+            assert move.is_released, "it has something left"
+            self.links.drop(key, now)
+            self._end_copy(key, move, now)
 
     def _end_copy(self, key: tuple[str, int], move: _VirtualMove, now: float) -> None:
         del self._copies[key]
