@@ -192,7 +192,7 @@ def conclusions(report: PlanReport) -> list[str]:
     elif len(plan.units) > 1:
         lines.append(f"equal replicas, {best.name}, are cheaper than every mix that was simulated")
     if report.hours:
-        lines += _day(report.hours, best)
+        lines += _day(report, best)
     if report.placements:
         lines.append(_apart(report.placements, best))
     lines.append(
@@ -228,9 +228,9 @@ def _apart(placements: Sequence[Placement], best: Fleet) -> str:
     )
 
 
-def _day(hours: Sequence[Hour], busiest: Fleet) -> list[str]:
+def _day(report: PlanReport, busiest: Fleet) -> list[str]:
     """Say what the hours cost together, beside the fleet of the busiest all the time."""
-    missed = [hour for hour in hours if hour.infeasible]
+    hours, missed = report.hours, report.missed_hours
     if missed:
         names = ", ".join(str(hour.hour) for hour in missed)
         return [f"INFEASIBLE in hour {names}: {missed[0].infeasible}"]

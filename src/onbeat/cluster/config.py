@@ -9,9 +9,10 @@ from onbeat.cluster.kinds import ReplicaKind, check_kinds, parse_kind
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
 from onbeat.core.options import check, option
-from onbeat.scheduler.cluster.pools import PoolRule
+from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.cluster.scaling import (
+    DOWN_HELP,
     DOWN_SECONDS,
     POLICY_HELP,
     ScaleBounds,
@@ -51,12 +52,7 @@ class FleetOptions:
         help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
         "--replicas",
     )
-    pool_rule: PoolRule = _option(
-        "adaptive",
-        help="adaptive: short and cached prompts are computed where they generate, and a stream that nobody "
-        "has room for goes on where it is; distserve: the first N compute every prompt, and its stream waits "
-        "there for room",
-    )
+    pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
     kv_transport: str = _option(
         "auto",
         choices=tuple(TRANSPORTS),
@@ -101,29 +97,18 @@ class FleetOptions:
         "MIN and one",
     )
     autoscale_policy: str = _option("objective", parse=checked_policy, metavar="NAME", help=POLICY_HELP)
-    scale_down_seconds: float = _option(
-        DOWN_SECONDS,
-        metavar="SECONDS",
-        help="a replica goes once the load has been low for so long",
-    )
+    scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
 
     def __post_init__(self) -> None:
         check(self, FleetOptions)
         check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
-        if self.disaggregate is not None:
-            if self.replicas not in (1, self.num_replicas):
-                raise ConfigError(
-                    f"--disaggregate {self.disaggregate} is {self.num_replicas} replicas, but --replicas is "
-                    f"{self.replicas}; leave --replicas out"
-                )
-            if self.kv_transport == "none":
-                raise ConfigError(
-                    "--disaggregate hands KV from replica to replica; leave out --kv-transport none"
-                )
-        elif self.pool_rule != "adaptive":
-            raise ConfigError(f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither")
+        check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        if self.disaggregate is not None and self.kv_transport == "none":
+            raise ConfigError(
+                "--disaggregate hands KV from replica to replica; leave out --kv-transport none"
+            )
         check_kinds(self.kinds, self.num_replicas)
         if self.launcher != "ray":
             for name, value in (("ray-address", self.ray_address), ("fleet-port", self.fleet_port)):

@@ -370,8 +370,7 @@ class FleetController:
             await asyncio.sleep(LOOK_SECONDS)
             now = time.monotonic()
             if self.fleet.next_duty <= now:
-                for replica in list(self.lives):
-                    self._listener.before_loss(replica)
+                self._tell_deliveries()
             if self.fleet.next_time <= now:
                 self.tell(Tick())
             # else this process stood still itself, and messages wait to be read
@@ -450,15 +449,18 @@ class FleetController:
 
     def scale(self, num_replicas: int) -> None:
         """Ask for a number of replicas."""
-        for replica in list(self.lives):
-            self._listener.before_loss(replica)
+        self._tell_deliveries()
         self.tell(ScaleAsked(num_replicas))
 
     def autoscale(self, least: int, most: int) -> None:
         """Let the fleet decide on the number of replicas, between two."""
+        self._tell_deliveries()
+        self.tell(ScalingAsked(least, most))
+
+    def _tell_deliveries(self) -> None:
+        """Let the fleet know how far all requests are, before it decides where they go on."""
         for replica in list(self.lives):
             self._listener.before_loss(replica)
-        self.tell(ScalingAsked(least, most))
 
     def restart(self) -> None:
         """Begin to start all replicas again, one after another; one such round at a time."""

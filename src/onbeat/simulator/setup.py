@@ -23,9 +23,10 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
-from onbeat.scheduler.cluster.pools import PoolRule
+from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.cluster.scaling import (
+    DOWN_HELP,
     DOWN_SECONDS,
     POLICY_HELP,
     ScaleBounds,
@@ -112,12 +113,7 @@ class ReplicaSettings:
         help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
         "--replicas",
     )
-    pool_rule: PoolRule = _fleet(
-        "adaptive",
-        help="adaptive: short and cached prompts are computed where they generate, and a stream that nobody "
-        "has room for goes on where it is; distserve: the first N compute every prompt, and its stream waits "
-        "there for room",
-    )
+    pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
     kv_bandwidth: float | None = _fleet(
         None,
         flag="--kv-transfer-gbps",
@@ -147,11 +143,7 @@ class ReplicaSettings:
         help="let the fleet decide on the number of replicas, in place of --replicas",
     )
     autoscale_policy: str = _fleet("objective", parse=checked_policy, metavar="NAME", help=POLICY_HELP)
-    scale_down_seconds: float = _fleet(
-        DOWN_SECONDS,
-        metavar="SECONDS",
-        help="a replica goes once the load has been low for so long",
-    )
+    scale_down_seconds: float = _fleet(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
     start_seconds: float = _fleet(
         10.0,
         flag="--replica-start-seconds",
@@ -205,19 +197,12 @@ class ReplicaSettings:
 
     def __post_init__(self) -> None:
         check(self, ReplicaSettings)
-        pools = self.disaggregate
-        if pools is not None and self.replicas not in (1, pools.num_replicas):
-            raise ConfigError(
-                f"--disaggregate {pools} is {pools.num_replicas} replicas, but --replicas is "
-                f"{self.replicas}; leave --replicas out"
-            )
-        if self.kv_latency and self.kv_bandwidth is None and pools is None:
+        check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        if self.kv_latency and self.kv_bandwidth is None and self.disaggregate is None:
             raise ConfigError(
                 "--kv-transfer-latency-ms is of a link that no KV goes over; give --kv-transfer-gbps or "
                 "--disaggregate, or leave it out"
             )
-        if self.pool_rule != "adaptive" and pools is None:
-            raise ConfigError(f"--pool-rule {self.pool_rule} is for --disaggregate; give both, or neither")
         check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
         if self.autoscale is not None and self.replicas != 1:
             raise ConfigError(

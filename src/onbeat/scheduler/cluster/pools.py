@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from math import inf
 from typing import Literal, get_args
 
-from onbeat.core.fleet import ReplicaId, ReplicaLoad, replica_number
+from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import PoolSizes, ReplicaId, ReplicaLoad, replica_number
 from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica, ReplicaState
 from onbeat.scheduler.cluster.routing import Router
 
@@ -17,8 +18,32 @@ room for goes on where its prompt was computed. `distserve` (Zhong et al., OSDI 
 prompt is computed on a prefill replica, where its KV waits until a decode replica has room, so that bursts
 hold up prompts and not streams."""
 
+RULE_HELP = (
+    "adaptive: short and cached prompts are computed where they generate, and a stream that nobody has room "
+    "for goes on where it is; distserve: the first N compute every prompt, and its stream waits there for "
+    "room"
+)
+"""Of the flag --pool-rule."""
+
 _FEW_TOKENS = 64
 """Of a prompt that stays where it will decode, where no replica predicts what it costs."""
+
+
+def check_pools(pools: PoolSizes | None, rule: PoolRule, *, replicas: int) -> None:
+    """Check the settings of pools together.
+
+    Raises
+    ------
+    ConfigError : another number of replicas is asked for, too, or there is a rule without pools.
+    """
+    if pools is None:
+        if rule != "adaptive":
+            raise ConfigError(f"--pool-rule {rule} is for --disaggregate; give both, or neither")
+    elif replicas not in (1, pools.num_replicas):
+        raise ConfigError(
+            f"--disaggregate {pools} is {pools.num_replicas} replicas, but --replicas is {replicas}; leave "
+            "--replicas out"
+        )
 
 
 class Pools:
