@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, replace
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from itertools import chain
 from types import NoneType, UnionType
 from typing import (
@@ -112,6 +113,7 @@ class Setting(NamedTuple):
         return self.option.choices or (() if self.kinds else self.words)
 
 
+@cache
 def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
     """Return the settings of a dataclass and of its parts, in the order of their declarations."""
     hints = get_type_hints(kind)

@@ -119,6 +119,10 @@ class FleetLoop:
         """What was decided how often: the reasons of requests sent and refused, starts and stops."""
         self.sizes: list[FleetSize] = []
         """How many replicas there were to be, of a fleet that changes its own size."""
+        self._starting: dict[int, int] = {}
+        """The newest start of a replica that starts, by number: one that was stopped meanwhile is not ready
+        when that start would have been done."""
+        self._num_starts = 0
         self._held: dict[int, float] = {}
         """Since when a replica has been held, by number: from its start, before it is ready."""
         self.replica_seconds = 0.0
@@ -314,6 +318,12 @@ class FleetLoop:
         before = self.counters.get(number)
         self.counters[number] = counters if before is None else before.joined(counters)
 
+    def _started(self, number: int, start: int, now: float) -> None:
+        """Let a replica join whose start is done, unless it was stopped since."""
+        if self._starting.get(number) == start:
+            del self._starting[number]
+            self._joined(number, now)
+
     def _joined(self, number: int, now: float) -> None:
         kind = self._kind(number)
         self._replicas[number] = self._make_replica(number, kind)
@@ -398,15 +408,19 @@ class FleetLoop:
             self._held.setdefault(number, now)
             is_first = now == 0.0 and number not in self.counters
             delay = 0.0 if is_first else action.delay + self._times.start
-            self._at(now + delay, lambda then: self._joined(number, then))
+            self._num_starts += 1
+            self._starting[number] = self._num_starts
+            self._at(now + delay, partial(self._started, number, self._num_starts))
         elif isinstance(action, Rescale):
             self.decisions[f"rescale ({action.why})"] += 1
             self.sizes.append(FleetSize(now, action.num_replicas, action.why))
         elif isinstance(action, Stop):
             self.decisions["stop"] += 1
-            self._give_back(replica_number(action.replica), now)
-            if replica_number(action.replica) in self._replicas:
-                self._stop(replica_number(action.replica), now)
+            number = replica_number(action.replica)
+            self._give_back(number, now)
+            self._starting.pop(number, None)
+            if number in self._replicas:
+                self._stop(number, now)
         else:
             assert self._moves is not None, "no replica moves streams"
             if action.verb is MoveVerb.TAKE:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -290,7 +291,6 @@ class Fleet:
         orphans = self._take_all(replica)
         self._members.enter(replica, event.limits, now)
         self._router.join(replica.number, event.limits)
-        self._members.update_lengths()
         self._migration.look()
         self._resume(orphans, now)
         self._requests.send_waiting(now)
@@ -337,8 +337,7 @@ class Fleet:
         if replica.state is ReplicaState.READY:
             self._router.leave(replica.number)
             self._migration.on_leave(replica)
-        replica.state, replica.why = state, why
-        self._members.update_lengths()
+        self._members.change(replica, state, why)
 
     def _on_drain(self, event: DrainAsked, now: float) -> None:
         replica = self._members.replicas.get(event.replica)
@@ -353,7 +352,7 @@ class Fleet:
             return
         self._leave(replica, ReplicaState.DRAINING, "restarts" if restarts else "ends")
         replica.drains_until, replica.restarts = now + seconds, restarts
-        if self._members.having(ReplicaState.READY):  # else it serves them itself, as far as it gets
+        if self._members.is_any_ready:  # else it serves them itself, as far as it gets
             self._move([each for each in replica.open.values() if not each.has_started], replica, now)
             self._migration.look()
         self._stop_if_drained(replica, now)
@@ -392,7 +391,7 @@ class Fleet:
 
     def _start(self, replica: Replica, now: float, delay: float = 0.0) -> None:
         if replica.state is not ReplicaState.STARTING:
-            replica.state, replica.why = ReplicaState.STARTING, ""
+            self._members.change(replica, ReplicaState.STARTING)
         replica.starts = now
         self._act(Start(replica.replica_id, delay))
 
@@ -413,7 +412,7 @@ class Fleet:
     def _forgive(self) -> None:
         """Let those that stay down be started again: they were asked for, too, and are again."""
         for replica in self._members.having(ReplicaState.DOWN):
-            replica.state, replica.why = ReplicaState.STOPPED, ""
+            self._members.change(replica, ReplicaState.STOPPED)
 
     def _rescale(self, decided: Rescale | None, now: float) -> None:
         if decided is not None:
@@ -424,8 +423,8 @@ class Fleet:
         """Start replicas, or let some end, until so many serve or will."""
         members = self._members
         expected = members.expected()
-        for _ in range(num_replicas - len(expected)):
-            replica = members.get(members.unused_id())
+        for name in islice(members.unused_ids(), max(0, num_replicas - len(expected))):
+            replica = members.get(name)
             replica.forgive()
             self._start(replica, now)
         # Those that compute prompts go last, those that are not ready first, then those with the least to do,

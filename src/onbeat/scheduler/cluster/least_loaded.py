@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 
 NONE_EXCLUDED: frozenset[int] = frozenset()
@@ -17,29 +17,34 @@ class LeastLoaded:
 
     def __init__(self, num_replicas: int) -> None:
         self.loads: list[float] = []
-        self.members: frozenset[int] = frozenset()
+        self.members: set[int] = set()
+        """Replicas that may be chosen; the loads of others are kept."""
         self._last_choices: list[int] = []
         self._num_choices = 0
         self._heap: list[tuple[float, int, int]] = []
-        self.set_members(range(num_replicas))
+        for replica in range(num_replicas):
+            self.join(replica)
 
     def peek(self, excluded: Collection[int] = NONE_EXCLUDED) -> int | None:
         """Return the member with the least load; None where there is none that may be chosen."""
-        heap, members = self._heap, self.members
-        passed_over: list[tuple[float, int, int]] = []
-        least = None
-        while heap and least is None:
-            load, last_choice, replica = entry = heap[0]
-            is_newest = load == self.loads[replica] and last_choice == self._last_choices[replica]
-            if not (is_newest and replica in members):
-                heappop(heap)
-            elif replica in excluded:
-                passed_over.append(heappop(heap))
-            else:
-                least = replica
-        for entry in passed_over:
+        found = self.least(1, excluded)
+        return found[0] if found else None
+
+    def least(self, number: int, excluded: Collection[int] = NONE_EXCLUDED) -> list[int]:
+        """Return up to so many members that may be chosen, those with the least load first."""
+        heap, members, loads, last_choices = self._heap, self.members, self.loads, self._last_choices
+        looked_at: list[tuple[float, int, int]] = []
+        found: list[int] = []
+        while heap and len(found) < number:
+            load, last_choice, replica = entry = heappop(heap)
+            if load != loads[replica] or last_choice != last_choices[replica] or replica not in members:
+                continue
+            looked_at.append(entry)
+            if replica not in excluded and replica not in found:
+                found.append(replica)
+        for entry in looked_at:
             heappush(heap, entry)
-        return least
+        return found
 
     def choose(self, replica: int, load: float) -> None:
         """Add load to a replica that was chosen."""
@@ -52,16 +57,21 @@ class LeastLoaded:
         self.loads[replica] += load
         heappush(self._heap, self._entry(replica))
         if len(self._heap) > 4 * len(self.loads):
-            self.set_members(self.members)
+            self._heap = [self._entry(each) for each in self.members]
+            heapify(self._heap)
 
-    def set_members(self, members: Iterable[int]) -> None:
-        """Say which replicas may be chosen; the loads of the others are kept."""
-        self.members = frozenset(members)
-        num_new = max(self.members, default=-1) + 1 - len(self.loads)
+    def join(self, replica: int) -> None:
+        """Let a replica be chosen: a new one, or one that has left."""
+        num_new = replica + 1 - len(self.loads)
         self.loads += [0.0] * num_new
         self._last_choices += [-1] * num_new  # of those that were never chosen, the lowest number is first
-        self._heap = [self._entry(each) for each in self.members]
-        heapify(self._heap)
+        if replica not in self.members:
+            self.members.add(replica)
+            heappush(self._heap, self._entry(replica))
+
+    def leave(self, replica: int) -> None:
+        """Choose a replica no more."""
+        self.members.discard(replica)
 
     def _entry(self, replica: int) -> tuple[float, int, int]:
         return (self.loads[replica], self._last_choices[replica], replica)

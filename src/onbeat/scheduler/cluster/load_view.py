@@ -19,6 +19,8 @@ _MEMORY_SECONDS = 10.0
 """Time constant of the pace at which requests end."""
 _FIRST_MEDIAN = 2 / 3
 """Of mean gaps, the time of the first of events that come at random: see `LoadView.slot_wait`."""
+_A_BIT_LESS = 1 - 1e-9
+"""So that a sum that is rounded is no less than a bound of it."""
 _SHORTEST_STEP = 1e-4
 """Seconds: of a replica that reports no time for a step."""
 
@@ -163,6 +165,17 @@ class LoadView:
         total = sum(seconds for _, seconds, _ in load.backlog) + load.best_effort_work
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share if total else 0.0
         return max(0.0, total - done) + sum(each.seconds for each in self.sent)
+
+    def soonest(self, seconds: float, now: float) -> float:
+        """Return a bound of `FirstToken.seconds` from below, without a look at what waits.
+
+        Parameters
+        ----------
+        seconds : of prefill work, on this replica.
+        """
+        load = self.load
+        start = max(now, self.reported + load.busy)
+        return start - now + max(_A_BIT_LESS * seconds, load.decode_seconds)
 
     def first_token(self, deadline: float, objective: float, seconds: float, now: float) -> FirstToken | None:
         """Return when a request would have its first token, if it were sent now.

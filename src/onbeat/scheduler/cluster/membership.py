@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping
+from collections import Counter, deque
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import count
 from math import inf
 
 from onbeat.core.errors import ConfigError
@@ -159,18 +160,36 @@ class Membership:
         self.replicas: dict[ReplicaId, Replica] = {}
         self.by_number: list[Replica] = []
         """A number is never used twice: a replica that has lost its memory is another one to a router."""
-        self._shortest = 0
+        self._by_state: dict[ReplicaState, dict[ReplicaId, Replica]] = {state: {} for state in ReplicaState}
+        self._lengths: Counter[int] = Counter()
+        """The longest requests that ready replicas take, and how many replicas take these: what fits the
+        shortest of them fits all."""
 
     def get(self, replica_id: ReplicaId) -> Replica:
         """Return a replica, new or known."""
         replica = self.replicas.get(replica_id)
         if replica is None:
             replica = self.replicas[replica_id] = Replica(replica_id, len(self.replicas))
+            self._by_state[replica.state][replica_id] = replica
         return replica
+
+    def change(self, replica: Replica, state: ReplicaState, why: str = "") -> None:
+        """Let a replica be in another state, or in the same one for another reason."""
+        if replica.state is ReplicaState.READY:
+            length = _length(replica)
+            self._lengths[length] -= 1
+            if not self._lengths[length]:
+                del self._lengths[length]
+        del self._by_state[replica.state][replica.replica_id]
+        self._by_state[state][replica.replica_id] = replica
+        replica.state, replica.why = state, why
+        if state is ReplicaState.READY:
+            self._lengths[_length(replica)] += 1
 
     def enter(self, replica: Replica, limits: ReplicaLimits, now: float) -> None:
         """Make a replica ready, under a new number."""
-        replica.state, replica.why, replica.limits = ReplicaState.READY, "", limits
+        replica.limits = limits
+        self.change(replica, ReplicaState.READY)
         replica.number, replica.load = len(self.by_number), None
         self.by_number.append(replica)
         replica.num_lives += 1
@@ -178,27 +197,31 @@ class Membership:
 
     def having(self, *states: ReplicaState) -> list[Replica]:
         """Return the replicas in some states, in the order in which they were first heard of."""
-        return [each for each in self.replicas.values() if each.state in states]
+        found = [each for state in states for each in self._by_state[state].values()]
+        return sorted(found, key=_order)
+
+    @property
+    def is_any_ready(self) -> bool:
+        """Whether a replica takes requests."""
+        return bool(self._by_state[ReplicaState.READY])
 
     @property
     def is_one_coming(self) -> bool:
         """Whether a replica is about to get ready."""
-        return any(
-            each.state is ReplicaState.STARTING or (each.state is ReplicaState.DRAINING and each.restarts)
-            for each in self.replicas.values()
-        )
+        draining = self._by_state[ReplicaState.DRAINING].values()
+        return bool(self._by_state[ReplicaState.STARTING]) or any(each.restarts for each in draining)
 
     def expected(self) -> list[Replica]:
         """Return the replicas that serve or will."""
         live = self.having(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DRAINING)
         return [each for each in live if each.state is not ReplicaState.DRAINING or each.restarts]
 
-    def unused_id(self) -> ReplicaId:
-        """Return the first of r0, r1, ... that no replica has, or that one had which has stopped."""
-        number = 0
-        while (known := self.replicas.get(replica_id(number))) and known.state is not ReplicaState.STOPPED:
-            number += 1
-        return replica_id(number)
+    def unused_ids(self) -> Iterator[ReplicaId]:
+        """Yield those of r0, r1, ... that no replica has, or that one had which has stopped."""
+        for number in count():
+            known = self.replicas.get(name := replica_id(number))
+            if known is None or known.state is ReplicaState.STOPPED:
+                yield name
 
     def status(self, num_waiting: int, scaling: ScalingView | None = None) -> FleetStatus:
         """Return how everything stands.
@@ -237,8 +260,9 @@ class Membership:
                 owned[request_id] = each
         assert owned.keys() == opened.keys(), "a request has no owner, or has ended and has one"
         assert all(each.replica is None for each in waiting.values())
-        is_any_ready = bool(self.having(ReplicaState.READY))
-        all_refused = is_any_ready and all(each.refused_by for each in waiting.values())
+        for state, known in self._by_state.items():
+            assert all(each.state is state for each in known.values()), "a replica is in two states"
+        all_refused = self.is_any_ready and all(each.refused_by for each in waiting.values())
         can_wait = not waiting or all_refused or self.is_one_coming
         assert can_wait, "requests wait, but no replica is coming"
 
@@ -252,16 +276,11 @@ class Membership:
         opened.replica = destination.replica_id
         return source
 
-    def update_lengths(self) -> None:
-        """Take note of the shortest context: what fits that fits all."""
-        ready = self.having(ReplicaState.READY)
-        self._shortest = min((_length(each) for each in ready if each.limits), default=0)
-
     def excluded_for(self, opened: OpenRequest) -> Collection[int]:
         """Return the numbers of ready replicas that a request must not go to."""
         request = opened.request
         num_tokens = request.num_prompt_tokens + max(request.max_tokens, request.num_output_tokens + 1)
-        fits_all = num_tokens <= self._shortest
+        fits_all = num_tokens <= min(self._lengths, default=0)
         if fits_all and not opened.refused_by:
             return NONE_EXCLUDED
         excluded = {self.replicas[each].number for each in opened.refused_by}
@@ -283,6 +302,10 @@ class Membership:
 
 def _length(replica: Replica) -> int:
     return 0 if replica.limits is None else replica.limits.max_model_len
+
+
+def _order(replica: Replica) -> int:
+    return replica.order
 
 
 def deadline(opened: OpenRequest) -> tuple[float, float]:

@@ -158,7 +158,7 @@ class Migration:
         if not self._is_to_look and now < self._look_at:
             return
         self._is_to_look, self._look_at = False, inf
-        for source in self._members.having(ReplicaState.READY, ReplicaState.DRAINING):
+        for source in self._members.having(*self._pools.states_to_relieve):
             if source.open and _moves_streams(source):
                 self._relieve(source, now)
 

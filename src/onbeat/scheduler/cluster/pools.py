@@ -68,6 +68,12 @@ class Pools:
         """Whether a stream that nobody has room for stands still until somebody has."""
         return self._is_strict
 
+    @property
+    def states_to_relieve(self) -> tuple[ReplicaState, ...]:
+        """Of replicas that may have requests which should be elsewhere, however they stand."""
+        draining = (ReplicaState.DRAINING,)
+        return (ReplicaState.READY, *draining) if self._num_prefill else draining
+
     def is_prefill(self, replica: ReplicaId) -> bool:
         """Whether a replica computes prompts for others."""
         return self._num_prefill > 0 and replica_number(replica) < self._num_prefill

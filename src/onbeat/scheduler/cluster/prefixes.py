@@ -23,8 +23,10 @@ class Holders:
 
     def num_held(self, replica: int) -> int:
         """Return how many of the first blocks a replica holds."""
-        bit = 1 << replica
-        return next((depth for depth, replicas in self._levels if replicas & bit), 0)
+        for depth, replicas in self._levels:
+            if replicas >> replica & 1:
+                return depth
+        return 0
 
     def longest_first(self) -> Iterator[int]:
         """Yield the replicas that hold some, those that hold the most first."""
@@ -39,11 +41,14 @@ class Holders:
 class _Held:
     """The blocks that one replica is taken to hold, the least recently used first."""
 
-    __slots__ = ("blocks", "num_blocks")
+    __slots__ = ("bit", "blocks", "num_blocks")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, replica: int, num_blocks: int) -> None:
         self.blocks: OrderedDict[BlockHash, None] = OrderedDict()
         self.num_blocks = num_blocks
+        self.bit = 1 << replica
+        """As `PrefixMemory` writes it down. Most blocks have one holder alone, and all its blocks share this
+        number: one of their own each, with a bit for any of 1,000 replicas, would be most of the memory."""
 
 
 class PrefixMemory:
@@ -60,7 +65,7 @@ class PrefixMemory:
 
     def join(self, replica: int, num_blocks: int) -> None:
         """Count with a replica that holds nothing."""
-        self._held[replica] = _Held(num_blocks)
+        self._held[replica] = _Held(replica, num_blocks)
 
     def forget(self, replica: int) -> None:
         """Count no more with a replica. O(its blocks)."""
@@ -93,13 +98,14 @@ class PrefixMemory:
         held = self._held.get(replica)
         if held is None:
             return
-        holders, own, bit = self._holders, held.blocks, 1 << replica
+        holders, own, bit = self._holders, held.blocks, held.bit
         for block in reversed(blocks):  # of a prefix, the end is evicted before the beginning
             if block in own:
                 own.move_to_end(block)
             else:
                 own[block] = None
-                holders[block] = holders.get(block, 0) | bit
+                others = holders.get(block)
+                holders[block] = others | bit if others else bit
         while len(own) > held.num_blocks:
             self._drop(own.popitem(last=False)[0], replica)
 

@@ -144,7 +144,7 @@ class Requests:
 
     def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
         members, has_tokens = self._members, opened.num_output_tokens > 0
-        is_any_ready = bool(members.having(ReplicaState.READY))
+        is_any_ready = members.is_any_ready
         if opened.refused_by and not has_tokens:
             least_wait = self._router.least_wait(opened.request, now)
             self.refuse(opened, "overloaded", now, least(opened.retry_after, least_wait))

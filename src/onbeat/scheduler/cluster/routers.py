@@ -33,7 +33,9 @@ class _Stateless(_KnowsNoPrefixes):
         self._members = list(range(num_replicas))
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
-        self._members = sorted({*self._members, replica})
+        place = bisect_left(self._members, replica)
+        if replica not in self._members[place : place + 1]:
+            self._members.insert(place, replica)
 
     def leave(self, replica: int) -> None:
         self._members = [each for each in self._members if each != replica]
@@ -124,10 +126,10 @@ class _ByLoad(_KnowsNoPrefixes):
         """Return None: nothing is predicted."""
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:  # noqa: ARG002
-        self._replicas.set_members({*self._replicas.members, replica})
+        self._replicas.join(replica)
 
     def leave(self, replica: int) -> None:
-        self._replicas.set_members(self._replicas.members - {replica})
+        self._replicas.leave(replica)
 
 
 class LeastOutstanding(_ByLoad):

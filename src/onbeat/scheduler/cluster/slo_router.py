@@ -33,6 +33,18 @@ class _Offer(NamedTuple):
     first_token: FirstToken | None
 
 
+class _Bid(NamedTuple):
+    """What is known of an offer before anything is predicted."""
+
+    least: float
+    """That it costs."""
+    number: int
+    work: float
+    """Seconds of uncached prefill on the reference device."""
+    seconds: float
+    """Of the same work on the replica itself."""
+
+
 class _Request(NamedTuple):
     """A request, and what is looked up of it once."""
 
@@ -125,7 +137,7 @@ class SLORouter:
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
         """Let a replica be chosen."""
         self._members[replica] = None
-        self._by_work.set_members(self._members)
+        self._by_work.join(replica)
         if replica not in self._views:
             limits = limits or ReplicaLimits(
                 max_model_len=0, max_num_seqs=256, num_blocks=1 << 16, block_size=16
@@ -136,7 +148,7 @@ class SLORouter:
     def leave(self, replica: int) -> None:
         """Choose a replica no more; what it holds is forgotten."""
         self._members.pop(replica, None)
-        self._by_work.set_members(self._members)
+        self._by_work.leave(replica)
         self._views.pop(replica, None)
         self._last_choices.pop(replica, None)
         self._prefixes.forget(replica)
@@ -158,14 +170,7 @@ class SLORouter:
         holders = asked.holders.longest_first()
         allowed = (number for number in holders if number in self._members and number not in excluded)
         looked_at = list(islice(allowed, _MOST_HOLDERS))
-        passed_over = {*excluded, *looked_at}
-        for _ in range(_MOST_IDLE):
-            number = self._by_work.peek(passed_over)
-            if number is None:
-                break
-            looked_at.append(number)
-            passed_over.add(number)
-        return looked_at
+        return looked_at + self._by_work.least(_MOST_IDLE, {*excluded, *looked_at})
 
     def _weigh(self, number: int, now: float) -> None:
         """Note how much a replica has to do."""
@@ -182,30 +187,41 @@ class SLORouter:
         seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
         return view.first_token(asked.deadline, asked.objective, seconds, now)
 
-    def _best(self, asked: _Request, now: float, excluded: Collection[int]) -> _Offer | None:
-        """Return the least offer; those whose work alone costs more are not worth a prediction."""
+    def _bids(self, asked: _Request, now: float, excluded: Collection[int]) -> list[_Bid]:
+        """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
         reference, num_tokens = self._reference, asked.num_tokens
-        works: list[tuple[float, int]] = []
+        bids = []
         for number in self._candidates(asked, excluded):
-            num_cached = self._num_cached(number, asked)
-            works.append((reference.seconds(num_tokens - num_cached, num_cached), number))
-        works.sort()
+            view, num_cached = self._views[number], self._num_cached(number, asked)
+            work = reference.seconds(num_tokens - num_cached, num_cached)
+            costs = view.load.costs
+            if costs is None:
+                bids.append(_Bid(work, number, work, 0.0))
+            else:
+                seconds = costs.seconds(num_tokens - num_cached, num_cached)
+                bids.append(_Bid(work + _PRICE * view.soonest(seconds, now), number, work, seconds))
+        bids.sort()
+        return bids
+
+    def _best(self, asked: _Request, now: float, excluded: Collection[int]) -> _Offer | None:
+        """Return the least offer; where even the least that it can be is more, none is asked for."""
         best: _Offer | None = None
-        for work, number in works:
-            if best is not None and work > best.cost:
+        for bid in self._bids(asked, now, excluded):
+            if best is not None and bid.least > best.cost:
                 break
-            offer = self._offer(number, asked, work, now)
+            offer = self._offer(bid, asked, now)
             if best is None or offer < best:
                 best = offer
         return best
 
-    def _offer(self, number: int, asked: _Request, work: float, now: float) -> _Offer:
-        """Return what a request would cost on a replica, by the work that it is there."""
+    def _offer(self, bid: _Bid, asked: _Request, now: float) -> _Offer:
+        """Return what a request would cost on a replica."""
+        number = bid.number
         view = self._views[number]
-        first_token = self._first_token(number, asked, now)
+        first_token = view.first_token(asked.deadline, asked.objective, bid.seconds, now)
         wait = view.num_requests / view.limits.max_num_seqs if first_token is None else first_token.seconds
         last_choice = self._last_choices.get(number, -1)
-        return _Offer(work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
+        return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
 
     @property
     def _reference(self) -> PrefillCosts:
