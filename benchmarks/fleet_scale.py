@@ -1,7 +1,7 @@
 """What a simulated fleet costs by its size: a choice, all decisions, and the simulation as a whole.
 
     python benchmarks/fleet_scale.py --replicas 10 100 1000 --each 100 --most-seconds 600
-    python benchmarks/fleet_scale.py --replicas 1000 --each 1000 --outputs 2 6
+    python benchmarks/fleet_scale.py --replicas 1000 --each 1000 --outputs 2 7 --parts 10 --most-seconds 3600
 
 H100 with Llama-3.1-8B, 64 slots, policy `slo`; each replica gets the same load, 24 requests a second of 600
 prompt tokens and 60 of output in the mean, Poisson, so that only what is shared grows. Prompts begin with one
@@ -15,17 +15,22 @@ from __future__ import annotations
 import argparse
 import time
 from array import array
-from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from resource import getpagesize
+from typing import Any, overload
 from unittest.mock import patch
 
 import numpy as np
+from numpy.typing import NDArray
 from harness.pages import markdown_table
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
+from onbeat.metrics.record import RequestRecord
 from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import ROUTERS, make_router
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
@@ -47,7 +52,36 @@ SETTINGS = make(
 )
 LAST = 10_000
 """Of the choices, those that are also shown by themselves: whether the cost grows as a run goes on."""
+AT_ONCE = 1000
+"""Requests that are scored together."""
+PARTS = ["requests ended", "simulation, us a request", "choice P50, us", "memory, MB"]
 HEADER = ["router", "replicas", "requests", "choice P50, us", "P99, us", "P50 of the last 10,000, us"]
+
+
+class PromptBlocks(Sequence[Sequence[int]]):
+    """The blocks of each prompt, made when they are asked for: a shared prefix, then ids of its own.
+
+    Parameters
+    ----------
+    prefixes : which prefix each prompt begins with.
+    own : tokens of each prompt behind it.
+    """
+
+    def __init__(self, prefixes: NDArray[np.int64], own: NDArray[np.int64]) -> None:
+        self._prefixes, self._own = prefixes, own
+
+    def __len__(self) -> int:
+        return len(self._own)
+
+    @overload
+    def __getitem__(self, row: int) -> Sequence[int]: ...
+    @overload
+    def __getitem__(self, row: slice) -> Sequence[Sequence[int]]: ...
+    def __getitem__(self, row: int | slice) -> Sequence[int] | Sequence[Sequence[int]]:
+        if isinstance(row, slice):
+            return [self[each] for each in range(*row.indices(len(self)))]
+        first, own = int(self._prefixes[row]) * PREFIX_BLOCKS, NUM_PREFIXES * PREFIX_BLOCKS + 10 * row
+        return (*range(first, first + PREFIX_BLOCKS), *range(own, own + int(self._own[row]) // BLOCK))
 
 
 def make_load(num_replicas: int, num_requests: int, outputs: tuple[int, int]) -> OfferedLoad:
@@ -55,24 +89,55 @@ def make_load(num_replicas: int, num_requests: int, outputs: tuple[int, int]) ->
     weights = 1 / np.arange(1, NUM_PREFIXES + 1) ** 1.1
     prefixes = rng.choice(NUM_PREFIXES, size=num_requests, p=weights / weights.sum())
     own = rng.integers(16, 160, num_requests)
-    first_own = NUM_PREFIXES * PREFIX_BLOCKS
-    begins = [tuple(range(each * PREFIX_BLOCKS, (each + 1) * PREFIX_BLOCKS)) for each in range(NUM_PREFIXES)]
-    blocks = tuple(
-        (*begins[prefix], *range(first_own + 10 * index, first_own + 10 * index + tokens // BLOCK))
-        for index, (prefix, tokens) in enumerate(zip(prefixes.tolist(), own.tolist(), strict=True))
-    )
     load = OfferedLoad(
         name="scale",
         num_prompt_tokens=own + PREFIX_BLOCKS * BLOCK,
         num_output_tokens=rng.integers(*outputs, num_requests),
         arrivals=gamma_arrivals(num_requests, rate=RATE_OF_A_REPLICA * num_replicas, burstiness=1.0, rng=rng),
-        block_ids=blocks,
+        block_ids=PromptBlocks(prefixes, own),
         block_size=BLOCK,
     )
     return load.with_classes(OBJECTIVES, seed=0)
 
 
-def measure(router: str, num_replicas: int, num_requests: int, outputs: tuple[int, int]) -> dict[str, Any]:
+@dataclass(slots=True)
+class Watch:
+    """Scores requests as they end, keeps none of them, and notes what the run has cost by then."""
+
+    num_ended: int = 0
+    num_good: int = 0
+    marks: list[tuple[int, float, float, int]] = field(default_factory=list)
+    """(requests ended, CPU seconds, memory in MB, choices) at each tenth of the run."""
+    _recent: list[RequestRecord] = field(default_factory=list)
+
+    def hear(self, record: RequestRecord) -> None:
+        """Take a request that has ended."""
+        self.num_ended += 1
+        self._recent.append(record)
+        if len(self._recent) == AT_ONCE:
+            self.score()
+
+    def score(self) -> None:
+        """Count those that were good of the last ones, and forget them."""
+        if self._recent:
+            self.num_good += int(good_requests(self._recent).sum())
+            self._recent.clear()
+
+    def mark(self, choices: array[int]) -> None:
+        """Note what has been used so far."""
+        used = (time.process_time(), memory(), len(choices))
+        self.marks.append((self.num_ended, *used))
+
+
+def memory() -> float:
+    """Return the resident memory of this process, MB."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * getpagesize() / 1e6
+
+
+def measure(
+    router: str, num_replicas: int, num_requests: int, outputs: tuple[int, int], parts: int
+) -> dict[str, Any]:
     """Run a fleet; return what its decisions took."""
     load = make_load(num_replicas, num_requests, outputs)
     built = build_simulation(SETTINGS)
@@ -90,18 +155,37 @@ def measure(router: str, num_replicas: int, num_requests: int, outputs: tuple[in
         return run
 
     kind = type(make_router(router, 0))
+    watch = Watch()
+    every = max(1, num_requests // parts)
+
+    def on_record(record: RequestRecord) -> None:
+        watch.hear(record)
+        if watch.num_ended % every == 0:
+            watch.mark(choices)
+
     started = time.process_time()
+    watch.mark(choices)
     with (
         patch.object(kind, "route", timed(kind.route, choices)),
         patch.object(Fleet, "on_event", timed(Fleet.on_event, decisions)),
     ):
-        result = simulate(load, config, built.step_time, on_decision=lambda *_: None)
+        simulate(load, config, built.step_time, on_decision=lambda *_: None, on_record=on_record)
+    watch.score()
     return {
         "choice_us": [float(np.quantile(choices, q)) / 1e3 for q in (0.5, 0.99)],
         "last_us": float(np.quantile(choices[-LAST:], 0.5)) / 1e3,
         "fleet_us": sum(decisions) / 1e3 / num_requests,
         "seconds": time.process_time() - started,
-        "attainment": float(good_requests(result.records).mean()),
+        "attainment": watch.num_good / num_requests,
+        "parts": [
+            [
+                f"{now[0]:,}",
+                f"{1e6 * (now[1] - before[1]) / (now[0] - before[0]):.0f}",
+                f"{np.quantile(choices[before[3] : now[3]], 0.5) / 1e3:.0f}",
+                f"{now[2]:.0f}",
+            ]
+            for before, now in pairwise(watch.marks)
+        ],
     }
 
 
@@ -113,7 +197,9 @@ def rows(args: argparse.Namespace) -> list[list[str]]:
             num_requests = num_replicas * args.each
             if cost:
                 num_requests = min(num_requests, int(args.most_seconds / cost))
-            seen = measure(router, num_replicas, num_requests, tuple(args.outputs))
+            seen = measure(router, num_replicas, num_requests, tuple(args.outputs), args.parts)
+            if args.parts > 1:
+                print(markdown_table(PARTS, seen["parts"]), flush=True)
             cost = seen["seconds"] / num_requests
             median, tail = seen["choice_us"]
             row = [router, f"{num_replicas:,}", f"{num_requests:,}", f"{median:.0f}", f"{tail:.0f}"]
@@ -140,6 +226,7 @@ def main() -> None:
         "--outputs", type=int, nargs=2, default=(20, 100), help="tokens, below the second number"
     )
     parser.add_argument("--most-seconds", type=float, default=600.0)
+    parser.add_argument("--parts", type=int, default=1, help="of a run, whose costs are shown one by one")
     args = parser.parse_args()
     header = [*HEADER, "fleet, us a request", "simulation, us a request", "objectives met"]
     print(markdown_table(header, rows(args)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step_time import StepTimeModel
@@ -18,7 +19,7 @@ from onbeat.simulator.shards import IndependentReplicas, run_in_processes
 from onbeat.workload.offered import OfferedLoad
 
 
-def simulate(  # noqa: PLR0913 (three say who watches)
+def simulate(  # noqa: PLR0913 (four say who watches)
     load: OfferedLoad,
     config: SimulationConfig,
     step_time: StepTimeModel,
@@ -27,6 +28,7 @@ def simulate(  # noqa: PLR0913 (three say who watches)
     observer: SimulationObserver | None = None,
     jobs: int = 1,
     on_decision: Decided | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
 ) -> SimulationResult:
     """Run a load through virtual replicas.
 
@@ -42,10 +44,13 @@ def simulate(  # noqa: PLR0913 (three say who watches)
     observer : hears of each step and request.
     jobs : most processes to use; only replicas whose router ignores their state can be told apart.
     on_decision : is told of each event of the fleet, its time and the actions, if not None.
+    on_record : takes the record of each request as it ends, in place of the result: what a run keeps of its
+        requests is then bounded by those that are under way, however many there are.
 
     Returns
     -------
-    The records of all requests; of those that had ended, where Ctrl-C interrupted the run.
+    The records of all requests; of those that had ended, where Ctrl-C interrupted the run. None are there if
+    `on_record` has taken them.
 
     Raises
     ------
@@ -57,8 +62,17 @@ def simulate(  # noqa: PLR0913 (three say who watches)
     load.check_lengths(config.scheduler.max_model_len, overlong="error")
     started = time.perf_counter()
     meter = ProgressMeter(on_progress, len(load))
-    kept: list[RequestRecord | None] = [None] * len(load)
-    keep = kept.__setitem__
+    kept: list[RequestRecord | None] = [None] * (0 if on_record is not None else len(load))
+    end = 0.0
+
+    def keep(row: int, record: RequestRecord) -> None:
+        nonlocal end
+        end = max(end, record.end)
+        if on_record is None:
+            kept[row] = record
+        else:
+            on_record(record)
+
     collector = Collector(keep, on_progress=meter.advance, observer=observer)
     router = make_router(config.router, config.num_replicas, seed=config.seed)
     if observer is None and on_decision is None and _is_separable(load, config, router):
@@ -74,7 +88,7 @@ def simulate(  # noqa: PLR0913 (three say who watches)
     return SimulationResult(
         records=records,
         num_requests=len(load),
-        duration=max((record.end for record in records), default=0.0),
+        duration=end,
         wall_seconds=time.perf_counter() - started,
         is_complete=outcome.is_complete,
         replicas=outcome.counters,

@@ -35,8 +35,9 @@ class OfferedLoad:
     arrivals: NDArray[np.float64] | None = None
     """Seconds from the start of the run, ascending; None is a closed loop, where each request waits for
     an earlier one to end."""
-    block_ids: tuple[tuple[int, ...], ...] | None = None
-    """Ids of each prompt's blocks; equal ids mean an equal prefix up to the block's end."""
+    block_ids: Sequence[Sequence[int]] | None = None
+    """Ids of each prompt's blocks; equal ids mean an equal prefix up to the block's end. A load of very many
+    requests can make those of a row as it is asked for it."""
     block_size: int = 512
     """Tokens of one block of `block_ids`."""
     ids_cover_output: bool = False
