@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from math import inf
 
@@ -125,17 +126,29 @@ def test_a_prefix_is_worth_some_waiting_but_not_all():
 backlogs = st.lists(st.floats(0.01, 0.5), max_size=3)
 
 
-@given(backlogs=st.lists(backlogs, min_size=1, max_size=8), held=st.lists(st.integers(0, 60), max_size=8))
-def test_no_replica_that_is_passed_over_would_be_better(backlogs, held):
-    queues = [tuple((0.1 * (1 + place), each, 1) for place, each in enumerate(queue)) for queue in backlogs]
-    router = router_of(*(load(backlog=queue, num_waiting=len(queue)) for queue in queues))
-    for number, num_blocks in zip(range(len(queues)), held, strict=False):
+steps = st.tuples(st.floats(0.0, 0.3), st.floats(0.0, 0.05), st.floats(0.0, 0.05), st.booleans())
+
+
+@given(
+    backlogs=st.lists(backlogs, min_size=1, max_size=8),
+    held=st.lists(st.integers(0, 60), max_size=8),
+    steps=st.lists(steps, min_size=8, max_size=8),
+    ttft=st.sampled_from([None, 0.02, 1.0]),
+)
+def test_no_replica_that_is_passed_over_would_be_better(backlogs, held, steps, ttft):
+    loads = []
+    for queue, (busy, decode, more, predicts) in zip(backlogs, steps, strict=False):
+        waiting = tuple((0.1 * (1 + place), each, 1) for place, each in enumerate(queue))
+        values = {"busy": busy, "decode_seconds": decode, "full_seconds": decode + more, "prefill_share": 0.5}
+        costs = COSTS if predicts else None
+        loads.append(load(backlog=waiting, num_waiting=len(queue), costs=costs, **values))
+    router = router_of(*loads)
+    for number, num_blocks in zip(range(len(loads)), held, strict=False):
         router._prefixes.send(number, tuple(range(num_blocks)))
-    asked = router._look_up(request(blocks=tuple(range(60))))
-    offers = []
-    for number in range(len(queues)):
-        num_cached = router._num_cached(number, asked)
-        offers.append(router._offer(number, asked, COSTS.seconds(1000 - num_cached, num_cached), 0.0))
+    asked = router._look_up(request(blocks=tuple(range(60)), ttft=ttft))
+    bids = router._bids(asked, 0.0, frozenset())
+    offers = [router._offer(bid, asked, 0.0) for bid in bids]
+    assert all(bid.least <= offer.cost for bid, offer in zip(bids, offers, strict=True))
     assert router._best(asked, 0.0, frozenset()) == min(offers)
 
 
@@ -332,3 +345,16 @@ class TestPrefixes:
         memory.send(0, tuple(range(100, 106)))
         assert held(memory, tuple(range(6))) == {0: 3}
         assert held(memory, tuple(range(100, 106))) == {0: 6}
+
+    def test_a_block_that_one_replica_holds_takes_as_much_however_many_replicas_there_are(self):
+        """By far the most blocks are the ends of prompts, which nobody shares."""
+        taken = []
+        for replica in (0, 10_000):
+            memory = PrefixMemory()
+            memory.join(replica, 1000)
+            blocks = tuple(range(1000))
+            tracemalloc.start()
+            memory.send(replica, blocks)
+            taken.append(tracemalloc.get_traced_memory()[0])
+            tracemalloc.stop()
+        assert taken[1] == pytest.approx(taken[0], rel=0.05)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -23,7 +25,11 @@ def calls_a_request(policy: str, *, objectives: bool) -> float:
         load = load.with_classes((OBJECTIVES,), seed=1)
     limits = {"num_blocks": 4096, "max_model_len": 4096, "max_num_seqs": 64, "max_num_batched_tokens": 512}
     config = make_config(policy, scheduler=limits)
-    model = Predictor(linear_time().seconds)
+    return num_calls(partial(simulate, load, config, Predictor(linear_time().seconds))) / NUM_REQUESTS
+
+
+def num_calls(run: Callable[[], object]) -> int:
+    """Return how many calls of Python functions something makes."""
     num_calls = 0
 
     def count(frame: object, event: str, arg: object) -> None:
@@ -33,10 +39,10 @@ def calls_a_request(policy: str, *, objectives: bool) -> float:
     before = sys.getprofile()
     sys.setprofile(count)
     try:
-        simulate(load, config, model)
+        run()
     finally:
         sys.setprofile(before)
-    return num_calls / NUM_REQUESTS
+    return num_calls
 
 
 @pytest.mark.parametrize(
@@ -45,3 +51,17 @@ def calls_a_request(policy: str, *, objectives: bool) -> float:
 def test_a_request_costs_no_more_calls_than_it_did(policy, objectives, most):
     """The bounds are what was counted, and some 2 %: who needs more raises them, and says what for."""
     assert calls_a_request(policy, objectives=objectives) <= most
+
+
+@pytest.mark.parametrize("router", ["round-robin", "least-work", "prefix-affinity", "slo"])
+def test_what_a_fleet_does_to_start_grows_with_its_replicas_and_no_faster(router):
+    few, many = (calls_to_start(num_replicas, router) for num_replicas in (100, 400))
+    assert many < 4.4 * few
+
+
+def calls_to_start(num_replicas: int, router: str) -> int:
+    config = make_config(num_replicas=num_replicas, router=router)
+    load = random_load(1, rate=1, seed=1)
+    run = partial(simulate, load, config, linear_time(), on_decision=lambda event, now, actions: None)
+    run()
+    return num_calls(run)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
 from onbeat.recording.fleet import FleetRecording, fleet_record, plain
-from onbeat.scheduler.cluster.events import Lost, Send
+from onbeat.scheduler.cluster.events import Joined, Lost, Send
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.config import AutoscaleConfig, FleetChange, FleetTimes, MemberChange, ReplicaKind
 from onbeat.simulator.fleet_loop import fleet_config
@@ -106,6 +106,30 @@ def test_a_fleet_grows_and_shrinks():
     assert all(min(of[name]) >= 10.0 for name in "123")
     assert sum(max(arrivals) > 40.0 for arrivals in of.values()) == 1
     assert len(result.replicas) == 4
+
+
+def test_a_replica_that_is_stopped_while_it_starts_and_started_again_takes_its_whole_time():
+    changes = (FleetChange(1.0, "scale", 2), FleetChange(3.0, "scale", 1), FleetChange(4.0, "scale", 2))
+    config = make_config(fleet_changes=changes, router="least-outstanding", fleet_times=FleetTimes(start=5.0))
+    joined = []
+
+    def hear(event, now, actions):
+        if isinstance(event, Joined):
+            joined.append((event.replica, now))
+
+    simulate(random_load(40, rate=2.0, seed=1), config, ShapeTime(lambda shape: 0.2), on_decision=hear)
+    assert joined == [("r0", 0.0), ("r1", 9.0)]
+
+
+def test_records_that_are_taken_as_requests_end_are_not_kept():
+    load, config = random_load(30, rate=20.0, seed=2), make_config(router="least-work", num_replicas=3)
+    kept = simulate(load, config, linear_time())
+    taken = []
+    result = simulate(load, config, linear_time(), on_record=taken.append)
+    assert result.records == []
+    assert (result.num_requests, result.duration) == (30, kept.duration)
+    assert sorted(taken, key=lambda record: int(record.request_id)) == kept.records
+    assert [record.end for record in taken] == sorted(record.end for record in kept.records)
 
 
 def test_replicas_of_several_kinds_share_a_load_by_what_they_can():
