@@ -24,8 +24,8 @@ from typing import Any, overload
 from unittest.mock import patch
 
 import numpy as np
-from numpy.typing import NDArray
 from harness.pages import markdown_table
+from numpy.typing import NDArray
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO

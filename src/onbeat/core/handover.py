@@ -85,21 +85,10 @@ class Detached:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KVFetch:
-    """A request that waits for KV from elsewhere in blocks that it has been given."""
-
-    request: Request
-    block_ids: tuple[int, ...]
-    """In the order of its tokens; `Request.num_external_tokens` of them are to come."""
-    num_cached_blocks: int
-    """Of the blocks, the first ones: the prefix cache holds them already, and others read them."""
-
-
 @dataclass(frozen=True, slots=True)
 class DetachAnswer:
     """What became of a request that was to leave its batch."""
 
     request_id: str
     detached: Detached | None
-    """None: it has ended, waits, or its KV has not come yet; it stays where it is."""
+    """None: it has ended, or waits; it stays where it is."""

@@ -149,11 +149,8 @@ class Request:
     A simulation or a replay gives them; blocks beyond the last are not shared. None: the tokens are hashed.
     """
     num_external_tokens: int = 0
-    """Leading tokens, prompt and resumed ones, whose KV another replica has computed. The request gets blocks
-    for them at its admission, and runs once they have been filled (`Scheduler.take_kv_fetches`,
-    `Scheduler.receive_kv`)."""
-    keeps_kv: bool = False
-    """Whether its KV outlives it until `Scheduler.release_kv`, for another replica to fetch."""
+    """Leading tokens, prompt and resumed ones, whose KV has come with it from another replica; such a request
+    is adopted (`Handovers.adopt`), not added."""
     slo: SLO | None = None
     """Its objectives; None where it has none. Only policies that plan with deadlines look at it."""
     slo_class: str | None = None

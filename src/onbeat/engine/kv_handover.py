@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from onbeat.core.errors import KVUnavailable
-from onbeat.core.handover import Detached, KVFetch
+from onbeat.core.handover import Detached
 from onbeat.core.request import Request
 from onbeat.engine.kv_transfer.source import KVSource
 from onbeat.engine.kv_transfer.transfers import KVTransfers
@@ -81,7 +81,6 @@ class KVHandover:
         self._has_let_go = False
         """Whether blocks may have become free since the last step was launched."""
         self._rooms: dict[str, _Room] = {}
-        self._fetches: dict[str, Future[int]] = {}
         self._lent: set[str] = set()
         """Requests whose KV is held."""
         self._detached: set[str] = set()
@@ -89,9 +88,7 @@ class KVHandover:
     @property
     def is_pulling(self) -> bool:
         """Whether a copy writes to this engine's blocks."""
-        return any(room.is_pulling for room in self._rooms.values()) or any(
-            not fetch.done() for fetch in self._fetches.values()
-        )
+        return any(room.is_pulling for room in self._rooms.values())
 
     # --- the source -----------------------------------------------------------------------------------
 
@@ -114,7 +111,7 @@ class KVHandover:
         return leases.source(request_id, self._transfers.endpoint)
 
     def unhold(self, request_id: str) -> None:
-        """Lend it no longer, and free what an ended request kept; one without any is ignored."""
+        """Lend it no longer; one without any is ignored."""
         self._has_let_go = True
         self._lent.discard(request_id)
         if request_id not in self._detached:
@@ -253,42 +250,6 @@ class KVHandover:
                 detached.deadlines,
             )
             self._recorder.add(request, now, adoption=adoption)
-
-    # --- the destination, where KV comes after the admission ------------------------------------------
-
-    def take_fetches(self) -> list[KVFetch]:
-        """Return the requests that have been admitted since the last call and wait for their KV."""
-        fetches = self._handover.take_fetches()
-        for fetch in fetches:
-            self._note("fetch", fetch.request.request_id, is_out=True)
-        return fetches
-
-    def fetch(self, fetch: KVFetch, source: KVSource) -> Future[int]:
-        """Copy a request's KV into its blocks, what the prefix cache has of it left out.
-
-        Once the future is done, call `receive` or `fail`.
-        """
-        num_blocks = -(-fetch.request.num_external_tokens // self._transfers.memory.layout.block_size)
-        into = fetch.block_ids[fetch.num_cached_blocks : num_blocks]
-        pull = self._transfers.pull(source, fetch.num_cached_blocks, into, after=self._newest_step())
-        self._fetches[fetch.request.request_id] = pull
-        return pull
-
-    def receive(self, request_id: str) -> None:
-        """Let a request run whose KV has come."""
-        self._end_fetch(request_id)
-        self._handover.receive(request_id)
-        self._note("receive", request_id)
-
-    def fail(self, request_id: str) -> None:
-        """Let a request compute what has not come."""
-        self._end_fetch(request_id)
-        self._handover.fail(request_id)
-        self._note("fail", request_id)
-
-    def _end_fetch(self, request_id: str) -> None:
-        pull = self._fetches.pop(request_id, None)
-        assert pull is None or pull.done(), "a copy writes to the blocks"
 
     # --- both -----------------------------------------------------------------------------------------
 

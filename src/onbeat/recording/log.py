@@ -23,8 +23,8 @@ not.
    (`UpdateCall.drafted`, `UpdateCall.available`, `UpdateCall.undelivered`)
 4  ``add`` of a request that is resumed with tokens from elsewhere (`AddCall.num_resumed_tokens`)
 5  ``handover``: what takes KV, and requests with theirs, to other replicas and from them; ``add`` of one that
-   came so (`AddCall.adoption`), of one whose KV comes from elsewhere or stays for others
-   (`AddCall.num_external_tokens`, `AddCall.keeps_kv`)
+   came so (`AddCall.adoption`, `AddCall.num_external_tokens`). Files by an older onbeat could have it of KV
+   that came after the admission, or was kept beyond the end; they are refused
 == ==================================================================================================
 """
 
@@ -44,10 +44,8 @@ SCHEMA_VERSION = 5
 READABLE_VERSIONS = (1, 2, 3, 4, 5)
 TRAILER = "end"
 
-HandoverVerb = Literal[
-    "hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free", "fetch", "receive", "fail"
-]
-"""`left` is the answer to `detach`, `fetch` that of a request whose KV is to be written into its blocks."""
+HandoverVerb = Literal["hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free"]
+"""`left` is the answer to `detach`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +114,6 @@ class AddCall:
     """When the first of them was delivered, seconds."""
     num_external_tokens: int = 0
     """Leading tokens whose KV came from another replica."""
-    keeps_kv: bool = False
     adoption: RecordedAdoption | None = None
     """None of a request that was added."""
 

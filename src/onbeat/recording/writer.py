@@ -346,11 +346,9 @@ def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
 
 
 def _put_kv(call: dict[str, Any], request: Request, adoption: RecordedAdoption | None) -> None:
-    """Put in what comes from other replicas, or stays for them."""
+    """Put in what comes from another replica."""
     if request.num_external_tokens:
         call["num_external_tokens"] = request.num_external_tokens
-    if request.keeps_kv:
-        call["keeps_kv"] = True
     if adoption is not None:
         call["adoption"] = _adoption_list(adoption)
 

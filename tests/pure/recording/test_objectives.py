@@ -232,6 +232,20 @@ class TestVersions:
         write_lines(path, lines)
         assert Replay(Recording(path)).run().is_identical
 
+    @pytest.mark.parametrize(
+        "changes", [{"num_external_tokens": 7}, {"keeps_kv": True}, {"call": "handover", "verb": "fetch"}]
+    )
+    def test_kv_that_came_after_the_admission_is_not_replayed(self, path: Path, changes: dict) -> None:
+        """Older records could have it."""
+        run = start_run(path, make_config())
+        run.add(make_request("a", run.now))
+        run.finish()
+        lines = lines_of(path)
+        next(line for line in lines if line.get("call") == "add").update(changes)
+        write_lines(path, lines)
+        with pytest.raises(ConfigError, match=r"line 2: .* after its request was admitted.*with onbeat \d"):
+            Recording(path)
+
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)

@@ -82,9 +82,8 @@ class MovingMachine(RuleBasedStateMachine):
         max_tokens=st.integers(1, 60),
         shared=st.booleans(),
         slo=st.sampled_from([None, SLO(ttft=20.0, tbt=2.0), SLO(e2e=60.0)]),
-        keeps=st.booleans(),
     )
-    def arrive(self, where, num_prompt, max_tokens, shared, slo, keeps):
+    def arrive(self, where, num_prompt, max_tokens, shared, slo):
         request_id = f"r{len(self.requests)}"
         replica = self.replicas[where]
         request = make_request(
@@ -94,7 +93,6 @@ class MovingMachine(RuleBasedStateMachine):
             arrival=replica.now,
             salt="shared" if shared else request_id,
             slo=slo,
-            keeps_kv=keeps and not replica.holds_batches,
         )
         replica.add(request)
         self.requests[request_id] = request

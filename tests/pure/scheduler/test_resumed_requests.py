@@ -98,15 +98,10 @@ def test_a_stream_that_does_not_fit_here_is_named():
         driver.add(make_request("r", 200, 80, **sent_tokens("r", 200, 56)))
 
 
-def test_kv_may_come_for_tokens_that_were_sent():
+def test_a_request_that_comes_with_kv_is_not_added():
     driver = Driver(make_config())
-    driver.add(make_request("r", 40, 20, num_external_tokens=49, **sent_tokens("r", 40, 10)))
-    assert driver.scheduler.schedule(1.0) is None
-    driver.scheduler.receive_kv("r")
-    driver.step()
-    assert driver.log[0].rows[0].num_computed_tokens == 49
-    with pytest.raises(InvalidRequest, match="50 of 50 tokens"):
-        driver.add(make_request("s", 40, 20, num_external_tokens=50, **sent_tokens("s", 40, 10)))
+    with pytest.raises(InvalidRequest, match="49 tokens of the request have their KV elsewhere"):
+        driver.add(make_request("r", 40, 20, num_external_tokens=49, **sent_tokens("r", 40, 10)))
 
 
 def resumed(name: str, num_sent: int, *, max_tokens: int = 40, **changes):

@@ -7,17 +7,13 @@ from onbeat.core.request import Request
 from onbeat.scheduler.config import SchedulerConfig
 
 
-def check_request(request: Request, config: SchedulerConfig, *, holds_finished: bool) -> None:
+def check_request(request: Request, config: SchedulerConfig) -> None:
     """Refuse a request that could never run here.
-
-    Parameters
-    ----------
-    holds_finished : whether the policy keeps finished requests until their batch ends.
 
     Raises
     ------
-    InvalidRequest : the prompt is empty, no token of the answer is left to generate, or its KV can neither
-        come nor stay as the request asks.
+    InvalidRequest : the prompt is empty, no token of the answer is left to generate, or more KV comes with it
+        than it can have.
     PromptTooLong : the prompt, with what was generated of its answer, does not fit the context.
     """
     num_prompt_tokens = len(request.prompt_token_ids)
@@ -36,11 +32,6 @@ def check_request(request: Request, config: SchedulerConfig, *, holds_finished: 
             f"num_external_tokens is {request.num_external_tokens} of {num_tokens} tokens; at least the last "
             "one is computed here",
             param="num_external_tokens",
-        )
-    if request.keeps_kv and holds_finished:
-        raise InvalidRequest(
-            f"policy {config.policy!r} holds whole batches, so none can keep its KV; use another",
-            param="keeps_kv",
         )
 
 

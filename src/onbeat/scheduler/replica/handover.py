@@ -3,7 +3,6 @@
 What blocks belong to, beside the requests of `RequestTable`:
 
 - a *hold*: blocks that others copy, one more reference to each;
-- a *pin*: blocks that a transfer writes to, one more reference to each;
 - a *reservation*: blocks, and a slot of the batch, for a request that is to come;
 - a *detached* request: its blocks, and its slot, until it is freed or put back.
 
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.core.handover import DetachAnswer, Detached, HeldKV, KVFetch
+from onbeat.core.handover import DetachAnswer, Detached, HeldKV
 from onbeat.core.request import Request
 from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
@@ -70,7 +69,6 @@ class Handovers:
         self._accept = accept
         self._release_batch = release_batch
         self._holds: dict[str, _Hold] = {}
-        self._pins: dict[str, tuple[int, ...]] = {}
         self._reservations: dict[str, _Reservation] = {}
         self._leaving: dict[str, RequestState] = {}
         """Requests that are to leave the batch once no step in flight has them."""
@@ -83,8 +81,8 @@ class Handovers:
         return len(self._reservations) + len(self._detached)
 
     def knows(self, request_id: str) -> bool:
-        """Whether the id belongs to a detached request, or to one whose blocks a transfer writes to."""
-        return request_id in self._detached or request_id in self._pins
+        """Whether the id belongs to a detached request."""
+        return request_id in self._detached
 
     # --- the source: KV that others copy --------------------------------------------------------------
 
@@ -92,8 +90,7 @@ class Handovers:
         """Keep KV of a request for others to copy: full blocks, which no step will write to.
 
         The request may run on, end, or be preempted. Called again, it holds the blocks that are full by now,
-        and the lease lasts until its new end. Of a request that has ended with `Request.keeps_kv` all is
-        held.
+        and the lease lasts until its new end.
 
         Parameters
         ----------
@@ -116,12 +113,6 @@ class Handovers:
         hold.lease_end = lease_end
         return HeldKV(request_id=request_id, block_ids=tuple(hold.block_ids), num_tokens=hold.num_tokens)
 
-    def keep(self, state: RequestState) -> None:
-        """Hold all KV of a request that ends now, until it is released."""
-        hold = self._holds.setdefault(state.request_id, _Hold())
-        hold.lease_end = inf
-        self._extend(hold, state.block_ids, state.num_tokens - 1)
-
     def release_hold(self, request_id: str) -> None:
         """Give up the KV that is held of a request; an id without any is ignored."""
         hold = self._holds.pop(request_id, None)
@@ -141,7 +132,7 @@ class Handovers:
         of it: it may end, or be preempted, with these very steps.
         """
         state = self._table.states.get(request_id)
-        if state is None or state.status is not RequestStatus.RUNNING or state.num_external_tokens:
+        if state is None or state.status is not RequestStatus.RUNNING:
             self._answers.append(DetachAnswer(request_id, None))
             return
         self._leaving[request_id] = state
@@ -263,46 +254,10 @@ class Handovers:
         state.num_cached_tokens = detached.num_cached_tokens
         self._table.rank(state)
         del self._reservations[handover_id]
-        self._kv.adopt(state, reservation.block_ids, state.receive_kv())
+        self._kv.adopt(state, reservation.block_ids, num_external_tokens)
         self._table.put_in(state, self._next_step_id)
         if self._policy.slo is not None:
             self._policy.slo.tracker.on_adopt(state)
-
-    # --- the destination: KV that comes after the admission -------------------------------------------
-
-    def take_fetches(self) -> list[KVFetch]:
-        """Return the requests admitted since the last call whose KV is to be written into their blocks now.
-
-        The blocks stay in use until `receive` or `fail`, whatever becomes of the request meanwhile. Steps in
-        flight may still write to them, as `reserve` says.
-        """
-        fetches = []
-        for fetch in self._table.take_kv_fetches():
-            request_id = fetch.request.request_id
-            state = self._table.states.get(request_id)
-            if state is None or tuple(state.block_ids) != fetch.block_ids:  # preempted or aborted by now
-                self._table.give_up_kv(request_id)
-                continue
-            self._kv.pool.hold(fetch.block_ids)
-            self._pins[request_id] = fetch.block_ids
-            num_cached_blocks = state.num_computed_tokens // self._kv.block_size
-            fetches.append(
-                KVFetch(request=fetch.request, block_ids=fetch.block_ids, num_cached_blocks=num_cached_blocks)
-            )
-        return fetches
-
-    def receive(self, request_id: str) -> None:
-        """Let a request run whose external tokens are in its blocks; see `Scheduler.receive_kv`."""
-        self._table.receive_kv(request_id)
-        self._unpin(request_id)
-
-    def fail(self, request_id: str) -> None:
-        """Let a request whose external tokens cannot be had compute them; without effect on any other."""
-        self._table.give_up_kv(request_id)
-        self._unpin(request_id)
-
-    def _unpin(self, request_id: str) -> None:
-        self._kv.pool.release(self._pins.pop(request_id, ()))
 
     # --- accounts -------------------------------------------------------------------------------------
 
@@ -320,8 +275,6 @@ class Handovers:
         """Yield a block for each reference that is kept here."""
         for hold in self._holds.values():
             yield from hold.block_ids
-        for pinned_ids in self._pins.values():
-            yield from pinned_ids
         for reservation in self._reservations.values():
             yield from reservation.block_ids
         for state in self._detached.values():

@@ -31,7 +31,7 @@ class Relegation:
     def commit(self, plan: StepPlan) -> None:
         """Serve the late requests of a plan as best effort from now on, or not at all; end overdue ones."""
         if plan.late:
-            begun = {id(admission.state) for admission in (*plan.admissions, *plan.kv_fetches)}
+            begun = {id(admission.state) for admission in plan.admissions}
             for state in plan.late:
                 self._relegate(state, plan, waits_on=id(state) not in begun)
         for state in plan.overdue:

@@ -73,7 +73,6 @@ class RequestState:
         "num_allocated_tokens",
         "num_cached_tokens",
         "num_computed_tokens",
-        "num_external_tokens",
         "num_hit_tokens",
         "num_in_flight_drafts",
         "num_in_flight_tokens",
@@ -106,8 +105,6 @@ class RequestState:
         """Known tokens: prompt and delivered output."""
         self.num_computed_tokens = 0
         """Tokens whose KV is in the cache once every planned step has run."""
-        self.num_external_tokens = request.num_external_tokens
-        """Of its tokens, those whose KV is still to come from elsewhere."""
         self.num_in_flight_tokens = 0
         """Tokens that planned steps will sample but that are not known yet; with drafts, the most of them."""
         self.num_in_flight_drafts = 0
@@ -126,8 +123,8 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_preemptions = 0
         self.is_in_flight = False
-        """Whether no step may take it: a micro-batch that has not come back (kept with pipeline stages only)
-        or a transfer of its KV holds it, or it is to leave the batch."""
+        """Whether no step may take it: a micro-batch that has not come back has it (kept with pipeline stages
+        only), or it is to leave the batch."""
         self.slo = slo
         """Its deadlines, and whether they were kept."""
         self.num_hit_tokens = 0
@@ -188,11 +185,6 @@ class RequestState:
     def restart(self, num_computed: int) -> None:
         """Count the tokens as computed whose KV it was given, and no others."""
         self.num_computed_tokens = num_computed
-
-    def receive_kv(self) -> int:
-        """Count its external tokens as fetched, or as not to be had; return how many there were."""
-        num_external_tokens, self.num_external_tokens = self.num_external_tokens, 0
-        return num_external_tokens
 
     def pad(self) -> None:
         """Repeat the last known token from now on, whatever a step in flight has planned beyond it."""

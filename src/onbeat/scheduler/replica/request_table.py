@@ -39,9 +39,8 @@ class RequestTable:
         self.max_num_seqs = config.max_num_seqs
         self._tracker = tracker
         self._released_ids: list[str] = []
-        self._kv_fetches: list[AdmittedRequest] = []
         self._unannounced: dict[str, AdmittedRequest] = {}
-        """Admitted requests that no step has told the model runner of: their KV is on its way."""
+        """Requests that have joined with their KV, and that no step has told the model runner of."""
 
     # --- moves ----------------------------------------------------------------------------------------
 
@@ -53,13 +52,12 @@ class RequestTable:
 
     def make_room(self, plan: StepPlan) -> None:
         """Take what a plan admits out of the waiting queue, and what it preempts out of the running list."""
-        admissions = (*plan.admissions, *plan.kv_fetches)
-        for admission in admissions:
+        for admission in plan.admissions:
             self.waiting.remove(admission.state)
         for state in plan.preempted:
             self._preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
-        for admission in admissions:
+        for admission in plan.admissions:
             self.kv.pool.hold(admission.cached_block_ids)
 
     def admit(self, admission: PlannedAdmission, now: float, step_id: int) -> AdmittedRequest:
@@ -70,13 +68,6 @@ class RequestTable:
         self._count_admission(state, now, step_id)
         self.running.insert_sorted(state)
         return AdmittedRequest(state.request, tuple(state.output_token_ids), tuple(state.block_ids))
-
-    def fetch_kv(self, admission: PlannedAdmission, now: float, step_id: int) -> None:
-        """Admit a request whose KV has yet to come: it holds blocks, but no step runs it."""
-        admitted = self.admit(admission, now, step_id)
-        self.mark_in_flight([admission.state], is_in_flight=True)
-        self._kv_fetches.append(admitted)
-        self._unannounced[admission.state.request_id] = admitted
 
     def pad(self, state: RequestState) -> None:
         """Let a request that has all its tokens stay in the batch as a padding row, until it is dropped."""
@@ -134,31 +125,6 @@ class RequestTable:
         """Return the requests that the model runner is to drop with the next step."""
         released_ids, self._released_ids = tuple(self._released_ids), []
         return released_ids
-
-    def take_kv_fetches(self) -> list[AdmittedRequest]:
-        """Return the requests that fetch their KV since the last call."""
-        fetches, self._kv_fetches = self._kv_fetches, []
-        return fetches
-
-    def receive_kv(self, request_id: str) -> None:
-        """Let a request run whose external tokens are in its blocks; see `Scheduler.receive_kv`."""
-        state = self.states.get(request_id)
-        if state is None or not state.num_external_tokens:
-            return
-        self.mark_in_flight([state], is_in_flight=False)
-        num_external_tokens = state.receive_kv()
-        if state.status is RequestStatus.RUNNING:
-            state.restart(num_external_tokens)
-
-    def give_up_kv(self, request_id: str) -> None:
-        """Let a request compute its external tokens; see `Scheduler.kv_failed`."""
-        state = self.states.get(request_id)
-        if state is None or not state.num_external_tokens:
-            return
-        self.mark_in_flight([state], is_in_flight=False)
-        state.receive_kv()
-        if state.status is RequestStatus.RUNNING:
-            self._to_queue(state)
 
     def check_invariants(self, kept_block_ids: Iterable[int] = (), *, num_slots_kept: int = 0) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment.

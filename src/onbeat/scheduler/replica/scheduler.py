@@ -9,7 +9,6 @@ from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import (
-    AdmittedRequest,
     BatchShape,
     ModelRunnerOutput,
     ScheduledRequest,
@@ -135,7 +134,8 @@ class Scheduler:
 
         Raises
         ------
-        InvalidRequest : the id is in use, the prompt is empty, or it is resumed with its whole answer.
+        InvalidRequest : the id is in use, the prompt is empty, it is resumed with its whole answer, or it
+            comes with KV.
         PromptTooLong : the request can never fit the context or the KV cache.
         Overloaded : as many requests or tokens wait as may (`max_num_queued_reqs`, `max_num_queued_tokens`),
             or it would have to wait for too long (`max_queue_seconds`).
@@ -143,6 +143,12 @@ class Scheduler:
         """
         self._num_taken += 1
         self._check(request)
+        if request.num_external_tokens:
+            raise InvalidRequest(
+                f"{request.num_external_tokens} tokens of the request have their KV elsewhere; it is to be "
+                "adopted with them, or sent without",
+                param="num_external_tokens",
+            )
         if not request.resumed_token_ids:
             check_queue(
                 request,
@@ -211,7 +217,7 @@ class Scheduler:
         start = max(now, self._busy_until) if self._in_flight else now
         self._last_plan = start
         plan = self._compose(start, repeats=repeats)
-        if plan.is_empty and not (plan.preempted or plan.kv_fetches or plan.late or plan.overdue):
+        if plan.is_empty and not (plan.preempted or plan.late or plan.overdue):
             return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
         may_repeat = plan.is_repeatable and not (plan.admissions or plan.preempted)
@@ -300,27 +306,6 @@ class Scheduler:
         self._settle(scheduled.shape, now, goes_on=goes_on)
         return outputs
 
-    # --- hand-over of KV ------------------------------------------------------------------------------
-
-    def take_kv_fetches(self) -> list[AdmittedRequest]:
-        """Return the requests admitted since the last call whose KV is to be fetched into their blocks now.
-
-        Each of them waits for its `receive_kv`. It can be preempted or aborted meanwhile: who writes to
-        blocks asks for `handover.take_fetches`, which keeps them in use.
-        """
-        return self._table.take_kv_fetches()
-
-    def receive_kv(self, request_id: str) -> None:
-        """Let a request run whose external tokens are in its blocks.
-
-        Without effect on one that has ended. One that was preempted meanwhile computes all its tokens itself.
-        """
-        self.handover.receive(request_id)
-
-    def release_kv(self, request_id: str) -> None:
-        """Give up the KV that is held of a request; an id without any is ignored."""
-        self.handover.release_hold(request_id)
-
     def check_invariants(self) -> None:
         """Raise AssertionError unless queues and blocks agree. Cheap enough for every idle moment."""
         self.handover.check_invariants()
@@ -359,13 +344,11 @@ class Scheduler:
         self._relegation.commit(plan)
         self._table.make_room(plan)
         if plan.is_empty:
-            self._fetch_kv(plan, now)
             return None
         step_id = self._num_steps
         self._num_steps += 1
         shape = BatchShape()
         rows, states, admitted = commit_rows(plan, self._table, shape, now=now, step_id=step_id)
-        self._fetch_kv(plan, now)
         released_ids = self._table.take_released_ids()
         self._in_flight.append(StepInFlight(step_id, states, tuple(rows), now))
         if self.config.num_micro_batches > 1:
@@ -387,10 +370,6 @@ class Scheduler:
             plan.expected_tokens,
             plan.repeat_limit,
         )
-
-    def _fetch_kv(self, plan: StepPlan, now: float) -> None:
-        for admission in plan.kv_fetches:
-            self._table.fetch_kv(admission, now, self._num_steps)
 
     def _settle(self, shape: BatchShape, now: float, *, goes_on: bool) -> None:
         """Let go of who may leave after a step, unless it is under way once more, with a token more a row."""
@@ -432,7 +411,7 @@ class Scheduler:
         request_id = request.request_id
         if request_id in self._states or self.handover.knows(request_id):
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
-        check_request(request, self.config, holds_finished=self._policy.release.holds_finished)
+        check_request(request, self.config)
 
     def _new_state(self, request: Request, now: float) -> RequestState:
         """Return a new request with its place in the order and its deadlines."""
@@ -512,8 +491,6 @@ class Scheduler:
         if self._policy.release.holds_finished and state.status is RequestStatus.RUNNING:
             self._table.pad(state)
         else:
-            if state.request.keeps_kv:
-                self.handover.keep(state)
             self._table.drop(state)
 
     def _release_batch(self) -> None:

@@ -44,7 +44,6 @@ class StepPlan:
         "decodes",
         "expected_tokens",
         "is_repeatable",
-        "kv_fetches",
         "late",
         "max_num_seqs",
         "model",
@@ -118,8 +117,6 @@ class StepPlan:
         self.chunks: list[tuple[RequestState, int]] = []
         """(running request, new tokens); their rows come after the decodes."""
         self.admissions: list[PlannedAdmission] = []
-        self.kv_fetches: list[PlannedAdmission] = []
-        """Admissions without a row: their KV has to come first."""
         self.num_tokens_left = config.max_num_batched_tokens
         self.num_blocks_left = kv.pool.num_free_blocks
         self.ran_out_of_blocks = False
@@ -140,7 +137,7 @@ class StepPlan:
     @property
     def num_slots_left(self) -> int:
         """Waiting requests that may still join the batch in this step, tokens and blocks aside."""
-        num_running = self.num_kept - len(self.victims) + self._num_admitted
+        num_running = self.num_kept - len(self.victims) + len(self.admissions)
         return min(self.max_num_seqs - num_running, self.num_rows_left)
 
     def num_blocks_missing(self, state: RequestState) -> int:
@@ -168,11 +165,6 @@ class StepPlan:
     @property
     def block_size(self) -> int:
         return self._kv.block_size
-
-    @property
-    def _num_admitted(self) -> int:
-        """Requests that leave the waiting queue."""
-        return len(self.admissions) + len(self.kv_fetches)
 
     @property
     def preempted(self) -> list[RequestState]:
@@ -224,7 +216,7 @@ class StepPlan:
         if self.ran_out_of_blocks:
             return
         while self._has_room():
-            state = self.waiting.peek(self._num_admitted)
+            state = self.waiting.peek(len(self.admissions))
             # A preempted request may still be in a step in flight; its turn comes when that is back.
             if state is None or state.num_in_flight_tokens or state.is_in_flight:
                 break
@@ -236,13 +228,9 @@ class StepPlan:
     def _admit(self, state: RequestState, chunking: Chunking, reservation: Reservation) -> bool:
         """Plan to take a waiting request into the batch; False where it does not fit."""
         cached_block_ids = self._kv.match(state)
-        num_new = 0
-        if not state.num_external_tokens:
-            num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
-            num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
-            if num_new == 0:
-                return False
-        return self.admit(state, cached_block_ids, num_new, reservation)
+        num_wanted = state.num_tokens - len(cached_block_ids) * self._kv.block_size
+        num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
+        return num_new > 0 and self.admit(state, cached_block_ids, num_new, reservation)
 
     def admit(
         self, state: RequestState, cached_block_ids: list[int], num_new: int, reservation: Reservation
@@ -252,8 +240,7 @@ class StepPlan:
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         if num_needed + self._num_spare_blocks(reservation) > self.num_blocks_left:
             return False
-        planned = self.kv_fetches if state.num_external_tokens else self.admissions
-        planned.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
+        self.admissions.append(PlannedAdmission(state, cached_block_ids, num_reserved, num_new))
         self.num_blocks_left -= num_needed
         self.num_tokens_left -= num_new
         return True
@@ -309,7 +296,7 @@ class StepPlan:
     def _has_room(self) -> bool:
         """Whether one more request may join this step, blocks aside."""
         return (
-            self.num_kept + self._num_admitted < self.max_num_seqs
+            self.num_kept + len(self.admissions) < self.max_num_seqs
             and len(self.decodes) + len(self.chunks) + len(self.admissions) < self._max_rows
             and self.num_tokens_left > 0
         )
@@ -345,7 +332,7 @@ class StepPlan:
 
     def _num_spare_blocks(self, reservation: Reservation) -> int:
         """Return the watermark; an empty batch waives it, or a large request could never start."""
-        if self.num_kept == 0 and not self._num_admitted:
+        if self.num_kept == 0 and not self.admissions:
             return 0
         return reservation.num_spare_blocks(self._config.num_blocks)
 

@@ -165,7 +165,7 @@ class _Step:
             return False
         cached_block_ids = plan.match(state)
         num_cached = len(cached_block_ids) * plan.block_size
-        num_new = 0 if state.num_external_tokens else state.num_tokens - num_cached
+        num_new = state.num_tokens - num_cached
         if num_new > plan.num_tokens_left:
             return False
         return plan.admit(state, cached_block_ids, num_new, self._reservation)
@@ -200,8 +200,7 @@ class _Step:
     @property
     def _counts_on_cache(self) -> bool:
         """Whether the plan admits someone with cached blocks, which a victim might be about to free."""
-        admissions = (*self._plan.admissions, *self._plan.kv_fetches)
-        return any(admission.cached_block_ids for admission in admissions)
+        return any(admission.cached_block_ids for admission in self._plan.admissions)
 
 
 def _chunk_seconds(model: StepTimeModel, num_tokens: int) -> float:

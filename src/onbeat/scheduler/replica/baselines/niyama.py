@@ -162,7 +162,7 @@ class _Filler:
             return False
         cached_block_ids = plan.match(state)
         num_cached = len(cached_block_ids) * plan.block_size
-        num_new = 0 if state.num_external_tokens else min(state.num_tokens - num_cached, self._num_left)
+        num_new = min(state.num_tokens - num_cached, self._num_left)
         if not plan.admit(state, cached_block_ids, num_new, self._reservation):
             return False
         self._num_left -= num_new

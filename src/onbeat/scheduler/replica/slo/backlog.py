@@ -88,7 +88,7 @@ class Backlog:
         """Learn from a plan that is carried out; the queue still holds those that it admits."""
         begun = begun_best_effort = 0.0
         num_best_effort = plan.waiting.best_effort.num_requests
-        for admission in (*plan.admissions, *plan.kv_fetches):
+        for admission in plan.admissions:
             seconds = self._work.of_sums(*admission.state.queued_work)
             begun += seconds
             if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
@@ -100,7 +100,7 @@ class Backlog:
             self._all.count(seconds, begun)
         if self._some_best_effort_waits:
             self._best_effort.count(seconds, begun_best_effort)
-        self._some_wait = len(plan.waiting) > len(plan.admissions) + len(plan.kv_fetches)
+        self._some_wait = len(plan.waiting) > len(plan.admissions)
         self._some_best_effort_waits = num_best_effort > 0
 
     def wait(self, waiting: WaitingQueue) -> float:

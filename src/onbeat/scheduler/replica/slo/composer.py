@@ -349,7 +349,7 @@ class _Step:
         overdue = backlog.overdue(left_over, plan.now)
         if not overdue:
             return []
-        begun = {id(admission.state) for admission in (*plan.admissions, *plan.kv_fetches)}
+        begun = {id(admission.state) for admission in plan.admissions}
         return [state for state in overdue if id(state) not in begun]
 
     def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:

@@ -85,17 +85,14 @@ class StepFiller:
         num_cached = len(cached_block_ids) * plan.block_size
         plan.num_hit_tokens[state.request_id] = num_cached
         num_wanted = state.num_tokens - num_cached
-        num_new = 0
-        if not state.num_external_tokens:
-            num_new = self._chunk(num_cached, num_wanted)
-            if num_new == 0:
-                return False
+        num_new = self._chunk(num_cached, num_wanted)
+        if num_new == 0:
+            return False
         if not plan.admit(state, cached_block_ids, num_new, self._reservation):
             self._is_blocked = True
             return True
-        if num_new:
-            self._count(state, num_cached, num_new)
-        return num_new in (0, num_wanted)
+        self._count(state, num_cached, num_new)
+        return num_new == num_wanted
 
     def _chunk(self, num_cached: int, num_wanted: int) -> int:
         """Return how much of a prompt fits."""
