@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.cluster.config import FleetOptions
-from onbeat.cluster.kinds import ReplicaKind, engine_of, parse_kind
+from onbeat.cluster.kinds import ReplicaGroup, engine_of, parse_kind
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
@@ -20,7 +20,7 @@ KINDS = ("device=h100-sxm,replicas=1", "device=l4,tp=2,replicas=2")
 
 def test_kinds_are_read_as_they_are_written() -> None:
     kinds = tuple(map(parse_kind, KINDS))
-    assert kinds[1] == ReplicaKind(device="l4", tensor_parallel_size=2, replicas=2)
+    assert kinds[1] == ReplicaGroup(device="l4", tensor_parallel_size=2, replicas=2)
     assert parse_kind(str(kinds[0])) == kinds[0]
     assert FleetOptions(replicas=3, kinds=kinds).replicas == 3
     with pytest.raises(ConfigError, match="make up 3 replicas, but --replicas is 2"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from onbeat.cluster.kinds import ReplicaKind, check_kinds, parse_kind
+from onbeat.cluster.kinds import ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
 from onbeat.core.options import check, option
@@ -82,7 +82,7 @@ class FleetOptions:
         metavar="SECONDS",
         help="a replica that gets no place, or says nothing, for so long while it starts is given up",
     )
-    kinds: tuple[ReplicaKind, ...] = _option(
+    kinds: tuple[ReplicaGroup, ...] = _option(
         (),
         parse=parse_kind,
         metavar="device=ID,tp=N,replicas=N",

@@ -13,8 +13,8 @@ _EXAMPLE = "device=l4,tp=2,replicas=3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaKind:
-    """Equal replicas of a fleet."""
+class ReplicaGroup:
+    """Equal replicas of a fleet: what they stand in for, and how many they are."""
 
     device: str
     tensor_parallel_size: int
@@ -24,7 +24,7 @@ class ReplicaKind:
         return f"device={self.device},tp={self.tensor_parallel_size},replicas={self.replicas}"
 
 
-def parse_kind(text: str) -> ReplicaKind:
+def parse_kind(text: str) -> ReplicaGroup:
     """Return the kind that a text such as `device=l4,tp=2,replicas=3` names.
 
     Raises
@@ -38,10 +38,10 @@ def parse_kind(text: str) -> ReplicaKind:
     if not (is_known and values.get("device") and all(n.isdecimal() and int(n) > 0 for n in numbers)):
         raise ConfigError(f"{text!r} is no kind of replica; write it as {_EXAMPLE}")
     tensor_parallel_size, replicas = map(int, numbers)
-    return ReplicaKind(device=values["device"], tensor_parallel_size=tensor_parallel_size, replicas=replicas)
+    return ReplicaGroup(device=values["device"], tensor_parallel_size=tensor_parallel_size, replicas=replicas)
 
 
-def check_kinds(kinds: Sequence[ReplicaKind], num_replicas: int) -> None:
+def check_kinds(kinds: Sequence[ReplicaGroup], num_replicas: int) -> None:
     """Refuse kinds that do not make up the fleet.
 
     Raises
@@ -53,7 +53,7 @@ def check_kinds(kinds: Sequence[ReplicaKind], num_replicas: int) -> None:
         raise ConfigError(f"--kinds make up {total} replicas, but --replicas is {num_replicas}; give {total}")
 
 
-def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaKind]) -> EngineConfig:
+def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaGroup]) -> EngineConfig:
     """Return the configuration of one replica: `r0` is of the first kind; added ones are like the last.
 
     Raises
