@@ -289,7 +289,7 @@ def _sleeps_for_ever(_on_progress):
 
 async def test_a_replica_that_never_gets_ready_is_given_up() -> None:
     client = fleet_of(1, make_build=lambda _replica, _life: _sleeps_for_ever)
-    client.controller._start_timeout = 3.0
+    client.controller.processes.start_timeout = 3.0
     with pytest.raises(EngineDead, match="r0 has not got ready and has said nothing for 3 s"):
         await client.start()
     assert not client.controller.lives

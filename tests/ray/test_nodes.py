@@ -50,7 +50,7 @@ def _sleep_for_ever(_on_progress):
 @pytest.mark.slow  # an actor and a process
 async def test_a_replica_that_never_gets_ready_is_given_up(on_ray) -> None:
     client = fleet_of(1, make_build=lambda _replica, _life: _sleep_for_ever)
-    client.controller._start_timeout = 4.0
+    client.controller.processes.start_timeout = 4.0
     with pytest.raises(EngineDead, match="r0 has not got ready and has said nothing for 4 s"):
         await client.start()
 

@@ -9,10 +9,11 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from types import TracebackType
 
 from onbeat.cluster.config import TRANSPORTS
-from onbeat.cluster.controller import START_TIMEOUT_SECONDS, FleetController, MakeBuild
+from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
 from onbeat.cluster.open_request import OpenRequest, Origin, OutOfPlace
+from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.refusals import LOSSES, refusal
 from onbeat.cluster.routing_request import UNIT_COSTS, routing_request
 from onbeat.core.errors import (
@@ -166,7 +167,7 @@ class FleetClient:
     async def _wait_until_ready(self, num_replicas: int) -> None:
         while self._fleet.status().count(ReplicaState.READY) < num_replicas:
             self.controller.changed.clear()
-            self.controller.raise_start_error()
+            self.controller.processes.raise_start_error()
             await self.controller.changed.wait()
 
     async def _check_costs(self) -> None:
@@ -222,7 +223,7 @@ class FleetClient:
     def seconds_to_ready(self) -> float | None:
         if not self._fleet.status().count(ReplicaState.STARTING):
             return None
-        return self.controller.seconds_to_ready
+        return self.controller.processes.seconds_to_ready
 
     def replicas(self) -> Sequence[ReplicaView]:
         now = time.monotonic()

@@ -10,21 +10,20 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
 from onbeat.cluster.config import TRANSPORTS
-from onbeat.cluster.launcher import Launcher, ReplicaSpec
-from onbeat.cluster.life import SILENT_SECONDS, STEP_LIMITS, SUSPENDED_SECONDS, Life
+from onbeat.cluster.launcher import Launcher
+from onbeat.cluster.life import Life
 from onbeat.cluster.listener import Listener
 from onbeat.cluster.live_moves import LiveMoves
 from onbeat.cluster.open_request import OpenRequest
+from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.rolling_restart import restart_all
 from onbeat.cluster.wire import Wire
-from onbeat.core.errors import ConfigError, EngineDead, OnbeatError
+from onbeat.core.errors import ConfigError, EngineDead
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
-from onbeat.core.hang import find_hang
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.engine.messages import (
     AbortRequests,
@@ -37,12 +36,10 @@ from onbeat.engine.messages import (
     OpenKV,
     Progress,
     Ready,
-    Shutdown,
     StartFailed,
     Stepped,
     ToEngine,
 )
-from onbeat.engine.process import BuildEngine, EngineLink
 from onbeat.engine.rejection import Rejected
 from onbeat.scheduler.cluster.events import (
     DrainAsked,
@@ -68,24 +65,12 @@ logger = logging.getLogger("onbeat.cluster")
 
 LOOK_SECONDS = 0.1
 """How often the replicas are looked at, and what is due is done."""
-LAST_WORDS_SECONDS = 0.5
-"""How long the last message of a process that ended before it was ready may still be on its way."""
-STOP_SECONDS = 5.0
-"""How long a process that is told to end may take before it is killed."""
-FIRST_START_SECONDS = 5.0
-"""What a start is expected to take before there was one."""
 GROUP_SIGNAL_SECONDS = 0.5
 """Who ends a service signals all of its processes: so long the server's own may still be on its way."""
 
-START_TIMEOUT_SECONDS = 600.0
-"""A replica that is not placed, or says nothing, for so long while it starts is given up."""
-
-MakeBuild = Callable[[ReplicaId, int], BuildEngine]
-"""From a replica and the number of lives that it had to what makes its engine, in its process."""
-
 
 class FleetController:
-    """Holds the lives of all replicas.
+    """Stands between what decides about a fleet and the processes that hold its replicas.
 
     Parameters
     ----------
@@ -100,6 +85,7 @@ class FleetController:
 
     Attributes
     ----------
+    processes : hold the replicas.
     lives : the present life of each replica that has one, the ready and the starting.
     is_open : whether all have been ready once; before, a start that fails ends that of all.
     is_ending : whether the server itself is about to end: then replicas that are told to do not leave before.
@@ -118,12 +104,11 @@ class FleetController:
         kv_transports: Sequence[str] = TRANSPORTS["auto"],
     ) -> None:
         self.fleet = fleet
-        self._start_timeout = start_timeout
-        self.lives: dict[ReplicaId, Life] = {}
+        self.processes = Processes(launcher, make_build, on_lost=self._lose, start_timeout=start_timeout)
+        self.lives = self.processes.lives
         self.is_open = False
         self.is_ending = False
         self._launcher = launcher
-        self._make_build = make_build
         self._requests = requests
         self._listener = listener
         self._on_progress = on_progress
@@ -136,17 +121,11 @@ class FleetController:
             on_stayed=listener.on_stayed,
             on_copied=listener.on_copied,
         )
-        self._by_name: dict[bytes, Life] = {}
-        self._num_lives: dict[ReplicaId, int] = {}
-        self._starts: dict[ReplicaId, asyncio.Task[None]] = {}
-        self._ends: dict[ReplicaId, asyncio.Task[None]] = {}
         self._events: deque[FleetEvent] = deque()
         self._is_telling = False
         self._open_wire: Wire | None = None
         self._look: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
-        self._start_seconds = FIRST_START_SECONDS
-        self._first_error: OnbeatError | None = None
         self.changed = asyncio.Event()
         """Set whenever a replica got ready or was lost."""
 
@@ -164,37 +143,24 @@ class FleetController:
         endpoint = await self._launcher.open(folder)
         self._wire = self._open_wire = Wire(
             endpoint,
-            knows=self._by_name.__contains__,
+            knows=self.processes.by_name.__contains__,
             on_message=self._hear,
-            on_junk=lambda name, why: self._lose(self._by_name[name], why),
+            on_junk=lambda name, why: self._lose(self.processes.by_name[name], why),
         )
-        self._launcher.watch(self._on_process_end)
+        self.processes.open(self._wire)
         self._look = asyncio.create_task(self._look_after(), name="onbeat-fleet")
 
     async def close(self) -> None:
         """End all replicas."""
-        for task in (self._look, self._round, *self._starts.values()):
+        for task in (self._look, self._round):
             if task is not None:
                 task.cancel()
                 with suppress(asyncio.CancelledError):
                     await task
-        for life in list(self.lives.values()):
-            self._end(life)
-        if self._ends:
-            await asyncio.wait(self._ends.values())
+        await self.processes.close()
         await self._launcher.close()
         if self._open_wire is not None:
             self._open_wire.close()
-
-    def raise_start_error(self) -> None:
-        """Raise why a replica could not be started, if none of them is ready or will be.
-
-        Raises
-        ------
-        OnbeatError : what it said.
-        """
-        if self._first_error is not None:
-            raise self._first_error
 
     # --- events and actions ---------------------------------------------------------------------------
 
@@ -231,12 +197,9 @@ class FleetController:
                 logger.info("the fleet is to have %s", action)
                 self._listener.on_rescaled(action)
             case Start(replica, delay):
-                self._starts[replica] = asyncio.create_task(self._start(replica, delay))
+                self.processes.start(replica, delay)
             case Stop(replica):
-                if (start := self._starts.pop(replica, None)) is not None:
-                    start.cancel()
-                if (life := self.lives.get(replica)) is not None:
-                    self._end(life)
+                self.processes.stop(replica)
 
     def _send_request(self, replica: ReplicaId, opened: OpenRequest, *, stops: bool) -> None:
         life = self.lives[replica]
@@ -273,58 +236,6 @@ class FleetController:
 
     # --- lives ----------------------------------------------------------------------------------------
 
-    async def _start(self, replica: ReplicaId, delay: float) -> None:
-        if (end := self._ends.get(replica)) is not None:
-            await end  # two lives would need twice the memory
-        await asyncio.sleep(delay)
-        number = self._num_lives.get(replica, 0)
-        self._num_lives[replica] = number + 1
-        life = Life(replica, number, time.monotonic())
-        self.lives[replica] = self._by_name[life.name] = life
-        link = EngineLink(
-            endpoint=self._wire.endpoint,
-            identity=life.name,
-            leaves_on_sigterm=True,
-        )
-        door = self._wire.doorkeeper
-        try:
-            spec = ReplicaSpec(
-                replica=replica,
-                life=number,
-                build=self._make_build(replica, number),
-                link=link,
-                fleet_key=b"" if door is None else door.public_key,
-                admits=partial(self._admit, life),
-            )
-            life.place = await self._launcher.start(spec)
-            life.heard = time.monotonic()
-        except asyncio.CancelledError:
-            self._forget(life)
-            self._launcher.kill(replica, number)
-            raise
-        except OnbeatError as error:
-            self._fail_start(life, error)
-        except Exception as error:
-            self._fail_start(life, EngineDead(f"{replica} could not be started: {error}"))
-
-    def _admit(self, life: Life, public_key: bytes) -> None:
-        life.public_key = public_key
-        if self._wire.doorkeeper is not None:
-            self._wire.doorkeeper.admit(public_key)
-
-    def _fail_start(self, life: Life, error: OnbeatError) -> None:
-        if self._first_error is None:
-            self._first_error = error
-        self._lose(life, str(error))
-
-    def _forget(self, life: Life) -> None:
-        """Let nothing that a life still says count."""
-        self._by_name.pop(life.name, None)
-        if self._wire.doorkeeper is not None:
-            self._wire.doorkeeper.expel(life.public_key)
-        if self.lives.get(life.replica) is life:
-            del self.lives[life.replica]
-
     def _lose(self, life: Life, why: str) -> None:
         """Give a life up, whatever becomes of its process."""
         if self.lives.get(life.replica) is not life:
@@ -333,35 +244,9 @@ class FleetController:
         logger.log(logging.ERROR if self.is_open else logging.DEBUG, "%s is lost: %s", life.replica, why)
         self._listener.before_loss(life.replica)
         self._listener.on_lost(life.replica)
-        self._forget(life)
-        self._launcher.kill(life.replica, life.number)
+        self.processes.kill(life)
         self.tell(Lost(life.replica, why))
         self.changed.set()
-
-    def _end(self, life: Life) -> None:
-        """Tell a process that has nothing left to do to end."""
-        self._wire.send(life.name, Shutdown())
-        self._forget(life)
-        if life.info is None:
-            self._launcher.kill(life.replica, life.number)  # it reads nothing before it is ready
-        waiting = self._launcher.wait(life.replica, life.number, seconds=STOP_SECONDS)
-        task = self._ends[life.replica] = asyncio.create_task(waiting)
-        task.add_done_callback(lambda _: self._ends.pop(life.replica, None))
-
-    def _on_process_end(self, replica: ReplicaId, number: int, why: str) -> None:
-        life = self.lives.get(replica)
-        if life is None or life.number != number:
-            return
-        self._wire.read()
-        if life.info is None:
-            # Why it could not start may still be on its way.
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._lose_at_start, life, why)
-        else:
-            self._lose(life, life.last_words or why)
-
-    def _lose_at_start(self, life: Life, why: str) -> None:
-        if self.lives.get(life.replica) is life:
-            self._fail_start(life, EngineDead(f"the engine process of {life.replica} ended at start: {why}"))
 
     async def _look_after(self) -> None:
         """Do what is due, and give up who is silent."""
@@ -375,30 +260,13 @@ class FleetController:
                 self.tell(Tick())
             # else this process stood still itself, and messages wait to be read
             if now - before < 5 * LOOK_SECONDS:
-                for life in list(self.lives.values()):
-                    self._check(life, now)
+                self.processes.check(now)
             before = now
-
-    def _check(self, life: Life, now: float) -> None:
-        """Give up a replica that is silent, or whose step does not end."""
-        silence = now - life.heard
-        if life.info is None:
-            if life.place is not None and silence > self._start_timeout:
-                why = f"{life.replica} has not got ready and has said nothing for {silence:.0f} s"
-                self._fail_start(life, EngineDead(f"{why}; see its log, or give it a longer --start-timeout"))
-            return
-        if silence >= SUSPENDED_SECONDS and self._launcher.is_suspended(life.replica, life.number):
-            why = "its process was stopped, or is out of reach,"
-            self._lose(life, f"{why} and has said nothing for {silence:.1f} s")
-        elif silence > SILENT_SECONDS:
-            self._lose(life, f"it has said nothing for {silence:.0f} s")
-        elif (hang := find_hang(life.pulse, STEP_LIMITS, now)) is not None:
-            self._lose(life, hang)
 
     # --- messages -------------------------------------------------------------------------------------
 
     def _hear(self, name: bytes, message: FromEngine) -> None:
-        life = self._by_name[name]
+        life = self.processes.by_name[name]
         life.heard = now = time.monotonic()
         if offset := self._launcher.clock_offset(life.replica, life.number):
             message = by_our_clock(message, offset, now)
@@ -433,14 +301,12 @@ class FleetController:
             case Ready(info):
                 self._on_ready(life, info)
             case StartFailed(text, is_user_error):
-                self._fail_start(life, ConfigError(text) if is_user_error else EngineDead(text))
+                error = ConfigError(text) if is_user_error else EngineDead(text)
+                self.processes.fail_start(life, error)
 
     def _on_ready(self, life: Life, info: EngineInfo) -> None:
-        life.info = info
-        self._start_seconds = life.heard - life.started
-        life.pulse = EnginePulse(life.heard)
+        self.processes.on_ready(life, info)
         logger.info("%s is ready", life.replica)
-        self._starts.pop(life.replica, None)
         self._open_kv()
         limits = life.limits
         may_move = limits.moves_streams and bool(self._kv_transports)
@@ -471,13 +337,6 @@ class FleetController:
     def endpoint(self) -> str:
         """What replicas connect to."""
         return self._wire.endpoint
-
-    @property
-    def seconds_to_ready(self) -> float:
-        """Seconds until the next replica is expected to be ready, by what the last start took."""
-        now = time.monotonic()
-        starting = [life.started for life in self.lives.values() if life.info is None]
-        return max(self._start_seconds - (now - min(starting, default=now)), 1.0)
 
     def _let_leave(self, life: Life) -> None:
         if not self.is_ending and self.lives.get(life.replica) is life:

@@ -1,0 +1,229 @@
+"""The processes that hold replicas, from their start to their end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+
+from onbeat.cluster.launcher import Launcher, ReplicaSpec
+from onbeat.cluster.life import SILENT_SECONDS, STEP_LIMITS, SUSPENDED_SECONDS, Life
+from onbeat.cluster.wire import Wire
+from onbeat.core.errors import EngineDead, OnbeatError
+from onbeat.core.fleet import ReplicaId
+from onbeat.core.hang import find_hang
+from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.engine.messages import Shutdown
+from onbeat.engine.process import BuildEngine, EngineLink
+
+LAST_WORDS_SECONDS = 0.5
+"""How long the last message of a process that ended before it was ready may still be on its way."""
+STOP_SECONDS = 5.0
+"""How long a process that is told to end may take before it is killed."""
+FIRST_START_SECONDS = 5.0
+"""What a start is expected to take before there was one."""
+START_TIMEOUT_SECONDS = 600.0
+"""A replica that is not placed, or says nothing, for so long while it starts is given up."""
+
+MakeBuild = Callable[[ReplicaId, int], BuildEngine]
+"""From a replica and the number of lives that it had to what makes its engine, in its process."""
+
+
+class Processes:
+    """Starts them, ends them, and finds out which of them are gone or hang.
+
+    Parameters
+    ----------
+    launcher : starts and ends processes.
+    make_build : makes the engines.
+    on_lost : is called with a life that is to be given up, and why, unless it was told to end.
+    start_timeout : seconds after which a replica that says nothing while it starts is given up.
+
+    Attributes
+    ----------
+    lives : the present life of each replica that has one, the ready and the starting.
+    by_name : the same, by the name under which each connects.
+    wire : what they connect to; set before the first start.
+    """
+
+    wire: Wire
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        make_build: MakeBuild,
+        *,
+        on_lost: Callable[[Life, str], None],
+        start_timeout: float,
+    ) -> None:
+        self.lives: dict[ReplicaId, Life] = {}
+        self.by_name: dict[bytes, Life] = {}
+        self.start_timeout = start_timeout
+        self._launcher = launcher
+        self._make_build = make_build
+        self._on_lost = on_lost
+        self._num_lives: dict[ReplicaId, int] = {}
+        self._starts: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._ends: dict[ReplicaId, asyncio.Task[None]] = {}
+        self._start_seconds = FIRST_START_SECONDS
+        self._first_error: OnbeatError | None = None
+
+    def open(self, wire: Wire) -> None:
+        """Let replicas connect, and hear of processes that end."""
+        self.wire = wire
+        self._launcher.watch(self._on_process_end)
+
+    async def close(self) -> None:
+        """End all of them."""
+        for task in self._starts.values():
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        for life in list(self.lives.values()):
+            self.end(life)
+        if self._ends:
+            await asyncio.wait(self._ends.values())
+
+    def raise_start_error(self) -> None:
+        """Raise why a replica could not be started, if none of them is ready or will be.
+
+        Raises
+        ------
+        OnbeatError : what it said.
+        """
+        if self._first_error is not None:
+            raise self._first_error
+
+    @property
+    def seconds_to_ready(self) -> float:
+        """Seconds until the next replica is expected to be ready, by what the last start took."""
+        now = time.monotonic()
+        starting = [life.started for life in self.lives.values() if life.info is None]
+        return max(self._start_seconds - (now - min(starting, default=now)), 1.0)
+
+    # --- a start --------------------------------------------------------------------------------------
+
+    def start(self, replica: ReplicaId, delay: float) -> None:
+        """Begin to start a replica, after some seconds."""
+        self._starts[replica] = asyncio.create_task(self._start(replica, delay))
+
+    async def _start(self, replica: ReplicaId, delay: float) -> None:
+        if (end := self._ends.get(replica)) is not None:
+            await end  # two lives would need twice the memory
+        await asyncio.sleep(delay)
+        number = self._num_lives.get(replica, 0)
+        self._num_lives[replica] = number + 1
+        life = Life(replica, number, time.monotonic())
+        self.lives[replica] = self.by_name[life.name] = life
+        link = EngineLink(
+            endpoint=self.wire.endpoint,
+            identity=life.name,
+            leaves_on_sigterm=True,
+        )
+        door = self.wire.doorkeeper
+        try:
+            spec = ReplicaSpec(
+                replica=replica,
+                life=number,
+                build=self._make_build(replica, number),
+                link=link,
+                fleet_key=b"" if door is None else door.public_key,
+                admits=partial(self._admit, life),
+            )
+            life.place = await self._launcher.start(spec)
+            life.heard = time.monotonic()
+        except asyncio.CancelledError:
+            self.kill(life)
+            raise
+        except OnbeatError as error:
+            self.fail_start(life, error)
+        except Exception as error:
+            self.fail_start(life, EngineDead(f"{replica} could not be started: {error}"))
+
+    def _admit(self, life: Life, public_key: bytes) -> None:
+        life.public_key = public_key
+        if self.wire.doorkeeper is not None:
+            self.wire.doorkeeper.admit(public_key)
+
+    def on_ready(self, life: Life, info: EngineInfo) -> None:
+        """Hear that a start is done."""
+        life.info = info
+        self._start_seconds = life.heard - life.started
+        life.pulse = EnginePulse(life.heard)
+        self._starts.pop(life.replica, None)
+
+    def fail_start(self, life: Life, error: OnbeatError) -> None:
+        """Give a replica up that cannot be started."""
+        if self._first_error is None:
+            self._first_error = error
+        self._on_lost(life, str(error))
+
+    # --- an end ---------------------------------------------------------------------------------------
+
+    def stop(self, replica: ReplicaId) -> None:
+        """End a replica, or its start."""
+        if (start := self._starts.pop(replica, None)) is not None:
+            start.cancel()
+        if (life := self.lives.get(replica)) is not None:
+            self.end(life)
+
+    def end(self, life: Life) -> None:
+        """Tell a process that has nothing left to do to end."""
+        self.wire.send(life.name, Shutdown())
+        self._forget(life)
+        if life.info is None:
+            self._launcher.kill(life.replica, life.number)  # it reads nothing before it is ready
+        waiting = self._launcher.wait(life.replica, life.number, seconds=STOP_SECONDS)
+        task = self._ends[life.replica] = asyncio.create_task(waiting)
+        task.add_done_callback(lambda _: self._ends.pop(life.replica, None))
+
+    def kill(self, life: Life) -> None:
+        """End a process, whatever it does, and let nothing that it still says count."""
+        self._forget(life)
+        self._launcher.kill(life.replica, life.number)
+
+    def _forget(self, life: Life) -> None:
+        self.by_name.pop(life.name, None)
+        if self.wire.doorkeeper is not None:
+            self.wire.doorkeeper.expel(life.public_key)
+        if self.lives.get(life.replica) is life:
+            del self.lives[life.replica]
+
+    def _on_process_end(self, replica: ReplicaId, number: int, why: str) -> None:
+        life = self.lives.get(replica)
+        if life is None or life.number != number:
+            return
+        self.wire.read()
+        if life.info is None:
+            # Why it could not start may still be on its way.
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self._lose_at_start, life, why)
+        else:
+            self._on_lost(life, life.last_words or why)
+
+    def _lose_at_start(self, life: Life, why: str) -> None:
+        if self.lives.get(life.replica) is life:
+            self.fail_start(life, EngineDead(f"the engine process of {life.replica} ended at start: {why}"))
+
+    # --- what hangs -----------------------------------------------------------------------------------
+
+    def check(self, now: float) -> None:
+        """Give up replicas that are silent, or whose step does not end."""
+        for life in list(self.lives.values()):
+            self._check(life, now)
+
+    def _check(self, life: Life, now: float) -> None:
+        silence = now - life.heard
+        if life.info is None:
+            if life.place is not None and silence > self.start_timeout:
+                why = f"{life.replica} has not got ready and has said nothing for {silence:.0f} s"
+                self.fail_start(life, EngineDead(f"{why}; see its log, or give it a longer --start-timeout"))
+            return
+        if silence >= SUSPENDED_SECONDS and self._launcher.is_suspended(life.replica, life.number):
+            why = "its process was stopped, or is out of reach,"
+            self._on_lost(life, f"{why} and has said nothing for {silence:.1f} s")
+        elif silence > SILENT_SECONDS:
+            self._on_lost(life, f"it has said nothing for {silence:.0f} s")
+        elif (hang := find_hang(life.pulse, STEP_LIMITS, now)) is not None:
+            self._on_lost(life, hang)
