@@ -12,7 +12,7 @@ from math import inf
 
 import pytest
 
-from onbeat.cluster import controller
+from onbeat.cluster import processes
 from onbeat.core.errors import ConfigError, EngineDead, EngineError, Overloaded
 from onbeat.core.hang import HangLimits
 from onbeat.core.request import FinishReason
@@ -105,7 +105,7 @@ async def test_a_stopped_replica_is_given_up_and_does_not_come_back() -> None:
 
 
 async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(controller, "STEP_LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
+    monkeypatch.setattr(processes, "STEP_LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
 
     def make_build(replica: str, life: int):
         is_stuck = (replica, life) == ("r0", 0)

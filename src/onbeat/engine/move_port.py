@@ -10,6 +10,7 @@ from onbeat.core.handover import MoveVerb
 from onbeat.core.request import RequestOutput
 from onbeat.engine.kv_handover import Departure, KVHandover
 from onbeat.engine.messages import AskMove, MoveAnswer
+from onbeat.scheduler.replica.departures import Departures
 
 _MOST_ADOPTED = 64
 """Moves that may still be taken back; that comes within a second of the adoption."""
@@ -34,16 +35,9 @@ class MovePort:
         self._ring = ring
         self._pulls: dict[str, Future[int]] = {}
         """By move."""
-        self._freezes: dict[str, str] = {}
-        """Request that is to leave -> move."""
+        self._departures: Departures[Departure] = Departures()
         self._adopted: dict[str, str] = {}
         """Move -> request."""
-        self._stopping: set[str] = set()
-        """Requests that are to stand still after their first token."""
-        self._stopped: dict[str, Departure | None] = {}
-        """Those that do, or None until they have left the batch."""
-        self._put_back: set[str] = set()
-        """Of these, the ones that are to go on."""
 
     def take(self, message: AskMove) -> list[str]:
         """Do a step of a move; return the requests that are to be dropped."""
@@ -60,33 +54,39 @@ class MovePort:
     def stop_after_first(self, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
         if self._kv is not None:
-            self._stopping.add(request_id)
+            self._departures.stop_after_first(request_id)
 
     def on_outputs(self, outputs: Iterable[RequestOutput]) -> None:
         """Hear what requests are sent, before the next step is planned."""
-        if self._kv is None or not self._stopping:
+        if self._kv is None or not self._departures.is_any_to_stop:
             return
         for output in outputs:
-            request_id = output.request_id
-            if request_id in self._stopping and (output.new_token_ids or output.finish_reason is not None):
-                self._stopping.discard(request_id)
-                if output.finish_reason is None:
-                    self._stopped[request_id] = None
-                    self._kv.detach(request_id)
+            is_finished = output.finish_reason is not None
+            if (output.new_token_ids or is_finished) and self._departures.on_first_token(
+                output.request_id, is_finished=is_finished
+            ):
+                self._kv.detach(output.request_id)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Hear of requests that are aborted."""
         for request_id in request_ids:
-            self._stopping.discard(request_id)
-            self._start_again(request_id)
+            self._departures.forget(request_id)
 
     def look(self) -> None:
         """Answer what is done by now: copies, and requests that have left; after each step, and when rung."""
         for move in [move for move, pull in self._pulls.items() if pull.done()]:
             self._end_pull(move, self._pulls.pop(move))
         if self._kv is not None:
-            for departure in self._kv.take_departures():
-                self._depart(departure)
+            self._look_who_left(self._kv)
+
+    def _look_who_left(self, kv: KVHandover) -> None:
+        for departure in kv.take_departures():
+            self._departures.on_left(departure)
+        for request_id in self._departures.take_to_put_back():
+            kv.reattach(request_id)
+        for move, departure in self._departures.take_gone():
+            detached, source = departure.detached, departure.source
+            self._answer(MoveAnswer(move, MoveVerb.FREEZE, detached is not None, source, detached))
 
     def _do(self, kv: KVHandover, message: AskMove) -> list[str]:
         match message.verb:
@@ -99,7 +99,7 @@ class MovePort:
             case MoveVerb.RELEASE:
                 return self._release(kv, message.move)
             case _:
-                self._start_again(message.request_id)
+                self._departures.go_on(message.request_id)
                 if message.verb is MoveVerb.REATTACH:
                     kv.reattach(message.request_id)
                 kv.unhold(message.request_id)
@@ -129,43 +129,15 @@ class MovePort:
             source = kv.hold(message.request_id)
             self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
         else:
-            self._freeze(kv, message.move, message.request_id)
-
-    def _freeze(self, kv: KVHandover, move: str, request_id: str) -> None:
-        self._freezes[request_id] = move
-        if request_id not in self._stopped:
-            kv.detach(request_id)
-            self.look()
-        elif (departure := self._stopped.pop(request_id)) is not None:
-            self._depart(departure)
-        else:
-            self._stopped[request_id] = None  # it leaves with the step under way
-
-    def _start_again(self, request_id: str) -> None:
-        """Let a request not stand still any more; one that has yet to leave the batch is put back then."""
-        if request_id in self._stopped and self._stopped.pop(request_id) is None:
-            self._put_back.add(request_id)
+            if self._departures.ask(message.request_id, message.move):
+                kv.detach(message.request_id)
+            self._look_who_left(kv)
 
     def _release(self, kv: KVHandover, move: str) -> list[str]:
         self._pulls.pop(move, None)
         kv.release(move)
         adopted = self._adopted.pop(move, None)
         return [] if adopted is None else [adopted]
-
-    def _depart(self, departure: Departure) -> None:
-        request_id = departure.request_id
-        if request_id in self._put_back:
-            self._put_back.discard(request_id)
-            assert self._kv is not None
-            self._kv.reattach(request_id)
-            return
-        if request_id not in self._freezes:  # nobody has asked for it yet
-            self._stopped[request_id] = departure
-            return
-        self._stopped.pop(request_id, None)
-        move = self._freezes.pop(request_id)
-        detached, source = departure.detached, departure.source
-        self._answer(MoveAnswer(move, MoveVerb.FREEZE, detached is not None, source, detached))
 
     def _end_pull(self, move: str, pull: Future[int]) -> None:
         try:

@@ -302,8 +302,6 @@ class FleetLoop:
         replica = self._replicas[number]
         for offered in replica.abandon(now):
             self._not_begun.pop(offered.request.request_id, None)
-            if self._moves is not None:
-                self._moves.forget(offered.request.request_id)
             if len(offered.record.delivery_times) > self._told.get(offered.request.request_id, 0):
                 self._tell_delivery(number, offered, now, is_finished=False)
         if self._moves is not None:
@@ -367,7 +365,7 @@ class FleetLoop:
             self._moves.on_step_end(number, now)
         for offered in replica.start(now, self._clients.next_time):
             if self._moves is not None:
-                self._moves.forget(offered.request.request_id)
+                self._moves.forget(number, offered.request.request_id)
             self._tell(Refused(replica_id(number), offered.request.request_id, is_for_load=True), now)
         if replica.next_time < inf:
             heappush(self._steps, (replica.next_time, number))
@@ -396,7 +394,7 @@ class FleetLoop:
             number = replica_number(action.replica)
             self._replicas[number].withdraw(action.request_id, now)
             if self._moves is not None:
-                self._moves.forget(action.request_id)
+                self._moves.forget(number, action.request_id)
             self._not_begun.pop(action.request_id, None)
             self._called.add(number)
         elif isinstance(action, Refuse):
@@ -449,7 +447,7 @@ class FleetLoop:
             self._replicas[number].add(offered, now)
             if action.stops:
                 assert self._moves is not None, "no replica moves streams"
-                self._moves.stop_after_first(request.request_id)
+                self._moves.stop_after_first(number, request.request_id)
         except REFUSALS as refusal:
             offered.record.replica = self._replicas[number].name
             self._refusals[request.request_id] = refusal

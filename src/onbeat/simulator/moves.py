@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import replica_id, replica_number
-from onbeat.core.handover import Detached, MoveVerb
+from onbeat.core.handover import DetachAnswer, Detached, MoveVerb
 from onbeat.scheduler.cluster.events import Answered, MoveStep
+from onbeat.scheduler.replica.departures import Departures
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import KVLink
 from onbeat.simulator.links import Links
@@ -34,13 +34,6 @@ class _VirtualMove:
     is_adopted: bool = False
     is_released: bool = False
     """Whether the destination has been told to forget it."""
-
-
-class _Frozen(NamedTuple):
-    """Who is to be told of a request that leaves its batch, and of which replica."""
-
-    move: str
-    number: int
 
 
 class VirtualMoves:
@@ -88,12 +81,8 @@ class VirtualMoves:
         self._asked: deque[MoveStep] = deque()
         self._copies: dict[tuple[str, int], _VirtualMove] = {}
         """(move, blocks copied before): copies under way, those into room that was given up included."""
-        self._freezes: dict[str, _Frozen] = {}
-        """Requests that were asked to leave their batch for a move, and have not."""
-        self._stopping: set[str] = set()
-        """Requests that are to stand still after their first token."""
-        self._stopped: dict[str, Detached | None] = {}
-        """Those that do; None where one had ended or waits."""
+        self._departures: defaultdict[int, Departures[DetachAnswer]] = defaultdict(Departures)
+        """By replica."""
 
     # --- what the fleet asks for ----------------------------------------------------------------------
 
@@ -152,6 +141,7 @@ class VirtualMoves:
             else:
                 kept.append(step)
         self._asked = kept
+        self._departures.pop(number, None)
         self._cut(
             [key for key, move in self._copies.items() if number in (move.source, move.destination)], now
         )
@@ -165,43 +155,37 @@ class VirtualMoves:
                 move.is_pulling = False
                 if move.is_released and move.destination != number:
                     self._release_room(key[0], move, now)
-        for request_id, frozen in list(self._freezes.items()):
-            if frozen.number == number:
-                del self._freezes[request_id]
+        self._departures.pop(number, None)
 
     def close(self, now: float) -> None:
         """Cut the copies that go on once every request has ended."""
         self._cut(list(self._copies), now)
 
-    def stop_after_first(self, request_id: str) -> None:
+    def stop_after_first(self, number: int, request_id: str) -> None:
         """Let a request that is new stand still after its first token, until it is moved or put back."""
-        self._stopping.add(request_id)
+        self._departures[number].stop_after_first(request_id)
 
-    def forget(self, request_id: str) -> None:
-        """Hear of a request that is taken from its replica, or is gone with it."""
-        self._stopping.discard(request_id)
-        self._stopped.pop(request_id, None)
-        self._freezes.pop(request_id, None)
+    def forget(self, number: int, request_id: str) -> None:
+        """Hear of a request that is taken from its replica."""
+        self._departures[number].forget(request_id)
 
     # --- what happens ---------------------------------------------------------------------------------
 
     def on_first_token(self, number: int, request_id: str, now: float, *, is_finished: bool) -> None:
         """Hear that a request has had its first token from a replica, between two steps."""
-        if request_id not in self._stopping:
-            return
-        self._stopping.discard(request_id)
-        if not is_finished:
+        if self._departures[number].on_first_token(request_id, is_finished=is_finished):
             self._replicas[number].scheduler.handover.detach(request_id)
             self.on_step_end(number, now)
 
     def on_step_end(self, number: int, now: float) -> None:
         """Take note of the requests that have left the batch of a replica."""
-        for answer in self._replicas[number].scheduler.handover.take_detached():
-            frozen = self._freezes.pop(answer.request_id, None)
-            if frozen is None:
-                self._stopped[answer.request_id] = answer.detached
-            else:
-                self._depart(frozen, answer.detached, now)
+        handover, departures = self._replicas[number].scheduler.handover, self._departures[number]
+        for answer in handover.take_detached():
+            departures.on_left(answer)
+        for request_id in departures.take_to_put_back():
+            handover.reattach(request_id)
+        for move_id, left in departures.take_gone():
+            self._depart(move_id, number, left.detached, now)
 
     def end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
@@ -251,11 +235,9 @@ class VirtualMoves:
             held = replica.scheduler.handover.hold(request_id, inf)
             move.num_lent = 0 if held is None else len(held.block_ids)
             self._tell(step.move, move.source, step.verb, now, ok=held is not None, num_blocks=move.num_lent)
-        elif request_id in self._stopped:
-            self._depart(_Frozen(step.move, move.source), self._stopped.pop(request_id), now)
         else:
-            self._freezes[request_id] = _Frozen(step.move, move.source)
-            replica.scheduler.handover.detach(request_id)
+            if self._departures[move.source].ask(request_id, step.move):
+                replica.scheduler.handover.detach(request_id)
             self.on_step_end(move.source, now)
         self._call(move.source)
 
@@ -303,9 +285,9 @@ class VirtualMoves:
     def _go_on(self, number: int, request_id: str, now: float, *, is_back: bool) -> None:
         """Let a request go on where it is, and lend nothing of it any more."""
         replica = self._replicas.get(number)
-        self._stopped.pop(request_id, None)
         if replica is None:
             return
+        self._departures[number].go_on(request_id)
         replica.settle(now)
         if is_back:
             replica.scheduler.handover.reattach(request_id)
@@ -331,15 +313,15 @@ class VirtualMoves:
             self._call(move.destination)
             self._on_room(move.destination)
 
-    def _depart(self, frozen: _Frozen, detached: Detached | None, now: float) -> None:
-        move = self._moves.get(frozen.move)
+    def _depart(self, move_id: str, number: int, detached: Detached | None, now: float) -> None:
+        move = self._moves.get(move_id)
         if move is None:
             assert detached is None, "nobody would let it go on"
             return
         move.detached = detached
         move.num_lent = 0 if detached is None else len(detached.block_ids)
         is_out = detached is not None
-        self._tell(frozen.move, frozen.number, MoveVerb.FREEZE, now, ok=is_out, num_blocks=move.num_lent)
+        self._tell(move_id, number, MoveVerb.FREEZE, now, ok=is_out, num_blocks=move.num_lent)
 
     def _tell(  # noqa: PLR0913 (all of them say what is answered)
         self,
