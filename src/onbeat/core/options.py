@@ -169,7 +169,7 @@ def check(settings: Any, kind: type[Any]) -> None:
     ConfigError : names the setting, its value and what it may be.
     """
     own = {each.name for each in fields(kind)}
-    for each in settings_of(kind):
+    for each in settings_of(kind):  # type: ignore[arg-type] -- every class can be hashed
         if each.name not in own:
             continue
         value, least = getattr(settings, each.name), each.option.at_least
