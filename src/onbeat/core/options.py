@@ -113,9 +113,13 @@ class Setting(NamedTuple):
         return self.option.choices or (() if self.kinds else self.words)
 
 
-@cache
 def settings_of(kind: type[Any]) -> tuple[Setting, ...]:
     """Return the settings of a dataclass and of its parts, in the order of their declarations."""
+    return _settings_of(kind)  # type: ignore[arg-type] # every class can be hashed
+
+
+@cache
+def _settings_of(kind: type[Any]) -> tuple[Setting, ...]:
     hints = get_type_hints(kind)
     found: list[Setting] = []
     for each in fields(kind):
@@ -169,7 +173,7 @@ def check(settings: Any, kind: type[Any]) -> None:
     ConfigError : names the setting, its value and what it may be.
     """
     own = {each.name for each in fields(kind)}
-    for each in settings_of(kind):  # type: ignore[arg-type] -- every class can be hashed
+    for each in settings_of(kind):
         if each.name not in own:
             continue
         value, least = getattr(settings, each.name), each.option.at_least

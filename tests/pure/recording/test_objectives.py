@@ -235,7 +235,9 @@ class TestVersions:
     @pytest.mark.parametrize(
         "changes", [{"num_external_tokens": 7}, {"keeps_kv": True}, {"call": "handover", "verb": "fetch"}]
     )
-    def test_kv_that_came_after_the_admission_is_not_replayed(self, path: Path, changes: dict) -> None:
+    def test_kv_that_came_after_the_admission_is_not_replayed(
+        self, path: Path, changes: dict[str, object]
+    ) -> None:
         """Older records could have it."""
         run = start_run(path, make_config())
         run.add(make_request("a", run.now))
