@@ -44,6 +44,8 @@ class MovePort:
         """Those that do, or None until they have left the batch."""
         self._put_back: set[str] = set()
         """Of these, the ones that are to go on."""
+        self._awaited: dict[str, AskMove] = {}
+        """Request whose prompt is being computed -> what is asked for once there is more of it."""
 
     def take(self, message: AskMove) -> list[str]:
         """Do a step of a move; return the requests that are to be dropped."""
@@ -78,6 +80,7 @@ class MovePort:
         """Hear of requests that are aborted."""
         for request_id in request_ids:
             self._stopping.discard(request_id)
+            self._awaited.pop(request_id, None)
             self._start_again(request_id)
 
     def look(self) -> None:
@@ -87,6 +90,8 @@ class MovePort:
         if self._kv is not None:
             for departure in self._kv.take_departures():
                 self._depart(departure)
+            for message in list(self._awaited.values()):
+                self._hold(self._kv, message)
 
     def _do(self, kv: KVHandover, message: AskMove) -> list[str]:
         match message.verb:
@@ -99,6 +104,7 @@ class MovePort:
             case MoveVerb.RELEASE:
                 return self._release(kv, message.move)
             case _:
+                self._awaited.pop(message.request_id, None)
                 self._start_again(message.request_id)
                 if message.verb is MoveVerb.REATTACH:
                     kv.reattach(message.request_id)
@@ -126,10 +132,23 @@ class MovePort:
 
     def _do_at_source(self, kv: KVHandover, message: AskMove) -> None:
         if message.verb is MoveVerb.HOLD:
-            source = kv.hold(message.request_id)
-            self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
+            self._hold(kv, message)
         else:
+            self._awaited.pop(message.request_id, None)
             self._freeze(kv, message.move, message.request_id)
+
+    def _hold(self, kv: KVHandover, message: AskMove) -> None:
+        """Lend what is full, once that is as much as was asked for."""
+        if kv.num_full_tokens(message.request_id) < message.num_tokens:
+            self._awaited[message.request_id] = message
+            return
+        self._awaited.pop(message.request_id, None)
+        try:
+            source = kv.hold(message.request_id)
+        except KVUnavailable as error:
+            self._refuse(message, str(error))
+        else:
+            self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
 
     def _freeze(self, kv: KVHandover, move: str, request_id: str) -> None:
         self._freezes[request_id] = move

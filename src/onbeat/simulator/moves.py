@@ -21,6 +21,10 @@ Answer = Callable[[Answered, float, float], None]
 """Takes an answer, the time, and in how many seconds it is heard of."""
 
 
+_NOWHERE = -1
+"""The destination of a move that has not asked for room."""
+
+
 @dataclass(slots=True)
 class _VirtualMove:
     offered: OfferedRequest
@@ -94,6 +98,8 @@ class VirtualMoves:
         """Requests that are to stand still after their first token."""
         self._stopped: dict[str, Detached | None] = {}
         """Those that do; None where one had ended or waits."""
+        self._awaited: dict[int, dict[str, MoveStep]] = {}
+        """Replica -> request whose prompt it computes -> what is asked for once there is more of it."""
 
     # --- what the fleet asks for ----------------------------------------------------------------------
 
@@ -109,14 +115,13 @@ class VirtualMoves:
         ----------
         offered : the request; None where it has ended.
         """
-        if step.verb is MoveVerb.RESERVE:
-            number = replica_number(step.replica)
+        if step.verb in (MoveVerb.RESERVE, MoveVerb.HOLD):
             move = self._moves.get(step.move)
             if move is None:
                 assert offered is not None
-                self._moves[step.move] = _VirtualMove(offered, offered.place, number, step.why)
-            else:
-                move.destination = number
+                move = self._moves[step.move] = _VirtualMove(offered, offered.place, _NOWHERE, step.why)
+            if step.verb is MoveVerb.RESERVE:
+                move.destination = replica_number(step.replica)
         elif step.verb is MoveVerb.TAKE:
             assert offered is not None
             offered.place = replica_number(step.replica)
@@ -168,6 +173,7 @@ class VirtualMoves:
         for request_id, frozen in list(self._freezes.items()):
             if frozen.number == number:
                 del self._freezes[request_id]
+        self._awaited.pop(number, None)
 
     def close(self, now: float) -> None:
         """Cut the copies that go on once every request has ended."""
@@ -202,6 +208,8 @@ class VirtualMoves:
                 self._stopped[answer.request_id] = answer.detached
             else:
                 self._depart(frozen, answer.detached, now)
+        for step in list(self._awaited.get(number, {}).values()):
+            self._hold(step, self._moves[step.move], now)
 
     def end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
@@ -248,16 +256,30 @@ class VirtualMoves:
         replica, request_id = self._replicas[move.source], step.request_id
         replica.settle(now)
         if step.verb is MoveVerb.HOLD:
-            held = replica.scheduler.handover.hold(request_id, inf)
-            move.num_lent = 0 if held is None else len(held.block_ids)
-            self._tell(step.move, move.source, step.verb, now, ok=held is not None, num_blocks=move.num_lent)
+            self._hold(step, move, now)
         elif request_id in self._stopped:
+            self._await_no_more(move.source, request_id)
             self._depart(_Frozen(step.move, move.source), self._stopped.pop(request_id), now)
         else:
+            self._await_no_more(move.source, request_id)
             self._freezes[request_id] = _Frozen(step.move, move.source)
             replica.scheduler.handover.detach(request_id)
             self.on_step_end(move.source, now)
         self._call(move.source)
+
+    def _hold(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        """Lend what is full, once that is as much as was asked for."""
+        handover = self._replicas[move.source].scheduler.handover
+        if handover.num_full_blocks(step.request_id) < step.num_blocks:
+            self._awaited.setdefault(move.source, {})[step.request_id] = step
+            return
+        self._await_no_more(move.source, step.request_id)
+        held = handover.hold(step.request_id, inf)
+        move.num_lent = 0 if held is None else len(held.block_ids)
+        self._tell(step.move, move.source, step.verb, now, ok=held is not None, num_blocks=move.num_lent)
+
+    def _await_no_more(self, number: int, request_id: str) -> None:
+        self._awaited.get(number, {}).pop(request_id, None)
 
     def _do_at_destination(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
         number = move.destination
@@ -304,6 +326,7 @@ class VirtualMoves:
         """Let a request go on where it is, and lend nothing of it any more."""
         replica = self._replicas.get(number)
         self._stopped.pop(request_id, None)
+        self._await_no_more(number, request_id)
         if replica is None:
             return
         replica.settle(now)
