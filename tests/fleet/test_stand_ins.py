@@ -79,9 +79,11 @@ EIGHT_B = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-model-len
 
 
 @pytest.mark.slow
-def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", ["adaptive", "splitwise"])
+def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Path, rule: str) -> None:
     record = tmp_path / "fleet.gz"
     pools = ("--disaggregate", "prefill=1,decode=2", "--policy", "slo", "--record", record)
+    pools += ("--pool-rule", rule, "--max-num-batched-tokens", "256")  # a prompt takes several steps
     with serving("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *EIGHT_B, *pools) as server:
         bodies = [{"prompt": f"{number} is it. " * 250, "max_tokens": 250} for number in range(6)]
         whole = [complete(server, number, **body)["choices"] for number, body in enumerate(bodies)]

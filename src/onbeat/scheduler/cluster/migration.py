@@ -97,9 +97,7 @@ class Migration:
             return replica
         return self._with_room_ahead(opened, replica) if self._pools.chooses_both else None
 
-    def begin_ahead(
-        self, opened: OpenRequest, source: Replica, destination: Replica, now: float
-    ) -> None:
+    def begin_ahead(self, opened: OpenRequest, source: Replica, destination: Replica, now: float) -> None:
         """Let a request that has been sent to a replica go on at another, while its prompt is computed."""
         self._moves.begin(
             opened.request.request_id,

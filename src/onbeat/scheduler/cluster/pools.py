@@ -23,8 +23,8 @@ one pool has no room for goes to replicas of the other, which are mixed until th
 RULE_HELP = (
     "adaptive: short and cached prompts are computed where they generate, and a stream that nobody has room "
     "for goes on where it is; distserve: the first N compute every prompt, and its stream waits there for "
-    "room; splitwise: as distserve, but where it goes on is chosen at arrival, its KV copied while its prompt "
-    "is computed, and what one side has no room for goes to the other"
+    "room; splitwise: where it goes on is chosen at arrival, its KV is copied while its prompt is computed, "
+    "and what one side has no room for goes to the other"
 )
 """Of the flag --pool-rule."""
 
