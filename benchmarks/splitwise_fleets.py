@@ -1,14 +1,15 @@
 """Fleets of Splitwise (Patel et al., ISCA 2024), by the measurements and rules of its simulator.
 
-Parts of `fleet_papers.py`. Machines are DGX with BLOOM-176B or Llama-2-70B (TP 8); the step times are those
+Parts of `fleet_papers.py`. Machines are DGX with BLOOM-176B (TP 8); the step times are those
 of the table of Mutinifni/splitwise-sim, used as it uses them: a step with prompts takes the time of its
 prompt tokens, 1.1 times that beside decodes; a step of decodes the time of its batch. At most 2,048 tokens
 and 512 requests a step (`sarathi`: longer prompts in parts). Lengths are drawn from the trace of
 conversations, arrivals are Poisson's. Fleets have a fifth of the paper's machines, rounded within the same
 power.
 
-A rate is kept if all nine of the paper's objectives hold: the 50th, 90th and 99th percentile of TTFT, mean
-TBT and E2E, as multiples of what the same request takes alone on an A100 machine.
+A rate is kept if all nine of the paper's objectives hold: the 50th, 90th and 99th percentile of TTFT, TBT and
+E2E, as multiples of what the same request takes alone on an A100 machine. TBT is the mean of a request; in
+`equal-power-gaps` each gap counts by itself.
 """
 
 from __future__ import annotations
@@ -37,29 +38,13 @@ OBJECTIVES = {"TTFT": (2.0, 3.0, 6.0), "TBT": (1.25, 1.5, 5.0), "E2E": (1.25, 1.
 PERCENTILES = (50, 90, 99)
 LINK_BYTES_PER_SECOND = 200e9
 """Eight InfiniBand HDR links of an A100 machine."""
-MEMORY_BYTES = 0.9 * 640e9
-"""Of a machine, that are used."""
+MODEL = "bloom-176b"
+KV_BYTES_PER_TOKEN = 2 * 70 * 14_336 * 2
+KV_TOKENS = int((0.9 * 640e9 - 352e9) / KV_BYTES_PER_TOKEN)
+"""Of 640 GB, 0.9 of them used, beside the weights."""
 MIXED_STEP = 1.1
 SECONDS = 60.0
 A100, H100, CAPPED = "a100-80gb", "h100-80gb", "h100-80gb-pcap"
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a machine holds of a model."""
-
-    name: str
-    weights: float
-    """Bytes, as are the next."""
-    kv_per_token: int
-
-    @property
-    def kv_tokens(self) -> int:
-        return int((MEMORY_BYTES - self.weights) / self.kv_per_token)
-
-
-BLOOM = Model("bloom-176b", 352e9, 2 * 70 * 14_336 * 2)
-LLAMA = Model("llama2-70b", 138e9, 2 * 80 * 8 * 128 * 2)
 
 
 @dataclass(frozen=True)
@@ -108,12 +93,12 @@ def read_rows(shared: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def read_machine(shared: Path, model: Model, hardware: str) -> Machine:
-    """Return the means of the rows of a model, TP 8, on one kind of machine."""
+def read_machine(shared: Path, hardware: str) -> Machine:
+    """Return the means of the rows of one kind of machine."""
     prompts: dict[int, list[float]] = defaultdict(list)
     tokens: dict[int, list[float]] = defaultdict(list)
     for row in read_rows(shared):
-        if (row["model"], row["tensor_parallel"], row["hardware"]) == (model.name, "8", hardware):
+        if (row["model"], row["tensor_parallel"], row["hardware"]) == (MODEL, "8", hardware):
             batch = int(row["batch_size"])
             # Batches of more tokens than a step has here took longer than a prompt of that length.
             if batch * int(row["prompt_size"]) <= 2048 or batch == 1:
@@ -178,11 +163,9 @@ def draw_load(shared: Path, rate: float) -> OfferedLoad:
     )
 
 
-def simulate_fleet(
-    design: Design, model: Model, machines: dict[str, Machine], load: OfferedLoad
-) -> list[RequestRecord]:
+def simulate_fleet(design: Design, machines: dict[str, Machine], load: OfferedLoad) -> list[RequestRecord]:
     scheduler = SchedulerConfig(
-        num_blocks=model.kv_tokens // 16,
+        num_blocks=KV_TOKENS // 16,
         block_size=16,
         max_model_len=16_384,
         max_num_seqs=512,
@@ -203,7 +186,7 @@ def simulate_fleet(
         pool_rule=design.rule if num_prefill else "adaptive",
         kinds=(prompt,) * num_prefill + (token,) if num_prefill else (),
         kv_link=(
-            KVLink(bytes_per_token=model.kv_per_token, bandwidth=LINK_BYTES_PER_SECOND)
+            KVLink(bytes_per_token=KV_BYTES_PER_TOKEN, bandwidth=LINK_BYTES_PER_SECOND)
             if num_prefill
             else None
         ),
@@ -211,7 +194,9 @@ def simulate_fleet(
     return list(simulate(load, config, token.step_time).records)
 
 
-def slow_downs(records: Sequence[RequestRecord], reference: Machine) -> dict[str, NDArray[np.float64]]:
+def slow_downs(
+    records: Sequence[RequestRecord], reference: Machine, *, by_gap: bool
+) -> dict[str, NDArray[np.float64]]:
     """Return, for each objective, the percentiles of what requests take against what they take alone."""
     found: dict[str, list[float]] = {name: [] for name in OBJECTIVES}
     for record in records:
@@ -220,18 +205,22 @@ def slow_downs(records: Sequence[RequestRecord], reference: Machine) -> dict[str
         for name, seconds, of_alone in zip(OBJECTIVES, taken, alone, strict=True):
             assert seconds is not None
             found[name].append(seconds / of_alone)
+    if by_gap:
+        gaps = np.concatenate([np.diff(record.delivery_times) for record in records])
+        found["TBT"] = (gaps / reference.token(1)).tolist()
     return {name: np.percentile(each, PERCENTILES) for name, each in found.items()}
 
 
 def capacity(
-    design: Design, model: Model, machines: dict[str, Machine], shared: Path, start: float
+    design: Design, machines: dict[str, Machine], shared: Path, start: float, *, by_gap: bool
 ) -> tuple[float, dict[str, NDArray[np.float64]]]:
     """Return the highest rate at which all nine objectives hold, to 4 %, and the slow-downs there."""
     low, high, rate = 0.0, 0.0, start
     at_low: dict[str, NDArray[np.float64]] = {}
     while not (low and high) or high > 1.04 * low:
         load = draw_load(shared, rate)
-        found = slow_downs(simulate_fleet(design, model, machines, load), machines[A100])
+        records = simulate_fleet(design, machines, load)
+        found = slow_downs(records, machines[A100], by_gap=by_gap)
         if all(np.all(found[name] <= limits) for name, limits in OBJECTIVES.items()):
             low, at_low = rate, found
         else:
@@ -247,28 +236,31 @@ def capacity(
     return low, at_low
 
 
-def print_capacities(shared: Path, model: Model, designs: Sequence[Design], start: float) -> None:
+def print_capacities(shared: Path, designs: Sequence[Design], start: float, *, by_gap: bool = False) -> None:
     """Print the rate of each fleet, and its ratio to the first."""
-    machines = {name: read_machine(shared, model, name) for name in (A100, H100)}
+    machines = {name: read_machine(shared, name) for name in (A100, H100)}
     machines[CAPPED] = capped(machines[H100])
     heads = " | ".join(f"{name} P50, P90, P99" for name in OBJECTIVES)
-    print(f"\n| {model.name} | requests/s | to the first | {heads} |")
+    print(f"| machines | requests/s | to the first | {heads} |")
     print("|---|---:|---:|" + "---|" * len(OBJECTIVES))
     first = 0.0
     for design in designs:
-        rate, found = capacity(design, model, machines, shared, start)
+        rate, found = capacity(design, machines, shared, start, by_gap=by_gap)
         first = first or rate
         cells = [", ".join(f"{each:.2f}" for each in found[name]) if found else "-" for name in OBJECTIVES]
         print(f"| {design.name} | {rate:.1f} | {rate / first:.2f} | {' | '.join(cells)} |", flush=True)
 
 
 def equal_power(shared: Path) -> None:
-    print_capacities(shared, BLOOM, EQUAL_POWER, 8.0)
-    print_capacities(shared, LLAMA, EQUAL_POWER, 12.0)
+    print_capacities(shared, EQUAL_POWER, 8.0)
+
+
+def equal_power_gaps(shared: Path) -> None:
+    print_capacities(shared, EQUAL_POWER, 8.0, by_gap=True)
 
 
 def partitions(shared: Path) -> None:
-    print_capacities(shared, BLOOM, PARTITIONS, 10.0)
+    print_capacities(shared, PARTITIONS, 10.0)
 
 
 def power(shared: Path) -> None:
@@ -299,5 +291,6 @@ def power(shared: Path) -> None:
 SPLITWISE_PARTS: dict[str, Callable[[Path], None]] = {
     "power": power,
     "equal-power": equal_power,
+    "equal-power-gaps": equal_power_gaps,
     "partitions": partitions,
 }
