@@ -9,7 +9,7 @@ import pytest
 from onbeat.cluster.config import FleetOptions
 from onbeat.cluster.kinds import engine_of
 from onbeat.core.errors import ConfigError
-from onbeat.core.kinds import NamedKind, parse_kind
+from onbeat.core.kinds import ReplicaGroup, parse_kind
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
@@ -21,9 +21,9 @@ KINDS = ("device=h100-sxm,replicas=1", "device=l4,tp=2,replicas=2")
 
 def test_kinds_are_read_as_they_are_written() -> None:
     kinds = tuple(map(parse_kind, KINDS))
-    assert kinds[1] == NamedKind(device="l4", tensor_parallel_size=2, replicas=2)
+    assert kinds[1] == ReplicaGroup(device="l4", tensor_parallel_size=2, replicas=2)
     assert parse_kind(str(kinds[0])) == kinds[0]
-    assert parse_kind("policy=slo") == NamedKind(policy="slo")
+    assert parse_kind("policy=slo") == ReplicaGroup(policy="slo")
     assert FleetOptions(replicas=3, kinds=kinds).replicas == 3
     with pytest.raises(ConfigError, match="make up 3 replicas, but --replicas is 2"):
         FleetOptions(replicas=2, kinds=kinds)

@@ -24,7 +24,7 @@ from onbeat.cli.plan_output import (
     unit_rows,
 )
 from onbeat.cli.workload import WorkloadOptions
-from onbeat.core.kinds import NamedKind
+from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import settings_of
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.planner.day import Hour
@@ -88,7 +88,7 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             settings["tensor-parallel-size"] = unit.num_devices
         return settings | {"fleet": served}
     kinds = [
-        NamedKind(device=unit.device, tensor_parallel_size=unit.num_devices, replicas=count)
+        ReplicaGroup(device=unit.device, tensor_parallel_size=unit.num_devices, replicas=count)
         for unit, count in fleet.parts
     ]
     return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}

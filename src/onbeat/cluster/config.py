@@ -7,7 +7,7 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
-from onbeat.core.kinds import KIND_FORM, KIND_HELP, NamedKind, check_kinds, parse_kind
+from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
 from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
@@ -82,7 +82,7 @@ class FleetOptions:
         metavar="SECONDS",
         help="a replica that gets no place, or says nothing, for so long while it starts is given up",
     )
-    kinds: tuple[NamedKind, ...] = _option(
+    kinds: tuple[ReplicaGroup, ...] = _option(
         (), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP + "; device and tp of stand-ins only"
     )
 

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId, replica_number
-from onbeat.core.kinds import NamedKind, as_settings, kind_of
+from onbeat.core.kinds import ReplicaGroup, as_settings, kind_of
 from onbeat.core.options import change
 from onbeat.engine.config import EngineConfig
 
 
-def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[NamedKind]) -> EngineConfig:
+def engine_of(replica: ReplicaId, engine: EngineConfig, kinds: Sequence[ReplicaGroup]) -> EngineConfig:
     """Return the configuration of one replica: `r0` is of the first kind; added ones are like the last.
 
     Raises

@@ -16,7 +16,7 @@ from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
 from onbeat.core.errors import MissingExtra
 from onbeat.core.fleet import ReplicaId
-from onbeat.core.kinds import NamedKind
+from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.container import host_memory, usable_cores
@@ -145,7 +145,7 @@ def _build_of(
     engine: EngineConfig,
     build: Build,
     is_many: bool,
-    kinds: tuple[NamedKind, ...],
+    kinds: tuple[ReplicaGroup, ...],
 ) -> BuildEngine:
     """Return what makes the engine of one life of a replica: it writes a record of its own."""
     engine = engine_of(replica, engine, kinds)

@@ -18,7 +18,7 @@ _EXAMPLE = "device=l4,tp=2,policy=slo,replicas=3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NamedKind:
+class ReplicaGroup:
     """Equal replicas of a fleet; what is None is as it is told of all replicas."""
 
     device: str | None = None
@@ -32,7 +32,7 @@ class NamedKind:
         return ",".join([*pairs, f"replicas={self.replicas}"])
 
 
-def parse_kind(text: str) -> NamedKind:
+def parse_kind(text: str) -> ReplicaGroup:
     """Return the kind that a text such as `device=l4,tp=2,policy=slo,replicas=3` names.
 
     Raises
@@ -45,7 +45,7 @@ def parse_kind(text: str) -> NamedKind:
     is_known = values.keys() <= {"device", "tp", "policy", "replicas"} and len(values) == len(pairs)
     if not (is_known and all(values.values()) and all(n.isdecimal() and int(n) > 0 for n in numbers)):
         raise ConfigError(f"{text!r} is no kind of replica; write it as {_EXAMPLE}")
-    return NamedKind(
+    return ReplicaGroup(
         device=values.get("device"),
         tensor_parallel_size=int(values["tp"]) if "tp" in values else None,
         policy=values.get("policy"),
@@ -53,7 +53,7 @@ def parse_kind(text: str) -> NamedKind:
     )
 
 
-def check_kinds(kinds: Sequence[NamedKind], num_replicas: int) -> None:
+def check_kinds(kinds: Sequence[ReplicaGroup], num_replicas: int) -> None:
     """Refuse kinds that do not make up the fleet.
 
     Raises
@@ -65,7 +65,7 @@ def check_kinds(kinds: Sequence[NamedKind], num_replicas: int) -> None:
         raise ConfigError(f"--kinds make up {total} replicas, but --replicas is {num_replicas}; give {total}")
 
 
-def kind_of(number: int, kinds: Sequence[NamedKind]) -> NamedKind:
+def kind_of(number: int, kinds: Sequence[ReplicaGroup]) -> ReplicaGroup:
     """Return the kind of a replica, counted from 0; added ones are of the last kind."""
     for kind in kinds:
         if number < kind.replicas:
@@ -74,7 +74,7 @@ def kind_of(number: int, kinds: Sequence[NamedKind]) -> NamedKind:
     return kinds[-1]
 
 
-def as_settings(kind: NamedKind, device: str, tensor_parallel: str, policy: str) -> dict[str, Any]:
+def as_settings(kind: ReplicaGroup, device: str, tensor_parallel: str, policy: str) -> dict[str, Any]:
     """Return what a kind says, under the names that settings have for it."""
     said = {device: kind.device, tensor_parallel: kind.tensor_parallel_size, policy: kind.policy}
     return {name: value for name, value in said.items() if value is not None}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS, PoolSizes, parse_pools
-from onbeat.core.kinds import KIND_FORM, KIND_HELP, NamedKind, as_settings, check_kinds, parse_kind
+from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, as_settings, check_kinds, parse_kind
 from onbeat.core.options import change, check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
@@ -115,7 +115,7 @@ class ReplicaSettings:
         "--replicas",
     )
     pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
-    kinds: tuple[NamedKind, ...] = _fleet((), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP)
+    kinds: tuple[ReplicaGroup, ...] = _fleet((), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP)
     kv_bandwidth: float | None = _fleet(
         None,
         flag="--kv-transfer-gbps",
