@@ -12,6 +12,7 @@ et al., Splitwise, ISCA 2024, section 4.3).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -105,6 +106,8 @@ class Moves:
         self._by_id: dict[str, Move] = {}
         self._by_request: dict[str, Move] = {}
         """Those that may still succeed."""
+        self._to: defaultdict[ReplicaId, dict[str, Move]] = defaultdict(dict)
+        """Of these, by destination, and by request: each choice asks how many come to each replica."""
         self._num_begun = 0
 
     @property
@@ -126,16 +129,15 @@ class Moves:
 
     def num_to(self, replica: ReplicaId) -> int:
         """Return how many requests are on their way to a replica, their prompts done."""
-        return sum(move.destination == replica and not move.is_ahead for move in self._by_request.values())
+        return sum(not move.is_ahead for move in self._to[replica].values())
 
     def num_coming(self, replica: ReplicaId) -> int:
-        """Return how many requests are to go on at a replica, whatever becomes of their prompts first."""
-        return sum(move.destination == replica for move in self._by_request.values())
+        """Return how many requests are to go on at a replica, those included that have had no token."""
+        return len(self._to[replica])
 
     def num_blocks_to(self, replica: ReplicaId) -> int:
         """Return the blocks reserved there for requests on their way."""
-        moves = self._by_request.values()
-        return sum(move.num_reserved for move in moves if move.destination == replica)
+        return sum(move.num_reserved for move in self._to[replica].values())
 
     def begin(  # noqa: PLR0913 -- all of them say what the move is
         self,
@@ -173,7 +175,7 @@ class Moves:
             is_patient=is_patient,
             is_early=is_early,
         )
-        self._by_id[move_id] = self._by_request[request_id] = move
+        self._by_id[move_id] = self._by_request[request_id] = self._to[destination][request_id] = move
         # Room is asked for once there is something to copy: it is no use to a prompt that waits its turn.
         self._ask(move, MoveVerb.HOLD if is_early else MoveVerb.RESERVE, now)
 
@@ -192,6 +194,7 @@ class Moves:
     def try_again(self, move: Move, destination: ReplicaId, *, num_blocks: int, now: float) -> None:
         """Ask another destination for room, or the same one later."""
         move.destination, move.num_reserved = destination, num_blocks + GROWTH_BLOCKS
+        self._to[destination][move.request_id] = move
         self._ask(move, MoveVerb.RESERVE, now)
 
     def stay(self, move: Move) -> None:
@@ -282,6 +285,7 @@ class Moves:
         """Let a request stay whose move has met with a refusal."""
         match move.waits_for:
             case MoveVerb.RESERVE if move.is_patient and not move.num_held:
+                del self._to[move.destination][move.request_id]
                 move.destination, move.num_reserved, move.until = "", 0, inf
                 self._on_no_room(move)
             case MoveVerb.RESERVE:
@@ -343,6 +347,7 @@ class Moves:
     def _end(self, move: Move, outcome: Outcome) -> None:
         if self._by_request.get(move.request_id) is move:
             del self._by_request[move.request_id]
+            self._to[move.destination].pop(move.request_id, None)
             self._on_end(move, outcome)
 
     def _tell(self, move: Move, verb: MoveVerb, replica: ReplicaId) -> None:
