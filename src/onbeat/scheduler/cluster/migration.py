@@ -111,12 +111,12 @@ class Migration:
 
     def _with_room_ahead(self, opened: OpenRequest, source: Replica) -> Replica | None:
         """Return where a stream will have the most room: its pool, a mixed replica, or one for prompts."""
-        pools = self._pools
-        able = [each for each in self._members.having(ReplicaState.READY) if _moves_streams(each)]
-        mixed = [each for each in able if pools.does_both(each)]
-        rest = [each for each in able if each not in mixed]
-        generating = [each for each in rest if not pools.is_prefill(each.replica_id)]
-        for pool in (generating, mixed, [each for each in rest if each not in generating]):
+        pools: tuple[list[Replica], ...] = [], [], []
+        for each in self._members.having(ReplicaState.READY):
+            if _moves_streams(each):
+                is_prefill = self._pools.is_prefill(each.replica_id)
+                pools[1 if self._pools.does_both(each) else 2 * is_prefill].append(each)
+        for pool in pools:
             fitting = [each for each in pool if self._has_room(opened, each, most_coming=inf)]
             if fitting:
                 # Of equal ones it stays where its prompt is: nothing is copied then.

@@ -108,7 +108,8 @@ class Pools:
             chosen = [self._shortest_queue(opened, prefill, decode)]
         elif self._rule == "adaptive":
             chosen = self._where_it_stays(opened, decode) or prefill
-        return {*excluded, *(each.number for each in ready if each not in chosen)}
+        kept = {each.number for each in chosen}
+        return {*excluded, *(each.number for each in ready if each.number not in kept)}
 
     def does_both(self, replica: Replica) -> bool:
         """Return whether a replica has work of the other pool: it is mixed until that has ended."""
@@ -121,11 +122,12 @@ class Pools:
     ) -> Replica:
         """Return where a prompt waits least: its pool, the mixed replicas, or one of the others, by turns."""
         mixed = [each for each in (*prefill, *decode) if self.does_both(each)]
-        for pool in ([each for each in prefill if each not in mixed], mixed):
+        for pool in ([each for each in prefill if not self.does_both(each)], mixed):
             shortest = min(pool, key=_queue, default=None)
             if shortest is not None and _takes_one_more(shortest, opened.num_tokens):
                 return shortest
-        return min([each for each in decode if each not in mixed] or (*prefill, *decode), key=_queue)
+        others = [each for each in decode if not self.does_both(each)]
+        return min(others or (*prefill, *decode), key=_queue)
 
     def _where_it_stays(self, opened: OpenRequest, decode: Sequence[Replica]) -> list[Replica]:
         """Return the replicas whose streams hardly notice the prompt: its KV need not be moved there."""
