@@ -113,6 +113,7 @@ def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_a_real_model_says_the_same_where_its_streams_move(smollm2_gguf: Path) -> None:
     flags = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "200M", "--replicas", "2")
+    flags += ("--kinds", "policy=sarathi", "policy=slo")
     with serving(smollm2_gguf, *flags) as server:
         bodies = [
             {"prompt": f"Story {number}: once upon a time", "max_tokens": 300, "temperature": number % 2}
