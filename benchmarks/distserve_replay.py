@@ -19,6 +19,10 @@ Choices, each from the released evaluation scripts unless it says otherwise:
   The 50,000 in the authors' simulator (`decode_max_tokens`) are the most tokens of one decode iteration, in
   which each request has one: no limit that these runs come to, and none on the KV that is held.
 
+Of the runs named c21d12 nobody says what the placement is. They are replayed with the readings that its name
+allows, four GPUs of which two generate: in two pipeline stages (PP 2), and sharing each layer (TP 2); and
+PP 2 with decode steps that take longer than by the coefficients (`--only c21d12` runs these alone).
+
 `--paper` adds OPT-66B of the paper's table 2, with drawn arrivals.
 """
 
@@ -108,9 +112,13 @@ class Published:
         )
         return MeasuredRun(load, Latencies(column("ttft_ms") / 1e3, column("tpot_ms") / 1e3))
 
-    def step_time(self, engine: str, model: str, *, tensor: int, pipeline: int = 1) -> Predictor:
+    def step_time(
+        self, engine: str, model: str, *, tensor: int, pipeline: int = 1, slower: float = 1.0
+    ) -> Predictor:
+        """Return step times by the coefficients, or so many times as long."""
         path = self.profiles / f"profiler-a100-80g.{engine}.json"
-        return Predictor(linear_closure(path, model=model, tensor=tensor, pipeline=pipeline))
+        seconds = linear_closure(path, model=model, tensor=tensor, pipeline=pipeline)
+        return Predictor(seconds if slower == 1.0 else lambda shape: slower * seconds(shape))
 
     def kv_tokens(self, model: str, *, tensor: int, pipeline: int = 1) -> int:
         """Return the KV capacity that was measured on A100-80G."""
@@ -150,6 +158,7 @@ def run_distserve(
     *,
     model: str = OPT_13B,
     placement: tuple[int, int, int, int] = (2, 1, 1, 1),
+    slower_decodes: float = 1.0,
     on_decision: Decided | None = None,
 ) -> Latencies:
     """Simulate one prefill and one decode instance; the placement is (prefill TP, PP, decode TP, PP)."""
@@ -169,7 +178,9 @@ def run_distserve(
         stages=decode_pp,
     )
     prefill_time = published.step_time("distserve", model, tensor=prefill_tp, pipeline=prefill_pp)
-    decode_time = published.step_time("distserve", model, tensor=decode_tp, pipeline=decode_pp)
+    decode_time = published.step_time(
+        "distserve", model, tensor=decode_tp, pipeline=decode_pp, slower=slower_decodes
+    )
     config = SimulationConfig(
         scheduler=prefill,
         pipeline=prefill_pp,
@@ -260,12 +271,16 @@ def print_row(run: str, rule: str, measured: Latencies, simulated: Latencies) ->
     print(f"| {run} | {rule} | " + " | ".join(cells) + " |")
 
 
-def print_13b(published: Published) -> None:
+def print_head() -> None:
     print(
         "| run (requests, req/s) | rule | attained % | simulated | pp | TTFT P50 ms | simulated | error "
         "| TPOT P50 ms | simulated | error |"
     )
     print("|---|---|" + "---:|" * 9)
+
+
+def print_13b(published: Published) -> None:
+    print_head()
     for suffix in ("300-3", "300-4.5", "450-4.5", "300-10.5", "300-12", "1050-10.5", "1200-12"):
         run = published.run(f"distserve-c21d11-{suffix}")
         simulated = run_distserve(published, run.load)
@@ -273,6 +288,22 @@ def print_13b(published: Published) -> None:
     for suffix in ("100-1", "150-1.5", "100-2", "200-2", "350-3.5", "400-4"):
         run = published.run(f"vllm-{suffix}")
         print_row(f"vLLM {suffix}", "prefill-first", run.latencies, run_vllm(published, run.load))
+
+
+def print_two_stages(published: Published) -> None:
+    """Print the runs of an unknown placement under several readings of it."""
+    print_head()
+    readings = (
+        *(("PP 2", (2, 1, 1, 2), slower) for slower in (1.0, 1.25, 1.34)),
+        ("TP 2", (2, 1, 2, 1), 1.0),
+        ("one GPU", (2, 1, 1, 1), 1.0),
+    )
+    for name, placement, slower in readings:
+        reading = name if slower == 1.0 else f"{name}, steps x {slower:g}"
+        for suffix in ("400-4", "600-6", "1000-10", "1200-12", "1400-14", "1600-16"):
+            run = published.run(f"distserve-c21d12-{suffix}")
+            simulated = run_distserve(published, run.load, placement=placement, slower_decodes=slower)
+            print_row(f"c21d12 {suffix}", reading, run.latencies, simulated)
 
 
 def print_66b(published: Published, *, num_requests: int, seeds: int) -> None:
@@ -298,6 +329,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
+    parser.add_argument("--only", choices=("c21d12",), help="these runs alone")
     parser.add_argument("--paper", action="store_true", help="also OPT-66B of the paper's table 2")
     parser.add_argument("--num-requests", type=int, default=1000, help="of each drawn load")
     parser.add_argument("--seeds", type=int, default=3)
@@ -305,7 +337,10 @@ def main() -> None:
     if args.shared is None:
         parser.error("give --shared, the folder that holds the published data (or set ONBEAT_SHARED)")
     published = Published(Path(args.shared))
-    print_13b(published)
+    if args.only is None:
+        print_13b(published)
+        print()
+    print_two_stages(published)
     if args.paper:
         print_66b(published, num_requests=args.num_requests, seeds=args.seeds)
 

@@ -11,7 +11,8 @@ DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groun
 * `motivation` (its figure 1): prompts of 512 and outputs of 64 tokens, TTFT 0.4 s, TPOT 0.04 s; two prefill
   GPUs and one that generates, against one that does both.
 * `transfer` (its section 6.3): bytes of 512 tokens, and how long copies take over NVLink.
-* `power` (Splitwise, Patel et al., ISCA 2024): what its table says of H100 whose power is capped.
+* `power`, `equal-power`, `partitions` (Splitwise, Patel et al., ISCA 2024): what its table says of H100 whose
+  power is capped; fleets of equal power; and the partition for another load (`splitwise_fleets.py`).
 * `llumnix` (Sun et al., OSDI 2024): 16 A10G with Llama-2-7B, 13,616 tokens of KV each, gamma arrivals (CV 4),
   lengths M-M, 16 Gbit/s a replica; and, as `stops`, for how long a stream stands still, by its length.
 """
@@ -19,12 +20,10 @@ DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groun
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
 import os
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -44,6 +43,7 @@ from distserve_replay import (
     scheduler_config,
 )
 from numpy.typing import NDArray
+from splitwise_fleets import SPLITWISE_PARTS
 
 from onbeat.core.handover import MoveVerb
 from onbeat.core.options import make
@@ -221,37 +221,6 @@ def transfer(published: Published) -> None:
     )
 
 
-# --- Splitwise ----------------------------------------------------------------------------------------
-
-
-def power(shared: Path) -> None:
-    """Print how capped machines compare with others, in the rows that both were measured in."""
-    path = shared / "data" / "profiles" / "splitwise" / "perf_model.csv.gz"
-    columns = ("prompt_time", "token_time")
-    rows: dict[tuple[str, ...], dict[str, list[tuple[float, ...]]]] = defaultdict(lambda: defaultdict(list))
-    with gzip.open(path, "rt", newline="") as file:
-        for row in csv.DictReader(file):
-            key = tuple(row[name] for name in ("model", "prompt_size", "batch_size", "tensor_parallel"))
-            rows[key][row["hardware"]].append(tuple(float(row[name]) for name in columns))
-    for index, name in enumerate(columns):
-        ratios = [
-            fmean(each[index] for each in found["h100-80gb-pcap"])
-            / fmean(each[index] for each in found["h100-80gb"])
-            for found in rows.values()
-            if {"h100-80gb", "h100-80gb-pcap"} <= found.keys()
-        ]
-        print(
-            f"{name}, capped : not: median {median(ratios):.3f}, {min(ratios):.3f} to {max(ratios):.3f} "
-            f"({len(ratios)} points)"
-        )
-    for prompts, tokens in ((25, 15), (35, 5)):
-        machines = prompts + tokens
-        print(
-            f"{prompts} machines for prompts, {tokens} capped ones that generate: "
-            f"{(prompts + 0.7 * tokens) / machines - 1:+.1%} of the rated power of {machines} uncapped"
-        )
-
-
 # --- Llumnix ------------------------------------------------------------------------------------------
 
 
@@ -377,7 +346,7 @@ def main() -> None:
         "distserve": lambda: distserve(published, args.num_requests, args.level),
         "motivation": lambda: motivation(published, args.num_requests, args.level),
         "transfer": lambda: transfer(published),
-        "power": lambda: power(shared),
+        **{name: partial(part, shared) for name, part in SPLITWISE_PARTS.items()},
         "stops": print_stops,
         "llumnix": lambda: llumnix(6 * args.num_requests, args.rates),
     }

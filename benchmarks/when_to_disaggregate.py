@@ -8,8 +8,8 @@ Poisson arrivals for 20 s, so that a rate has to be kept up; prompts and outputs
 (sigma 0.6), cut at 8,192 and 2,048 tokens. TTFT 0.5 s (2 s for prompts of 4,096) and a TBT objective. The
 goodput of a fleet is the highest rate at which 90 % of the requests keep both: of mixed replicas to 10 %, of
 split ones as a multiple of that. Fleets: four mixed replicas under `slo` and the router `slo`, that move
-streams where that mends something; and every split of four, under `slo` in both pools, by both pool rules
-over the faster link and by `adaptive` over the slower.
+streams where that mends something; and every split of four, under `slo` in both pools, by each pool rule over
+the faster link and by `adaptive` over the slower.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
+from onbeat.scheduler.cluster.pools import POOL_RULES
 from onbeat.simulator.setup import ReplicaSettings, build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
@@ -35,7 +36,6 @@ from onbeat.workload.slo_classes import SLOClass
 
 SHAPES = {(256, 512): 70.0, (1024, 256): 30.0, (4096, 64): 7.0}
 """Median prompt and output tokens -> requests per second at which the search for mixed replicas starts."""
-TBTS = (0.025, 0.05)
 LINKS = (25.0, 200.0)
 """Gigabit/s of a replica: Ethernet, and InfiniBand HDR."""
 TTFT, LONG_TTFT = 0.5, 2.0
@@ -60,7 +60,7 @@ class Fleet:
 
 
 MIXED = Fleet()
-SPLITS = tuple(Fleet(num, rule) for rule in ("adaptive", "distserve") for num in (2, 1, 3))
+SPLITS = tuple(Fleet(num, rule) for rule in POOL_RULES for num in (2, 1, 3))
 
 
 def make_load(shape: tuple[int, int], tbt: float, rate: float) -> OfferedLoad:
@@ -134,7 +134,7 @@ def multiple(attained: Callable[[float], float], rate: float) -> float:
     return MULTIPLES[low] if low >= 0 else 0.0
 
 
-def measure(out: Path, shapes: list[str]) -> None:
+def measure(out: Path, shapes: list[str], tbts: list[float]) -> None:
     """Search what the file lacks; the mixed fleet first, of whose goodput the others have a multiple."""
     rows = read(out) if out.exists() else []
     done = {(row["shape"], row["tbt"], row["gbps"], row["fleet"]): row["goodput"] for row in rows}
@@ -142,7 +142,7 @@ def measure(out: Path, shapes: list[str]) -> None:
         name = f"{shape[0]}/{shape[1]}"
         if shapes and name not in shapes:
             continue
-        for tbt in TBTS:
+        for tbt in (each / 1e3 for each in tbts):
             cases = [(MIXED, 200.0), *((split, 200.0) for split in SPLITS)]
             cases += [(split, 25.0) for split in SPLITS if split.rule == "adaptive"]
             for fleet, gbps in cases:
@@ -195,10 +195,11 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="JSON lines; what is there is not searched again")
     parser.add_argument("--table", type=Path, help="print the map of such a file")
+    parser.add_argument("--tbt-ms", type=float, nargs="*", default=[25.0, 50.0], help="objectives to keep")
     parser.add_argument("--shapes", nargs="*", default=[], help="such as 1024/256 (default: all)")
     args = parser.parse_args()
     if args.out is not None:
-        measure(args.out, args.shapes)
+        measure(args.out, args.shapes, args.tbt_ms)
     if args.table is not None:
         print_map(read(args.table))
 

@@ -22,6 +22,7 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.core.request import Request, SamplingParams
 from onbeat.engine.process import BuildEngine, CurveKeys
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.fake_runner import build_fake_engine
@@ -54,14 +55,16 @@ def fleet_of(
     launcher: Launcher | None = None,
     kv_transports: Sequence[str] = TRANSPORTS["auto"],
     num_prefill: int = 0,
+    pool_rule: PoolRule = "adaptive",
     autoscale: str = "",
     bounds: ScaleBounds | None = None,
     **options: Any,
 ) -> FleetClient:
     """Return the client of a fleet that has not been started; options are those of `build_fake_engine`."""
     build = partial(build_fake_engine, step_seconds=step_seconds, **options)
+    config = FleetConfig(num_prefill=num_prefill, pool_rule=pool_rule, autoscale=autoscale)
     return FleetClient(
-        Fleet(make_router(router, 0), FleetConfig(num_prefill=num_prefill, autoscale=autoscale)),
+        Fleet(make_router(router, 0), config),
         launcher or make_launcher(),
         make_build or (lambda _replica, _life: build),
         num_replicas=num_replicas,

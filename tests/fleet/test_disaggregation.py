@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import signal
 from functools import partial
+from typing import Any
 
 import pytest
 
 from onbeat.cluster.client import FleetClient
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.events import MoveStep
 from tests.fleet.fleets import (
     check_all,
     collect,
@@ -23,6 +26,8 @@ from tests.fleet.test_moves import moving_fleet
 
 LONG = 200
 """Tokens of a prompt that streams would notice."""
+CHUNKS = {"max_num_batched_tokens": 32, "max_num_seqs": 16}
+"""So that it takes seven steps."""
 
 
 def num_sent(client: FleetClient, replica: str) -> int:
@@ -86,6 +91,53 @@ async def test_streams_go_on_where_their_prompts_were_computed_until_there_is_ro
         await check_all(started)
         assert client.counts.num_moved > 0
         assert client.counts.num_resumed == 0
+
+
+@pytest.mark.parametrize("ahead", [1, 2], ids=["one-step", "overlapped"])
+async def test_a_prompt_is_copied_while_it_is_computed(ahead: int) -> None:
+    options: dict[str, Any] = {"pool_rule": "splitwise", **CHUNKS, "step_seconds": 0.05}
+    async with moving_fleet(2, num_prefill=1, max_in_flight_steps=ahead, **options) as client:
+        steps: list[tuple[MoveVerb, bool]] = []
+        moves = client.controller._moves
+        carry_out = moves.do
+
+        def watched(step: MoveStep) -> None:
+            steps.append((step.verb, bool(moves._requests[step.request_id].token_ids)))
+            carry_out(step)
+
+        moves.do = watched  # type: ignore[method-assign]
+        await check_all(start_requests(client, 1, num_prompt=LONG, max_tokens=20))
+        before = [verb for verb, has_tokens in steps if not has_tokens]
+        assert before[:3] == [MoveVerb.HOLD, MoveVerb.RESERVE, MoveVerb.PULL]
+        assert before.count(MoveVerb.PULL) >= 2
+        assert client.counts.moves["prefill", "moved"] == 1
+        client._fleet.check_invariants()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replica", ["r0", "r2"])
+async def test_a_death_while_prompts_are_copied_is_not_noticed(replica: str) -> None:
+    options: dict[str, Any] = {"pool_rule": "splitwise", **CHUNKS}
+    async with moving_fleet(4, num_prefill=2, **options) as client:
+        started = start_requests(client, 12, num_prompt=LONG, max_tokens=100)
+        await until(lambda: client.counts.num_moved_bytes > 0)
+        send_signal(client, replica, signal.SIGKILL)
+        await check_all(started)
+        assert client.counts.num_failed == 0
+        await until(partial(_is_back, client, replica))
+        await check_all(start_requests(client, 4, "later", num_prompt=LONG, max_tokens=60))
+        client._fleet.check_invariants()
+
+
+@pytest.mark.slow
+async def test_what_one_pool_has_no_room_for_goes_to_the_other() -> None:
+    options: dict[str, Any] = {"pool_rule": "splitwise", **CHUNKS, "max_num_seqs": 3}
+    async with moving_fleet(3, num_prefill=2, **options) as client:
+        started = start_requests(client, 8, num_prompt=LONG, max_tokens=150)
+        await check_all(started)
+        assert client.counts.num_moved > 0
+        assert client.counts.num_resumed == 0
+        client._fleet.check_invariants()
 
 
 def _is_back(client: FleetClient, replica: str) -> bool:

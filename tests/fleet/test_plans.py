@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from onbeat.cluster.config import FleetOptions
-from onbeat.cluster.kinds import ReplicaGroup, engine_of, parse_kind
+from onbeat.cluster.kinds import engine_of
 from onbeat.core.errors import ConfigError
+from onbeat.core.kinds import ReplicaGroup, parse_kind
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import DEFAULT_MODEL
@@ -22,13 +23,14 @@ def test_kinds_are_read_as_they_are_written() -> None:
     kinds = tuple(map(parse_kind, KINDS))
     assert kinds[1] == ReplicaGroup(device="l4", tensor_parallel_size=2, replicas=2)
     assert parse_kind(str(kinds[0])) == kinds[0]
+    assert parse_kind("policy=slo") == ReplicaGroup(policy="slo")
     assert FleetOptions(replicas=3, kinds=kinds).replicas == 3
     with pytest.raises(ConfigError, match="make up 3 replicas, but --replicas is 2"):
         FleetOptions(replicas=2, kinds=kinds)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "l4", "device=l4,tp=0", "device=l4,gpus=2", "device=", "device=a,device=b"]
+    "text", ["", "l4", "device=l4,tp=0", "policy=", "device=l4,gpus=2", "device=", "device=a,device=b"]
 )
 def test_what_is_no_kind_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is no kind of replica"):
@@ -45,6 +47,8 @@ def test_each_replica_is_of_its_kind() -> None:
         *[("l4", 2)] * 3,  # what is added is like the last
     ]
     assert engine_of("r0", engine, ()) is engine
+    other = engine_of("r0", EngineConfig(model=files), (parse_kind("policy=sarathi"),))
+    assert (other.limits.policy, other.device) == ("sarathi", "auto"), "engines that compute may differ so"
     with pytest.raises(ConfigError, match="serve each kind by itself"):
         engine_of("r0", EngineConfig(model=files), kinds)
 

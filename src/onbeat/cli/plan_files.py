@@ -24,7 +24,7 @@ from onbeat.cli.plan_output import (
     unit_rows,
 )
 from onbeat.cli.workload import WorkloadOptions
-from onbeat.cluster.kinds import ReplicaGroup
+from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import settings_of
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.planner.day import Hour

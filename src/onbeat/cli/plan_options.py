@@ -25,7 +25,7 @@ from onbeat.workload.offered import OfferedLoad
 _NOT_ASKED = frozenset(
     {
         *("device", "tensor_parallel", "pipeline_parallel", "num_blocks", "replicas", "router", "policy"),
-        *("fleet_changes", "start_seconds", "drain_seconds"),
+        *("fleet_changes", "kinds", "start_seconds", "drain_seconds"),
         *("disaggregate", "pool_rule", "kv_bandwidth", "kv_latency"),
     }
 )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from onbeat.cluster.kinds import ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
+from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
 from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
@@ -83,10 +83,7 @@ class FleetOptions:
         help="a replica that gets no place, or says nothing, for so long while it starts is given up",
     )
     kinds: tuple[ReplicaGroup, ...] = _option(
-        (),
-        parse=parse_kind,
-        metavar="device=ID,tp=N,replicas=N",
-        help="of stand-ins that differ, each kind and how many of --replicas are of it",
+        (), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP + "; device and tp of stand-ins only"
     )
 
     autoscale: ScaleBounds | None = _option(

@@ -85,7 +85,7 @@ class LiveMoves:
         replica, verb = step.replica, step.verb
         move = self._moves.get(step.move)
         if move is None:
-            if verb is not MoveVerb.RESERVE:
+            if verb not in (MoveVerb.RESERVE, MoveVerb.HOLD):
                 if not step.move:  # one that stands still and is not moved
                     self._ask(replica, AskMove("", verb, self._requests[step.request_id].name))
                 return  # it is over
@@ -105,7 +105,7 @@ class LiveMoves:
                 self._ask(replica, AskMove(step.move, verb, move.name))
             case _:
                 message = AskMove(step.move, verb, move.name)
-                if verb is MoveVerb.RESERVE:
+                if verb in (MoveVerb.RESERVE, MoveVerb.HOLD):
                     message.num_tokens = step.num_blocks * self._replicas.block_size(replica)
                 elif verb is MoveVerb.PULL:
                     message.source, message.first_block = move.kv, step.num_blocks

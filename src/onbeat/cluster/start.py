@@ -11,11 +11,12 @@ from functools import partial
 from onbeat.cluster.client import FleetClient
 from onbeat.cluster.config import TRANSPORTS, FleetOptions
 from onbeat.cluster.cuda_devices import share_devices
-from onbeat.cluster.kinds import ReplicaGroup, engine_of
+from onbeat.cluster.kinds import engine_of
 from onbeat.cluster.launcher import Launcher, ReplicaNeeds
 from onbeat.cluster.local_launcher import LocalLauncher, share_cores
 from onbeat.core.errors import MissingExtra
 from onbeat.core.fleet import ReplicaId
+from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.protocols import EngineInfo
 from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.container import host_memory, usable_cores

@@ -110,6 +110,10 @@ class KVHandover:
             leases.grant(request_id, held.block_ids)
         return leases.source(request_id, self._transfers.endpoint)
 
+    def num_full_tokens(self, request_id: str) -> int:
+        """Return the tokens of the blocks of a request that `hold` would lend by now."""
+        return self._handover.num_full_blocks(request_id) * self._transfers.memory.layout.block_size
+
     def unhold(self, request_id: str) -> None:
         """Lend it no longer; one without any is ignored."""
         self._has_let_go = True

@@ -43,7 +43,7 @@ class AskMove(msgspec.Struct, tag="move", array_like=True):
     request_id: str
     """Of the source."""
     num_tokens: int = 0
-    """Of `reserve`: to have room for."""
+    """Of `reserve`: to have room for; of `hold`: to be computed before it is answered."""
     source: KVSource | None = None
     """Of `pull`."""
     first_block: int = 0

@@ -38,6 +38,8 @@ class MovePort:
         self._departures: Departures[Departure] = Departures()
         self._adopted: dict[str, str] = {}
         """Move -> request."""
+        self._awaited: dict[str, AskMove] = {}
+        """Request whose prompt is being computed -> what is asked for once there is more of it."""
 
     def take(self, message: AskMove) -> list[str]:
         """Do a step of a move; return the requests that are to be dropped."""
@@ -71,6 +73,7 @@ class MovePort:
         """Hear of requests that are aborted."""
         for request_id in request_ids:
             self._departures.forget(request_id)
+            self._awaited.pop(request_id, None)
 
     def look(self) -> None:
         """Answer what is done by now: copies, and requests that have left; after each step, and when rung."""
@@ -78,6 +81,8 @@ class MovePort:
             self._end_pull(move, self._pulls.pop(move))
         if self._kv is not None:
             self._look_who_left(self._kv)
+            for message in list(self._awaited.values()):
+                self._hold(self._kv, message)
 
     def _look_who_left(self, kv: KVHandover) -> None:
         for departure in kv.take_departures():
@@ -100,6 +105,7 @@ class MovePort:
                 return self._release(kv, message.move)
             case _:
                 self._departures.go_on(message.request_id)
+                self._awaited.pop(message.request_id, None)
                 if message.verb is MoveVerb.REATTACH:
                     kv.reattach(message.request_id)
                 kv.unhold(message.request_id)
@@ -126,12 +132,25 @@ class MovePort:
 
     def _do_at_source(self, kv: KVHandover, message: AskMove) -> None:
         if message.verb is MoveVerb.HOLD:
-            source = kv.hold(message.request_id)
-            self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
+            self._hold(kv, message)
         else:
+            self._awaited.pop(message.request_id, None)
             if self._departures.ask(message.request_id, message.move):
                 kv.detach(message.request_id)
             self._look_who_left(kv)
+
+    def _hold(self, kv: KVHandover, message: AskMove) -> None:
+        """Lend what is full, once that is as much as was asked for."""
+        if kv.num_full_tokens(message.request_id) < message.num_tokens:
+            self._awaited[message.request_id] = message
+            return
+        self._awaited.pop(message.request_id, None)
+        try:
+            source = kv.hold(message.request_id)
+        except KVUnavailable as error:
+            self._refuse(message, str(error))
+        else:
+            self._answer(MoveAnswer(message.move, message.verb, source is not None, source))
 
     def _release(self, kv: KVHandover, move: str) -> list[str]:
         self._pulls.pop(move, None)

@@ -76,8 +76,8 @@ class SchedulerLimits:
     policy: str | None = _option(
         None,
         choices=(*SERVING_POLICIES, *BASELINES),
-        help="how steps are composed (default: slo, by deadlines and predicted step times; sarathi in a "
-        f"simulation with --prefill-replicas); baselines, to compare with: {', '.join(BASELINES)}",
+        help="how steps are composed (default: slo, by deadlines and predicted step times); baselines, to "
+        f"compare with: {', '.join(BASELINES)}",
     )
     scheduling_policy: Literal["fcfs", "priority"] = _option(
         "fcfs", help="order of requests; priority: lower `priority` first, strictly"

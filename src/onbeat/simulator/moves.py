@@ -21,6 +21,10 @@ Answer = Callable[[Answered, float, float], None]
 """Takes an answer, the time, and in how many seconds it is heard of."""
 
 
+_NOWHERE = -1
+"""The destination of a move that has not asked for room."""
+
+
 @dataclass(slots=True)
 class _VirtualMove:
     offered: OfferedRequest
@@ -83,6 +87,8 @@ class VirtualMoves:
         """(move, blocks copied before): copies under way, those into room that was given up included."""
         self._departures: defaultdict[int, Departures[DetachAnswer]] = defaultdict(Departures)
         """By replica."""
+        self._awaited: dict[int, dict[str, MoveStep]] = {}
+        """Replica -> request whose prompt it computes -> what is asked for once there is more of it."""
 
     # --- what the fleet asks for ----------------------------------------------------------------------
 
@@ -98,14 +104,13 @@ class VirtualMoves:
         ----------
         offered : the request; None where it has ended.
         """
-        if step.verb is MoveVerb.RESERVE:
-            number = replica_number(step.replica)
+        if step.verb in (MoveVerb.RESERVE, MoveVerb.HOLD):
             move = self._moves.get(step.move)
             if move is None:
                 assert offered is not None
-                self._moves[step.move] = _VirtualMove(offered, offered.place, number, step.why)
-            else:
-                move.destination = number
+                move = self._moves[step.move] = _VirtualMove(offered, offered.place, _NOWHERE, step.why)
+            if step.verb is MoveVerb.RESERVE:
+                move.destination = replica_number(step.replica)
         elif step.verb is MoveVerb.TAKE:
             assert offered is not None
             offered.place = replica_number(step.replica)
@@ -156,6 +161,7 @@ class VirtualMoves:
                 if move.is_released and move.destination != number:
                     self._release_room(key[0], move, now)
         self._departures.pop(number, None)
+        self._awaited.pop(number, None)
 
     def close(self, now: float) -> None:
         """Cut the copies that go on once every request has ended."""
@@ -168,6 +174,7 @@ class VirtualMoves:
     def forget(self, number: int, request_id: str) -> None:
         """Hear of a request that is taken from its replica."""
         self._departures[number].forget(request_id)
+        self._await_no_more(number, request_id)
 
     # --- what happens ---------------------------------------------------------------------------------
 
@@ -186,6 +193,8 @@ class VirtualMoves:
             handover.reattach(request_id)
         for move_id, left in departures.take_gone():
             self._depart(move_id, number, left.detached, now)
+        for step in list(self._awaited.get(number, {}).values()):
+            self._hold(step, self._moves[step.move], now)
 
     def end_copies(self, now: float) -> None:
         """End the copies whose last byte has gone."""
@@ -232,14 +241,27 @@ class VirtualMoves:
         replica, request_id = self._replicas[move.source], step.request_id
         replica.settle(now)
         if step.verb is MoveVerb.HOLD:
-            held = replica.scheduler.handover.hold(request_id, inf)
-            move.num_lent = 0 if held is None else len(held.block_ids)
-            self._tell(step.move, move.source, step.verb, now, ok=held is not None, num_blocks=move.num_lent)
+            self._hold(step, move, now)
         else:
+            self._await_no_more(move.source, request_id)
             if self._departures[move.source].ask(request_id, step.move):
                 replica.scheduler.handover.detach(request_id)
             self.on_step_end(move.source, now)
         self._call(move.source)
+
+    def _hold(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
+        """Lend what is full, once that is as much as was asked for."""
+        handover = self._replicas[move.source].scheduler.handover
+        if handover.num_full_blocks(step.request_id) < step.num_blocks:
+            self._awaited.setdefault(move.source, {})[step.request_id] = step
+            return
+        self._await_no_more(move.source, step.request_id)
+        held = handover.hold(step.request_id, inf)
+        move.num_lent = 0 if held is None else len(held.block_ids)
+        self._tell(step.move, move.source, step.verb, now, ok=held is not None, num_blocks=move.num_lent)
+
+    def _await_no_more(self, number: int, request_id: str) -> None:
+        self._awaited.get(number, {}).pop(request_id, None)
 
     def _do_at_destination(self, step: MoveStep, move: _VirtualMove, now: float) -> None:
         number = move.destination
@@ -285,6 +307,7 @@ class VirtualMoves:
     def _go_on(self, number: int, request_id: str, now: float, *, is_back: bool) -> None:
         """Let a request go on where it is, and lend nothing of it any more."""
         replica = self._replicas.get(number)
+        self._await_no_more(number, request_id)
         if replica is None:
             return
         self._departures[number].go_on(request_id)

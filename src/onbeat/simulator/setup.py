@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS, PoolSizes, parse_pools
+from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, as_settings, check_kinds, parse_kind
 from onbeat.core.options import change, check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.core.step_time import StepTimeModel
@@ -114,6 +115,7 @@ class ReplicaSettings:
         "--replicas",
     )
     pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
+    kinds: tuple[ReplicaGroup, ...] = _fleet((), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP)
     kv_bandwidth: float | None = _fleet(
         None,
         flag="--kv-transfer-gbps",
@@ -198,6 +200,7 @@ class ReplicaSettings:
     def __post_init__(self) -> None:
         check(self, ReplicaSettings)
         check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        check_kinds(self.kinds, self.num_replicas)
         if self.kv_latency and self.kv_bandwidth is None and self.disaggregate is None:
             raise ConfigError(
                 "--kv-transfer-latency-ms is of a link that no KV goes over; give --kv-transfer-gbps or "
@@ -214,11 +217,6 @@ class ReplicaSettings:
     def most_replicas(self) -> int:
         """Replicas that there are at once, at most."""
         return self.num_replicas if self.autoscale is None else self.autoscale.most
-
-    @property
-    def num_devices(self) -> int:
-        """Devices that all replicas take."""
-        return self.most_replicas * self.tensor_parallel * self.pipeline_parallel
 
     @property
     def num_replicas(self) -> int:
@@ -242,6 +240,8 @@ class Simulation:
     precision: Precision
     memory: KVCapacity | None
     """None where the number of blocks was given."""
+    kind: ReplicaKind
+    """What one replica is, of the first kind."""
     num_devices: int
 
 
@@ -261,6 +261,8 @@ def build_simulation(
     ------
     ConfigError : an unknown name, sizes that do not fit together, or a model that does not fit the devices.
     """
+    if settings.kinds:
+        return _build_mixed(settings, tbt=tbt, context_tokens=context_tokens)
     model = find_model_spec(settings.model)
     device = find_device(settings.device)
     parallelism = _parallelism(settings)
@@ -296,6 +298,12 @@ def build_simulation(
         speculation=None if settings.speculation is None else settings.speculation.for_scheduler(),
     )
     kv_link = make_link(settings, model, precision)
+    kind = ReplicaKind(
+        scheduler=scheduler,
+        step_time=step_time,
+        device=device.id,
+        memory_bandwidth=device.memory_bandwidth * parallelism.num_devices,
+    )
     return Simulation(
         config=SimulationConfig(
             scheduler=scheduler,
@@ -316,7 +324,7 @@ def build_simulation(
             num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
             pool_rule=settings.pool_rule,
             kv_link=kv_link,
-            kinds=() if kv_link is None else _kinds(settings, scheduler, step_time, device),
+            kinds=() if kv_link is None else _without_drafts(settings, (kind,)),
         ),
         step_time=step_time,
         step_times=_described(settings, target_time.errors),
@@ -326,8 +334,37 @@ def build_simulation(
         parallelism=parallelism,
         precision=precision,
         memory=memory,
-        num_devices=settings.num_devices,
+        kind=kind,
+        num_devices=settings.most_replicas * parallelism.num_devices,
     )
+
+
+def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens: int | None) -> Simulation:
+    """Resolve a fleet of several kinds; what is said of one replica is said of the first."""
+    alone: dict[str, Any] = {"kinds": (), "replicas": 1, "disaggregate": None, "pool_rule": "adaptive"}
+    alone |= {"kv_bandwidth": None, "kv_latency": 0.0, "autoscale": None}
+    alone |= {"autoscale_policy": "objective", "scale_down_seconds": DOWN_SECONDS}
+    built = []
+    for each in settings.kinds:
+        own = as_settings(each, "device", "tensor_parallel", "policy")
+        simulation = build_simulation(
+            change(settings, **alone, **own), tbt=tbt, context_tokens=context_tokens
+        )
+        built.append((simulation, each.replicas))
+    first = built[0][0]
+    kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))
+    config = replace(
+        first.config,
+        num_replicas=settings.num_replicas,
+        router=settings.router or _default_router(settings, first.config.scheduler),
+        autoscale=_autoscale(settings),
+        num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
+        pool_rule=settings.pool_rule,
+        kv_link=make_link(settings, first.model, first.precision),
+        kinds=_without_drafts(settings, kinds),
+    )
+    num_devices = sum(simulation.num_devices * count for simulation, count in built)
+    return replace(first, config=config, num_devices=num_devices)
 
 
 def _autoscale(settings: ReplicaSettings) -> AutoscaleConfig | None:
@@ -359,23 +396,17 @@ def make_link(settings: ReplicaSettings, model: ModelSpec, precision: Precision)
     )
 
 
-def _kinds(
-    settings: ReplicaSettings, scheduler: SchedulerConfig, step_time: StepTimeModel, device: DeviceSpec
-) -> tuple[ReplicaKind, ...]:
-    """Return what the replicas are between which KV goes."""
-    num_devices = settings.tensor_parallel * settings.pipeline_parallel
-    kind = ReplicaKind(
-        scheduler=scheduler,
-        step_time=step_time,
-        device=device.id,
-        memory_bandwidth=device.memory_bandwidth * num_devices,
-    )
+def _without_drafts(settings: ReplicaSettings, kinds: tuple[ReplicaKind, ...]) -> tuple[ReplicaKind, ...]:
+    """Return what the replicas are; those that compute prompts plan no drafts.
+
+    A prompt's first token is nearly all that its replica delivers: there is nothing to draft.
+    """
     pools = settings.disaggregate
-    if pools is None or scheduler.speculation is None:
-        return (kind,)
-    # A prompt's first token is nearly all that its replica delivers: there is nothing to draft.
-    prefill = replace(kind, scheduler=replace(scheduler, speculation=None))
-    return (prefill,) * pools.prefill + (kind,)
+    if pools is None or settings.speculation is None:
+        return kinds
+    kinds += (kinds[-1],) * (pools.prefill + 1 - len(kinds))
+    prefill = [replace(each, scheduler=replace(each.scheduler, speculation=None)) for each in kinds]
+    return (*prefill[: pools.prefill], *kinds[pools.prefill :])
 
 
 def build_for_load(

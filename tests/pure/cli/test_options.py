@@ -54,7 +54,7 @@ def actions(*command: str) -> dict[str, argparse.Action]:
     }
 
 
-READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate")
+READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate", "kinds")
 """Keys whose values are something else once they are read."""
 
 
@@ -65,6 +65,7 @@ EXAMPLES = {
     "autoscale": "0..4",
     "autoscale_policy": "freeness:20..80",
     "fleet_changes": ["30 kill 0", "90 scale 4"],
+    "kinds": ["device=h100-sxm,tp=2", "policy=sarathi,replicas=3"],
 }
 
 

@@ -215,6 +215,21 @@ def test_prefill_and_decode_pools(tmp_path: Path) -> None:
     assert found["policy"] == DEFAULT_POLICY
 
 
+def test_pools_of_unlike_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = ("device=h100-sxm,tp=2,policy=sarathi", "device=a100-80-sxm,replicas=2")
+    pools = ("--disaggregate", "prefill=1,decode=2", "--pool-rule", "splitwise")
+    found = summary_of(tmp_path, *pools, "--kinds", *kinds)
+    assert (found["completed"], found["num_gpus"], found["replicas"]) == (12, 4, 3)
+    assert (found["policy"], found["device"], found["tensor_parallel_size"]) == ("sarathi", "h100-sxm", 2)
+    assert found["kinds"] == [f"{kinds[0]},replicas=1", kinds[1]]
+    assert "on 4 devices (device=h100-sxm,tp=2,policy=sarathi,replicas=1;" in capsys.readouterr().err
+    alike = summary_of(
+        tmp_path, *pools, "--kinds", kinds[0], kinds[0].replace(",policy", ",replicas=2,policy")
+    )
+    assert alike["num_gpus"] == 6
+    assert alike["mean_tpot_ms"] < 0.8 * found["mean_tpot_ms"], "the slower device generates"
+
+
 def test_a_full_queue_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = summary_of(
         tmp_path,
@@ -304,6 +319,8 @@ BAD_FLAGS = [
     (["--disaggregate", "prefill=1,decode=1", "--replicas", "3"], "leave --replicas out"),
     (["--disaggregate", "prefill=1,decode=1", "--kv-transfer-gbps", "nan"], "is nan"),
     (["--pool-rule", "distserve"], "is for --disaggregate"),
+    (["--kinds", "device=l4,replicas=2"], "make up 2 replicas, but --replicas is 1"),
+    (["--kinds", "gpu=l4"], "is no kind of replica"),
     (["--kv-transfer-latency-ms", "1"], "of a link that no KV goes over"),
     (["--step-time", "fitted"], "needs a profile: --profile FILE"),
     (["--profile", "nowhere.json"], "the roofline takes no profile"),

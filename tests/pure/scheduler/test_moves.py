@@ -28,7 +28,7 @@ TAKE, REATTACH, UNHOLD, RELEASE = (
 class OneMove:
     """A move of `q` from `s` to `d`."""
 
-    def __init__(self, num_blocks: int = 30, *, is_patient: bool = False) -> None:
+    def __init__(self, num_blocks: int = 30, *, is_patient: bool = False, is_early: bool = False) -> None:
         self.steps: list[MoveStep] = []
         self.outcomes: list[Outcome] = []
         self.now = 0.0
@@ -45,6 +45,7 @@ class OneMove:
             now=0.0,
             is_stopped=is_patient,
             is_patient=is_patient,
+            is_early=is_early,
         )
 
     def take(self, action: object) -> None:
@@ -225,3 +226,62 @@ def test_a_patient_request_that_ends_leaves_nothing() -> None:
     move.moves.drop("q")
     assert move.asked() == [("s", UNHOLD)]
     assert (move.outcomes, move.moves.of("q")) == ([Outcome.CANCELLED], None)
+
+
+def test_a_prompt_is_copied_as_it_is_computed() -> None:
+    move = OneMove(is_early=True)
+    assert move.moves.next_time == inf, "it may have to wait for its turn"
+    assert (move.moves.num_to("d"), move.moves.num_coming("d")) == (0, 1)
+    for num_blocks in (10, 0, 0, 12, 0):
+        move.answer(num_blocks=num_blocks)
+    assert move.moves.on_stop("q", 0.0)
+    for num_blocks in (31, 0, 0):
+        move.answer(num_blocks=num_blocks)
+    assert [(step.replica, step.verb, step.num_blocks) for step in move.steps] == [
+        ("s", HOLD, 1),
+        ("d", RESERVE, 34),
+        ("d", PULL, 0),
+        ("s", HOLD, 11),
+        ("d", PULL, 10),
+        ("s", HOLD, 13),
+        ("s", FREEZE, 0),
+        ("d", PULL, 12),
+        ("d", ADOPT, 0),
+        ("d", TAKE, 0),
+    ]
+    assert move.outcomes == [Outcome.MOVED]
+
+
+@pytest.mark.parametrize(
+    ("num_answers", "then"),
+    [(0, [("d", RESERVE)]), (1, []), (2, []), (3, [("s", FREEZE)])],
+    ids=["before the first chunk", "room is asked for", "a copy is under way", "all is copied"],
+)
+def test_the_first_token_may_come_at_any_stage(num_answers, then) -> None:
+    move = OneMove(is_early=True)
+    for num_blocks in (10, 0, 0)[:num_answers]:
+        move.answer(num_blocks=num_blocks)
+    move.asked()
+    assert move.moves.on_stop("q", 5.0)
+    assert move.asked()[-len(then) :] == then or not then
+    assert move.moves.next_time == 5.0 + STILL_SECONDS
+    while move.steps[-1].verb is not TAKE:
+        move.answer(num_blocks=31)
+    assert move.outcomes == [Outcome.MOVED]
+
+
+def test_a_prompt_for_which_there_is_no_room_is_computed_all_the_same() -> None:
+    move = OneMove(is_early=True)
+    move.answer(num_blocks=10)
+    move.asked()
+    move.answer(ok=False)
+    assert move.asked() == [("d", RELEASE), ("s", UNHOLD)]
+    assert move.outcomes == [Outcome.NO_ROOM]
+    assert not move.moves.on_stop("q", 1.0), "it is moved like any other"
+
+
+def test_a_stream_goes_on_at_its_source_if_there_is_no_room_once_its_prompt_is_done() -> None:
+    move = OneMove(is_early=True)
+    move.moves.on_stop("q", 1.0)
+    move.answer(ok=False)
+    assert [(step.replica, step.verb) for step in move.steps[-2:]] == [("d", RELEASE), ("s", REATTACH)]

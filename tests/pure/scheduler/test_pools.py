@@ -8,8 +8,21 @@ from typing import Any
 import pytest
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.scheduler.cluster.events import Arrived, Joined, Lost, Reported, ScaleAsked, Send, Stop
+from onbeat.core.handover import MoveVerb
+from onbeat.scheduler.cluster.events import (
+    Answered,
+    Arrived,
+    Delivered,
+    Joined,
+    Lost,
+    MoveStep,
+    Reported,
+    ScaleAsked,
+    Send,
+    Stop,
+)
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
+from onbeat.scheduler.cluster.pools import MOST_QUEUED_TOKENS, PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 
@@ -19,11 +32,18 @@ LIMITS = ReplicaLimits(
 )
 
 
-def fleet_of(router: str = "slo", **load: Any) -> Fleet:
+def fleet_of(
+    router: str = "slo",
+    *,
+    num_prefill: int = 1,
+    num_replicas: int = 3,
+    rule: PoolRule = "adaptive",
+    **load: Any,
+) -> Fleet:
     """Return a fleet of a prefill and two decode replicas, which report the same load."""
-    fleet = Fleet(make_router(router, 0), FleetConfig(num_prefill=1))
-    fleet.on_event(ScaleAsked(3), 0.0)
-    for name in ("r0", "r1", "r2"):
+    fleet = Fleet(make_router(router, 0), FleetConfig(num_prefill=num_prefill, pool_rule=rule))
+    fleet.on_event(ScaleAsked(num_replicas), 0.0)
+    for name in (f"r{number}" for number in range(num_replicas)):
         fleet.on_event(Joined(name, LIMITS), 0.0)
         values = {"num_free_blocks": 4096, "costs": COSTS, **load}
         fleet.on_event(Reported(name, ReplicaLoad(time=0.0, num_taken=0, **values)), 0.0)
@@ -82,3 +102,80 @@ def test_fewer_replicas_are_fewer_that_generate() -> None:
 def test_roles_are_known_by_name() -> None:
     fleet = fleet_of()
     assert [fleet.role(name) for name in ("r0", "r1", "r2")] == ["prefill", "decode", "decode"]
+
+
+class TestSplitwise:
+    """Both replicas are chosen at arrival, and what one pool has no room for goes to the other."""
+
+    LONG = MOST_QUEUED_TOKENS // 2
+
+    def fleet(self, **load: Any) -> Fleet:
+        return fleet_of("least-outstanding", num_prefill=2, num_replicas=4, rule="splitwise", **load)
+
+    def arrive(self, fleet: Fleet, name: str, num_tokens: int) -> tuple[str, str]:
+        """Return where a prompt is sent, and where its stream is to go; nothing where it stays."""
+        request = RoutingRequest(name, (), num_prompt_tokens=num_tokens, max_tokens=50)
+        actions = fleet.on_event(Arrived(request), 0.0)
+        (send,) = [each for each in actions if isinstance(each, Send)]
+        asked = [each for each in actions if isinstance(each, MoveStep)]
+        assert send.stops == bool(asked)
+        if not asked:
+            return send.replica, ""
+        assert (asked[0].replica, asked[0].verb, asked[0].num_blocks) == (send.replica, MoveVerb.HOLD, 1)
+        answered = Answered(send.replica, asked[0].move, MoveVerb.HOLD, ok=True, num_blocks=1)
+        (reserve,) = fleet.on_event(answered, 0.0)
+        assert isinstance(reserve, MoveStep)
+        assert reserve.verb is MoveVerb.RESERVE
+        fleet.check_invariants()
+        return send.replica, reserve.replica
+
+    def report(self, fleet: Fleet, replica: str, **values: Any) -> None:
+        load = ReplicaLoad(time=0.0, num_taken=0, **{"num_free_blocks": 4096, "costs": COSTS, **values})
+        fleet.on_event(Reported(replica, load), 0.0)
+
+    def test_a_prompt_joins_the_shortest_queue_of_tokens_not_of_requests(self) -> None:
+        fleet = self.fleet()
+        assert self.arrive(fleet, "long", self.LONG)[0] == "r0"
+        assert [self.arrive(fleet, f"short {i}", 100)[0] for i in range(3)] == ["r1"] * 3
+        fleet.on_event(Delivered("r0", "long", 1, 0, is_finished=False), 0.0)
+        assert self.arrive(fleet, "next", 100)[0] == "r0"
+
+    def test_a_stream_goes_where_the_most_room_is_those_on_their_way_counted(self) -> None:
+        fleet = self.fleet()
+        self.report(fleet, "r2", num_free_blocks=4000)
+        assert self.arrive(fleet, "a", 3200) == ("r0", "r3")
+        assert self.arrive(fleet, "b", 160) == ("r1", "r2")
+
+    def test_long_queues_send_prompts_to_one_that_generates_until_it_has_done_them(self) -> None:
+        fleet = self.fleet()
+        for name in ("a", "b", "c", "d"):
+            self.arrive(fleet, name, self.LONG)
+        assert self.arrive(fleet, "e", 1000) == ("r2", "")
+        assert self.arrive(fleet, "f", 1000) == ("r2", ""), "it is mixed, and the other is not needed"
+        assert self.arrive(fleet, "g", self.LONG + 3000) == ("r3", "")
+        for name in ("e", "f"):
+            fleet.on_event(Delivered("r2", name, 1, 0, is_finished=False), 0.0)
+        for replica, name in (("r0", "a"), ("r1", "b")):
+            fleet.on_event(Delivered(replica, name, 1, 0, is_finished=False), 0.0)
+        assert self.arrive(fleet, "h", 1000)[0] == "r0", "there is room in the pool for prompts"
+
+    def test_streams_for_which_nobody_has_room_go_to_one_for_prompts(self) -> None:
+        fleet = self.fleet()
+        for replica in ("r2", "r3"):
+            self.report(fleet, replica, num_free_blocks=10)
+        self.report(fleet, "r1", num_free_blocks=4000)
+        assert self.arrive(fleet, "a", 1600) == ("r0", "")
+        self.report(fleet, "r1", num_free_blocks=300, num_decodes=3)
+        assert self.arrive(fleet, "b", 160) == ("r0", "r1"), "it is mixed already"
+        self.report(fleet, "r1", num_free_blocks=300)
+        self.report(fleet, "r0", num_free_blocks=100)
+        assert self.arrive(fleet, "c", 160) == ("r1", ""), "of those for prompts, the one with the most room"
+
+    def test_nobody_has_room(self) -> None:
+        fleet = self.fleet()
+        for replica in ("r0", "r1", "r2", "r3"):
+            self.report(fleet, replica, num_free_blocks=10)
+        request = RoutingRequest("q", (), num_prompt_tokens=1600, max_tokens=50)
+        (send,) = fleet.on_event(Arrived(request), 0.0)
+        assert isinstance(send, Send)
+        assert send.stops, "it is looked at again once it has its first token"

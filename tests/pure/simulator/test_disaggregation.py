@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.pools import POOL_RULES
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
@@ -134,6 +135,26 @@ class TestTimeline:
         assert first.replica == "0+1"
         assert second.delivery_times[1] == pytest.approx(2.01)
 
+    def test_a_prompt_is_copied_as_it_is_computed(self):
+        """In four chunks, the last of 4 tokens: two copies, of two blocks each, end before it does."""
+        chunks = {"policy": "sarathi", "max_num_batched_tokens": 32}
+        config = make_config(pool_rule="splitwise", prefill=chunks)
+        (record,) = run(make_load([100], [20], [0.0]), config).records
+        assert record.ttft == pytest.approx(1.0)
+        third = 0.96 + 0.002 + 0.05 + 0.032 + 0.002  # it has been asked for when the first token comes
+        last = third + 0.002 + 0.05 + 0.016 + 0.002
+        assert record.delivery_times[1] == pytest.approx(last + 1.0)
+        assert record.replica == "0+1"
+        before = make_config(pool_rule="distserve", prefill=chunks)
+        assert run(make_load([100], [20], [0.0]), before).records[0].delivery_times[1] > last + 1.05
+
+    def test_what_one_pool_has_no_room_for_goes_to_the_other(self):
+        config = make_config(pool_rule="splitwise", num_prefill=2, num_decode=2, decode={"max_num_seqs": 1})
+        records = run(make_load([100] * 6, [30] * 6, [0.0] * 6), config).records
+        assert {record.replica for record in records} >= {"0+2", "1+3"}
+        assert all(record.num_output_tokens == 30 for record in records)
+        assert any("+" not in record.replica for record in records), "some stay where their prompts were"
+
     def test_pools_share_their_requests(self):
         config = make_config(num_prefill=2, num_decode=2)
         records = run(make_load([100] * 4, [9] * 4, [0.0, 0.1, 0.2, 0.3]), config).records
@@ -166,7 +187,7 @@ class TestInvariants:
         decode_policy=st.sampled_from(["hybrid-only", "sarathi", "orca", "prefill-first", "slo"]),
         stages=st.sampled_from([1, 2]),
         num_blocks=st.sampled_from([20, 64]),
-        rule=st.sampled_from(["adaptive", "distserve"]),
+        rule=st.sampled_from(POOL_RULES),
         rate=st.sampled_from([0.3, 3.0, 50.0]),
     )
     def test_every_token_comes_once_and_no_kv_is_left(
@@ -200,7 +221,7 @@ class TestInvariants:
             ),
             max_size=8,
         ),
-        rule=st.sampled_from(["adaptive", "distserve"]),
+        rule=st.sampled_from(POOL_RULES),
         num_prefill=st.sampled_from([0, 2]),
         policy=st.sampled_from(["hybrid-only", "slo"]),
         bandwidth=st.sampled_from([20.0, 1000.0]),
@@ -230,7 +251,7 @@ class TestInvariants:
             assert record.finish_reason in ("length", "error", "rejected", "expired")
         assert all(each.num_leaked_blocks == 0 for each in result.replicas)
 
-    @pytest.mark.parametrize("rule", ["adaptive", "distserve"])
+    @pytest.mark.parametrize("rule", POOL_RULES)
     def test_steps_taken_at_once_make_no_difference(self, rule):
         load = random_load(60, rate=2.0, seed=3)
         config = make_config(num_decode=2, pool_rule=rule, decode={"num_blocks": 24})

@@ -200,7 +200,8 @@ class MoveStep:
     request_id: str
     verb: MoveVerb
     num_blocks: int = 0
-    """Of `reserve`, to keep in all; of `pull`, that have been copied already."""
+    """Of `reserve`, to keep in all; of `pull`, that have been copied already; of `hold`, that are to be full
+    before it is answered, while a prompt is computed."""
     why: str = ""
     """Of the move, one word, with its first step: `drain`, `prefill`, `memory`, `queue`, or `steps`."""
 

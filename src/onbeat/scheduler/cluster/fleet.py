@@ -229,6 +229,7 @@ class Fleet:
         is_first = event.num_tokens > 0 and not opened.has_started
         if is_first:
             opened.has_started, opened.refused_by = True, ()
+            replica.num_queued_tokens -= opened.num_tokens
             self._router.on_first_token(replica.number, opened.request)
             self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
         opened.num_output_tokens += event.num_tokens

@@ -89,6 +89,8 @@ class Replica:
     """Until then no request is moved away because of how the replica stands."""
     open: dict[str, OpenRequest] = field(default_factory=dict)
     """By request id, in the order in which they were sent here."""
+    num_queued_tokens: int = 0
+    """Of those that have had no token here."""
     num_lives: int = 0
     """Times that it got ready."""
     drains_until: float = inf
@@ -254,6 +256,8 @@ class Membership:
         for replica in self.replicas.values():
             has_some = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
             assert has_some or not replica.open, f"{replica.replica_id} is {replica.state}, but has requests"
+            num_queued = sum(each.num_tokens for each in replica.open.values() if not each.has_started)
+            assert replica.num_queued_tokens == num_queued, f"{replica.replica_id} has another queue"
             for request_id, each in replica.open.items():
                 assert request_id not in owned, f"{request_id} has two owners"
                 assert each.replica == replica.replica_id

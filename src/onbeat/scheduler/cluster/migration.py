@@ -82,14 +82,48 @@ class Migration:
         """Let the next `advance` look at who should be elsewhere."""
         self._is_to_look = self._may_have_room = True
 
-    def stops_at(self, opened: OpenRequest, replica: Replica) -> bool:
-        """Return whether a request is to stand still on a replica after its first token, to be moved then."""
-        return (
+    def stream_replica(self, opened: OpenRequest, replica: Replica) -> Replica | None:
+        """Return where a request is to generate that is sent to a replica; None: who has room then.
+
+        Elsewhere than there, it is to stand still after its first token.
+        """
+        goes_on = (
             self._pools.is_prefill(replica.replica_id)
             and _moves_streams(replica)
             and self._has_many_left(opened)
             and any(True for _ in self._candidates(replica))
         )
+        if not goes_on:
+            return replica
+        return self._with_room_ahead(opened, replica) if self._pools.chooses_both else None
+
+    def begin_ahead(self, opened: OpenRequest, source: Replica, destination: Replica, now: float) -> None:
+        """Let a request that has been sent to a replica go on at another, while its prompt is computed."""
+        self._moves.begin(
+            opened.request.request_id,
+            source.replica_id,
+            destination.replica_id,
+            num_blocks=_num_blocks(opened, destination),
+            why="prefill",
+            now=now,
+            is_early=True,
+        )
+
+    def _with_room_ahead(self, opened: OpenRequest, source: Replica) -> Replica | None:
+        """Return where a stream will have the most room: its pool, a mixed replica, or one for prompts."""
+        pools: tuple[list[Replica], ...] = [], [], []
+        for each in self._members.having(ReplicaState.READY):
+            if _moves_streams(each):
+                is_prefill = self._pools.is_prefill(each.replica_id)
+                pools[1 if self._pools.does_both(each) else 2 * is_prefill].append(each)
+        for pool in pools:
+            fitting = [each for each in pool if self._has_room(opened, each, most_coming=inf)]
+            if fitting:
+                # Of equal ones it stays where its prompt is: nothing is copied then.
+                return max(
+                    fitting, key=lambda each: (self._freeness(opened, each), each is source, -each.order)
+                )
+        return None
 
     def on_first_token(self, opened: OpenRequest, replica: Replica, now: float) -> None:
         """Hear that a request has had its first token from a replica."""
@@ -101,6 +135,8 @@ class Migration:
 
     def _move_on(self, opened: OpenRequest, source: Replica, now: float) -> None:
         """Begin to move a request that stands still, or let it go on where it is until there is room."""
+        if self._moves.on_stop(opened.request.request_id, now):
+            return
         if self._has_many_left(opened):
             if self._pools.waits_for_room:
                 self._standing[opened.request.request_id] = None
@@ -229,7 +265,7 @@ class Migration:
         load, limits = replica.load, replica.limits
         if load is None or limits is None or not self._has_room(opened, replica):
             return False
-        num_coming = self._moves.num_to(replica.replica_id)
+        num_coming = self._moves.num_coming(replica.replica_id)
         num_blocks = self._moves.num_blocks_to(replica.replica_id) + _num_blocks(opened, replica)
         slo, costs = opened.request.slo, load.costs
         if slo is not None and slo.tbt is not None and costs is not None:
@@ -293,7 +329,7 @@ class Migration:
         decoding = [each for each in others if not self._pools.is_prefill(each.replica_id)]
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
-    def _has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: int = MOST_AT_ONCE) -> bool:
+    def _has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
         limits = replica.limits
         assert limits is not None, "it is ready"
         return (
@@ -311,7 +347,7 @@ class Migration:
     def _num_running(self, replica: Replica) -> int:
         """Return the requests that run there or are on their way."""
         num_reported = 0 if replica.load is None else replica.load.num_running
-        return num_reported + self._moves.num_to(replica.replica_id)
+        return num_reported + self._moves.num_coming(replica.replica_id)
 
     def _num_free(self, replica: Replica) -> int:
         """Return the blocks that nobody has there, is going to have, or waits for."""

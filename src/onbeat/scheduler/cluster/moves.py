@@ -4,10 +4,15 @@ The stages are those of Llumnix (Sun et al., OSDI 2024, section 4.2): room is re
 full blocks are copied while the request runs on; it is frozen, the rest is copied, the destination adopts it,
 and the source forgets it. Until the destination has adopted it, the source can go on with it as if nothing
 had been.
+
+A request that computes its prompt where it will not generate may be on its way from its arrival: what each
+chunk has filled is copied while the next one is computed, and what is left once it has its first token (Patel
+et al., Splitwise, ISCA 2024, section 4.3).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,9 +69,18 @@ class Move:
     """It has stood still since its first token, before anybody asked."""
     is_patient: bool = False
     """It stands still until somebody has room, instead of going on at its source."""
+    is_early: bool = False
+    """It was begun as the request was sent: its prompt is copied as it is computed."""
+    has_room: bool = False
+    """Whether the destination has said that it keeps room."""
     is_frozen: bool = False
     is_cancelled: bool = False
     """It waits for the answer to the freeze alone, to put the request back."""
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether its request has had no token yet."""
+        return self.is_early and not self.is_stopped
 
 
 class Moves:
@@ -92,6 +106,8 @@ class Moves:
         self._by_id: dict[str, Move] = {}
         self._by_request: dict[str, Move] = {}
         """Those that may still succeed."""
+        self._to: defaultdict[ReplicaId, dict[str, Move]] = defaultdict(dict)
+        """Of these, by destination, and by request: each choice asks how many come to each replica."""
         self._num_begun = 0
 
     @property
@@ -108,17 +124,20 @@ class Moves:
         return any(move.request_id == request_id for move in self._by_id.values())
 
     def num_from(self, replica: ReplicaId) -> int:
-        """Return how many requests are on their way from a replica."""
-        return sum(move.source == replica for move in self._by_request.values())
+        """Return how many requests are on their way from a replica, their prompts done."""
+        return sum(move.source == replica and not move.is_ahead for move in self._by_request.values())
 
     def num_to(self, replica: ReplicaId) -> int:
-        """Return how many requests are on their way to a replica."""
-        return sum(move.destination == replica for move in self._by_request.values())
+        """Return how many requests are on their way to a replica, their prompts done."""
+        return sum(not move.is_ahead for move in self._to[replica].values())
+
+    def num_coming(self, replica: ReplicaId) -> int:
+        """Return how many requests are to go on at a replica, those included that have had no token."""
+        return len(self._to[replica])
 
     def num_blocks_to(self, replica: ReplicaId) -> int:
         """Return the blocks reserved there for requests on their way."""
-        moves = self._by_request.values()
-        return sum(move.num_reserved for move in moves if move.destination == replica)
+        return sum(move.num_reserved for move in self._to[replica].values())
 
     def begin(  # noqa: PLR0913 -- all of them say what the move is
         self,
@@ -131,14 +150,16 @@ class Moves:
         now: float,
         is_stopped: bool = False,
         is_patient: bool = False,
+        is_early: bool = False,
     ) -> None:
-        """Begin to move a request that runs.
+        """Begin to move a request that runs, or will.
 
         Parameters
         ----------
         num_blocks : that it has, about.
         is_patient : it stands still until somebody has room.
         is_stopped : it stands still at its source.
+        is_early : it has just been sent to its source, where it will stand still after its first token.
         """
         assert request_id not in self._by_request, f"{request_id} moves already"
         self._num_begun += 1
@@ -152,13 +173,28 @@ class Moves:
             num_blocks + GROWTH_BLOCKS,
             is_stopped=is_stopped,
             is_patient=is_patient,
+            is_early=is_early,
         )
-        self._by_id[move_id] = self._by_request[request_id] = move
-        self._ask(move, MoveVerb.RESERVE, now)
+        self._by_id[move_id] = self._by_request[request_id] = self._to[destination][request_id] = move
+        # Room is asked for once there is something to copy: it is no use to a prompt that waits its turn.
+        self._ask(move, MoveVerb.HOLD if is_early else MoveVerb.RESERVE, now)
+
+    def on_stop(self, request_id: str, now: float) -> bool:
+        """Hear that a request stands still after its first token; return whether it has been on its way."""
+        move = self._by_request.get(request_id)
+        if move is None:
+            return False
+        move.is_stopped = True
+        if move.waits_for is MoveVerb.HOLD:
+            self._ask(move, MoveVerb.FREEZE if move.has_room else MoveVerb.RESERVE, now)
+        else:
+            move.until = now + STILL_SECONDS
+        return True
 
     def try_again(self, move: Move, destination: ReplicaId, *, num_blocks: int, now: float) -> None:
         """Ask another destination for room, or the same one later."""
         move.destination, move.num_reserved = destination, num_blocks + GROWTH_BLOCKS
+        self._to[destination][move.request_id] = move
         self._ask(move, MoveVerb.RESERVE, now)
 
     def stay(self, move: Move) -> None:
@@ -211,13 +247,17 @@ class Moves:
         """Ask for what comes after a step that has been done."""
         match move.waits_for:
             case MoveVerb.RESERVE:
-                if move.num_held:
+                move.has_room = True
+                if move.num_held and (move.is_frozen or not move.is_stopped):
                     self._copy(move, now)
                 else:
                     self._ask(move, MoveVerb.FREEZE if move.is_stopped else MoveVerb.HOLD, now)
             case MoveVerb.PULL:
                 move.num_copied = move.num_held
-                self._ask(move, MoveVerb.ADOPT if move.is_frozen else MoveVerb.HOLD, now)
+                if move.is_stopped and not move.is_frozen:
+                    self._ask(move, MoveVerb.FREEZE, now)
+                else:
+                    self._ask(move, MoveVerb.ADOPT if move.is_frozen else MoveVerb.HOLD, now)
             case MoveVerb.ADOPT:
                 self._forget(move)
                 self._tell(move, MoveVerb.TAKE, move.destination)
@@ -233,16 +273,19 @@ class Moves:
     def _on_held(self, move: Move, num_blocks: int, num_needed: int, now: float) -> None:
         """Hear how many blocks the source lends by now."""
         move.num_held = num_blocks
-        if num_needed <= move.num_reserved:
+        if num_needed > move.num_reserved:
+            move.num_reserved = num_needed + GROWTH_BLOCKS
+            self._ask(move, MoveVerb.RESERVE, now)
+        elif move.has_room:
             self._copy(move, now)
         else:
-            move.num_reserved = num_needed + GROWTH_BLOCKS
             self._ask(move, MoveVerb.RESERVE, now)
 
     def _on_refusal(self, move: Move) -> None:
         """Let a request stay whose move has met with a refusal."""
         match move.waits_for:
             case MoveVerb.RESERVE if move.is_patient and not move.num_held:
+                del self._to[move.destination][move.request_id]
                 move.destination, move.num_reserved, move.until = "", 0, inf
                 self._on_no_room(move)
             case MoveVerb.RESERVE:
@@ -257,6 +300,8 @@ class Moves:
         num_left = move.num_held - move.num_copied
         if move.is_frozen:
             self._ask(move, MoveVerb.PULL if num_left else MoveVerb.ADOPT, now)
+        elif move.is_early:
+            self._ask(move, MoveVerb.PULL if num_left > 0 else MoveVerb.HOLD, now)
         elif num_left > MOST_LEFT and move.num_rounds < MOST_ROUNDS:
             move.num_rounds += 1
             self._ask(move, MoveVerb.PULL, now)
@@ -269,7 +314,7 @@ class Moves:
             move.until = now + ANSWER_SECONDS
         elif move.is_stopped:
             move.until = min(move.until, now + STILL_SECONDS)
-        elif verb is MoveVerb.FREEZE:
+        elif verb is MoveVerb.FREEZE or (move.is_early and verb is MoveVerb.HOLD):
             move.until = inf  # a step may take its time, and the request runs on
         elif not move.is_frozen:
             move.until = now + ANSWER_SECONDS
@@ -302,12 +347,16 @@ class Moves:
     def _end(self, move: Move, outcome: Outcome) -> None:
         if self._by_request.get(move.request_id) is move:
             del self._by_request[move.request_id]
+            self._to[move.destination].pop(move.request_id, None)
             self._on_end(move, outcome)
 
     def _tell(self, move: Move, verb: MoveVerb, replica: ReplicaId) -> None:
         num_blocks, why = 0, ""
         if verb is MoveVerb.RESERVE:
             num_blocks = move.num_reserved
+            why = "" if move.num_held else move.why
+        elif verb is MoveVerb.HOLD and move.is_early:
+            num_blocks = move.num_held + 1
             why = "" if move.num_held else move.why
         elif verb is MoveVerb.PULL:
             num_blocks = move.num_copied

@@ -11,22 +11,28 @@ from onbeat.core.fleet import PoolSizes, ReplicaId, ReplicaLoad, replica_number
 from onbeat.scheduler.cluster.membership import Membership, OpenRequest, Replica, ReplicaState
 from onbeat.scheduler.cluster.routing import Router
 
-PoolRule = Literal["adaptive", "distserve"]
+PoolRule = Literal["adaptive", "distserve", "splitwise"]
 POOL_RULES: tuple[PoolRule, ...] = get_args(PoolRule)
 """`adaptive`: a prompt that disturbs nobody is computed where it will generate, and a stream that nobody has
 room for goes on where its prompt was computed. `distserve` (Zhong et al., OSDI 2024, section 4.3): every
 prompt is computed on a prefill replica, where its KV waits until a decode replica has room, so that bursts
-hold up prompts and not streams."""
+hold up prompts and not streams. `splitwise` (Patel et al., ISCA 2024, section 4): a prompt joins the shortest
+queue, and where its stream will go on is chosen at once, so that its KV is copied while it is computed; what
+one pool has no room for goes to replicas of the other, which are mixed until that has ended."""
 
 RULE_HELP = (
     "adaptive: short and cached prompts are computed where they generate, and a stream that nobody has room "
     "for goes on where it is; distserve: the first N compute every prompt, and its stream waits there for "
-    "room"
+    "room; splitwise: where it goes on is chosen at arrival, its KV is copied while its prompt is computed, "
+    "and what one side has no room for goes to the other"
 )
 """Of the flag --pool-rule."""
 
 _FEW_TOKENS = 64
 """Of a prompt that stays where it will decode, where no replica predicts what it costs."""
+MOST_QUEUED_TOKENS = 8192
+"""Of `splitwise`, in a queue of prompts that has not only this one. The paper speaks of a threshold; this is
+that of its authors' simulator (Mutinifni/splitwise-sim)."""
 
 
 def check_pools(pools: PoolSizes | None, rule: PoolRule, *, replicas: int) -> None:
@@ -61,12 +67,17 @@ class Pools:
         self._members = members
         self._router = router
         self._num_prefill = num_prefill
-        self._is_strict = rule == "distserve"
+        self._rule = rule
 
     @property
     def waits_for_room(self) -> bool:
         """Whether a stream that nobody has room for stands still until somebody has."""
-        return self._is_strict
+        return self._rule == "distserve"
+
+    @property
+    def chooses_both(self) -> bool:
+        """Whether the replica where a request generates is chosen with that of its prompt."""
+        return self._num_prefill > 0 and self._rule == "splitwise"
 
     @property
     def states_to_relieve(self) -> tuple[ReplicaState, ...]:
@@ -98,9 +109,31 @@ class Pools:
         decode = [each for each in ready if not self.is_prefill(each.replica_id)]
         if not (prefill and decode):
             return excluded
-        staying = [] if self._is_strict else self._where_it_stays(opened, decode)
-        chosen = staying or prefill
-        return {*excluded, *(each.number for each in ready if each not in chosen)}
+        chosen: Sequence[Replica] = prefill
+        if self._rule == "splitwise":
+            chosen = [self._shortest_queue(opened, prefill, decode)]
+        elif self._rule == "adaptive":
+            chosen = self._where_it_stays(opened, decode) or prefill
+        kept = {each.number for each in chosen}
+        return {*excluded, *(each.number for each in ready if each.number not in kept)}
+
+    def does_both(self, replica: Replica) -> bool:
+        """Return whether a replica has work of the other pool: it is mixed until that has ended."""
+        if not self.is_prefill(replica.replica_id):
+            return replica.num_queued_tokens > 0
+        return replica.load is not None and replica.load.num_decodes > 0
+
+    def _shortest_queue(
+        self, opened: OpenRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
+    ) -> Replica:
+        """Return where a prompt waits least: its pool, the mixed replicas, or one of the others, by turns."""
+        mixed = [each for each in (*prefill, *decode) if self.does_both(each)]
+        for pool in ([each for each in prefill if not self.does_both(each)], mixed):
+            shortest = min(pool, key=_queue, default=None)
+            if shortest is not None and _takes_one_more(shortest, opened.num_tokens):
+                return shortest
+        others = [each for each in decode if not self.does_both(each)]
+        return min(others or (*prefill, *decode), key=_queue)
 
     def _where_it_stays(self, opened: OpenRequest, decode: Sequence[Replica]) -> list[Replica]:
         """Return the replicas whose streams hardly notice the prompt: its KV need not be moved there."""
@@ -111,6 +144,15 @@ class Pools:
             for each in decode
             if _fits_in_a_step(each.load, num_tokens, min(held.get(each.number, 0), num_tokens))
         ]
+
+
+def _queue(replica: Replica) -> tuple[int, int]:
+    return replica.num_queued_tokens, replica.order
+
+
+def _takes_one_more(replica: Replica, num_tokens: int) -> bool:
+    num_queued = replica.num_queued_tokens
+    return not num_queued or num_queued + num_tokens <= MOST_QUEUED_TOKENS
 
 
 def _fits_in_a_step(load: ReplicaLoad | None, num_tokens: int, num_cached_tokens: int) -> bool:

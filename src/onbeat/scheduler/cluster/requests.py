@@ -91,6 +91,7 @@ class Requests:
         del replica.open[request.request_id]
         opened.replica = None
         if not opened.has_started:
+            replica.num_queued_tokens -= opened.num_tokens
             self._router.on_first_token(replica.number, request)
         self._router.on_finish(replica.number, request)
 
@@ -106,8 +107,10 @@ class Requests:
             return
         replica = self._members.by_number[choice.replica]
         opened.replica, opened.has_started = replica.replica_id, False
-        opened.stops = self._migration.stops_at(opened, replica)
+        goes_to = self._migration.stream_replica(opened, replica)
+        opened.stops = goes_to is not replica
         replica.open[request.request_id] = opened
+        replica.num_queued_tokens += opened.num_tokens
         self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._act(
             Send(
@@ -118,6 +121,8 @@ class Requests:
                 opened.stops,
             )
         )
+        if opened.stops and goes_to is not None:
+            self._migration.begin_ahead(opened, replica, goes_to, now)
 
     def send_waiting(self, now: float) -> None:
         """Try once more to send those that wait, those that are due first: the members have changed."""

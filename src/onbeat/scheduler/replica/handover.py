@@ -103,7 +103,7 @@ class Handovers:
         state = self._table.states.get(request_id)
         hold = self._holds.get(request_id)
         if state is not None and state.status is RequestStatus.RUNNING:
-            num_full = self._num_valid_tokens(state) // self._kv.block_size
+            num_full = self.num_full_blocks(request_id)
             if num_full and hold is None:
                 hold = self._holds[request_id] = _Hold()
             if hold is not None:
@@ -112,6 +112,13 @@ class Handovers:
             return None
         hold.lease_end = lease_end
         return HeldKV(request_id=request_id, block_ids=tuple(hold.block_ids), num_tokens=hold.num_tokens)
+
+    def num_full_blocks(self, request_id: str) -> int:
+        """Return how many blocks of a request `hold` would hold by now."""
+        state = self._table.states.get(request_id)
+        if state is None or state.status is not RequestStatus.RUNNING:
+            return 0
+        return self._num_valid_tokens(state) // self._kv.block_size
 
     def release_hold(self, request_id: str) -> None:
         """Give up the KV that is held of a request; an id without any is ignored."""
