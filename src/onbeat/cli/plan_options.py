@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from onbeat.cli.args import add_config_flag, count
+from onbeat.cli.args import add_config_flag, checked, count
 from onbeat.cli.options import add_options, number, read_options
 from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
@@ -80,6 +80,14 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         default="attainment:0.9",
         metavar="attainment:SHARE",
         help="share of the requests that must keep their objectives",
+    )
+    group.add_argument(
+        "--headroom",
+        type=checked(float, "per cent"),
+        default=0.0,
+        metavar="PERCENT",
+        help="how far above the promised rate the fleet must still keep the objectives: room for errors of "
+        "the predicted step times",
     )
     group.add_argument(
         "--repeats", type=count, default=3, metavar="N", help="simulated runs of each fleet, each with a seed"
@@ -195,6 +203,9 @@ def plan_task(
         raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
     if options.max_concurrency is not None:
         raise ConfigError("a plan is for requests that come by themselves: leave out --max-concurrency")
+    if not 0 <= args.headroom < inf:
+        raise ConfigError(f"--headroom is {args.headroom:g}; it must be at least 0 per cent, such as 20")
+    needed_rate = rate * (1 + args.headroom / 100)
     if min(args.repeats, args.candidates) < 1:
         raise ConfigError("--repeats and --candidates must be at least 1")
     size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
@@ -203,7 +214,8 @@ def plan_task(
         for repeat in range(args.repeats)
     ]
     runs = tuple(
-        _window(load, rate, size, repeat / max(1, args.repeats - 1)) for repeat, load in enumerate(loads)
+        _window(load, needed_rate, size, repeat / max(1, args.repeats - 1))
+        for repeat, load in enumerate(loads)
     )
     needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))
     if len(runs[0]) < needed:
@@ -219,6 +231,7 @@ def plan_task(
         runs=runs,
         available=tuple(available.items()),
         most_candidates=args.candidates,
+        headroom=args.headroom / 100,
     )
 
 

@@ -181,7 +181,7 @@ class PlacementSearch:
         )
 
     def _enough(self, unit: Unit, rate: float) -> tuple[Unit, int]:
-        return unit, ceil(self._task.rate / rate - 1e-9)
+        return unit, ceil(self._task.needed_rate / rate - 1e-9)
 
     def _within(self) -> PooledCase | None:
         """Return the placement of Algorithm 2: as many equal pairs as the rate needs."""
