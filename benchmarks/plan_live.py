@@ -67,9 +67,9 @@ class Trial:
 
 
 TRIALS = {
-    "2 GPUs": Trial(gpus="a10g=1,l4=1", rate=3.7),
-    "3 GPUs": Trial(gpus="a10g=1,l4=2", rate=5.6),
-    "6 GPUs": Trial(gpus="a10g=2,l4=4", rate=11.6),
+    "2 GPUs": Trial(gpus="a10g=1,l4=1", rate=3.0),
+    "3 GPUs": Trial(gpus="a10g=1,l4=2", rate=4.9),
+    "6 GPUs": Trial(gpus="a10g=2,l4=4", rate=11.2),
     "1 CPU engine": Trial(gpus="cpu=1", rate=0.6, headroom=40.0),
     "2 CPU engines": Trial(gpus="cpu=2", rate=0.85, headroom=40.0),
 }
@@ -189,8 +189,9 @@ class Checks:
 
     def _cpu_load(self) -> list[str | Path]:
         """Return the load of a CPU engine, and how long its steps take."""
-        if not self._profile.exists():
+        if not self._prices.exists():
             self._prices.write_text("cpu: {usd_per_hour: 0.05, watts: 30, date: 2026-11, source: made up}\n")
+        if not self._profile.exists():
             flags = [*CPU_LIMITS, "--threads", "1", "--seconds", "15", "--quiet"]
             onbeat("profile", DEFAULT_MODEL, *flags, "--output", self._profile)
         precision = json.loads(self._profile.read_text())["key"]["precision"]
@@ -207,7 +208,7 @@ class Checks:
     def _rate_of_one_cpu(self) -> float:
         if self._one_cpu is None:
             plan = self._folder / "one-cpu.yaml"
-            if self._plan(plan, Trial(gpus="cpu=1", rate=1.0, headroom=0.0), 0.5, 0.0):
+            if not self._plan(plan, Trial(gpus="cpu=1", rate=1.0, headroom=0.0), 0.5, 0.0):
                 raise SystemExit("one CPU engine does not keep up half a request per second")
             self._one_cpu = float(section(plan)["verified"]["capacity"][0])
         return self._one_cpu
