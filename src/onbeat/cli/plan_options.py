@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +38,22 @@ FEWEST, MOST = 300, 4000
 """Requests of such a run."""
 LEAST_MISSES = 5
 """A run must be long enough for so many requests to be allowed to miss."""
+
+
+class _SaysOfPools(argparse.Action):
+    """Ends with what the flag of `serve` and `simulate` is called here, where it has another meaning."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        _namespace: argparse.Namespace,
+        _values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(
+            f"{option_string} splits given replicas into pools (serve, simulate), but a plan chooses them: "
+            "--search-pools also searches pools for prompts and for generation"
+        )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +114,13 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--candidates", type=count, default=16, metavar="N", help="mixes of units that are simulated at most"
     )
     group.add_argument(
-        "--disaggregate",
+        "--search-pools",
         dest="wants_pools",
         action="store_true",
         help="also search pools for prompts and for generation, as DistServe places them, and say what they "
         "cost",
     )
+    group.add_argument("--disaggregate", nargs="?", action=_SaysOfPools, help=argparse.SUPPRESS)
     group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes")
     group.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep what runs showed here; a plan goes on from it"
