@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,9 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["best"]["is_kept"]
     assert all(fleet["usd_per_hour"] >= found["best"]["usd_per_hour"] for fleet in found["alternatives"])
     assert all(not fleet["is_kept"] for fleet in found["failed"])
+    costs = [each["usd_per_hour"] for each in found["costs_by_estimate"]]
+    assert costs == sorted(costs, reverse=True)  # over longer and longer objectives, in steps
+    assert max(more / less for more, less in pairwise(costs)) >= 1.3
     written = yaml.safe_load(files["plan.yaml"].read_text())
     assert written["fleet"]["replicas"] == sum(found["best"]["fleet"].values())
     assert written["plan"]["promise"]["request-rate"] == 20
@@ -133,7 +137,7 @@ def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_headroom_buys_what_the_promise_alone_does_not_need(tmp_path: Path) -> None:
-    """The fleet keeps the rate with its headroom; what the file promises, and a load test sends, is the rate."""
+    """The fleet keeps the rate with its headroom; what the file promises, and a test sends, is the rate."""
     plans = {}
     for headroom in ("0", "100"):
         output = tmp_path / f"{headroom}.yaml"
