@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def test_refuses_degrees_that_are_none(text: str) -> None:
     [
         (["--gpus", "l4"], "give --rate"),
         (["--gpus", "l40s", "--rate", "2"], "no price of l40s is known"),
+        (["--gpus", "l4", "--rate", "2", "--headroom", "-5"], "at least 0 per cent"),
         (["--gpus", "l4", "--rate", "2", "--objective", "vidur"], "a plan promises a share"),
         (["--gpus", "l4", "--rate", "2", "--objective", "attainment:0.99"], "too short to tell"),
         (["--gpus", "l4", "--rate", "2", "--max-concurrency", "4"], "leave out --max-concurrency"),
@@ -80,6 +82,9 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["best"]["is_kept"]
     assert all(fleet["usd_per_hour"] >= found["best"]["usd_per_hour"] for fleet in found["alternatives"])
     assert all(not fleet["is_kept"] for fleet in found["failed"])
+    costs = [each["usd_per_hour"] for each in found["costs_by_estimate"]]
+    assert costs == sorted(costs, reverse=True)  # over longer and longer objectives, in steps
+    assert max(more / less for more, less in pairwise(costs)) >= 1.3
     written = yaml.safe_load(files["plan.yaml"].read_text())
     assert written["fleet"]["replicas"] == sum(found["best"]["fleet"].values())
     assert written["plan"]["promise"]["request-rate"] == 20
@@ -103,7 +108,7 @@ def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.Ca
 
 @pytest.mark.slow
 def test_says_whether_prompts_and_generation_apart_are_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--gpus", "h100-sxm=2", "--rate", "8", "--slo-tbt-ms", "100", "--disaggregate"]
+    flags = ["--gpus", "h100-sxm=2", "--rate", "8", "--slo-tbt-ms", "100", "--search-pools"]
     assert plan(*flags) == 0
     shown = capsys.readouterr().out
     assert "Prompts and generation apart" in shown
@@ -129,3 +134,29 @@ def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert hours[1]["cost-per-hour"] < hours[2]["cost-per-hour"]
     assert plan(*flags, "--rate", "4") == 2
     assert "leave one out" in capsys.readouterr().err
+
+
+def test_headroom_buys_what_the_promise_alone_does_not_need(tmp_path: Path) -> None:
+    """The fleet keeps the rate with its headroom; what the file promises, and a test sends, is the rate."""
+    plans = {}
+    for headroom in ("0", "100"):
+        output = tmp_path / f"{headroom}.yaml"
+        flags = ["--gpus", "h100-sxm=4", "--rate", "20", "--headroom", headroom, "-o", str(output)]
+        assert plan(*flags) == 0
+        plans[headroom] = yaml.safe_load(output.read_text())["plan"]
+    bare, roomy = plans["0"], plans["100"]
+    assert "headroom" not in bare["promise"]
+    assert roomy["promise"] == bare["promise"] | {"headroom": 100}
+    assert roomy["load"] == bare["load"]
+    assert roomy["verified"]["capacity"][0] >= 40 > bare["verified"]["capacity"][0]
+    assert roomy["verified"]["attainment"][0] >= bare["verified"]["attainment"][0]
+    assert roomy["cost-per-hour"] > bare["cost-per-hour"]
+
+
+@pytest.mark.parametrize("value", [[], ["prefill=1,decode=1"]])
+def test_pools_are_searched_by_a_flag_of_their_own(
+    value: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan("--gpus", "h100-sxm=2", "--rate", "8", "--disaggregate", *value)
+    assert "--search-pools also searches pools" in capsys.readouterr().err

@@ -104,6 +104,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             "attainment": task.objective.share,
             "slo-mode": str(task.objective.mode),
             "request-rate": _plain(task.rate),
+            **({"headroom": _plain(round(task.headroom * 100, 6))} if task.headroom else {}),
         },
         "fleet": fleet.name,
         "cost-per-hour": round(fleet.usd_per_hour, 4),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from onbeat.cli.args import add_config_flag, count
+from onbeat.cli.args import add_config_flag, checked, count
 from onbeat.cli.options import add_options, number, read_options
 from onbeat.cli.workload import WorkloadOptions, offered_load
 from onbeat.core.errors import ConfigError
@@ -36,6 +38,22 @@ FEWEST, MOST = 300, 4000
 """Requests of such a run."""
 LEAST_MISSES = 5
 """A run must be long enough for so many requests to be allowed to miss."""
+
+
+class _SaysOfPools(argparse.Action):
+    """Ends with what the flag of `serve` and `simulate` is called here, where it has another meaning."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        _namespace: argparse.Namespace,
+        _values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        parser.error(
+            f"{option_string} splits given replicas into pools (serve, simulate), but a plan chooses them: "
+            "--search-pools also searches pools for prompts and for generation"
+        )
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,18 +100,27 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of the requests that must keep their objectives",
     )
     group.add_argument(
+        "--headroom",
+        type=checked(float, "per cent"),
+        default=0.0,
+        metavar="PERCENT",
+        help="how far above the promised rate the fleet must still keep the objectives: room for errors of "
+        "the predicted step times",
+    )
+    group.add_argument(
         "--repeats", type=count, default=3, metavar="N", help="simulated runs of each fleet, each with a seed"
     )
     group.add_argument(
         "--candidates", type=count, default=16, metavar="N", help="mixes of units that are simulated at most"
     )
     group.add_argument(
-        "--disaggregate",
+        "--search-pools",
         dest="wants_pools",
         action="store_true",
         help="also search pools for prompts and for generation, as DistServe places them, and say what they "
         "cost",
     )
+    group.add_argument("--disaggregate", nargs="?", action=_SaysOfPools, help=argparse.SUPPRESS)
     group.add_argument("--jobs", type=count, default=1, metavar="N", help="processes")
     group.add_argument(
         "--resume", type=Path, metavar="FILE", help="keep what runs showed here; a plan goes on from it"
@@ -195,6 +222,9 @@ def plan_task(
         raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
     if options.max_concurrency is not None:
         raise ConfigError("a plan is for requests that come by themselves: leave out --max-concurrency")
+    if not 0 <= args.headroom < inf:
+        raise ConfigError(f"--headroom is {args.headroom:g}; it must be at least 0 per cent, such as 20")
+    needed_rate = rate * (1 + args.headroom / 100)
     if min(args.repeats, args.candidates) < 1:
         raise ConfigError("--repeats and --candidates must be at least 1")
     size = options.num_prompts or round(min(max(RUN_SECONDS * rate, FEWEST), MOST))
@@ -203,7 +233,8 @@ def plan_task(
         for repeat in range(args.repeats)
     ]
     runs = tuple(
-        _window(load, rate, size, repeat / max(1, args.repeats - 1)) for repeat, load in enumerate(loads)
+        _window(load, needed_rate, size, repeat / max(1, args.repeats - 1))
+        for repeat, load in enumerate(loads)
     )
     needed = round(LEAST_MISSES / max(1 - objective.share, 1e-3))
     if len(runs[0]) < needed:
@@ -219,6 +250,7 @@ def plan_task(
         runs=runs,
         available=tuple(available.items()),
         most_candidates=args.candidates,
+        headroom=args.headroom / 100,
     )
 
 

@@ -58,7 +58,8 @@ class PlanReport:
         """What is to be kept, in words."""
         classes = self.task.load.classes
         limits = _slo_text(classes[0].slo) if len(classes) == 1 else f"objectives of {len(classes)} classes"
-        return f"{self.task.objective.share * 100:g} % of {self.task.rate:g} requests/s within {limits}"
+        room = f", with {self.task.headroom * 100:g} % of headroom" if self.task.headroom else ""
+        return f"{self.task.objective.share * 100:g} % of {self.task.rate:g} requests/s within {limits}{room}"
 
     @property
     def lead(self) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from typing import NoReturn, Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -50,6 +51,30 @@ class StepTimeModel(Protocol):
     def observe(self, shape: BatchShape, seconds: float) -> None:
         """Learn from a measured step. `Scheduler.update` calls it, so that a replay sees the same model."""
         ...
+
+
+@runtime_checkable
+class RunLearner(Protocol):
+    """A step-time model that learns from several steps at once in less time."""
+
+    def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
+        """Learn from steps that followed one another; see `observe_each`, which comes to the same."""
+        ...
+
+
+def observe_each(model: StepTimeModel, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
+    """Let a model learn from steps that followed one another, in each of which every row read a token more.
+
+    Parameters
+    ----------
+    shape : of the step before the first of them; afterwards that of the last.
+    begun : when the first began, seconds.
+    ends : when each of them ended, which is when the next began.
+    """
+    for end in ends:
+        shape.decode_context_tokens += shape.num_lm_head_rows
+        model.observe(shape, end - begun)
+        begun = end
 
 
 def predict_step(model: StepTimeModel, shape: BatchShape) -> float:

@@ -48,11 +48,14 @@ class OnlineCorrection:
 
     def factor(self, shape: BatchShape) -> float:
         """Return the factor on the prediction for a batch; 1 until enough steps were seen."""
-        value = self._pace
-        bucket = self._buckets.get(_key(shape))
+        value, drafts = self._pace, shape.num_draft_tokens
+        context_tokens = shape.chunk_cached_tokens + shape.decode_context_tokens - drafts
+        bucket = self._buckets.get(
+            (shape.num_new_tokens - drafts).bit_length() * _KEY_STRIDE + context_tokens.bit_length()
+        )
         if bucket is not None:
             value += bucket.value
-        if shape.num_draft_tokens:
+        if drafts:
             value += self._drafts.of(shape).value
         return math.exp(value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 _REFRESH_EVERY = 32
 """Steps between two looks at the window: a quantile moves slowly, and sorting takes time."""
@@ -35,6 +36,17 @@ class OnlineQuantile:
             self._num_left = _REFRESH_EVERY
             self._seen = list(self._ratios)  # sorted for those who ask, if anybody does
             self._factors.clear()
+
+    def observe_all(self, ratios: Sequence[float]) -> None:
+        """Count the ratios of several steps, in their order."""
+        first = 0
+        while len(ratios) - first >= self._num_left > 0:  # a look at the window comes between them
+            first += self._num_left
+            self._ratios.extend(ratios[first - self._num_left : first - 1])
+            self._num_left = 1
+            self.observe(ratios[first - 1])
+        self._ratios.extend(ratios[first:])
+        self._num_left -= len(ratios) - first
 
     def forget(self) -> None:
         """Begin anew: the steps so far say nothing of those to come."""

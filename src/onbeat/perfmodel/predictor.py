@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.core.step_time import observe_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
@@ -135,6 +136,34 @@ class Predictor:
                     recent.observe(ratio / factor)
         if alarm is not None:
             alarm.observe(ratio)
+
+    def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
+        """Learn from steps that followed one another. See `core.RunLearner`."""
+        correction, recent, rows = self._correction, self._recent, shape.num_lm_head_rows
+        if correction is None or recent is None or self._alarm is not None or self._inflation is not None:
+            observe_each(self, shape, begun, ends)
+            return
+        expected, learn = self._seconds, correction.observe
+        ratios: list[float] = []
+        """Those that say how far off steps are, but for what is learnt."""
+        had_lost_pace = correction.has_lost_pace
+        for end in ends:
+            shape.decode_context_tokens += rows
+            seconds, begun = end - begun, end
+            if not 0 < seconds < math.inf:
+                continue
+            ratio = seconds / expected(shape)
+            factor = learn(shape, ratio)
+            if correction.has_lost_pace:
+                ratios.clear()
+                recent.forget()
+                had_lost_pace = True
+            elif had_lost_pace:
+                had_lost_pace = False
+            else:
+                ratios.append(ratio / factor)
+        if ratios:
+            recent.observe_all(ratios)
 
     @property
     def drift(self) -> Drift | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -175,17 +176,47 @@ def make_roofline(
     return _closure(_coefficients(terms, parameters or default_parameters(device)))
 
 
+_NUM_KEPT = 1 << 12
+"""Numbers of tokens, or of rows, whose time is kept: a scheduler comes back to the same few."""
+
+
+def _linear_layers(at: _Coefficients) -> Callable[[int], float]:
+    """Return the time of what depends on the tokens of a step alone, not on their context."""
+
+    @lru_cache(maxsize=_NUM_KEPT)
+    def seconds(tokens: int) -> float:
+        unit, weights = at.gemm_token, at.dense_weights
+        if tokens < len(at.row_costs):
+            products = at.row_costs[tokens] * unit
+        else:
+            products = unit * at.tile_tokens + tokens * (unit * at.row_cost)
+        if at.expert_weights:
+            weights += at.expert_weights * (1 - at.expert_miss**tokens)
+        return at.fixed + tokens * at.token + _longer(products, weights, at.smoothness)
+
+    return seconds
+
+
+def _head(at: _Coefficients) -> Callable[[int], float]:
+    """Return the time of the LM head by its rows."""
+
+    @lru_cache(maxsize=_NUM_KEPT)
+    def seconds(rows: int) -> float:
+        unit = at.head_row
+        products = at.row_costs[rows] * unit if rows < len(at.row_costs) else rows * (unit * at.row_cost)
+        return _longer(products, at.head_weights, at.smoothness)
+
+    return seconds
+
+
+def _longer(a: float, b: float, p: float) -> float:
+    """Return the longer of two times, both above 0, and a little more where they are near each other."""
+    return float(a * (1 + (b / a) ** p) ** (1 / p) if a > b else b * (1 + (a / b) ** p) ** (1 / p))
+
+
 def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     """Written flat, on local floats: a simulator asks it a million times, a scheduler in every step."""
-    fixed, token, dense_weights = at.fixed, at.token, at.dense_weights
-    costs, num_costs = at.row_costs, len(at.row_costs)
-    gemm_unit, gemm_token, gemm_fixed = (
-        at.gemm_token,
-        at.gemm_token * at.row_cost,
-        at.gemm_token * at.tile_tokens,
-    )
-    expert_weights, expert_miss = at.expert_weights, at.expert_miss
-    head_unit, head_row, head_weights = at.head_row, at.head_row * at.row_cost, at.head_weights
+    linear_seconds, head_seconds = _linear_layers(at), _head(at)
     pair, kv, decode_kv = at.pair, at.kv, at.decode_kv
     window, share = at.window, at.windowed_share
     p, inverse_p = at.smoothness, 1 / at.smoothness
@@ -194,19 +225,12 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         context: float
         pairs: float
         cached: float
-        total: float
         tokens = shape.num_new_tokens
         if tokens == 0:
             return 0.0
-        a = costs[tokens] * gemm_unit if tokens < num_costs else gemm_fixed + tokens * gemm_token
-        b = dense_weights
-        if expert_weights:
-            b += expert_weights * (1 - expert_miss**tokens)
-        total = fixed + tokens * token
-        total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
+        total = linear_seconds(tokens)
         if rows := shape.num_lm_head_rows:
-            a, b = costs[rows] * head_unit if rows < num_costs else rows * head_row, head_weights
-            total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
+            total += head_seconds(rows)
         decodes, context = shape.num_decodes, shape.decode_context_tokens
         if share and context > decodes * window:
             context -= share * (context - decodes * window)

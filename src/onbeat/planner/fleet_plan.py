@@ -77,9 +77,10 @@ class Planner:
         search = MixSearch(self.task, units, buckets, self.judge, self.progress)
         best = search.run()
         kept = sorted((fleet for fleet in search.fleets if fleet.is_kept), key=_cost)
-        shown = self._with_capacities(_worth_showing(best, kept))
+        shown = self._at_promise(self._with_capacities(_worth_showing(best, kept)))
         return FleetPlan(
             rate=self.task.rate,
+            needed_rate=self.task.needed_rate,
             best=shown[0] if shown else None,
             alternatives=tuple(shown[1:]),
             failed=tuple(sorted((fleet for fleet in search.fleets if not fleet.is_kept), key=_cost)),
@@ -128,7 +129,8 @@ class Planner:
                 nearest.append(f"--objective attainment:{floor(attained[0] * 100) / 100:g}")
             (fleet,) = self._with_capacities([Fleet(parts=parts, runs=())])
             if fleet.capacity is not None and fleet.capacity[0] > 0:
-                nearest.append(f"--rate {float(f'{0.995 * fleet.capacity[0]:.3g}'):g}")
+                rate = 0.995 * fleet.capacity[0] / (1 + self.task.headroom)
+                nearest.append(f"--rate {float(f'{rate:.3g}'):g}")
         for factor in LONGER:
             longer = buckets_of(with_longer_objectives(self.task.load, factor))
             if unservable([rate_unit(each.unit, longer) for each in rated], longer, share):
@@ -176,7 +178,7 @@ class Planner:
     # ---- what is simulated ----
 
     def judge(self, parts: Parts, *, to_the_end: bool = False) -> Fleet:
-        """Simulate a fleet; one that misses in a run is not tried in the others."""
+        """Simulate a fleet at the needed rate; one that misses in a run is not tried in the others."""
         case = FleetCase(parts=parts)
         runs: list[FleetRun] = []
         while len(runs) < len(self.task.runs) and (to_the_end or all(run.is_met for run in runs)):
@@ -229,7 +231,7 @@ class Planner:
                 case=FleetCase(parts=fleet.parts),
                 load=load,
                 objective=self.task.objective,
-                start=self.task.rate,
+                start=self.task.needed_rate,
             )
             for fleet in fleets
             for load in self.task.runs
@@ -239,6 +241,14 @@ class Planner:
             Fleet(parts=fleet.parts, runs=fleet.runs, capacities=tuple(next(found) for _ in self.task.runs))
             for fleet in fleets
         ]
+
+    def _at_promise(self, fleets: Sequence[Fleet]) -> list[Fleet]:
+        """Return fleets that keep the promise with headroom, with what they do at the promised rate."""
+        if not self.task.headroom:
+            return list(fleets)
+        at_promise = replace(self, task=replace(self.task, runs=self.task.promised_runs, headroom=0.0))
+        judged = [replace(fleet, runs=at_promise.judge(fleet.parts).runs) for fleet in fleets]
+        return [fleet for fleet in judged if fleet.is_kept]
 
     def results(self, worker: Any, tasks: Sequence[Any], make: Callable[..., R]) -> list[R]:
         """Return the results of tasks, those that are known from the store."""

@@ -90,7 +90,7 @@ def problem_of(
     ----------
     scales : of each unit, what its estimated loads are multiplied by.
     """
-    demand = np.array([bucket.share for bucket in buckets]) * task.rate
+    demand = np.array([bucket.share for bucket in buckets]) * task.needed_rate
     with np.errstate(divide="ignore"):
         loads = np.stack([demand / each.rates for each in units], axis=1)
     must = _must_be_served(units, buckets, task.objective.share)
@@ -181,7 +181,7 @@ class MixSearch:
 
     def _load(self, number: int) -> float:
         """Return the replicas of a unit that all requests need, by the estimate."""
-        return self._task.rate / self._units[number].rate(self._buckets)
+        return self._task.needed_rate / self._units[number].rate(self._buckets)
 
     def _most(self, number: int) -> float:
         return most_of(self._units[number].unit, self._available)

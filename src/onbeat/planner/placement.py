@@ -153,8 +153,8 @@ class PlacementSearch:
                 found.append(grown)
         return found
 
-    def _across(self) -> PooledCase | None:
-        """Return the placement of Algorithm 1."""
+    def goodputs(self) -> tuple[list[float], list[float]]:
+        """Return what one replica of each unit serves alone: of prompts, and of generation, requests/s."""
         load = self._task.runs[0]
         prompts_only = _held_to(replace(load, num_output_tokens=np.ones_like(load.num_output_tokens)), "ttft")
         tokens_only = _held_to(load, "tbt")
@@ -167,8 +167,11 @@ class PlacementSearch:
             for unit in self._units
         ]
         rates = [each.low for each in self._results(search_fleet, searches, FleetCapacity)]
-        prefill = self._best(rates[: len(self._units)])
-        decode = self._best(rates[len(self._units) :])
+        return rates[: len(self._units)], rates[len(self._units) :]
+
+    def _across(self) -> PooledCase | None:
+        """Return the placement of Algorithm 1."""
+        prefill, decode = map(self._best, self.goodputs())
         if prefill is None or decode is None:
             return None
         return PooledCase(prefill=self._enough(*prefill), decode=self._enough(*decode))
@@ -181,7 +184,7 @@ class PlacementSearch:
         )
 
     def _enough(self, unit: Unit, rate: float) -> tuple[Unit, int]:
-        return unit, ceil(self._task.rate / rate - 1e-9)
+        return unit, ceil(self._task.needed_rate / rate - 1e-9)
 
     def _within(self) -> PooledCase | None:
         """Return the placement of Algorithm 2: as many equal pairs as the rate needs."""

@@ -48,7 +48,9 @@ def cost_figure(plan: FleetPlan) -> Figure | None:
     }
     dots = _dots("keeps the promise", COLOURS[0], [(rate, cost, name) for rate, cost, name in points])
     failed = _dots(
-        "does not", MISSED_COLOUR, [(plan.rate, fleet.usd_per_hour, fleet.name) for fleet in plan.failed]
+        "does not",
+        MISSED_COLOUR,
+        [(plan.needed_rate, fleet.usd_per_hour, fleet.name) for fleet in plan.failed],
     )
     data = [steps, dots, *([failed] if plan.failed else [])]
     layout = {
@@ -57,8 +59,8 @@ def cost_figure(plan: FleetPlan) -> Figure | None:
         "shapes": [
             {
                 "type": "line",
-                "x0": plan.rate,
-                "x1": plan.rate,
+                "x0": plan.needed_rate,
+                "x1": plan.needed_rate,
                 "y0": 0,
                 "y1": 1,
                 "yref": "paper",

@@ -28,11 +28,12 @@ class PlanTask:
 
     Parameters
     ----------
-    rate : requests per second.
+    rate : requests per second that are promised.
     load : all requests that are known, for their sizes.
-    runs : the requests of each simulated run, at that rate.
+    runs : the requests of each simulated run, at the rate that is needed.
     available : (device, how many there are).
     most_candidates : mixes that are simulated at most.
+    headroom : what the fleet must keep up beyond the promised rate, as a share of it.
     """
 
     rate: float
@@ -42,6 +43,17 @@ class PlanTask:
     available: tuple[tuple[str, float], ...]
     slices: int = DEFAULT_SLICES
     most_candidates: int = 16
+    headroom: float = 0.0
+
+    @property
+    def needed_rate(self) -> float:
+        """Requests per second that the fleet must keep up."""
+        return self.rate * (1 + self.headroom)
+
+    @property
+    def promised_runs(self) -> tuple[OfferedLoad, ...]:
+        """The requests of each run at the rate that is promised."""
+        return tuple(load.at_rate(self.rate) for load in self.runs) if self.headroom else self.runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,6 +147,9 @@ class FleetPlan:
     """What was found."""
 
     rate: float
+    """Promised, requests per second."""
+    needed_rate: float
+    """At which fleets were simulated before one was chosen: the promised one with its headroom."""
     best: Fleet | None
     """The cheapest that keeps the promise; None where none does."""
     alternatives: tuple[Fleet, ...]

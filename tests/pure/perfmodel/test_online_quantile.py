@@ -32,6 +32,15 @@ def test_is_one_of_the_ratios_with_about_so_many_below(ratios, q):
     assert sum(ratio < factor for ratio in ratios) <= q * len(ratios)
 
 
+@given(st.lists(st.lists(st.floats(0.1, 10.0), max_size=90), max_size=8))
+def test_many_at_once_are_as_one_after_the_other(runs):
+    together, alone = OnlineQuantile(window=40, ready_after=10), OnlineQuantile(window=40, ready_after=10)
+    for ratios in runs:
+        together.observe_all(ratios)
+        observe_all(alone, ratios)
+        assert [together.factor(q) for q in (0.1, 0.5, 0.9)] == [alone.factor(q) for q in (0.1, 0.5, 0.9)]
+
+
 @given(st.lists(st.floats(0.1, 10.0), min_size=64, max_size=200))
 def test_a_higher_quantile_is_no_smaller(ratios):
     quantile = observe_all(OnlineQuantile(), ratios)

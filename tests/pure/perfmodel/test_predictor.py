@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import StepTimeModel, observe_each
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
 from onbeat.perfmodel.residual import ResidualModel
@@ -30,6 +30,7 @@ from tests.pure.perfmodel.shapes import (
 )
 
 RATIOS = [0.9 + 0.01 * index for index in range(30)]
+RESIDUAL = ResidualModel(RATIOS)
 SMALL_RANGE = ShapeRange(num_new_tokens=512, num_sequences=32, query_key_pairs=200_000, context_tokens=50_000)
 
 
@@ -242,6 +243,34 @@ def test_a_time_that_cannot_be_teaches_nothing(seconds: float) -> None:
     assert predictor.step_time(decodes(4, 4)) == linear_seconds(decodes(4, 4))
     assert predictor.drift is not None
     assert predictor.drift.num_steps == 0
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.2, 5.0), st.integers(1, 40)), min_size=1, max_size=12),
+    st.booleans(),
+    st.floats(1.0, 8.0),
+)
+def test_a_run_of_steps_teaches_what_its_steps_do(
+    runs: list[tuple[float, int]], has_alarm: bool, later: float
+) -> None:
+    """Both models then answer alike to the last digit, whatever the pace was and wherever runs are cut."""
+    alarm = (DriftAlarm(), DriftAlarm()) if has_alarm else (None, None)
+    one, other = (Predictor(linear_seconds, RESIDUAL).with_learning(each) for each in alarm)
+    now = 0.0
+    for pace, num_steps in runs:
+        shape, same = decodes(7, 900), decodes(7, 900)
+        ends = []
+        end = now
+        for step in range(num_steps):
+            end += pace * (later if step % 17 == 3 else 1.0) * 0.01
+            ends.append(end)
+        one.observe_run(shape, now, ends)
+        observe_each(other, same, now, ends)
+        assert shape == same
+        now = end
+        for q in (None, 0.5, 0.99):
+            assert one.step_time(shape, q) == other.step_time(shape, q)
+            assert one.step_time(decodes(3, 50), q) == other.step_time(decodes(3, 50), q)
 
 
 def test_equal_calls_give_equal_answers() -> None:

@@ -14,6 +14,7 @@ from onbeat.planner.plan_task import FleetPlan
 def nothing_for(rate: float) -> FleetPlan:
     return FleetPlan(
         rate=rate,
+        needed_rate=rate,
         best=None,
         alternatives=(),
         failed=(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
@@ -15,7 +16,7 @@ from onbeat.core.step import (
     SchedulerOutput,
     SchedulerState,
 )
-from onbeat.core.step_time import StepTimeModel
+from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
 from onbeat.scheduler.replica.delivery import deliver, last_output, note_delivery
@@ -57,6 +58,13 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time_model: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time_model = step_time_model
+        self._observe_run = (
+            step_time_model.observe_run
+            if isinstance(step_time_model, RunLearner)
+            else None
+            if step_time_model is None
+            else partial(observe_each, step_time_model)
+        )
         self._policy = make_policy(config)
         if self._policy.needs_step_time and step_time_model is None:
             raise ConfigError(
@@ -437,20 +445,19 @@ class Scheduler:
         last_update, self._last_update = self._last_update, ends[-1]
         if self.step_time_model is None:
             return
-        observe, work = self.step_time_model.observe, self._work
-        begun = planned_at
+        work, begun = self._work, planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
         if begun < last_update and self.config.num_micro_batches == 1:
             begun = last_update
         num_rows, new_ends = shape.num_lm_head_rows, [end for end in ends if end > self._last_run]
         shape.decode_context_tokens -= len(new_ends) * num_rows
         taken_after = 0 if work is None else work.count(len(new_ends))
-        for index, end in enumerate(new_ends, 1):
-            shape.decode_context_tokens += num_rows
-            observe(shape, end - begun)
-            if index == taken_after and work is not None:
-                work.take()
-            begun = end
+        if taken_after and work is not None:
+            self._observe_run(shape, begun, new_ends[:taken_after])
+            work.take()
+            begun, new_ends = new_ends[taken_after - 1], new_ends[taken_after:]
+        if new_ends:
+            self._observe_run(shape, begun, new_ends)
 
     def _note_drafts(
         self,

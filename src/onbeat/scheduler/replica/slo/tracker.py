@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 from onbeat.core.request import RequestOutput
 from onbeat.core.step import SchedulerState
@@ -70,6 +71,11 @@ class SLOTracker:
         run : when each of several steps ended that brought a token each; None for a delivery now.
         """
         slo = state.slo
+        if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf and not self._has_tenants:
+            # No token of it will ever be due, and it had its first one.
+            slo.last_delivery = now if run is None else run[-1]
+            output.is_relegated = slo.is_best_effort
+            return
         if run is None:
             num_tokens = len(output.new_token_ids)
             has_missed = slo.note_delivery(now, num_tokens)

@@ -102,17 +102,17 @@ class PrefillWork:
     def take(self) -> None:
         """Take the coefficients from the model."""
         step_time, quantile = self._model.step_time, self._quantile
-        times = {size: step_time(shape, quantile) for size, shape in _CHUNKS.items()}
-        best = min([seconds / size for size, seconds in times.items()])
-        chunk = min([size for size, seconds in times.items() if seconds <= best * size * _NEAR_BEST])
-        self.efficient_chunk = chunk
-        with_context = self.of(_CHUNKS_WITH_CONTEXT[chunk])
-        self.pair = max(0.0, (with_context - times[chunk]) / (chunk * _CONTEXT))
-        longer = times.get(2 * chunk) or self.of(_chunk(2 * chunk))
-        slope = (longer - times[chunk]) / chunk - self.pair * 1.5 * chunk
+        times = [step_time(shape, quantile) for shape in _CHUNKS]
+        best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
+        place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
+        self.efficient_chunk = chunk = _SIZES[place]
+        with_context = self.of(_CHUNKS_WITH_CONTEXT[place])
+        self.pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
+        longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
+        slope = (longer - times[place]) / chunk - self.pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
-        self.step_seconds = max(0.0, times[chunk] - self.seconds(chunk, 0))
+        self.step_seconds = max(0.0, times[place] - self.seconds(chunk, 0))
         few, many = self.of(_FEW_DECODES), self.of(_MANY_DECODES)
         self.decode_seconds = max(0.0, (many - few) / 16)
         self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
@@ -193,8 +193,8 @@ def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:
 
 
 _SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_CHUNKS = {size: _chunk(size) for size in _SIZES}
+_CHUNKS = [_chunk(size) for size in _SIZES]
 """What the model is asked about. Nobody may change them."""
-_CHUNKS_WITH_CONTEXT = {size: _chunk(size, _CONTEXT) for size in _SIZES}
+_CHUNKS_WITH_CONTEXT = [_chunk(size, _CONTEXT) for size in _SIZES]
 _FEW_DECODES, _MANY_DECODES = (BatchShape.of_decodes(num, num * _CONTEXT) for num in (16, 32))
 _SHORT_DECODES = BatchShape.of_decodes(32, 32 * _CONTEXT // 8)
