@@ -70,7 +70,7 @@ TRIALS = {
     "2 GPUs": Trial(gpus="a10g=1,l4=1", rate=3.1),
     "3 GPUs": Trial(gpus="a10g=1,l4=2", rate=5.1),
     "6 GPUs": Trial(gpus="a10g=2,l4=4", rate=11.6),
-    "1 CPU engine": Trial(gpus="cpu=1", rate=0.5, headroom=40.0),
+    "1 CPU engine": Trial(gpus="cpu=1", rate=0.4, headroom=40.0),
     "2 CPU engines": Trial(gpus="cpu=2", rate=0.85, headroom=40.0),
 }
 """With these rates no smaller fleet keeps the promise with its headroom."""

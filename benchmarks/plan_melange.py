@@ -7,18 +7,31 @@ and without a simulation. Its chat lengths (Arena) are not public as a file; len
 the means given. Mélange takes every request to be as long as its bucket goes: --corners.
 
     benchmarks/plan_melange.py --corners --host-overhead-ms 10
+    benchmarks/plan_melange.py --corners --busy-share 0.38
+
+--busy-share has the host take time for each row of a step, as much as leaves the GPU that share of the time
+with 256 rows of Llama-3-8B on an H100: 0.38 is what vLLM's own profile of its version 0.5.3 says ("vLLM
+v0.6.0: 2.7x throughput improvement and 5x latency reduction", blog.vllm.ai, 2024-09-05).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
+from onbeat.core.step import BatchShape
+from onbeat.perfmodel import engines
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
 from onbeat.planner.buckets import OUTPUT_EDGES, PROMPT_EDGES, Bucket, buckets_of
 from onbeat.planner.mix import MixProblem, solve_mix
 from onbeat.planner.units import RatedUnit, Unit, rate_unit
@@ -85,6 +98,25 @@ def rated_units(buckets: tuple[Bucket, ...], engine: str, host_overhead: float) 
     return found
 
 
+def row_seconds(busy_share: float, *, input_len: int, output_len: int, num_rows: int = 256) -> float:
+    """Return the host's time for a row with which the GPU computes for a share of the time.
+
+    Parameters
+    ----------
+    num_rows : of a step; vLLM's default limit.
+    """
+    seconds = engines.make_engine_roofline(
+        replace(engines.find_engine("vllm"), row_seconds=0.0),
+        find_model_spec("meta-llama/Llama-3.1-8B"),
+        find_device("h100-sxm"),
+        parallelism=Parallelism(),
+        precision=Precision(),
+    )
+    shape = BatchShape.of_decodes(num_rows, num_rows * (input_len + output_len // 2))
+    shape.add(0, round(num_rows * input_len / output_len), samples=True)  # prompts come as answers end
+    return seconds(shape) * (1 / busy_share - 1) / num_rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -96,13 +128,22 @@ def main() -> None:
     parser.add_argument(
         "--host-overhead-ms", type=float, default=0.0, help="of every step, as old engines have"
     )
+    parser.add_argument("--busy-share", type=float, help="of the time that the GPU computes, see above")
     parser.add_argument(
         "--corners", action="store_true", help="take requests to be as long as their bucket goes"
     )
     args = parser.parse_args()
     load = chat_load(input_len=args.input_len, output_len=args.output_len, tpot=args.tpot_ms / 1e3)
     buckets = at_corners(buckets_of(load)) if args.corners else buckets_of(load)
-    units = rated_units(buckets, args.engine, args.host_overhead_ms / 1e3)
+    old = nullcontext()
+    if args.busy_share is not None:
+        args.engine = "vllm"
+        host = row_seconds(args.busy_share, input_len=args.input_len, output_len=args.output_len)
+        print(f"{host * 1e6:.0f} us of host time a row\n")
+        terms = {"vllm": replace(engines.find_engine("vllm"), row_seconds=host)}
+        old = patch.object(engines, "_table", lambda: terms)
+    with old:
+        units = rated_units(buckets, args.engine, args.host_overhead_ms / 1e3)
     print("| GPU | requests/s | alone at 32/s | published | cost |\n| --- | --- | --- | --- | --- |")
     for each in units:
         count = int(np.ceil(32 / each.rate(buckets) - 1e-9))

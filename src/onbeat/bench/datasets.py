@@ -10,6 +10,7 @@ import orjson
 
 from onbeat.bench.config import DEFAULT_NUM_PROMPTS, DatasetConfig
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_text
 from onbeat.workload.lengths import UniformLength, ZipfLength
 from onbeat.workload.load_source import (
     CONVERSATION_OUTPUT_SIGMA,
@@ -19,7 +20,7 @@ from onbeat.workload.load_source import (
 from onbeat.workload.mixture import mix_in_long_prompts
 from onbeat.workload.prompts import GivenPrompts, PromptWriter
 from onbeat.workload.sharegpt import read_sharegpt, sharegpt_workload
-from onbeat.workload.trace import Trace, read_text, read_trace
+from onbeat.workload.trace import Trace, read_trace
 from onbeat.workload.workload import Workload, shared_prefix_workload, synthetic_workload, trace_workload
 
 DEFAULT_OUTPUT_LEN = 128

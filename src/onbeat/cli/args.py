@@ -10,9 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import yaml
-
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_yaml
 
 T = TypeVar("T")
 
@@ -133,11 +132,7 @@ def read_config_flags(path: Path, json_flags: Collection[str] = ()) -> list[str]
     ------
     ConfigError : the file cannot be read, is no mapping of flags, or gives one a value that no flag takes.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot read the configuration file {path}: {reason}") from error
+    content = read_yaml(path, "the configuration file")
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []

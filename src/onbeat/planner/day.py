@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_csv
 from onbeat.planner.plan_task import Fleet, FleetPlan
 
 COLUMNS = ("hour", "rate")
@@ -56,33 +56,23 @@ def read_rates(path: Path) -> tuple[float, ...]:
     ------
     ConfigError : the file cannot be read, or says something else.
     """
-    try:
-        with path.open(encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file, skipinitialspace=True))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"--rate-by-hour: cannot read {path}: {error}") from error
-    rates = [_rate(path, number, row) for number, row in enumerate(rows)]
+    rows = read_csv(path, "the rates by hour in", columns=COLUMNS, rows="hours")
+    rates = [_rate(f"{path}, line {line}", hour, row) for hour, (line, row) in enumerate(rows)]
     if not any(rates):
-        raise ConfigError(
-            f"--rate-by-hour: {path} has no hour with requests; give the columns {','.join(COLUMNS)} and a "
-            "row an hour, such as 0,2.5"
-        )
+        raise ConfigError(f"{path} has no hour with requests; give a row an hour, such as 0,2.5")
     return tuple(rates)
 
 
-def _rate(path: Path, hour: int, row: dict[str, str]) -> float:
+def _rate(where: str, hour: int, row: dict[str, str]) -> float:
     """Return the rate of an hour."""
-    line = f"--rate-by-hour: line {hour + 2} of {path}"
-    if None in row or any(row.get(name) is None for name in COLUMNS):
-        raise ConfigError(f"{line}: expected the columns {','.join(COLUMNS)}, got {', '.join(map(str, row))}")
     try:
         rate = float(row["rate"])
     except ValueError:
         rate = -1.0
     if not 0 <= rate < inf:
-        raise ConfigError(f"{line}: rate {row['rate']!r} is no number of requests per second, such as 2.5")
+        raise ConfigError(f"{where}: rate {row['rate']!r} is no number of requests per second, such as 2.5")
     if row["hour"].strip() != str(hour):
         raise ConfigError(
-            f"{line}: hour {row['hour']!r}, expected {hour}: give every hour from 0 on, in order"
+            f"{where}: hour {row['hour']!r}, expected {hour}: give every hour from 0 on, in order"
         )
     return rate

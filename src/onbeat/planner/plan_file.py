@@ -13,6 +13,7 @@ import yaml
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_CLASSES, SLO_MODES, SLOMode
+from onbeat.files import read_yaml
 
 SECTION = "plan"
 """Key of what is not for the server."""
@@ -71,11 +72,7 @@ def read_promise(path: Path) -> Promise:
     ------
     ConfigError : the file cannot be read, is no plan, or was changed by hand where it says what was promised.
     """
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot read the plan {path}: {reason}") from error
+    content = read_yaml(path, "the plan")
     plan = content.get(SECTION) if isinstance(content, dict) else None
     if not isinstance(plan, dict) or not isinstance(plan.get("promise"), dict) or "seal" not in plan:
         raise ConfigError(f"{path} is no plan: it has no promise; make one with onbeat plan --output {path}")

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_yaml
 from onbeat.perfmodel.device_spec import CPU, find_device
 
 _FIELDS = ("usd_per_hour", "watts", "date", "source")
@@ -85,11 +86,7 @@ def _table() -> Mapping[str, Price]:
 
 
 def _read(path: Path) -> Mapping[str, Price]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"cannot read the prices in {path}: {reason}") from error
+    content = read_yaml(path, "the prices in")
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{path} must be a mapping of devices to prices, such as 'h100-sxm: 2.49'")
     return {str(device): _price(str(device), entry, str(path)) for device, entry in content.items()}

@@ -16,7 +16,7 @@ from typing import Any
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import check, option
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES, ShedMode, SLOMode, shed_option, slo_mode_option
-from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_name, read_number, read_objectives, read_yaml
+from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_entries, read_name, read_number, read_objectives
 
 LARGEST_WEIGHT = 1000.0
 
@@ -152,7 +152,7 @@ def read_classes_file(path: Path, environment: Mapping[str, str]) -> ClassesFile
     ------
     ConfigError : the file cannot be read, or an entry is wrong; the message names it.
     """
-    content = read_yaml(path)
+    content = read_entries(path)
     sections = content.keys() if isinstance(content, dict) else set()
     if not sections or sections - set(_SECTIONS):
         raise ConfigError(

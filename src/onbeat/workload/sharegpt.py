@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_text
 from onbeat.workload.prompts import GivenPrompts
-from onbeat.workload.trace import read_text
 from onbeat.workload.workload import Workload
 
 MIN_TOKENS = 4

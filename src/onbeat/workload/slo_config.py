@@ -16,7 +16,7 @@ from typing import Any
 
 from onbeat.core.errors import ConfigError
 from onbeat.workload.slo_classes import SLOClass, check_classes
-from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_name, read_number, read_objectives, read_yaml
+from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_entries, read_name, read_number, read_objectives
 
 _KEYS = ("name", "share", "weight", "tenant", *OBJECTIVE_KEYS)
 
@@ -28,7 +28,7 @@ def read_slo_config(path: Path) -> tuple[SLOClass, ...]:
     ------
     ConfigError : the file cannot be read, or a class is wrong; the message names it.
     """
-    content = read_yaml(path)
+    content = read_entries(path)
     entries = content.get("classes") if isinstance(content, dict) else None
     if not isinstance(entries, list) or not entries or content.keys() != {"classes"}:
         raise ConfigError(f"{path} must be 'classes:' and a list of {{{', '.join(_KEYS)}}}")

@@ -7,28 +7,23 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_CLASSES
+from onbeat.files import read_yaml
 
 OBJECTIVE_KEYS: Mapping[str, str] = {"ttft_ms": "ttft", "tbt_ms": "tbt", "e2e_ms": "e2e"}
 """Key of an entry -> field of `SLO`."""
 
 
-def read_yaml(path: Path) -> Any:
-    """Return the content of a YAML file.
+def read_entries(path: Path) -> Any:
+    """Return the content of a file with classes.
 
     Raises
     ------
     ConfigError : it cannot be read; where a built-in class was probably meant, the message says so.
     """
-    try:
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        near = get_close_matches(str(path), SLO_CLASSES, n=1)
-        hint = f"; did you mean the built-in class {near[0]}?" if near else ""
-        raise ConfigError(f"cannot read {path}: {' '.join(str(error).split())}{hint}") from error
+    near = get_close_matches(str(path), SLO_CLASSES, n=1)
+    return read_yaml(path, hint=f"; did you mean the built-in class {near[0]}?" if near else "")
 
 
 def read_name(entry: Any, known: Sequence[str]) -> str:

@@ -20,10 +20,6 @@ Agrawal et al., "Vidur", MLSys 2024.
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -35,6 +31,7 @@ import orjson
 from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import csv_rows, read_text
 
 TraceKind = Literal["azure", "mooncake", "burstgpt", "vidur", "lengths"]
 
@@ -102,7 +99,9 @@ def read_trace(path: Path, *, kind: TraceKind | None = None, columns: tuple[str,
     text = read_text(path)
     if not text.strip():
         raise ConfigError(f"{path}: the file is empty")
-    records = _json_records(path, text) if text.lstrip().startswith("{") else _csv_records(path, text)
+    records: Iterator[tuple[int, Mapping[str, Any]]] = (
+        _json_records(path, text) if text.lstrip().startswith("{") else csv_rows(path, text, rows="requests")
+    )
     line, first = next(records)
     found = _find_format(path, first, kind) if columns is None else _own_columns(path, first, columns)
     lines, rows = [line], [_parse_row(path, line, first, found)]
@@ -136,43 +135,6 @@ def _checked_times(path: Path, lines: list[int], values: tuple[float | None, ...
             f"{lines[row - 1]}; sort the file by time"
         )
     return times
-
-
-def read_text(path: Path) -> str:
-    """Return a text file's content, unpacked if it is gzip.
-
-    Raises
-    ------
-    ConfigError : the file is missing, unreadable, a broken gzip, or not UTF-8.
-    """
-    try:
-        content = path.read_bytes()
-        if content[:2] == b"\x1f\x8b":
-            content = gzip.decompress(content)
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8 text (byte {error.start}); is it the right file?") from error
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise ConfigError(f"{path}: the gzip file is damaged ({error}); fetch it again") from error
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _csv_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(text), strict=True)
-    if not reader.fieldnames:
-        raise ConfigError(f"{path}, line 1: no header")
-    count = 0
-    for row in reader:
-        count += 1
-        if None in row or None in row.values():
-            raise ConfigError(
-                f"{path}, line {reader.line_num}: the header names {len(reader.fieldnames)} columns, this "
-                f"line has another number; repair or remove it"
-            )
-        yield reader.line_num, row
-    if not count:
-        raise ConfigError(f"{path}: only a header ({', '.join(reader.fieldnames)}), no requests")
 
 
 def _json_records(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -346,7 +346,7 @@ def test_bad_flags(flags: list[str], message: str, capsys: pytest.CaptureFixture
     ("text", "message"),
     [
         ("", "trace.csv: the file is empty"),
-        (AZURE, "only a header"),
+        (AZURE, "has a header but no requests"),
         (AZURE + AZURE_LINES[1] + AZURE_LINES[0], "line 3: the time is 4.31458 s before that of line 2"),
         (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,abc,9\n", "line 3: bad value"),
         (AZURE + AZURE_LINES[0] + "2023-11-16 18:15:50.99,3\n", "line 3: the header names 3 columns"),

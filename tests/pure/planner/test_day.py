@@ -51,16 +51,16 @@ def test_reads_the_rate_of_each_hour(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "no hour with requests"),
-        ("hour,rate\n", "no hour with requests"),
+        ("", "lacks the column hour, rate; it has no header"),
+        ("hour,rate\n", "has a header but no hours"),
         ("hour,rate\n0,0\n", "no hour with requests"),
-        ("time,rate\n0,1\n", "line 2 .* expected the columns hour,rate, got time, rate"),
-        ("hour,rate\n0,1,2\n", "expected the columns"),
-        ("hour,rate\n0\n", "expected the columns"),
+        ("time,rate\n0,1\n", "lacks the column hour; it has time, rate"),
+        ("hour,rate\n0,1,2\n", "line 2: the header names 2 columns"),
+        ("hour,rate\n0\n", "line 2: the header names 2 columns"),
         ("hour,rate\n0,many\n", "rate 'many' is no number"),
         ("hour,rate\n0,-1\n", "rate '-1' is no number"),
         ("hour,rate\n0,nan\n", "rate 'nan' is no number"),
-        ("hour,rate\n0,1\n2,1\n", "line 3 .* hour '2', expected 1"),
+        ("hour,rate\n0,1\n2,1\n", "line 3: hour '2', expected 1"),
     ],
 )
 def test_says_what_is_wrong_with_the_file(text: str, message: str, tmp_path: Path) -> None:

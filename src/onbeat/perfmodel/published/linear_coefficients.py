@@ -7,7 +7,6 @@ arXiv 2406.14066: one row a configuration).
 
 from __future__ import annotations
 
-import csv
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_csv
 
 _SECONDS_PER_MS = 1e-3
 _PREFILL, _SMALL, _LARGE = "prefill", "decoding_smallbs", "decoding_largebs"
@@ -167,11 +167,7 @@ def read_turbospec_drafts(path: Path, *, model: str, tensor: int, method: str) -
 
 
 def _read_csv(path: Path) -> list[dict[str, str]]:
-    try:
-        with path.open(newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the coefficients in {path}: {error}") from error
+    return [cells for _, cells in read_csv(path, "the coefficients in", rows="coefficients")]
 
 
 def _load_object(path: Path) -> dict[str, Any]:

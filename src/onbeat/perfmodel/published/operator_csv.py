@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_csv
 
 _SECONDS_PER_MS = 1e-3
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +86,14 @@ def read_rows(path: Path, columns: Sequence[str]) -> list[Row]:
     ------
     ConfigError : no such file, not a CSV, a missing column, a line of another width, or no lines.
     """
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw).decode("utf-8")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the operator profile {path}: {error}") from error
-    reader = csv.DictReader(io.StringIO(text))
-    header = reader.fieldnames or []
-    if missing := [column for column in columns if column not in header]:
-        raise ConfigError(
-            f"{path} lacks the column {', '.join(missing)}; it has {', '.join(header) or 'no header'}. "
-            "Give a profile in Vidur's format"
-        )
-    rows = []
-    for cells in reader:
-        if None in cells or None in cells.values():
-            raise ConfigError(
-                f"{path}, line {reader.line_num}: the line does not have the header's {len(header)} values; "
-                "is the file cut short?"
-            )
-        rows.append(Row(path, reader.line_num, cells))
-    if not rows:
-        raise ConfigError(f"{path} has a header but no measurements")
-    return rows
+    found = read_csv(
+        path,
+        "the operator profile",
+        columns=columns,
+        rows="measurements",
+        hint="Give a profile in Vidur's format",
+    )
+    return [Row(path, line, cells) for line, cells in found]
 
 
 def select(rows: Sequence[Row], **wanted: int) -> list[Row]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import yaml
-
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_yaml
 
 _SUFFIXES = (".csv", ".csv.gz")
 
@@ -69,10 +68,7 @@ def _only_file(directory: Path, word: str) -> Path | None:
 
 
 def _named_files(path: Path) -> dict[str, Path | None]:
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
+    content = read_yaml(path)
     if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
         raise ConfigError(f"{path} must map {', '.join(_NAMES)} to file names")
     if unknown := sorted(str(name) for name in content.keys() - set(_NAMES)):

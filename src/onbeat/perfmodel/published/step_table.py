@@ -7,9 +7,6 @@ one new token is a decode, more are a chunk of a prompt. Beside them `decodes` r
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,13 +14,13 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
+from onbeat.files import read_csv
 
 COLUMNS = ("batch", "new_tokens", "context", "seconds")
 MIXED_COLUMNS = ("decodes", "decode_context")
 """May be left out, both together."""
+_HINT = f"A table of steps has {', '.join(COLUMNS)}, and may have {' and '.join(MIXED_COLUMNS)}"
 SUFFIXES = (".csv", ".csv.gz")
-
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,39 +48,14 @@ def read_step_table(path: Path) -> StepTable:
     ConfigError : no such file, not a CSV, a missing column, a line of another width, no lines, or a value
         that is no count or no time; names the file, line, column and value.
     """
-    try:
-        raw = path.read_bytes()
-        text = (gzip.decompress(raw) if raw.startswith(_GZIP_MAGIC) else raw).decode("utf-8-sig")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the table of steps {path}: {error}") from error
-    reader = csv.DictReader(io.StringIO(text))
-    columns = _check_header(path, [name.strip() for name in reader.fieldnames or []])
-    reader.fieldnames = columns
     shapes, seconds = [], []
-    for cells in reader:
-        if None in cells or None in cells.values():
-            raise ConfigError(
-                f"{path}, line {reader.line_num}: the line does not have the header's {len(columns)} values; "
-                "is the file cut short?"
-            )
-        row = _Row(f"{path}, line {reader.line_num}", cells)
+    for line, cells in read_csv(
+        path, "the table of steps", columns=COLUMNS, together=MIXED_COLUMNS, rows="steps", hint=_HINT
+    ):
+        row = _Row(f"{path}, line {line}", cells)
         shapes.append(row.shape())
         seconds.append(row.seconds())
-    if not shapes:
-        raise ConfigError(f"{path} has a header but no steps")
     return StepTable(tuple(shapes), tuple(seconds))
-
-
-def _check_header(path: Path, columns: list[str]) -> list[str]:
-    missing = [name for name in COLUMNS if name not in columns]
-    if not missing and any(name in columns for name in MIXED_COLUMNS):
-        missing = [name for name in MIXED_COLUMNS if name not in columns]
-    if missing:
-        raise ConfigError(
-            f"{path} lacks the column {', '.join(missing)}; it has {', '.join(columns) or 'no header'}. "
-            f"A table of steps has {', '.join(COLUMNS)}, and may have {' and '.join(MIXED_COLUMNS)}"
-        )
-    return columns
 
 
 @dataclass(frozen=True, slots=True)
