@@ -163,13 +163,24 @@ class TestSplitwise:
         fleet = self.fleet()
         for replica in ("r2", "r3"):
             self.report(fleet, replica, num_free_blocks=10)
-        self.report(fleet, "r1", num_free_blocks=4000)
-        assert self.arrive(fleet, "a", 1600) == ("r0", "")
-        self.report(fleet, "r1", num_free_blocks=300, num_decodes=3)
-        assert self.arrive(fleet, "b", 160) == ("r0", "r1"), "it is mixed already"
+        self.report(fleet, "r0", num_free_blocks=4000)
         self.report(fleet, "r1", num_free_blocks=300)
-        self.report(fleet, "r0", num_free_blocks=100)
-        assert self.arrive(fleet, "c", 160) == ("r1", ""), "of those for prompts, the one with the most room"
+        assert self.arrive(fleet, "a", 1600) == ("r0", "")
+        fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=False), 0.0)
+        self.report(fleet, "r0", num_free_blocks=100, num_decodes=1)
+        assert self.arrive(fleet, "b", 160) == ("r1", "r0"), "it is mixed already, so the other stays as it is"
+        fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=True), 0.0)
+        assert self.arrive(fleet, "c", 160) == ("r0", "r1"), "of those for prompts, the one with the most room"
+
+    def test_a_stream_that_is_about_to_leave_makes_no_replica_mixed(self) -> None:
+        fleet = self.fleet()
+        assert self.arrive(fleet, "a", 160) == ("r0", "r2")
+        self.report(fleet, "r0", num_decodes=1)  # with the step of its first token
+        fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=False), 0.0)
+        self.arrive(fleet, "long", 1000)
+        assert self.arrive(fleet, "next", 160)[0] == "r1", "r0 has the longer queue"
+        assert self.arrive(fleet, "more", 1000)[0] == "r1"
+        assert self.arrive(fleet, "last", 160)[0] == "r0", "r1 has"
 
     def test_nobody_has_room(self) -> None:
         fleet = self.fleet()

@@ -230,6 +230,7 @@ class Fleet:
         if is_first:
             opened.has_started, opened.refused_by = True, ()
             replica.num_queued_tokens -= opened.num_tokens
+            replica.num_streams += 1
             self._router.on_first_token(replica.number, opened.request)
             self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
         opened.num_output_tokens += event.num_tokens

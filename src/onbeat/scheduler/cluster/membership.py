@@ -91,6 +91,8 @@ class Replica:
     """By request id, in the order in which they were sent here."""
     num_queued_tokens: int = 0
     """Of those that have had no token here."""
+    num_streams: int = 0
+    """Those that have."""
     num_lives: int = 0
     """Times that it got ready."""
     drains_until: float = inf
@@ -256,8 +258,9 @@ class Membership:
         for replica in self.replicas.values():
             has_some = replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
             assert has_some or not replica.open, f"{replica.replica_id} is {replica.state}, but has requests"
-            num_queued = sum(each.num_tokens for each in replica.open.values() if not each.has_started)
-            assert replica.num_queued_tokens == num_queued, f"{replica.replica_id} has another queue"
+            queued = [each.num_tokens for each in replica.open.values() if not each.has_started]
+            assert replica.num_queued_tokens == sum(queued), f"{replica.replica_id} has another queue"
+            assert replica.num_streams == len(replica.open) - len(queued), f"{replica.replica_id} has others"
             for request_id, each in replica.open.items():
                 assert request_id not in owned, f"{request_id} has two owners"
                 assert each.replica == replica.replica_id
@@ -276,7 +279,9 @@ class Membership:
         source = self.replicas[opened.replica]
         request_id = opened.request.request_id
         del source.open[request_id]
+        source.num_streams -= 1
         destination.open[request_id] = opened
+        destination.num_streams += 1
         opened.replica = destination.replica_id
         return source
 

@@ -82,6 +82,15 @@ class Migration:
         """Let the next `advance` look at who should be elsewhere."""
         self._is_to_look = self._may_have_room = True
 
+    def is_mixed(self, replica: Replica) -> bool:
+        """Return whether a replica has work of the other pool: prompts in its queue, or streams that stay.
+
+        Its reports would not do: they count streams that are about to leave.
+        """
+        if not self._pools.is_prefill(replica.replica_id):
+            return replica.num_queued_tokens > 0
+        return replica.num_streams > self._moves.num_from(replica.replica_id)
+
     def stream_replica(self, opened: OpenRequest, replica: Replica) -> Replica | None:
         """Return where a request is to generate that is sent to a replica; None: who has room then.
 
@@ -115,7 +124,7 @@ class Migration:
         for each in self._members.having(ReplicaState.READY):
             if _moves_streams(each):
                 is_prefill = self._pools.is_prefill(each.replica_id)
-                pools[1 if self._pools.does_both(each) else 2 * is_prefill].append(each)
+                pools[1 if self.is_mixed(each) else 2 * is_prefill].append(each)
         for pool in pools:
             fitting = [each for each in pool if self._has_room(opened, each, most_coming=inf)]
             if fitting:

@@ -108,6 +108,8 @@ class Moves:
         """Those that may still succeed."""
         self._to: defaultdict[ReplicaId, dict[str, Move]] = defaultdict(dict)
         """Of these, by destination, and by request: each choice asks how many come to each replica."""
+        self._from: defaultdict[ReplicaId, dict[str, Move]] = defaultdict(dict)
+        """Likewise by source."""
         self._num_begun = 0
 
     @property
@@ -125,7 +127,7 @@ class Moves:
 
     def num_from(self, replica: ReplicaId) -> int:
         """Return how many requests are on their way from a replica, their prompts done."""
-        return sum(move.source == replica and not move.is_ahead for move in self._by_request.values())
+        return sum(not move.is_ahead for move in self._from[replica].values())
 
     def num_to(self, replica: ReplicaId) -> int:
         """Return how many requests are on their way to a replica, their prompts done."""
@@ -175,7 +177,8 @@ class Moves:
             is_patient=is_patient,
             is_early=is_early,
         )
-        self._by_id[move_id] = self._by_request[request_id] = self._to[destination][request_id] = move
+        self._by_id[move_id] = self._by_request[request_id] = move
+        self._to[destination][request_id] = self._from[source][request_id] = move
         # Room is asked for once there is something to copy: it is no use to a prompt that waits its turn.
         self._ask(move, MoveVerb.HOLD if is_early else MoveVerb.RESERVE, now)
 
@@ -348,6 +351,7 @@ class Moves:
         if self._by_request.get(move.request_id) is move:
             del self._by_request[move.request_id]
             self._to[move.destination].pop(move.request_id, None)
+            del self._from[move.source][move.request_id]
             self._on_end(move, outcome)
 
     def _tell(self, move: Move, verb: MoveVerb, replica: ReplicaId) -> None:

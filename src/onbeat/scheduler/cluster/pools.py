@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Literal, get_args
 
@@ -95,12 +95,15 @@ class Pools:
             return ""
         return "prefill" if self.is_prefill(replica) else "decode"
 
-    def narrow(self, opened: OpenRequest, excluded: Collection[int]) -> Collection[int]:
+    def narrow(
+        self, opened: OpenRequest, excluded: Collection[int], *, is_mixed: Callable[[Replica], bool]
+    ) -> Collection[int]:
         """Return the numbers of ready replicas that a request is better not sent to.
 
         Parameters
         ----------
         excluded : those that it must not go to.
+        is_mixed : says whether a replica has work of the other pool.
         """
         if not self._num_prefill:
             return excluded
@@ -111,29 +114,12 @@ class Pools:
             return excluded
         chosen: Sequence[Replica] = prefill
         if self._rule == "splitwise":
-            chosen = [self._shortest_queue(opened, prefill, decode)]
+            mixed = [each for each in ready if is_mixed(each)]
+            chosen = [_shortest_queue(opened.num_tokens, prefill, decode, mixed)]
         elif self._rule == "adaptive":
             chosen = self._where_it_stays(opened, decode) or prefill
         kept = {each.number for each in chosen}
         return {*excluded, *(each.number for each in ready if each.number not in kept)}
-
-    def does_both(self, replica: Replica) -> bool:
-        """Return whether a replica has work of the other pool: it is mixed until that has ended."""
-        if not self.is_prefill(replica.replica_id):
-            return replica.num_queued_tokens > 0
-        return replica.load is not None and replica.load.num_decodes > 0
-
-    def _shortest_queue(
-        self, opened: OpenRequest, prefill: Sequence[Replica], decode: Sequence[Replica]
-    ) -> Replica:
-        """Return where a prompt waits least: its pool, the mixed replicas, or one of the others, by turns."""
-        mixed = [each for each in (*prefill, *decode) if self.does_both(each)]
-        for pool in ([each for each in prefill if not self.does_both(each)], mixed):
-            shortest = min(pool, key=_queue, default=None)
-            if shortest is not None and _takes_one_more(shortest, opened.num_tokens):
-                return shortest
-        others = [each for each in decode if not self.does_both(each)]
-        return min(others or (*prefill, *decode), key=_queue)
 
     def _where_it_stays(self, opened: OpenRequest, decode: Sequence[Replica]) -> list[Replica]:
         """Return the replicas whose streams hardly notice the prompt: its KV need not be moved there."""
@@ -144,6 +130,19 @@ class Pools:
             for each in decode
             if _fits_in_a_step(each.load, num_tokens, min(held.get(each.number, 0), num_tokens))
         ]
+
+
+def _shortest_queue(
+    num_tokens: int, prefill: Sequence[Replica], decode: Sequence[Replica], mixed: Sequence[Replica]
+) -> Replica:
+    """Return where a prompt waits least: in its pool, on a mixed replica, or on one of the others, by turns."""
+    orders = {each.order for each in mixed}
+    for pool in ([each for each in prefill if each.order not in orders], mixed):
+        shortest = min(pool, key=_queue, default=None)
+        if shortest is not None and _takes_one_more(shortest, num_tokens):
+            return shortest
+    others = [each for each in decode if each.order not in orders]
+    return min(others or (*prefill, *decode), key=_queue)
 
 
 def _queue(replica: Replica) -> tuple[int, int]:

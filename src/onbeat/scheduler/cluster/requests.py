@@ -90,7 +90,9 @@ class Requests:
         self._migration.on_end(request.request_id)
         del replica.open[request.request_id]
         opened.replica = None
-        if not opened.has_started:
+        if opened.has_started:
+            replica.num_streams -= 1
+        else:
             replica.num_queued_tokens -= opened.num_tokens
             self._router.on_first_token(replica.number, request)
         self._router.on_finish(replica.number, request)
@@ -145,7 +147,8 @@ class Requests:
 
     def _route(self, opened: OpenRequest, now: float) -> Choice | None:
         excluded = self._members.excluded_for(opened)
-        return self._router.route(opened.request, now, self._pools.narrow(opened, excluded))
+        narrowed = self._pools.narrow(opened, excluded, is_mixed=self._migration.is_mixed)
+        return self._router.route(opened.request, now, narrowed)
 
     def _wait_or_refuse(self, opened: OpenRequest, now: float, *, may_wait: bool) -> None:
         members, has_tokens = self._members, opened.num_output_tokens > 0
