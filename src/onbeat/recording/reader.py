@@ -228,10 +228,7 @@ def _handover_call(values: Mapping[str, Any]) -> HandoverCall:
 
 
 def _comes_late(values: Mapping[str, Any]) -> bool:
-    """Whether a line is of KV that is fetched after an admission, or kept beyond an end.
-
-    Schedulers could do that until it was found that no engine asks them to.
-    """
+    """Whether a line is of KV that is fetched after an admission, or kept beyond an end, as none is now."""
     if values["call"] == "handover":
         return values["verb"] in ("fetch", "receive", "fail")
     has_kv = values.get("num_external_tokens", 0) and values.get("adoption") is None

@@ -37,7 +37,7 @@ class _Bid(NamedTuple):
     """What is known of an offer before anything is predicted."""
 
     least: float
-    """That it costs."""
+    """A bound of what it costs, from below."""
     number: int
     work: float
     """Seconds of uncached prefill on the reference device."""
