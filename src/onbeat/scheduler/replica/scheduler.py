@@ -443,7 +443,8 @@ class Scheduler:
         ends : when the runs ended, seconds; those that `run_again` was told of among them.
         """
         last_update, self._last_update = self._last_update, ends[-1]
-        if self.step_time_model is None:
+        observe_run = self._observe_run
+        if observe_run is None:
             return
         work, begun = self._work, planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
@@ -453,11 +454,11 @@ class Scheduler:
         shape.decode_context_tokens -= len(new_ends) * num_rows
         taken_after = 0 if work is None else work.count(len(new_ends))
         if taken_after and work is not None:
-            self._observe_run(shape, begun, new_ends[:taken_after])
+            observe_run(shape, begun, new_ends[:taken_after])
             work.take()
             begun, new_ends = new_ends[taken_after - 1], new_ends[taken_after:]
         if new_ends:
-            self._observe_run(shape, begun, new_ends)
+            observe_run(shape, begun, new_ends)
 
     def _note_drafts(
         self,
