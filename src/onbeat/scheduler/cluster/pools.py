@@ -135,7 +135,7 @@ class Pools:
 def _shortest_queue(
     num_tokens: int, prefill: Sequence[Replica], decode: Sequence[Replica], mixed: Sequence[Replica]
 ) -> Replica:
-    """Return where a prompt waits least: in its pool, on a mixed replica, or on one of the others, by turns."""
+    """Return where a prompt waits least: in its pool, then on a mixed replica, then on any other."""
     orders = {each.order for each in mixed}
     for pool in ([each for each in prefill if each.order not in orders], mixed):
         shortest = min(pool, key=_queue, default=None)
