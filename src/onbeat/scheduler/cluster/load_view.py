@@ -195,7 +195,7 @@ class LoadView:
         room = self._room(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            own = Job(deadline, seconds, _KnownByWork())
+            own: Job[Prompt] = Job(deadline, seconds, _KnownByWork())
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
             triage = Triage(start, room.share, _equal_worth, 0.5 * room.length)
