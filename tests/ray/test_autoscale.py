@@ -47,9 +47,8 @@ def test_ray_places_what_autoscaling_starts(small_cluster: RayCluster, smollm2_g
             assert (second["state"], second["lives"], second["requests"]) == ("starting", 0, 0)
         assert fleet(server)["scaling"]["wanted"] == 2, "it is asked for once"
         # A node comes with room for it: it gets ready there, and takes its part.
-        adding = pool.submit(small_cluster.add_node, num_cpus=1)
+        small_cluster.add_node(num_cpus=1)
         wait_for(lambda: send_more() and num_ready(server) == 2, timeout=120)
-        adding.result()
         wait_for(lambda: send_more()["replicas"][1]["requests"] > 0, timeout=60)
         answers = [each.result() for each in sent]
         assert {each.status_code for each in answers} == {200}
