@@ -36,7 +36,7 @@ from onbeat.planner.plan_charts import (
     units_figure,
     use_figure,
 )
-from onbeat.planner.plan_file import digest_of, write_plan
+from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
@@ -98,6 +98,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
     """Return the promise, and where it comes from."""
     task, attainment, capacity = report.task, fleet.attainment, fleet.capacity
     file = report.args.trace or report.args.dataset_path
+    classes = report.args.slo_config
     devices = {unit.device for unit, _ in fleet.parts}
     return {
         "promise": {
@@ -126,6 +127,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         else f"{report.base.step_time} of {report.base.engine}",
         "host-overhead-ms": _plain(report.base.host_overhead * 1e3),
         "trace-sha256": None if file is None else digest_of(file),
+        **({} if classes is None else {"classes-sha256": digest_of_classes(classes)}),
         "made-by": f"onbeat {__version__}",
     }
 
