@@ -175,7 +175,14 @@ class OfferedLoad:
         prompts, outputs = lengths_by_class(
             self.num_prompt_tokens, self.num_output_tokens, classes, class_ids, seed=seed
         )
-        return replace(load, num_prompt_tokens=prompts, num_output_tokens=outputs, lines=None)
+        names = [self.name if each.trace is None else each.trace.name for each in classes]
+        return replace(
+            load,
+            name=" + ".join(dict.fromkeys(names)),
+            num_prompt_tokens=prompts,
+            num_output_tokens=outputs,
+            lines=None,
+        )
 
     def _check_columns(self) -> None:
         columns = {

@@ -190,6 +190,7 @@ def test_a_class_with_a_trace_has_requests_as_long_as_that(tmp_path: Path) -> No
     assert set(mixed.num_prompt_tokens[is_code].tolist()) == {700, 800}
     assert (mixed.num_output_tokens * 100 == mixed.num_prompt_tokens)[is_code].all()
     assert mixed.arrivals is base.arrivals
+    assert mixed.name == "test + code.csv"
     again = base.with_classes(read_slo_config(path), seed=1)
     assert (again.num_prompt_tokens == mixed.num_prompt_tokens).all()
     other = base.with_classes(read_slo_config(path), seed=2)
