@@ -127,8 +127,8 @@ class RequestObjectives:
             return workload
         if isinstance(workload.prompts, BlockPrompts):
             raise ConfigError(
-                f"prompts of the {workload.name} workload share blocks, so that classes cannot have traces of "
-                "their own"
+                f"prompts of the {workload.name} workload share blocks, so that classes cannot have traces "
+                "of their own"
             )
         prompts, outputs = lengths_by_class(
             workload.num_prompt_tokens, workload.max_tokens, self._classes, self._class_ids, seed=self._seed

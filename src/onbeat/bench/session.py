@@ -89,9 +89,7 @@ async def _probe(
     progress.on_phase(f"asking {target.root}")
     offered = await wait_until_ready(session, target)
     model = choose_model(target, offered)
-    transport = choose_transport(
-        bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed
-    )
+    transport = choose_transport(bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed)
     objectives = replace(transport, names_classes=bench.names_classes)
     pool: WordPool | None
     if tokenizer is not None:

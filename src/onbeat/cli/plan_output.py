@@ -220,9 +220,7 @@ def _classes(best: Fleet, share: float) -> list[str]:
     each = ", ".join(f"{name} {good * 100:.1f} %" for name, good in shares.items())
     behind = [name for name, good in shares.items() if good < share]
     note = (
-        f"; {' and '.join(behind)} alone would miss the promised share, which is that of all requests together"
-        if behind
-        else ""
+        f"; {' and '.join(behind)} alone would miss the promise, which is of all together" if behind else ""
     )
     return [f"good by class: {each}{note}"]
 

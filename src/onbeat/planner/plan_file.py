@@ -125,7 +125,7 @@ def _check_trace(path: Path, load: Mapping[str, Any], digest: str | None) -> Non
 
 
 def digest_of_classes(file: str) -> str | None:
-    """Return what tells a file of classes, with the traces that these have, from others; None of a built-in one.
+    """Return what tells a file of classes, with their traces, from others; None of a built-in class.
 
     Raises
     ------
@@ -142,7 +142,8 @@ def _check_classes(path: Path, load: Mapping[str, Any], digest: str | None) -> N
     file = load.get("slo-config")
     if file is not None and digest_of_classes(file) != digest:
         raise ConfigError(
-            f"{file}, or a trace that it names, is not what {path} was made for; plan again for the new classes"
+            f"{file}, or a trace that it names, is not what {path} was made for; plan again for the new "
+            "classes"
         )
 
 

@@ -125,7 +125,7 @@ class Fleet:
 
     @property
     def by_class(self) -> dict[str, float]:
-        """Share of good requests of each class of objectives: the mean over the finished runs that have any."""
+        """Share of good requests of each class of objectives: the mean over the finished runs."""
         found = [run.by_class for run in self.runs if run.by_class]
         names = dict.fromkeys(name for run in found for name in run)
         return {name: float(np.mean([run[name] for run in found if name in run])) for name in names}

@@ -1,4 +1,4 @@
-"""Several recorded workloads in one load: classes of objectives whose requests are as long as those of a trace.
+"""Several recorded workloads in one load: classes whose requests are as long as those of a trace.
 
 Lengths are drawn from the class's own trace, any request as likely as any other, so a class keeps its
 distribution and not its order; when requests come is the load's.

@@ -2,8 +2,8 @@
 
 The file lists classes; a class with the name of a built-in one and no objectives of its own takes those. The
 weight (1 unless given) says how much a request of the class is worth beside one of another; the tenant, which
-several classes may have, for whom its requests are; the trace, told from the folder of the file, how long they
-are::
+several classes may have, for whom its requests are; the trace, told from the folder of the file, how long
+they are::
 
     classes:
       - {name: interactive, share: 0.7, weight: 2}

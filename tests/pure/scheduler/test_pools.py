@@ -168,13 +168,9 @@ class TestSplitwise:
         assert self.arrive(fleet, "a", 1600) == ("r0", "")
         fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=False), 0.0)
         self.report(fleet, "r0", num_free_blocks=100, num_decodes=1)
-        assert self.arrive(fleet, "b", 160) == ("r1", "r0"), (
-            "it is mixed already: the other stays as it is"
-        )
+        assert self.arrive(fleet, "b", 160) == ("r1", "r0"), "it is mixed already: the other stays as it is"
         fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=True), 0.0)
-        assert self.arrive(fleet, "c", 160) == ("r0", "r1"), (
-            "of those for prompts, one with the most room"
-        )
+        assert self.arrive(fleet, "c", 160) == ("r0", "r1"), "of those for prompts, one with the most room"
 
     def test_a_stream_that_is_about_to_leave_makes_no_replica_mixed(self) -> None:
         fleet = self.fleet()
