@@ -77,7 +77,7 @@ class ObjectiveScaling(ScalingPolicy):
     def on_end(self, request: RoutingRequest, num_output_tokens: int | None, now: float) -> None:
         """Learn how long its answer was; count it as late if it had none in time."""
         if num_output_tokens:
-            self._work.on_end(request.num_prompt_tokens, num_output_tokens)
+            self._work.on_end(num_output_tokens)
         elif num_output_tokens == 0 and now > request.ttft_deadline:
             self._count_late(request, now)
         self._late.discard(request.request_id)

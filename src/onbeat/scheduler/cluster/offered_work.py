@@ -92,8 +92,6 @@ class OfferedWork:
     def __init__(self) -> None:
         self._seconds: deque[_Second] = deque(maxlen=LONGEST_WINDOW + 1)
         self._output = _Mean(_GUESSED_OUTPUT)
-        self._contexts = _Mean(0.0)
-        """Of a request: its output tokens times the mean of their contexts."""
         self._prompt = _Mean(0.0)
         self._cached = _Mean(0.0)
         """Share of a prompt that was found in a prefix cache."""
@@ -123,10 +121,9 @@ class OfferedWork:
         """Learn what the prefix cache held of a prompt."""
         self._cached.add(min(1.0, num_cached_tokens / max(1, num_prompt_tokens)))
 
-    def on_end(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """Learn how long an answer was, and behind which prompt."""
+    def on_end(self, num_output_tokens: int) -> None:
+        """Learn how long an answer was."""
         self._output.add(num_output_tokens)
-        self._contexts.add(num_output_tokens * (num_prompt_tokens + num_output_tokens / 2))
 
     def prefill(self, num_prompt_tokens: int) -> float:
         """Return the seconds of work of a prompt, as much of it cached as was of others."""
@@ -136,15 +133,12 @@ class OfferedWork:
 
     @property
     def decode(self) -> float:
-        """Seconds that an output token adds to a step, at the mean of their contexts."""
+        """Seconds that an output token adds to a step, at the mean context."""
         return 0.0 if self.costs is None else self.costs.decode_seconds(self._context)
 
     @property
     def _context(self) -> float:
-        """Tokens of the context of an output token; long answers have more of these, and longer ones."""
-        if not self._contexts.num:
-            return self._prompt.value + self._output.value / 2
-        return self._contexts.value / self._output.value
+        return self._prompt.value + self._output.value / 2
 
     def of_last(self, seconds: int, now: float) -> Offered:
         """Return the load of the last seconds, the present one left out."""
