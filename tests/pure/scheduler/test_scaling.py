@@ -32,7 +32,6 @@ from onbeat.scheduler.cluster.events import (
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
 from onbeat.scheduler.cluster.freeness_scaling import freeness
 from onbeat.scheduler.cluster.membership import ReplicaState
-from onbeat.scheduler.cluster.offered_work import OfferedWork
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.scaling import ScaleBounds, parse_bounds, parse_policy
@@ -279,19 +278,6 @@ def test_requests_that_no_replica_could_serve_in_time_ask_for_none() -> None:
         scaled.run(scaled.now + 1)
         scaled.send(num_prompt=1000, ttft=0.05)
     assert scaled.changes == []
-
-
-def test_unequal_answers_need_more_memory_than_equal_ones() -> None:
-    def share(lengths: tuple[int, int]) -> float:
-        work = OfferedWork()
-        work.costs, work.limits = COSTS, LIMITS
-        for number in range(400):
-            work.on_arrival(RoutingRequest(f"q{number}", num_prompt_tokens=1000), number / 10)
-            work.on_end(1000, lengths[number % 2])
-        return work.share(work.of_last(30, 40.0), 1)
-
-    # 64,000 tokens of KV: 42 streams of 1,500 tokens in the mean, or 32 of 1,990, twice as long each.
-    assert share((10, 1990)) > 1.04 * share((1000, 1000))
 
 
 def test_freeness_counts_what_the_first_waiting_request_lacks() -> None:
