@@ -10,16 +10,9 @@ from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.replica.slo import composer
 from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS
-from onbeat.scheduler.replica.slo.composer import (
-    EARNED_SHARE,
-    GAP_QUANTILE,
-    LONGEST_GAP,
-    PACED_SHARE,
-    SPENT_SHARE,
-)
-from onbeat.scheduler.replica.slo.view import RunningView
+from onbeat.scheduler.replica.slo.composer import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
 from tests.pure.scheduler.slo_watch import Watch
-from tests.pure.scheduler.timed import FakeStepTime, make_request, make_state
+from tests.pure.scheduler.timed import FakeStepTime, make_request
 
 
 class LongTail(FakeStepTime):
@@ -296,7 +289,7 @@ class TestExpectedLength:
         driver.add(make_request("next", 10, 400, slo=SLO(e2e=2.0), arrival=driver.now))
         assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(4 / 3 / 8)
 
-    def test_a_pace_leaves_half_of_a_step_to_prompts(self):
+    def test_a_pace_leaves_most_of_a_step_to_prompts(self):
         """Two streams whose answers can hardly end in time do not stop the prompts of others."""
         driver = Watch()
         driver.serve([make_request(f"s{i}", 10, 900, slo=SLO(e2e=3.0)) for i in range(2)], until=0.1)
@@ -304,19 +297,9 @@ class TestExpectedLength:
         driver.add(make_request("r", 900, 2, slo=SLO(ttft=1.0), arrival=driver.now))
         driver.serve([], watch="r")
         steps = [step for step in driver.log if any(row.request_id == "r" for row in step.rows)]
-        decodes = 2 * driver.model.smallest_step
+        decodes = 3 * driver.model.smallest_step
         assert all(driver.model.step_time(step.shape) <= 1.2 * decodes for step in steps[:-1])
-        assert steps[0].shape.num_chunk_tokens > 10
-
-    @pytest.mark.parametrize(("slo", "share"), [(SLO(e2e=3.0), PACED_SHARE), (SLO(ttft=1.0, tbt=0.05), 0.0)])
-    def test_a_stream_that_is_behind_its_pace_does_not_stop_prompts(self, slo, share):
-        """One that is behind its TBT objective does."""
-        state = make_state(make_request("s", 10, 60, slo=slo))
-        state.num_tokens, state.num_computed_tokens = 11, 10
-        state.slo.note_delivery(0.1)
-        now, decodes = state.slo.next_deadline + 0.01, 0.02
-        limit = composer.SLOComposer().limit(RunningView([state], now), decodes, now)
-        assert limit == pytest.approx(decodes / (1 - share))
+        assert steps[0].shape.num_chunk_tokens > 20
 
 
 class TestSittingOut:

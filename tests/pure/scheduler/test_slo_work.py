@@ -258,17 +258,6 @@ class TestRunningView:
         assert view.streams == [last, late]
         assert view.deadlines == pytest.approx([3.05, 1.1])
 
-    def test_a_pace_has_a_deadline_of_its_own(self):
-        """None that a step must keep: what one token takes too long others make up for."""
-        stream = self.make_stream("stream", SLO(ttft=1.0, tbt=0.1))
-        paced = self.make_stream("paced", SLO(e2e=3.0))
-        view = RunningView([stream, paced], 0.0)
-        assert (view.due, view.tightest) == pytest.approx((1.1, 0.1))
-        assert (view.pace_due, view.pace) == (paced.slo.next_deadline, paced.slo.tbt)
-        assert view.due_state is paced if view.pace_due < view.due else view.due_state is stream
-        assert RunningView([paced], 0.0).due == RunningView([paced], 0.0).tightest == inf
-        assert RunningView([paced], 0.0).due_state is paced
-
     def test_who_has_no_deadline_is_loose_and_who_wants_more_is_a_prefill(self):
         loose, missed = self.make_stream("loose", None), self.make_stream("missed", SLO(ttft=1.0, tbt=0.1))
         missed.slo.relegate()

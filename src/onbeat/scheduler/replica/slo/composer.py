@@ -32,7 +32,7 @@ LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
 E2E_QUANTILE = 0.99
 """Of output lengths, to spread an e2e objective over: of the answers that are longer most are late."""
-PACED_SHARE = 1 / 2
+PACED_SHARE = 2 / 3
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
 """A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
@@ -45,8 +45,7 @@ class SLOComposer:
 
     1. The step ends before the tightest TBT objective of its streams has passed, and before the earliest of
        their deadlines; a stream that is behind has decodes run alone until it has caught up. While all are
-       far ahead (`stream` mode), a step may take up to two objectives. Streams with an e2e objective alone
-       ask for a pace, and leave half of the step to prompts whether they keep it or not.
+       far ahead (`stream` mode), a step may take up to two objectives.
     2. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
        would be left behind although there are slots for them, those that have plenty.
     3. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
@@ -146,7 +145,7 @@ class SLOComposer:
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
         """Return the time that a step may take, seconds; infinite where no stream has an objective."""
         ahead = view.due - start
-        pace = max(min(view.pace, view.pace_due - start), decode_seconds / (1 - PACED_SHARE))
+        pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
         return min(self.objective_limit(view, ahead), max(ahead, decode_seconds), pace)
 
     def objective_limit(self, view: RunningView, ahead: float) -> float:
@@ -262,7 +261,7 @@ class _Step:
             rows, shape = self._fit_decodes(limit)
         if self._view.due_state is not None:
             plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
-            plan.slack = max(limit, min(self._view.due, self._view.pace_due) - plan.now)
+            plan.slack = max(limit, self._view.due - plan.now)
         if jobs or best_effort:
             self._share_out(rows, shape, limit, best_effort)
             plan.overdue = self._overdue(left_over)

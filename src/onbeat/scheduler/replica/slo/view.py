@@ -32,9 +32,8 @@ class RunningView:
     deadlines : that deadline of each stream.
     best_effort_decodes : requests that want one token and have none: no objective, or one that was missed.
     prefills : requests in the middle of their prompt.
-    due : the earliest deadline of `streams` with a TBT objective, even if passed; infinite without any.
-    pace_due : that of the streams that only keep a pace, for an e2e objective.
-    due_state : whose the earlier of the two is.
+    due : the earliest deadline of `streams`, even if it has passed; infinite without any.
+    due_state : whose it is.
     tightest : the shortest TBT objective of `streams`; infinite without any.
     pace : the shortest time between tokens that e2e objectives alone ask for; infinite without any.
     context_tokens : that requests which want one token have in the KV cache.
@@ -45,7 +44,7 @@ class RunningView:
         self.deadlines: list[float] = []
         self.best_effort_decodes: list[RequestState] = []
         self.prefills: list[RequestState] = []
-        self.due = self.tightest = self.pace = self.pace_due = inf
+        self.due = self.tightest = self.pace = inf
         self.due_state: RequestState | None = None
         self.context_tokens = 0
         self._look(running, start)
@@ -63,8 +62,7 @@ class RunningView:
     def _look(self, running: Iterable[RequestState], start: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         due, tightest = self.due, self.tightest
-        paced: list[tuple[float, RequestState]] = []
-        deadlines, context = self.deadlines, 0
+        deadlines, pace, context = self.deadlines, inf, 0
         for state in running:
             num_in_flight = state.num_in_flight_tokens
             num_tokens = state.num_tokens + num_in_flight
@@ -86,23 +84,14 @@ class RunningView:
             if num_in_flight:
                 deadline = slo.due(state.num_certain_tokens, start)
             deadlines.append(deadline)
-            if slo.is_paced:
-                paced.append((deadline, state))
-                continue
             if deadline < due:
                 due, self.due_state = deadline, state
             if slo.tbt < tightest:
-                tightest = slo.tbt
-        self.due, self.tightest, self.context_tokens = due, tightest, context
-        self._look_at_paced(paced)
-
-    def _look_at_paced(self, paced: list[tuple[float, RequestState]]) -> None:
-        if not paced:
-            return
-        self.pace = min([state.slo.tbt for _, state in paced])
-        self.pace_due, first = min(paced, key=_deadline_of)
-        if self.pace_due < self.due:
-            self.due_state = first
+                if slo.is_paced:
+                    pace = min(pace, slo.tbt)
+                else:
+                    tightest = slo.tbt
+        self.due, self.tightest, self.pace, self.context_tokens = due, tightest, pace, context
 
 
 def decode_shape(states: Iterable[RequestState]) -> BatchShape:
@@ -151,10 +140,6 @@ def prefill_jobs(
 def may_be_given_up(state: RequestState) -> bool:
     """Whether a prompt loses its turn once it cannot be in time: it may be judged, and has no token yet."""
     return state.request.shed is not ShedMode.OFF and not state.output_token_ids
-
-
-def _deadline_of(stream: tuple[float, RequestState]) -> float:
-    return stream[0]
 
 
 def _deadline(job: Job) -> float:
