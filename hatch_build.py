@@ -37,7 +37,12 @@ COMMON_FLAGS = (
 LINK_FLAGS = ("-shared", "-pthread")
 # Not with a sanitizer, whose own symbols come from the program that loads the library.
 STRICT_LINK_FLAGS = ("-Wl,-z,defs",)
-SANITIZERS = {"address": ("-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address")}
+_WATCHED = ("-O1", "-g", "-fno-omit-frame-pointer")
+SANITIZERS = {
+    "address": (*_WATCHED, "-fsanitize=address"),
+    "thread": (*_WATCHED, "-fsanitize=thread"),
+    "undefined": (*_WATCHED, "-fsanitize=undefined", "-fno-sanitize-recover=undefined"),
+}
 
 # Weakest first, and before them what all have in common. Of an inline function of the standard library that
 # several units hold, the linker keeps that of its first object: it must be one that every processor runs.

@@ -14,12 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from fleet_vs_simulator import ONBEAT, run, wait_until_ready
+from harness.fleet import Fleet, serving, stand_ins, summary_of
 from harness.pages import markdown_table
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -31,14 +29,14 @@ def cpu_seconds(process_id: int) -> float:
     return (int(fields[11]) + int(fields[12])) / TICKS
 
 
-def load(url: str, process_id: int, args: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
+def load(fleet: Fleet, args: argparse.Namespace, num_tokens: int) -> dict[str, Any]:
     """Run a closed loop of requests; return what the server spent on them."""
     num_prompts = args.num_prompts if num_tokens == 1 else 2 * args.streams
     flags = ["--dataset-name", "random", "--input-len", str(args.input_len), "--disable-tqdm", "--ignore-eos"]
     flags += ["--num-prompts", str(num_prompts), "--max-concurrency", str(args.streams)]
-    before = cpu_seconds(process_id)
-    summary = run(["bench", "serve", "--base-url", url, "--output-len", str(num_tokens), *flags])
-    seconds = cpu_seconds(process_id) - before
+    before = cpu_seconds(fleet.process_id)
+    summary = summary_of(["bench", "serve", "--base-url", fleet.url, "--output-len", str(num_tokens), *flags])
+    seconds = cpu_seconds(fleet.process_id) - before
     assert summary["completed"] == num_prompts, f"{summary['failed']} requests failed"
     return {
         "tokens": num_tokens,
@@ -64,18 +62,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8973)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    url = f"http://127.0.0.1:{args.port}"
-    command = [*ONBEAT, "serve", args.model, "--load-format", "stand-in", "--device", args.device]
-    command += ["--replicas", str(args.replicas), "--port", str(args.port), "--no-log-requests"]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            wait_until_ready(server, url)
-            load(url, server.pid, args, 1)  # warm-up
-            short = load(url, server.pid, args, 1)
-            long = load(url, server.pid, args, args.output_len)
-        finally:
-            server.terminate()
-            server.wait(30)
+    arguments = [*stand_ins(args.model, args.device, args.replicas), "--no-log-requests"]
+    with serving(arguments, args.port) as fleet:
+        load(fleet, args, 1)  # warm-up
+        short = load(fleet, args, 1)
+        long = load(fleet, args, args.output_len)
     token = (long["cpu_us_per_request"] - short["cpu_us_per_request"]) / (args.output_len - 1)
     rows = [
         [

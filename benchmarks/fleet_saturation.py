@@ -16,19 +16,15 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
-import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from fleet_front_end import cpu_seconds
-from fleet_vs_simulator import ONBEAT, wait_until_ready
+from harness.fleet import serving, stand_ins
 from harness.pages import markdown_table
 
 WARM_SECONDS = 3.0
@@ -146,12 +142,6 @@ async def measure(args: argparse.Namespace, processes: Processes) -> list[list[s
     ]
 
 
-def fetch(url: str) -> dict[str, Any]:
-    with urllib.request.urlopen(url, timeout=5) as answer:
-        found: dict[str, Any] = json.load(answer)
-    return found
-
-
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(
@@ -167,18 +157,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8974)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    url = f"http://127.0.0.1:{args.port}"
-    command = [*ONBEAT, "serve", args.model, "--load-format", "stand-in", "--device", args.device]
-    command += ["--replicas", str(args.replicas), "--port", str(args.port), "--no-log-requests"]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            wait_until_ready(server, url)
-            replicas = [each["process_id"] for each in fetch(f"{url}/fleet")["replicas"]]
-            args.model = fetch(f"{url}/v1/models")["data"][0]["id"]
-            found = asyncio.run(measure(args, Processes(server.pid, replicas)))
-        finally:
-            server.terminate()
-            server.wait(30)
+    arguments = [*stand_ins(args.model, args.device, args.replicas), "--no-log-requests"]
+    with serving(arguments, args.port) as fleet:
+        replicas = [each["process_id"] for each in fleet.fetch("/fleet")["replicas"]]
+        args.model = fleet.fetch("/v1/models")["data"][0]["id"]
+        found = asyncio.run(measure(args, Processes(fleet.process_id, replicas)))
     print(markdown_table(HEADER, found))
     if args.json:
         args.json.write_text(json.dumps([dict(zip(HEADER, row, strict=True)) for row in found], indent=1))

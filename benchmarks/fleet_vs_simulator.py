@@ -13,51 +13,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.fleet import serving, stand_ins, summary_of
 from harness.pages import markdown_table
 
-ONBEAT = (sys.executable, "-m", "onbeat")
 QUANTILES = ("p50", "p99")
 METRICS = ("ttft", "itl")
-
-
-@contextmanager
-def serving(args: argparse.Namespace) -> Iterator[str]:
-    """Yield the URL of a fleet of stand-ins."""
-    url = f"http://127.0.0.1:{args.port}"
-    command = [*ONBEAT, "serve", args.model, "--load-format", "stand-in", "--device", args.device]
-    command += ["--replicas", str(args.replicas), "--port", str(args.port), *objectives(args)]
-    with tempfile.TemporaryFile() as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
-        try:
-            wait_until_ready(server, url)
-            yield url
-        finally:
-            server.terminate()
-            server.wait(30)
-
-
-def wait_until_ready(server: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and server.poll() is None:
-        try:
-            urllib.request.urlopen(f"{url}/ready", timeout=1).close()
-        except OSError:
-            time.sleep(0.2)
-        else:
-            fleet = json.load(urllib.request.urlopen(f"{url}/fleet", timeout=1))
-            if all(each["state"] == "ready" for each in fleet["replicas"]):
-                return
-            time.sleep(0.2)
-    raise SystemExit("the fleet did not get ready")
 
 
 def objectives(args: argparse.Namespace) -> list[str]:
@@ -72,18 +35,9 @@ def load(args: argparse.Namespace, rate: float | None, num_prompts: int) -> list
     return [*flags, *(["--max-concurrency", "1"] if rate is None else ["--request-rate", str(rate)])]
 
 
-def run(command: Sequence[str]) -> dict[str, Any]:
-    """Run a command of onbeat that saves a summary, and return it."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "out.json"
-        subprocess.run([*ONBEAT, *command, "--json", str(out)], check=True, stdout=subprocess.DEVNULL)
-        found: dict[str, Any] = json.loads(out.read_text())
-        return found
-
-
 def live(args: argparse.Namespace, url: str, rate: float | None, num_prompts: int) -> dict[str, Any]:
     flags = ["--base-url", url, "--ignore-eos", *load(args, rate, num_prompts)]
-    return run(["bench", "serve", *flags])
+    return summary_of(["bench", "serve", *flags])
 
 
 def simulated(
@@ -91,7 +45,7 @@ def simulated(
 ) -> dict[str, Any]:
     flags = ["--device", args.device, "--replicas", str(args.replicas), "--policy", "slo"]
     flags += ["--host-overhead-ms", f"{overhead_ms:.3f}", *load(args, rate, num_prompts)]
-    return run(["simulate", "--model", args.model, *flags])
+    return summary_of(["simulate", "--model", args.model, *flags])
 
 
 def quantiles(summary: dict[str, Any]) -> dict[str, float]:
@@ -118,13 +72,14 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows, found = [], []
-    with serving(args) as url:
+    arguments = [*stand_ins(args.model, args.device, args.replicas), *objectives(args)]
+    with serving(arguments, args.port) as fleet:
         bare = quantiles(simulated(args, None, 10, 0.0))
-        alone = quantiles(live(args, url, None, 10))
+        alone = quantiles(live(args, fleet.url, None, 10))
         overhead = max(0.0, alone["itl_p50"] - bare["itl_p50"])
         print(f"beside its predicted {bare['itl_p50']:.1f} ms a step takes {overhead:.2f} ms")
         for rate in map(float, args.rates.split(",")):
-            measured = quantiles(live(args, url, rate, args.num_prompts))
+            measured = quantiles(live(args, fleet.url, rate, args.num_prompts))
             predicted = quantiles(simulated(args, rate, args.num_prompts, overhead))
             found.append({"rate": rate, "overhead_ms": overhead, "live": measured, "simulated": predicted})
             for name, value in measured.items():

@@ -26,14 +26,12 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
-from fleet_vs_simulator import ONBEAT, wait_until_ready
+from harness.fleet import ONBEAT, serving
 from harness.pages import git_commit, machine, markdown_table
 
 from onbeat.hub.known import DEFAULT_MODEL
@@ -112,23 +110,6 @@ def onbeat(*flags: str | Path) -> tuple[str, bool]:
     return done.stdout, done.returncode == 0
 
 
-@contextmanager
-def serving(plan: Path, flags: Sequence[str | Path], port: int) -> Iterator[str]:
-    """Yield the URL of a planned fleet."""
-    url = f"http://127.0.0.1:{port}"
-    command = [*ONBEAT, "serve", "--config", str(plan), "--port", str(port), *map(str, flags)]
-    with (
-        plan.with_suffix(".log").open("w") as log,
-        subprocess.Popen(command, stdout=log, stderr=log) as server,
-    ):
-        try:
-            wait_until_ready(server, url)
-            yield url
-        finally:
-            server.terminate()
-            server.wait(30)
-
-
 class Checks:
     """Carries out trials in a folder.
 
@@ -179,9 +160,10 @@ class Checks:
         if trial.is_cpu:
             flags = ["--threads", "1", "--step-time-profile", self._profile]
         test = ["--num-prompts", str(self._size(rate, seconds)), "--seed", str(seed), "--disable-tqdm"]
-        details = ["--json", plan.with_suffix(".json"), "--save-detailed"]
-        with serving(plan, flags, self._port) as url:
-            said, _ = onbeat("bench", "serve", "--check-plan", plan, "--base-url", url, *test, *details)
+        details: list[str | Path] = ["--json", plan.with_suffix(".json"), "--save-detailed"]
+        arguments = ["--config", str(plan), *map(str, flags)]
+        with serving(arguments, self._port, log=plan.with_suffix(".log")) as fleet:
+            said, _ = onbeat("bench", "serve", "--check-plan", plan, "--base-url", fleet.url, *test, *details)
         return read_check(said)
 
     def _size(self, rate: float, seconds: float) -> int:

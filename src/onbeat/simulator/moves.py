@@ -24,6 +24,9 @@ Answer = Callable[[Answered, float, float], None]
 _NOWHERE = -1
 """The destination of a move that has not asked for room."""
 
+_LETTING_GO = (MoveVerb.TAKE, MoveVerb.REATTACH, MoveVerb.UNHOLD, MoveVerb.RELEASE)
+"""What ends a move, or a part of it: blocks are given back then."""
+
 
 @dataclass(slots=True)
 class _VirtualMove:
@@ -141,7 +144,7 @@ class VirtualMoves:
                 at = move.source
             # In their order: whoever copies from it is told to let go before the move is forgotten.
             is_its_own = at == number or (move is not None and move.source == number)
-            if is_its_own and step.verb in (MoveVerb.TAKE, MoveVerb.UNHOLD, MoveVerb.RELEASE):
+            if is_its_own and step.verb in _LETTING_GO:
                 self._do(step, now)
             else:
                 kept.append(step)

@@ -25,45 +25,59 @@ def test_random_steps(native_library: NativeLibrary, seed: int) -> None:
     assert fuzz(native_library, seconds=1.0, seed=seed) >= 20
 
 
-def sanitized_product(directory: Path) -> Path:
-    library = directory / "libonbeat_native-address.so"
-    build = [sys.executable, str(ROOT / "hatch_build.py"), "--sanitize", "address", "--output", str(library)]
+RUNTIMES = {
+    "address": ("libasan.so", {"ASAN_OPTIONS": "detect_leaks=0"}),  # the interpreter's own
+    # The interpreter and NumPy are not watched, and what they do to memory tells nothing.
+    "thread": ("libtsan.so", {"TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1"}),
+    "undefined": ("libubsan.so", {"UBSAN_OPTIONS": "print_stacktrace=1"}),
+}
+"""Sanitizer -> what a program that loads its library preloads, and its settings."""
+
+
+def build_product(directory: Path, sanitizer: str) -> Path:
+    library = directory / f"libonbeat_native-{sanitizer}.so"
+    build = [sys.executable, str(ROOT / "hatch_build.py"), "--sanitize", sanitizer, "--output", str(library)]
     subprocess.run(build, check=True, capture_output=True)
     return library
 
 
-def sanitized_tiles(directory: Path) -> Path:
+def build_tiles(directory: Path, sanitizer: str) -> Path:
     """Build the kernels for AMX with emulated tiles, whose loads and stores are then watched, too."""
-    return compile_units(emulated_units(), directory, hatch_build().SANITIZERS["address"])
+    return compile_units(emulated_units(), directory, hatch_build().SANITIZERS[sanitizer])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+@pytest.mark.parametrize("sanitizer", RUNTIMES)
 @pytest.mark.parametrize(
     "build",
     [
-        sanitized_product,
+        build_product,
         pytest.param(
-            sanitized_tiles,
+            build_tiles,
             marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="the processor is no x86"),
         ),
     ],
 )
-def test_random_steps_touch_only_their_own_memory(tmp_path: Path, build: Callable[[Path], Path]) -> None:
-    library = build(tmp_path)
-    find = ["g++", "-print-file-name=libasan.so"]
+def test_random_steps_do_nothing_that_a_sanitizer_reports(
+    tmp_path: Path, build: Callable[[Path, str], Path], sanitizer: str
+) -> None:
+    """Stray accesses, what the language leaves undefined, and memory that threads use without waiting."""
+    name, settings = RUNTIMES[sanitizer]
+    find = ["g++", f"-print-file-name={name}"]
     runtime = subprocess.run(find, check=True, capture_output=True, text=True).stdout.strip()
     if not Path(runtime).is_absolute():
-        pytest.skip("the compiler has no address sanitizer")
+        pytest.skip(f"the compiler has no {name}")
+    library = build(tmp_path, sanitizer)
     run = subprocess.run(
         [sys.executable, "-m", "tests.cpu.native.fuzz_steps", "20", "0"],
         cwd=ROOT,
         env={
             **os.environ,
+            **settings,
             VARIABLE: str(library),
             "LD_PRELOAD": runtime,
-            "ASAN_OPTIONS": "detect_leaks=0",  # the interpreter's own
             "PYTHONMALLOC": "malloc",  # an array's end is then where its memory ends
         },
         capture_output=True,

@@ -25,7 +25,7 @@ def test_holds_every_combination_in_order() -> None:
         "tp 2, budget 256",
         "tp 2, budget 512",
     ]
-    assert [settings.num_devices for _, settings in grid] == [1, 1, 2, 2]
+    assert [settings.tensor_parallel for _, settings in grid] == [1, 1, 2, 2]
 
 
 def test_without_axes_there_is_the_base_alone() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
@@ -226,6 +226,15 @@ class TestInvariants:
         policy=st.sampled_from(["hybrid-only", "slo"]),
         bandwidth=st.sampled_from([20.0, 1000.0]),
         seed=st.integers(0, 100),
+    )
+    # A request is to go back to a replica at the instant at which its drain is over.
+    @example(
+        changes=[FleetChange(1.0, "kill", 1), FleetChange(15.0, "drain", 0), FleetChange(23.0, "kill", 1)],
+        rule="adaptive",
+        num_prefill=0,
+        policy="hybrid-only",
+        bandwidth=20.0,
+        seed=0,
     )
     def test_whatever_happens_everybody_ends_or_is_told(
         self, changes, rule, num_prefill, policy, bandwidth, seed

@@ -1,0 +1,89 @@
+"""Commands of onbeat that benchmarks run, and fleets that it serves while something is measured of them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ONBEAT = (sys.executable, "-m", "onbeat")
+_MOST_SECONDS = 120.0
+"""Until all replicas are ready."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """One that serves."""
+
+    url: str
+    process_id: int
+    """Of its front end."""
+
+    def fetch(self, path: str) -> dict[str, Any]:
+        """Return what it answers to a GET."""
+        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            found: dict[str, Any] = json.load(answer)
+        return found
+
+
+def summary_of(command: Sequence[str]) -> dict[str, Any]:
+    """Run a command of onbeat that saves a summary, and return that."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.json"
+        subprocess.run([*ONBEAT, *command, "--json", str(out)], check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def stand_ins(model: str, device: str, replicas: int) -> list[str]:
+    """Return the arguments of a server of stand-in replicas."""
+    return [model, "--load-format", "stand-in", "--device", device, "--replicas", str(replicas)]
+
+
+@contextmanager
+def serving(arguments: Sequence[str], port: int, *, log: Path | None = None) -> Iterator[Fleet]:
+    """Yield a fleet that `onbeat serve` has started with some arguments, once all its replicas are ready.
+
+    Parameters
+    ----------
+    log : of the server; None keeps none.
+
+    Raises
+    ------
+    SystemExit : it does not get ready in two minutes.
+    """
+    command = [*ONBEAT, "serve", *arguments, "--port", str(port)]
+    fleet_url = f"http://127.0.0.1:{port}"
+    with (
+        log.open("wb") if log else tempfile.TemporaryFile() as output,
+        subprocess.Popen(command, stdout=output, stderr=output) as server,
+    ):
+        try:
+            fleet = Fleet(fleet_url, server.pid)
+            _wait_until_ready(server, fleet)
+            yield fleet
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _wait_until_ready(server: subprocess.Popen[bytes], fleet: Fleet) -> None:
+    deadline = time.monotonic() + _MOST_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            urllib.request.urlopen(f"{fleet.url}/ready", timeout=1).close()
+        except OSError:
+            pass
+        else:
+            if all(each["state"] == "ready" for each in fleet.fetch("/fleet")["replicas"]):
+                return
+        time.sleep(0.2)
+    raise SystemExit("the fleet did not get ready")
