@@ -30,8 +30,8 @@ SPENT_SHARE = 1 / 4
 """Of the time that the most urgent stream has in hand, what one step may take."""
 LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
-E2E_QUANTILE = 0.9
-"""Of output lengths, to spread an e2e objective over: with the median half of the answers would be late."""
+E2E_QUANTILE = 0.99
+"""Of output lengths, to spread an e2e objective over: of the answers that are longer most are late."""
 PACED_SHARE = 2 / 3
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
