@@ -46,6 +46,7 @@ def fleet_of(
     for name in (f"r{number}" for number in range(num_replicas)):
         fleet.on_event(Joined(name, LIMITS), 0.0)
         values = {"num_free_blocks": 4096, "costs": COSTS, **load}
+        values["decode_seconds"] = COSTS.step + COSTS.decode * values.get("num_decodes", 0)
         fleet.on_event(Reported(name, ReplicaLoad(time=0.0, num_taken=0, **values)), 0.0)
     return fleet
 
