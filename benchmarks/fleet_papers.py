@@ -1,4 +1,4 @@
-"""Published results on disaggregation and live migration, against simulated fleets.
+"""Published results on disaggregation, against simulated fleets.
 
     python benchmarks/fleet_papers.py --shared DIR [PART ...]
 
@@ -8,13 +8,15 @@ DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groun
   the paper's means, placement (2,1,1,1) with its own coefficients and pool rule `distserve`, against one
   colocated GPU: vLLM as measured (prefill first), and the same coefficients as DistServe's under
   prefill-first, sarathi and `slo`. 90 % (`--level`) must meet TTFT 0.25 s and TPOT 0.1 s, and tighter TPOTs.
+* `measured`: the authors' own runs of both on A100, as released: who met TTFT 0.25 s and these TPOTs.
+* `placements`: the same loads and coefficients on other numbers of GPUs for prompts and for generation.
 * `motivation` (its figure 1): prompts of 512 and outputs of 64 tokens, TTFT 0.4 s, TPOT 0.04 s; two prefill
   GPUs and one that generates, against one that does both.
 * `transfer` (its section 6.3): bytes of 512 tokens, and how long copies take over NVLink.
 * `power`, `equal-power`, `partitions` (Splitwise, Patel et al., ISCA 2024): what its table says of H100 whose
   power is capped; fleets of equal power; and the partition for another load (`splitwise_fleets.py`).
-* `llumnix` (Sun et al., OSDI 2024): 16 A10G with Llama-2-7B, 13,616 tokens of KV each, gamma arrivals (CV 4),
-  lengths M-M, 16 Gbit/s a replica; and, as `stops`, for how long a stream stands still, by its length.
+
+Llumnix (Sun et al., OSDI 2024) is in `llumnix_fleets.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +26,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median
 
 import numpy as np
 from distserve_replay import (
@@ -42,26 +42,20 @@ from distserve_replay import (
     run_vllm,
     scheduler_config,
 )
-from numpy.typing import NDArray
 from splitwise_fleets import SPLITWISE_PARTS
 
 from onbeat.core.handover import MoveVerb
-from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.cluster.events import Answered, FleetAction, FleetEvent, MoveStep
-from onbeat.simulator.config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
-from onbeat.simulator.setup import ReplicaSettings, Simulation, build_simulation
+from onbeat.simulator.config import KVLink, ReplicaKind, SimulationConfig
 from onbeat.simulator.simulate import simulate
-from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
 TTFT = 0.25
 TPOTS = (0.1, 0.075, 0.06, 0.05)
-MEDIUM = ((0.0, 4), (0.5, 32), (0.8, 173), (0.95, 1288), (0.99, 4208), (1.0, 6000))
-"""Quantiles of Llumnix's medium lengths; the least is a guess, and the longest the paper's 6k."""
 
 
 def goodput(attained: Callable[[float], float], start: float, level: float) -> float:
@@ -111,7 +105,7 @@ def compare(
     def apart(rate: float) -> float:
         if is_pair:
             return share(run_distserve(published, make_load(rate)))
-        return share(run_two_and_one(published, make_load(rate)))
+        return share(run_pools(published, make_load(rate), (2, 1)))
 
     found = {"DistServe": goodput(apart, 4.0, level) / 3}
     name = "vLLM, its own coefficients"
@@ -125,21 +119,22 @@ def compare(
     return found
 
 
-def run_two_and_one(published: Published, load: OfferedLoad) -> Latencies:
-    """Simulate two GPUs for prompts and one that generates."""
+def run_pools(published: Published, load: OfferedLoad, sizes: tuple[int, int]) -> Latencies:
+    """Simulate so many GPUs for prompts and so many that generate, each alone."""
     kv_tokens = published.kv_tokens(OPT_13B, tensor=1)
     step_time = published.step_time("distserve", OPT_13B, tensor=1)
     prefill = scheduler_config("hybrid-only", kv_tokens, tokens=2048, seqs=1024)
     decode = scheduler_config("hybrid-only", kv_tokens, tokens=65_536, seqs=1024)
+    num_prefill, num_decode = sizes
     config = SimulationConfig(
         scheduler=prefill,
-        num_replicas=3,
-        num_prefill=2,
+        num_replicas=num_prefill + num_decode,
+        num_prefill=num_prefill,
         pool_rule="distserve",
         router="least-outstanding",
         kinds=(
-            *(ReplicaKind(scheduler=prefill, step_time=step_time),) * 2,
-            ReplicaKind(scheduler=decode, step_time=step_time),
+            *(ReplicaKind(scheduler=prefill, step_time=step_time),) * num_prefill,
+            *(ReplicaKind(scheduler=decode, step_time=step_time),) * num_decode,
         ),
         kv_link=KVLink(bytes_per_token=KV_BYTES_PER_TOKEN[OPT_13B], bandwidth=NVLINK_BYTES_PER_SECOND),
     )
@@ -178,6 +173,52 @@ def distserve(published: Published, num_requests: int, level: float) -> None:
         )
         rows.append((f"{tpot * 1e3:g} ms", found))
     print_rates("TPOT; goodput per GPU, requests/s", rows)
+
+
+PLACEMENTS = ((1, 1), (2, 1), (1, 2), (3, 2))
+"""GPUs for prompts, and that generate; each has the whole model."""
+
+
+def placements(published: Published, num_requests: int, level: float) -> None:
+    """Print the goodput per GPU of several placements, and of one GPU that does both."""
+    names = ["TP 2 + 1", *(f"{prompts} + {tokens}" for prompts, tokens in PLACEMENTS), "one, prefill-first"]
+    print(f"| TPOT; goodput per GPU, requests/s | {' | '.join(names)} |")
+    print("|---|" + "---:|" * len(names))
+    for tpot in (TPOTS[0], TPOTS[-1]):
+        systems: list[tuple[Callable[[OfferedLoad], Latencies], int]] = [
+            (partial(run_distserve, published), 3),
+            *((partial(run_pools, published, sizes=each), sum(each)) for each in PLACEMENTS),
+            (partial(run_colocated, published, policy="prefill-first", tpot=tpot), 1),
+        ]
+        rates = []
+        for run, num_gpus in systems:
+
+            def attained(
+                rate: float, run: Callable[[OfferedLoad], Latencies] = run, tpot: float = tpot
+            ) -> float:
+                return run(draw_load(published, rate, num_requests, seed=0)).attainment(TTFT, tpot)
+
+            rates.append(goodput(attained, 1.5 * num_gpus, level) / num_gpus)
+        print(f"| {tpot * 1e3:g} ms | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |", flush=True)
+
+
+MEASURED = (
+    *((f"vllm-{each}", 1) for each in ("100-1", "150-1.5", "200-2", "350-3.5", "400-4")),
+    *((f"distserve-c21d11-{each}", 3) for each in ("300-3", "450-4.5", "1050-10.5", "1200-12")),
+    *((f"distserve-c21d12-{each}", 4) for each in ("400-4", "600-6", "1000-10")),
+)
+"""Names of released runs, the longest of each rate, and their GPUs."""
+
+
+def measured(published: Published) -> None:
+    """Print who met the objectives in the authors' runs."""
+    print(f"| run | requests/s per GPU | {' | '.join(f'{each * 1e3:g} ms' for each in TPOTS)} |")
+    print("|---|---:|" + "---:|" * len(TPOTS))
+    for name, num_gpus in MEASURED:
+        latencies = published.run(name).latencies
+        rate = float(name.rsplit("-", 1)[1]) / num_gpus
+        cells = " | ".join(f"{latencies.attainment(TTFT, tpot):.1f} %" for tpot in TPOTS)
+        print(f"| {name} | {rate:.2f} | {cells} |")
 
 
 def motivation(published: Published, num_requests: int, level: float) -> None:
@@ -221,111 +262,6 @@ def transfer(published: Published) -> None:
     )
 
 
-# --- Llumnix ------------------------------------------------------------------------------------------
-
-
-def medium_lengths(num: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw lengths whose logarithm is linear between the paper's quantiles."""
-    shares, lengths = zip(*MEDIUM, strict=True)
-    drawn = np.exp(np.interp(rng.random(num), shares, np.log(lengths)))
-    return np.asarray(np.rint(drawn), dtype=np.int64)
-
-
-def llumnix_fleet(router: str, *, moves: bool, num_replicas: int = 16) -> Simulation:
-    """Return the fleet; its model was made for 4,096 tokens, but the paper's lengths go up to 12,000."""
-    settings = make(
-        ReplicaSettings,
-        model="meta-llama/Llama-2-7b-hf",
-        device="a10g",
-        replicas=num_replicas,
-        num_blocks=13_616 // 16,
-        max_num_seqs=256,
-        policy="prefill-first",
-        enable_prefix_caching=False,
-        router=router,
-        kv_bandwidth=16e9 / 8 if moves else None,
-        max_num_batched_tokens=12_288,
-    )
-    simulation = build_simulation(settings)
-    config = simulation.config
-    kinds = tuple(
-        replace(each, scheduler=replace(each.scheduler, max_model_len=12_288)) for each in config.kinds
-    )
-    scheduler = replace(config.scheduler, max_model_len=12_288)
-    return replace(simulation, config=replace(config, scheduler=scheduler, kinds=kinds))
-
-
-def llumnix(num_requests: int, rates: Sequence[float]) -> None:
-    print("| requests/s | router | moves | TTFT P50 s | mean | P99 | preempted | TPOT P99 ms | moved |")
-    print("|---:|---|---|---:|---:|---:|---:|---:|---:|")
-    for rate in rates:
-        for router in ("least-outstanding", "slo"):
-            for moves in (False, True):
-                print_llumnix(num_requests, rate, router, moves=moves)
-
-
-def print_llumnix(num_requests: int, rate: float, router: str, *, moves: bool) -> None:
-    rng = np.random.default_rng(7)
-    prompts, outputs = medium_lengths(num_requests, rng), medium_lengths(num_requests, rng)
-    load = OfferedLoad(
-        name="M-M",
-        num_prompt_tokens=prompts,
-        num_output_tokens=outputs,
-        arrivals=gamma_arrivals(num_requests, rate=rate, burstiness=1 / 16, rng=rng),
-    )
-    simulation = llumnix_fleet(router, moves=moves)
-    result = simulate(load, simulation.config, simulation.step_time)
-    times = np.array([record.ttft for record in result.records if record.ttft is not None])
-    tpots = np.array([record.tpot for record in result.records if record.tpot is not None])
-    preempted = fmean(record.num_preemptions > 0 for record in result.records)
-    moved = sum(count for why, count in result.decisions.items() if why.startswith("moved:"))
-    cells = (
-        *(f"{rate:g}", router, "yes" if moves else "no"),
-        *(f"{each:.2f}" for each in (np.median(times), times.mean(), np.percentile(times, 99))),
-        *(f"{preempted:.2%}", f"{1e3 * np.percentile(tpots, 99):.0f}", f"{moved}"),
-    )
-    print(f"| {' | '.join(cells)} |", flush=True)
-
-
-def print_stops() -> None:
-    """Print for how long a stream stands still that leaves a draining replica, by its length."""
-    print("| prompt | usual gap ms | gaps of five moves, in usual gaps | mean ms | copies | prefill s |")
-    print("|---:|---:|---|---:|---:|---:|")
-    for num_tokens in (1000, 2000, 4000, 8000):
-        found = [one_stop(num_tokens, 8.0 + 0.11 * number) for number in range(5)]
-        gaps, usual = [gap for gap, _, _, _ in found], fmean(gap for _, gap, _, _ in found)
-        print(
-            f"| {num_tokens:,} | {usual * 1e3:.1f} | {', '.join(f'{gap / usual:.1f}' for gap in gaps)} | "
-            f"{fmean(gaps) * 1e3:.1f} | {max(copies for _, _, copies, _ in found)} | {found[0][3]:.2f} |"
-        )
-
-
-def one_stop(num_tokens: int, when: float) -> tuple[float, float, int, float]:
-    """Return the gap of a move, the usual one, the copies, and the time of the prompt."""
-    simulation = llumnix_fleet("least-outstanding", moves=True, num_replicas=2)
-    config = replace(
-        simulation.config,
-        fleet_changes=(FleetChange(when, "drain", 0),),
-        fleet_times=FleetTimes(drain=300.0),
-    )
-    load = OfferedLoad(
-        name="one and others",
-        num_prompt_tokens=np.array([num_tokens, 200, 200, 200]),
-        num_output_tokens=np.full(4, 800),
-        arrivals=np.array([0.0, 0.03, 0.06, 0.1]),
-    )
-    copies: list[str] = []
-
-    def watch(_event: FleetEvent, _now: float, actions: Sequence[FleetAction]) -> None:
-        steps = [each for each in actions if isinstance(each, MoveStep)]
-        copies.extend(each.request_id for each in steps if each.verb is MoveVerb.PULL)
-
-    (record, *_) = simulate(load, config, simulation.step_time, on_decision=watch).records
-    gaps = [b - a for a, b in pairwise(record.delivery_times)]
-    assert record.ttft is not None
-    return max(gaps[5:]), median(gaps), copies.count("0"), record.ttft
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -334,9 +270,6 @@ def main() -> None:
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
     parser.add_argument("--level", type=float, default=90.0, help="of DistServe, %% of the requests")
     parser.add_argument("--num-requests", type=int, default=500, help="of each drawn load")
-    parser.add_argument(
-        "--rates", type=float, nargs="*", default=[30.0, 60.0, 70.0, 80.0], help="of llumnix, requests/s"
-    )
     args = parser.parse_args()
     if args.shared is None:
         parser.error("give --shared, the folder that holds the published data (or set ONBEAT_SHARED)")
@@ -344,11 +277,11 @@ def main() -> None:
     published = Published(shared)
     parts: dict[str, Callable[[], None]] = {
         "distserve": lambda: distserve(published, args.num_requests, args.level),
+        "measured": lambda: measured(published),
+        "placements": lambda: placements(published, args.num_requests, args.level),
         "motivation": lambda: motivation(published, args.num_requests, args.level),
         "transfer": lambda: transfer(published),
         **{name: partial(part, shared) for name, part in SPLITWISE_PARTS.items()},
-        "stops": print_stops,
-        "llumnix": lambda: llumnix(6 * args.num_requests, args.rates),
     }
     if unknown := set(args.parts) - parts.keys():
         parser.error(f"unknown part {unknown.pop()!r}; there are {', '.join(parts)}")

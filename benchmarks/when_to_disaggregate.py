@@ -2,6 +2,7 @@
 
     python benchmarks/when_to_disaggregate.py --out FILE.jsonl [--shapes ...]     # runs what the file lacks
     python benchmarks/when_to_disaggregate.py --table FILE.jsonl                  # the map
+    python benchmarks/when_to_disaggregate.py --plot FILE.jsonl                   # the map, as a picture
 
 Four replicas of four H100 each with Llama-3.1-70B (320 KiB of KV a token), simulated, steps by the roofline.
 Poisson arrivals for 20 s, so that a rate has to be kept up; prompts and outputs are log-normal around a shape
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import plotly.graph_objects as go
+from harness.plots import COLOURS, figure, write_image
 
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
@@ -34,6 +37,7 @@ from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 
+IMAGE = Path(__file__).parents[1] / "docs" / "images" / "when-to-disaggregate.png"
 SHAPES = {(256, 512): 70.0, (1024, 256): 30.0, (4096, 64): 7.0}
 """Median prompt and output tokens -> requests per second at which the search for mixed replicas starts."""
 LINKS = (25.0, 200.0)
@@ -189,12 +193,74 @@ def print_map(rows: list[dict[str, Any]]) -> None:
         print(f"| {shape} | {tbt * 1e3:g} | {rate:.1f} | {' | '.join(cells)} |")
 
 
+def draw_map(rows: list[dict[str, Any]]) -> go.Figure:
+    """Return the goodput of every split as a multiple of that of mixed replicas; grey is not run."""
+    found = {(row["shape"], row["tbt"], row["gbps"], row["fleet"]): row["goodput"] for row in rows}
+    loads = sorted({(row["shape"], row["tbt"], row["gbps"]) for row in rows if row["fleet"] != MIXED.name})
+    loads.sort(key=lambda load: load[2])  # those over the faster link are at the top
+    fleets = [Fleet(num, rule) for rule in POOL_RULES for num in (1, 2, 3)]
+    shares = [
+        [
+            _share(found.get((*load, fleet.name)), found[load[0], load[1], max(LINKS), MIXED.name])
+            for fleet in fleets
+        ]
+        for load in loads
+    ]
+    made = figure("", "", "")
+    made.add_heatmap(
+        z=shares,
+        x=list(range(len(fleets))),
+        y=list(range(len(loads))),
+        text=[
+            ["" if each is None else f"{each:.2g}" if each else "< 0.4" for each in line] for line in shares
+        ],
+        texttemplate="%{text}",
+        colorscale=[[0, COLOURS[1]], [0.5, "#ffffff"], [1, COLOURS[0]]],
+        zmin=0.4,
+        zmid=1.0,
+        zmax=1.6,
+        xgap=2,
+        ygap=2,
+        showscale=False,
+    )
+    for index, rule in enumerate(POOL_RULES):
+        made.add_annotation(x=3 * index + 1, y=1.06, yref="paper", text=f"<b>{rule}</b>", showarrow=False)
+    for edge in (2.5, 5.5):
+        made.add_vline(edge, line_color="#555", line_width=2)
+    names = [f"{shape} tokens, TBT {tbt * 1e3:g} ms, {gbps:g} Gbit/s" for shape, tbt, gbps in loads]
+    made.update_layout(
+        title="Goodput of four replicas in two pools, as a multiple of that of four mixed ones; grey: not run",
+        xaxis={
+            "tickvals": list(range(len(fleets))),
+            "ticktext": [fleet.name.split()[0] for fleet in fleets],
+            "title": "replicas for prompts + replicas that generate",
+            "showgrid": False,
+            "zeroline": False,
+        },
+        yaxis={
+            "tickvals": list(range(len(loads))),
+            "ticktext": names,
+            "title": "",
+            "showgrid": False,
+            "zeroline": False,
+        },
+        plot_bgcolor="#dddddd",
+        margin={"t": 90, "l": 260},
+    )
+    return made
+
+
+def _share(goodput: float | None, of_mixed: float) -> float | None:
+    return None if goodput is None else goodput / of_mixed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON lines; what is there is not searched again")
     parser.add_argument("--table", type=Path, help="print the map of such a file")
+    parser.add_argument("--plot", type=Path, help="draw the map of such a file")
     parser.add_argument("--tbt-ms", type=float, nargs="*", default=[25.0, 50.0], help="objectives to keep")
     parser.add_argument("--shapes", nargs="*", default=[], help="such as 1024/256 (default: all)")
     args = parser.parse_args()
@@ -202,6 +268,8 @@ def main() -> None:
         measure(args.out, args.shapes, args.tbt_ms)
     if args.table is not None:
         print_map(read(args.table))
+    if args.plot is not None:
+        print(f"written: {write_image(draw_map(read(args.plot)), IMAGE)}")
 
 
 if __name__ == "__main__":

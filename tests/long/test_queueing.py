@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.result import SimulationResult
@@ -100,6 +101,21 @@ def test_equal_prompts_on_devices_that_share_each_step(rate, expected, tolerance
     """Two devices with tensor parallelism are 1.5 times as fast as one."""
     assert single_device(rate, 1 / 1.5) == pytest.approx(expected, abs=1e-4)
     assert equal_prompts(rate, service=1 / 1.5, num_requests=20_000) == pytest.approx(expected, rel=tolerance)
+
+
+@pytest.mark.slow  # with its like
+def test_two_devices_share_steps_at_low_rates_and_are_stages_at_high_ones():
+    """With a speed-up of 1.6 by sharing, the crossing lies within 10 % of that of the formulas.
+
+    Zhong et al., DistServe, OSDI 2024, section 3.1.
+    """
+    speed_up = 1.6
+    crossing = brentq(lambda rate: single_device(rate, 1 / speed_up) - inter_op(rate, 1.0), 0.1, 1.5)
+    assert crossing == pytest.approx(1.0949, abs=1e-4)
+    for rate, share_is_better in ((0.9 * crossing, True), (1.1 * crossing, False)):
+        shared = equal_prompts(rate, service=1 / speed_up, num_requests=2_000)
+        stages = equal_prompts(rate, service=1.0, num_requests=2_000, pipeline=2)
+        assert (shared < stages) is share_is_better
 
 
 def test_littles_law():
