@@ -3,6 +3,7 @@
     python benchmarks/engine_accuracy.py                    # the tables, with the terms of the package
     python benchmarks/engine_accuracy.py --fit              # the terms, fitted to one half of the rows
     python benchmarks/engine_accuracy.py --ttft             # time to first token, simulated
+    python benchmarks/engine_accuracy.py --first-token      # what of the measured one grows with the prompt
     python benchmarks/engine_accuracy.py --extract FILE     # make benchmarks/data/engine_tpot.csv
 
 The rows are the aggregated deployments in `silicon_sample.csv` of aiconfigurator-core 0.12.0 (Apache-2.0,
@@ -71,6 +72,8 @@ IMPOSSIBLE = ("vllm", "Llama-3.1-8B")
 PROMPTS_MET = {"vllm": 1.0, "tensorrt-llm": 1.0, "sglang": 0.5}
 """Share of the other prompts that a request's decodes wait for."""
 DEGREES = (1, 2, 4, 8)
+PROMPTS, FEW_CLIENTS = (1024, 8192), 4
+"""Tokens of the prompts, and the clients, by which a TTFT is taken apart."""
 
 
 @dataclass(frozen=True)
@@ -472,6 +475,24 @@ def print_ttft(held: Sequence[Case]) -> None:
         print(f"| {name} | {len(values)} | {' | '.join(cells)} |")
 
 
+def print_first_tokens(rows: Sequence[Row]) -> None:
+    """Print what of the measured TTFT of few clients grows with the prompt, and what does not."""
+    short, long = PROMPTS
+    found: dict[tuple[str, str, str, int], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if (row.concurrency, row.output_tokens) == (FEW_CLIENTS, short):
+            found[row.engine, row.model, row.device, row.tensor][row.input_tokens] = row.ttft_ms
+    print("| deployment | TTFT, ms | | a token, us | the rest, ms |\n|---|---:|---:|---:|---:|")
+    for (engine, model, device, tensor), ttft in sorted(found.items()):
+        if short in ttft and long in ttft:
+            slope = (ttft[long] - ttft[short]) / (long - short)
+            rest = ttft[short] - slope * short
+            print(
+                f"| {engine} {model} {device} TP {tensor} | {ttft[short]:.0f} | {ttft[long]:.0f} | "
+                f"{slope * 1e3:.1f} | {rest:.0f} |"
+            )
+
+
 def _simulated(at: Deployment, row: Row, engine: str, steps_ahead: int) -> tuple[float, float]:
     """Return the mean TTFT and TPOT of a closed loop, milliseconds."""
     settings = ReplicaSettings(
@@ -512,10 +533,14 @@ def main() -> None:
     )
     parser.add_argument("--fit", action="store_true")
     parser.add_argument("--ttft", action="store_true")
+    parser.add_argument("--first-token", action="store_true")
     parser.add_argument("--extract", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.extract:
         write_rows(extract(args.extract), ROWS)
+        return
+    if args.first_token:
+        print_first_tokens(read_rows())
         return
     fitted, held = halves(cases_of(read_rows()))
     if args.fit:

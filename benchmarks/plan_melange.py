@@ -7,11 +7,12 @@ and without a simulation. Its chat lengths (Arena) are not public as a file; len
 the means given. Mélange takes every request to be as long as its bucket goes: --corners.
 
     benchmarks/plan_melange.py --corners --host-overhead-ms 10
-    benchmarks/plan_melange.py --corners --busy-share 0.38
+    benchmarks/plan_melange.py --corners --shared DIR
 
---busy-share has the host take time for each row of a step, as much as leaves the GPU that share of the time
-with 256 rows of Llama-3-8B on an H100: 0.38 is what vLLM's own profile of its version 0.5.3 says ("vLLM
-v0.6.0: 2.7x throughput improvement and 5x latency reduction", blog.vllm.ai, 2024-09-05).
+--shared has the host take time for each row of a step, as it did in vLLM of that season: DIR holds
+`data/profiles` with the performance table of Mutinifni/splitwise-sim, measured with vLLM (Patel et al.,
+ISCA 2024). Of its decode steps of Llama-2-70B on eight H100, whose GPUs have least to do for a row, the
+roofline is taken away; what is left grows by so much with each row.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import argparse
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+from step_tables import splitwise_tables
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
@@ -30,8 +33,8 @@ from onbeat.core.step import BatchShape
 from onbeat.perfmodel import engines
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision
 from onbeat.planner.buckets import OUTPUT_EDGES, PROMPT_EDGES, Bucket, buckets_of
 from onbeat.planner.mix import MixProblem, solve_mix
 from onbeat.planner.units import RatedUnit, Unit, rate_unit
@@ -50,6 +53,8 @@ MIXES = {
     32.0: (None, 25.81),
 }
 """Published mixes and their cost by rate."""
+ROW_TABLE = "splitwise llama2-70b h100-80gb TP 8"
+"""Whose steps tell the host's time for a row."""
 
 
 def chat_load(*, input_len: int, output_len: int, tpot: float, num_requests: int = 4000) -> OfferedLoad:
@@ -98,23 +103,22 @@ def rated_units(buckets: tuple[Bucket, ...], engine: str, host_overhead: float) 
     return found
 
 
-def row_seconds(busy_share: float, *, input_len: int, output_len: int, num_rows: int = 256) -> float:
-    """Return the host's time for a row with which the GPU computes for a share of the time.
-
-    Parameters
-    ----------
-    num_rows : of a step; vLLM's default limit.
-    """
-    seconds = engines.make_engine_roofline(
-        replace(engines.find_engine("vllm"), row_seconds=0.0),
-        find_model_spec("meta-llama/Llama-3.1-8B"),
-        find_device("h100-sxm"),
-        parallelism=Parallelism(),
-        precision=Precision(),
+def row_seconds(profiles: Path) -> float:
+    """Return what the host takes for a row of a step, by Splitwise's table."""
+    table = next(each for each in splitwise_tables(profiles) if each.name == ROW_TABLE)
+    steps = [step for step in table.steps if step.new_tokens == 1]
+    seconds = make_step_time_model(
+        "roofline",
+        model=find_model_spec(table.model),
+        device=find_device(table.device),
+        parallelism=Parallelism(table.tensor),
     )
-    shape = BatchShape.of_decodes(num_rows, num_rows * (input_len + output_len // 2))
-    shape.add(0, round(num_rows * input_len / output_len), samples=True)  # prompts come as answers end
-    return seconds(shape) * (1 / busy_share - 1) / num_rows
+    rows = np.array([step.batch for step in steps])
+    computed = [
+        seconds.step_time(BatchShape.of_decodes(step.batch, step.batch * step.context)) for step in steps
+    ]
+    left = np.array([step.seconds for step in steps]) - computed
+    return float(np.polyfit(rows, left, 1)[0])
 
 
 def main() -> None:
@@ -128,7 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--host-overhead-ms", type=float, default=0.0, help="of every step, as old engines have"
     )
-    parser.add_argument("--busy-share", type=float, help="of the time that the GPU computes, see above")
+    parser.add_argument("--shared", type=Path, help="host time of a row by a published table, see above")
     parser.add_argument(
         "--corners", action="store_true", help="take requests to be as long as their bucket goes"
     )
@@ -136,9 +140,9 @@ def main() -> None:
     load = chat_load(input_len=args.input_len, output_len=args.output_len, tpot=args.tpot_ms / 1e3)
     buckets = at_corners(buckets_of(load)) if args.corners else buckets_of(load)
     old = nullcontext()
-    if args.busy_share is not None:
+    if args.shared is not None:
         args.engine = "vllm"
-        host = row_seconds(args.busy_share, input_len=args.input_len, output_len=args.output_len)
+        host = row_seconds(args.shared / "data" / "profiles")
         print(f"{host * 1e6:.0f} us of host time a row\n")
         terms = {"vllm": replace(engines.find_engine("vllm"), row_seconds=host)}
         old = patch.object(engines, "_table", lambda: terms)

@@ -9,7 +9,9 @@ DIRECTORY (or the variable ONBEAT_SHARED) has `data/traces`: the Azure LLM infer
 pools  Splitwise (Patel et al., ISCA 2024, section VI) divides 40 machines of 8 H100 between prompts and
        generation of Llama-2-70B: 35 and 5 for code, 25 and 15 for conversations. Here as many machines are
        divided by what one of each serves alone, as DistServe's search finds it (`planner.placement`), for
-       Llama-3.1-70B, which has the same layers and takes the traces' longest prompts.
+       Llama-3.1-70B, which has the same layers and takes the traces' longest prompts. Once with steps of
+       data sheets, and once with those of Splitwise's own table, which divided its machines by them: the
+       roofline calibrated by the measured steps of Llama-2-70B on eight H100 (`data/profiles`).
 steps  Vidur (Agrawal et al., MLSys 2024, section 7.3) shows the requests per second and dollar of the best
        configuration over the objective: a staircase. Here the cheapest fleet for Llama-3.1-8B and
        conversations over both objectives: by the plan's estimates, of which the fleet at 120 ms is simulated;
@@ -20,11 +22,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from math import inf
 from pathlib import Path
 
 import numpy as np
 from harness.pages import markdown_table
+from step_tables import splitwise_tables, write_table
 
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
@@ -44,6 +48,7 @@ TRACES = {"code": "azure2023_code.csv.gz", "conversation": "azure2023_conv.csv.g
 NUM_MACHINES = 40
 LINK = 8 * 400e9 / 8
 """Of a DGX H100, bytes/s: eight ports of 400 gigabit/s (data sheet of NVIDIA)."""
+STEP_TABLE = "splitwise llama2-70b h100-80gb TP 8"
 PUBLISHED = {"code": (35, 5), "conversation": (25, 15)}
 POOL_OBJECTIVE = SLO(ttft=0.555, tbt=0.078)
 """Three times the TTFT and 1.5 times the TBT that Splitwise's table IV has of an idle machine of A100: what
@@ -88,12 +93,33 @@ def divided(prompts: float, tokens: float, num_machines: int) -> tuple[int, int]
 
 def pools(shared: Path, count: int) -> str:
     """Return the table of pool sizes."""
+    header = [
+        *("step times", "load", "tokens in / out", "prompts/s", "generation/s", "machines", "share"),
+        *("published", "share"),
+    ]
+    profiles = shared / "data" / "profiles"
+    measured = next(each for each in splitwise_tables(profiles) if each.name == STEP_TABLE)
+    with tempfile.TemporaryDirectory() as scratch:
+        table = write_table(measured, Path(scratch))
+        rows = pool_rows(shared, count, "data sheets", "roofline")
+        rows += pool_rows(shared, count, "Splitwise's", str(table))
+    return markdown_table(header, rows)
+
+
+def pool_rows(shared: Path, count: int, times: str, step_time: str) -> list[list[object]]:
+    """Return the rows of one kind of step times.
+
+    Parameters
+    ----------
+    times : what the rows call them.
+    """
     base = make(
         ReplicaSettings,
         model="meta-llama/Llama-3.1-70B",
         device="h100-sxm",
         max_model_len=16384,
         kv_bandwidth=LINK,
+        step_time=step_time,
     )
     units, left_out = make_units(
         base,
@@ -103,7 +129,7 @@ def pools(shared: Path, count: int) -> str:
         prices=Prices(),
     )
     assert units, left_out
-    rows = []
+    rows: list[list[object]] = []
     for name in TRACES:
         load = load_of(shared, name, POOL_OBJECTIVE, count)
         task = PlanTask(
@@ -121,22 +147,12 @@ def pools(shared: Path, count: int) -> str:
         theirs = PUBLISHED[name]
         rows.append(
             [
-                *(name, f"{load.num_prompt_tokens.mean():.0f} / {load.num_output_tokens.mean():.0f}"),
+                *(times, name, f"{load.num_prompt_tokens.mean():.0f} / {load.num_output_tokens.mean():.0f}"),
                 *(prompts, generation, f"{sizes[0]} : {sizes[1]}", f"{sizes[0] / NUM_MACHINES:.2f}"),
                 *(f"{theirs[0]} : {theirs[1]}", f"{theirs[0] / NUM_MACHINES:.2f}"),
             ]
         )
-    header = [
-        "load",
-        "tokens in / out",
-        "prompts/s",
-        "generation/s",
-        "machines",
-        "share",
-        "published",
-        "share",
-    ]
-    return markdown_table(header, rows)
+    return rows
 
 
 # ---- steps ----

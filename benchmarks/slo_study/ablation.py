@@ -19,8 +19,7 @@ from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import QueueBound
 from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SPENT_SHARE, SLOComposer
-from onbeat.scheduler.replica.slo.triage import Job
-from onbeat.scheduler.replica.slo.view import RunningView
+from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
 from slo_study.trial import Question, Runner, longest_request
@@ -29,28 +28,33 @@ from slo_study.trial import Question, Runner, longest_request
 class ByDeadline(SLOComposer):
     """No triage: whoever is due first is served first."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:  # noqa: ARG002
+    def in_turn(
+        self,
+        jobs: list[PromptJob],
+        room: Room,  # noqa: ARG002
+        now: float,  # noqa: ARG002
+    ) -> tuple[list[PromptJob], int]:
         return jobs, 0
 
 
 class TriagedAtOnce(SLOComposer):
     """Prompts are planned to be done at their deadlines, not half a step before."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         return super().in_turn(jobs, room._replace(length=0.0), now)
 
 
 class HalfAStepForAll(SLOComposer):
     """The first prompt, too, is planned to be done half a step before its deadline."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         return super().in_turn(jobs, room._replace(length=0.0), now + 0.5 * room.length)
 
 
 class InProportion(SLOComposer):
     """A step that the limit cuts short is counted on to hold as much of its chunk as of its time."""
 
-    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
         free = super().room(decodes, inf, jobs)
         if free.length <= limit:
             return free
@@ -61,7 +65,7 @@ class InProportion(SLOComposer):
 class EndsByTBTAlone(SLOComposer):
     """A step that ends a prompt is as long as any other, whether the prompt is late by it or not."""
 
-    def due(self, kept: Sequence[Job], now: float) -> dict[str, float]:  # noqa: ARG002
+    def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:  # noqa: ARG002
         return {}
 
 
@@ -127,7 +131,7 @@ class AnyGap(SLOComposer):
 class EfficientChunk(SLOComposer):
     """No step holds more than an efficient chunk."""
 
-    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:  # noqa: ARG002
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:  # noqa: ARG002
         assert self.work is not None
         return self.work.room_beside(decodes, limit, inf)
 
@@ -135,7 +139,7 @@ class EfficientChunk(SLOComposer):
 class NoPreemption(SLOComposer):
     """A prompt that lacks a slot or memory waits."""
 
-    def must_begin(self, job: Job, room: Room, now: float) -> bool:  # noqa: ARG002
+    def must_begin(self, job: PromptJob, room: Room, now: float) -> bool:  # noqa: ARG002
         return False
 
 

@@ -21,7 +21,7 @@ from harness.store import Results
 
 from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
 from onbeat.scheduler.replica.slo.composer import SLOComposer
-from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.view import PromptJob
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.simulator.config import SimulationConfig
 from onbeat.workload.offered import OfferedLoad
@@ -60,7 +60,7 @@ class Foresight(SLOComposer):
     to_come: ClassVar[list[tuple[float, float, int, int]]] = []
     """(arrival, deadline, prompt tokens, cached tokens) of each request of the load, by arrival."""
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         start = now + 0.5 * room.length
         dropped = self._dropped(jobs, room, start, now)
         if not dropped:
@@ -69,7 +69,7 @@ class Foresight(SLOComposer):
         left_behind = [job for job in jobs if id(job.state) in dropped]
         return kept + left_behind, len(left_behind)
 
-    def _dropped(self, jobs: Sequence[Job], room: Room, start: float, now: float) -> set[int]:
+    def _dropped(self, jobs: Sequence[PromptJob], room: Room, start: float, now: float) -> set[int]:
         """Return ids of the states to leave behind, so that they and those who come can all be in time.
 
         Served by deadline, each from its arrival on. Whenever one would be late, the one that costs most of

@@ -12,6 +12,7 @@ import yaml
 from onbeat.cli.main import EXIT_INFEASIBLE, main
 from onbeat.cli.plan_options import parse_degrees, parse_gpus
 from onbeat.core.errors import ConfigError
+from onbeat.planner.plan_file import read_promise
 
 MODEL = ["--model", "meta-llama/Llama-3.1-8B", "--max-num-seqs", "2", "--max-model-len", "4096", "--tp", "1"]
 LOAD = ["--dataset-name", "random", "--input-len", "200", "--output-len", "16", "--slo-ttft-ms", "500"]
@@ -92,6 +93,33 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     num_runs = len(files["runs.jsonl"].read_text().splitlines())
     assert plan(*flags, *resume) == 0
     assert len(files["runs.jsonl"].read_text().splitlines()) == num_runs
+
+
+def test_classes_with_traces_of_their_own_are_planned_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = "num_prefill_tokens,num_decode_tokens\n"
+    (tmp_path / "chat.csv").write_text(header + "200,16\n300,20\n")
+    (tmp_path / "code.csv").write_text(header + "1500,4\n")
+    classes, output = tmp_path / "classes.yaml", tmp_path / "out" / "plan.yaml"
+    classes.write_text(
+        "classes:\n- {name: chat, share: 0.75, ttft_ms: 500, trace: chat.csv}\n"
+        "- {name: code, share: 0.25, ttft_ms: 2000, trace: code.csv}\n"
+    )
+    flags = ["--gpus", "h100-sxm=2,l4=2", "--rate", "8", "--slo-config", str(classes), "-o", str(output)]
+    assert main(["plan", *MODEL, *QUICK, *flags, "--json", str(tmp_path / "plan.json")]) == 0
+    shown = capsys.readouterr().out
+    assert "good by class: chat " in shown
+    section = yaml.safe_load(output.read_text())["plan"]
+    assert section["load"]["slo-config"] == "../classes.yaml"
+    assert set(section["verified"]["by-class"]) == {"chat", "code"}
+    shares = json.loads((tmp_path / "plan.json").read_text())["best"]["by_class"]
+    together = json.loads((tmp_path / "plan.json").read_text())["best"]["attainment"][0]
+    assert 0.75 * shares["chat"] + 0.25 * shares["code"] == pytest.approx(together)
+    assert read_promise(output).load["slo-config"] == str(output.parent / "../classes.yaml")
+    (tmp_path / "code.csv").write_text(header + "1500,5\n")
+    with pytest.raises(ConfigError, match="plan again for the new classes"):
+        read_promise(output)
 
 
 def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.CaptureFixture[str]) -> None:

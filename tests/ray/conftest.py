@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster.launcher import ReplicaNeeds
-from onbeat.cluster.ray_launcher import RayLauncher
+from onbeat.cluster.ray_launcher import RAY_SETTINGS, RayLauncher
 from tests.fleet import fleets
 from tests.ray.namespace import own_network
 
@@ -71,6 +71,7 @@ def ray_cluster_of(num_cpus: int) -> Iterator[RayCluster]:
     Path(folder, "ray").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
+            **RAY_SETTINGS,  # it reads them when it is imported, which is here
             "HOME": folder,
             "RAY_TMPDIR": folder,
             "RAY_AUTH_MODE": "token",

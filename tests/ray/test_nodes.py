@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,22 @@ async def test_the_first_replica_without_a_place_ends_the_start(on_ray) -> None:
     client = fleet_of(1, launcher=on_ray.launcher(num_cpus=64, start_timeout=3))
     with pytest.raises(EngineDead, match="r0 has got no place in 3 s"):
         await client.start()
+
+
+async def test_who_has_left_the_cluster_does_not_join_it_again(on_ray, monkeypatch) -> None:
+    import ray
+
+    async with fleet_of(1) as client:
+        launcher: Any = client.controller._launcher
+        (group,) = [started.group for started in launcher._started.values()]
+    await until(lambda: not ray.is_initialized())
+    joined: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda *_, **__: joined.append("again"))
+    launcher._release(None, group)
+    for thread in threading.enumerate():
+        if thread.name == "onbeat-ray-release":
+            thread.join(10)
+    assert not joined
 
 
 def _sleep_for_ever(_on_progress):

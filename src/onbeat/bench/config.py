@@ -218,6 +218,8 @@ class BenchConfig:
     """How the server is told of them; `auto` tells servers that say they are onbeat."""
     asks_to_shed: bool = False
     """Ask the server to refuse requests whose TTFT it predicts to be missed."""
+    names_classes: bool = True
+    """Tell the server the class of a request, which it must know then, beside its objectives."""
     num_gpus: int = 1
     metadata: Mapping[str, str] = field(default_factory=dict)
     keep_text: bool = False

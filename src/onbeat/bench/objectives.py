@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from onbeat.bench.record import RequestRecord
 from onbeat.core.errors import ConfigError
+from onbeat.workload.class_traces import have_traces, lengths_by_class
+from onbeat.workload.prompts import BlockPrompts, FreshPrompts, PromptWriter, ReplacedPrompts
 from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes
+from onbeat.workload.workload import Workload
 
 SendSLO = Literal["auto", "body", "headers", "none"]
 SEND_SLO: tuple[SendSLO, ...] = get_args(SendSLO)
@@ -32,10 +35,12 @@ class SLOTransport:
     how : `body` is an object `slo`, `headers` are llm-d's, `none` keeps the
         objectives to the client, which scores by them all the same.
     asks_to_shed : ask the server to refuse the request where it predicts that its TTFT cannot be kept.
+    names_classes : whether the server is told the class beside its objectives: it must know it then.
     """
 
     how: Literal["body", "headers", "none"] = "none"
     asks_to_shed: bool = False
+    names_classes: bool = True
 
     def body(self, record: RequestRecord) -> dict[str, Any]:
         """Return the fields that a request's body gets."""
@@ -46,7 +51,7 @@ class SLOTransport:
             for name in ("ttft", "tbt", "e2e")
             if (limit := getattr(record.slo, name)) is not None
         }
-        if record.request_class not in {None, UNNAMED_CLASS}:
+        if self.names_classes and record.request_class not in {None, UNNAMED_CLASS}:
             fields["class"] = record.request_class
         if record.weight != 1:
             fields["weight"] = record.weight
@@ -106,10 +111,38 @@ class RequestObjectives:
     """Which class of objectives each request of a run has: by share, decided by the seed."""
 
     def __init__(self, classes: Sequence[SLOClass], num_requests: int, seed: int) -> None:
-        self._classes = tuple(classes)
+        self._classes, self._seed = tuple(classes), seed
         self._class_ids: ClassIds | None = None
         if classes:
             self._class_ids = assign_classes(num_requests, classes, np.random.default_rng([seed, 2]))
+
+    def with_own_traces(self, workload: Workload, writer: PromptWriter) -> Workload:
+        """Return the workload with prompts and outputs as long as those of the traces that classes have.
+
+        Raises
+        ------
+        ConfigError : a trace that cannot be drawn from, or prompts of the workload that share blocks.
+        """
+        if self._class_ids is None or not have_traces(self._classes):
+            return workload
+        if isinstance(workload.prompts, BlockPrompts):
+            raise ConfigError(
+                f"prompts of the {workload.name} workload share blocks, so that classes cannot have traces "
+                "of their own"
+            )
+        prompts, outputs = lengths_by_class(
+            workload.num_prompt_tokens, workload.max_tokens, self._classes, self._class_ids, seed=self._seed
+        )
+        has_trace = np.array([each.trace is not None for each in self._classes])
+        own = FreshPrompts(writer=writer, num_tokens=prompts.tolist())
+        return replace(
+            workload,
+            prompts=ReplacedPrompts(
+                usual=workload.prompts, other=own, is_other=has_trace[self._class_ids].tolist()
+            ),
+            num_prompt_tokens=prompts,
+            max_tokens=outputs,
+        )
 
     def note(self, record: RequestRecord) -> None:
         """Note in a record the objectives that its request is held to."""

@@ -89,9 +89,8 @@ async def _probe(
     progress.on_phase(f"asking {target.root}")
     offered = await wait_until_ready(session, target)
     model = choose_model(target, offered)
-    objectives = choose_transport(
-        bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed
-    )
+    transport = choose_transport(bench.send_slo, is_onbeat=offered.is_onbeat, asks_to_shed=bench.asks_to_shed)
+    objectives = replace(transport, names_classes=bench.names_classes)
     pool: WordPool | None
     if tokenizer is not None:
         pool = tokenizer_pool(tokenizer)
@@ -135,7 +134,7 @@ async def _run(
         count_tokens=server.count_tokens or _estimate_tokens,
     )
     progress.on_phase(f"making prompts ({run.dataset.name})")
-    workload = await asyncio.to_thread(load_workload, run.dataset, run.num_prompts, tools, bench.seed)
+    workload, objectives = await asyncio.to_thread(_make_workload, bench, run, tools)
     plan = LoadPlan(
         offsets=schedule(run.load, workload, np.random.default_rng([bench.seed, 1])),
         max_concurrency=run.load.max_concurrency,
@@ -146,7 +145,7 @@ async def _run(
     if bench.num_warmups:
         progress.on_phase(f"warming up with {bench.num_warmups} requests")
         await _warm_up(bench, run, client, tools, stop)
-    feed = PromptFeed(workload, objectives=RequestObjectives(bench.slo_classes, len(workload), bench.seed))
+    feed = PromptFeed(workload, objectives=objectives)
     await feed.fill()
     runner = LoadRunner(client.send, plan, on_end=progress.on_request)
     drafts_before = await look_at_drafts(server.session, bench.target)
@@ -167,6 +166,14 @@ async def _run(
     )
 
 
+def _make_workload(
+    bench: BenchConfig, run: RunConfig, tools: PromptTools
+) -> tuple[Workload, RequestObjectives]:
+    workload = load_workload(run.dataset, run.num_prompts, tools, bench.seed)
+    objectives = RequestObjectives(bench.slo_classes, len(workload), bench.seed)
+    return objectives.with_own_traces(workload, tools.writer), objectives
+
+
 async def _warm_up(
     bench: BenchConfig, run: RunConfig, client: StreamingClient, tools: PromptTools, stop: asyncio.Event
 ) -> None:
@@ -177,7 +184,7 @@ async def _warm_up(
     ConfigError : every one failed: the run would only repeat that.
     """
     tools = replace(tools, writer=replace(tools.writer, salt=f"{tools.writer.salt}/warm-up"))
-    workload = await asyncio.to_thread(load_workload, run.dataset, run.num_prompts, tools, bench.seed)
+    workload, _ = await asyncio.to_thread(_make_workload, bench, run, tools)
     num_warmups = min(bench.num_warmups, len(workload))
     plan = LoadPlan(offsets=None, max_concurrency=min(num_warmups, run.load.max_concurrency or num_warmups))
     outcome = await LoadRunner(client.send, plan).run(PromptFeed(workload, limit=num_warmups), stop)

@@ -278,6 +278,7 @@ def bench_config(options: BenchOptions) -> BenchConfig:
         slo_classes=options.objectives.classes(),
         send_slo=options.send_slo,
         asks_to_shed=options.shed,
+        names_classes=options.check_plan is None,  # a plan's server knows the objectives, not the names
         num_gpus=output.num_gpus,
         metadata=_pairs("--metadata", output.metadata),
         keep_text=output.save_detailed,

@@ -36,7 +36,7 @@ from onbeat.planner.plan_charts import (
     units_figure,
     use_figure,
 )
-from onbeat.planner.plan_file import digest_of, write_plan
+from onbeat.planner.plan_file import digest_of, digest_of_classes, write_plan
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
@@ -98,6 +98,8 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
     """Return the promise, and where it comes from."""
     task, attainment, capacity = report.task, fleet.attainment, fleet.capacity
     file = report.args.trace or report.args.dataset_path
+    classes = report.args.slo_config
+    by_class = {name: round(share, 5) for name, share in fleet.by_class.items()}
     devices = {unit.device for unit, _ in fleet.parts}
     return {
         "promise": {
@@ -113,6 +115,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             "runs": len(fleet.runs),
             "requests-a-run": len(task.runs[0]),
             "attainment": None if attainment is None else [round(share, 5) for share in attainment],
+            **({"by-class": by_class} if len(by_class) > 1 else {}),
             "capacity": None
             if capacity is None
             else [round(each, 4) if isfinite(each) else None for each in capacity],
@@ -120,12 +123,13 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
             "mean-tpot-ms": None if fleet.mean_tpot is None else round(fleet.mean_tpot * 1e3, 4),
         },
         **({"hours": [_hour_entry(hour) for hour in report.hours]} if report.hours else {}),
-        "prices": {device: str(report.prices.of(device)) for device in sorted(devices)},
+        "prices": {device: report.prices.of(device).text for device in sorted(devices)},
         "step-times": report.base.step_time
         if report.base.engine == "none"
         else f"{report.base.step_time} of {report.base.engine}",
         "host-overhead-ms": _plain(report.base.host_overhead * 1e3),
         "trace-sha256": None if file is None else digest_of(file),
+        **({} if classes is None else {"classes-sha256": digest_of_classes(classes)}),
         "made-by": f"onbeat {__version__}",
     }
 
@@ -187,6 +191,7 @@ def to_document(report: PlanReport) -> dict[str, Any]:
             "watts": fleet.watts,
             "is_kept": fleet.is_kept,
             "attainment": fleet.attainment,
+            "by_class": fleet.by_class,
             "capacity": fleet.capacity,
             "binds": fleet.binds,
             "busy": fleet.busy,

@@ -178,6 +178,7 @@ def conclusions(report: PlanReport) -> list[str]:
     lines = [
         f"plan: {best.name}, ${best.usd_per_hour:.2f} an hour, {best.watts:,.0f} W: {_verified(report, best)}"
     ]
+    lines += _classes(best, report.task.objective.share)
     alone = [fleet for fleet in plan.alternatives if len(fleet.parts) == 1]
     if best.num_replicas == 1:
         others = min((fleet.usd_per_hour for fleet in plan.alternatives), default=None)
@@ -209,6 +210,19 @@ def conclusions(report: PlanReport) -> list[str]:
             "raise --num-prompts"
         )
     return lines
+
+
+def _classes(best: Fleet, share: float) -> list[str]:
+    """Say how each of several classes of objectives fares; the promise is of all requests together."""
+    shares = best.by_class
+    if len(shares) < 2:
+        return []
+    each = ", ".join(f"{name} {good * 100:.1f} %" for name, good in shares.items())
+    behind = [name for name, good in shares.items() if good < share]
+    note = (
+        f"; {' and '.join(behind)} alone would miss the promise, which is of all together" if behind else ""
+    )
+    return [f"good by class: {each}{note}"]
 
 
 def _apart(placements: Sequence[Placement], best: Fleet) -> str:

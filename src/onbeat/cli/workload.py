@@ -17,6 +17,7 @@ from onbeat.core.options import option, part, settings_of
 from onbeat.core.slo import OBJECTIVES, SLO, SLO_CLASSES
 from onbeat.workload.arrival_plan import ArrivalKind, ArrivalPlan
 from onbeat.workload.arrivals import RateStep
+from onbeat.workload.class_traces import have_traces
 from onbeat.workload.load_source import LoadName, LoadSource, make_load
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
@@ -110,8 +111,8 @@ class ObjectiveOptions:
         None,
         metavar="FILE.yaml",
         group=OBJECTIVES,
-        help="classes by share (name, share, weight, ttft_ms, tbt_ms, e2e_ms), or the name of a built-in "
-        "class: interactive, standard, batch",
+        help="classes by share (name, share, weight, ttft_ms, tbt_ms, e2e_ms, trace), or the name of a "
+        "built-in class: interactive, standard, batch",
     )
 
     def classes(self) -> tuple[SLOClass, ...]:
@@ -220,8 +221,11 @@ def offered_load(options: WorkloadOptions, *, max_model_len: int, seed: int) -> 
         raise ConfigError(f"--num-prompts must be at least 1, got {options.num_prompts}")
     plan = arrival_plan(options, is_timed=source.name in TIMED_KINDS)
     load = make_load(source, plan, num_requests=options.num_prompts, seed=seed)
-    load = load.check_lengths(max_model_len, overlong=options.overlong)
-    return load.with_classes(classes, seed=seed) if classes else load
+    if not have_traces(classes):
+        load = load.check_lengths(max_model_len, overlong=options.overlong)
+        return load.with_classes(classes, seed=seed) if classes else load
+    # Only then are the lengths known.
+    return load.with_classes(classes, seed=seed).check_lengths(max_model_len, overlong=options.overlong)
 
 
 def load_source(options: WorkloadOptions) -> LoadSource:

@@ -17,7 +17,6 @@ from onbeat.scheduler.cluster.scaling import (
     POLICY_HELP,
     ScaleBounds,
     check_scaling,
-    checked_policy,
     parse_bounds,
 )
 
@@ -93,7 +92,7 @@ class FleetOptions:
         help="let the fleet decide on the number of replicas; it begins with --replicas of them, at least "
         "MIN and one",
     )
-    autoscale_policy: str = _option("objective", parse=checked_policy, metavar="NAME", help=POLICY_HELP)
+    autoscale_policy: str = _option("objective", metavar="NAME", help=POLICY_HELP)
     scale_down_seconds: float = _option(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
 
     def __post_init__(self) -> None:

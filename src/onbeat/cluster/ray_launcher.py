@@ -44,12 +44,14 @@ END_SECONDS = 3.0
 """How long an actor may take to end its process before Ray ends the actor."""
 
 NO_HEAD = "the head of the cluster does not answer"
-_SETTINGS = {
+RAY_SETTINGS = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",
     "RAY_NUM_REDIS_GET_RETRIES": "5",
+    "RAY_ENABLE_AUTO_CONNECT": "0",
 }
 """Of Ray, in its environment, unless they are there. It ends a process whose cluster has had no head for a
-minute: a server has streams to go on with. And it asks a head that refuses it 20 times, once a second."""
+minute: a server has streams to go on with. It asks a head that refuses it 20 times, once a second. And with a
+call that comes after this process has left, such as one that gives a place back, it would join again."""
 
 Key = tuple[ReplicaId, int]
 Result = TypeVar("Result")
@@ -88,7 +90,7 @@ class RayLauncher:
     def __init__(
         self, address: str, needs: ReplicaNeeds, *, port: int = 0, start_timeout: float = 600.0
     ) -> None:
-        for name, value in _SETTINGS.items():
+        for name, value in RAY_SETTINGS.items():
             os.environ.setdefault(name, value)  # Ray reads them when it is imported
         self._ray = _import_ray()
         self._address = address

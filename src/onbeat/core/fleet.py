@@ -99,10 +99,6 @@ class PrefillCosts:
         """Return what one more decode of such a context adds to a step."""
         return max(0.0, self.decode + self.context * (num_context_tokens - USUAL_CONTEXT))
 
-    def decode_step(self, num_decodes: int) -> float:
-        """Return the time of a step of so many decodes alone."""
-        return self.step + self.decode * num_decodes
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
@@ -146,6 +142,13 @@ class ReplicaLoad:
     """Prefill work of prompts without deadlines that can be met."""
     costs: PrefillCosts | None = None
     """None where the replica predicts nothing."""
+
+    def decode_step(self, num_more: int = 0) -> float | None:
+        """Return the time of a step of its decodes and so many more of a usual context; None if not known."""
+        if self.costs is None:
+            return None
+        num_unknown = self.num_decodes + num_more - max(self.num_decodes, 1)
+        return self.decode_seconds + self.costs.decode * max(0, num_unknown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

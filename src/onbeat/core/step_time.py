@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NoReturn, Protocol, runtime_checkable
 
@@ -59,6 +59,15 @@ class RunLearner(Protocol):
 
     def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
         """Learn from steps that followed one another; see `observe_each`, which comes to the same."""
+        ...
+
+
+@runtime_checkable
+class BatchTimer(Protocol):
+    """A step-time model that is asked about the same few batches over and over."""
+
+    def time_of(self, shape: BatchShape) -> Callable[[float | None], float]:
+        """Return what tells `step_time` of a batch that never changes, by the quantile, in less time."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -93,6 +94,92 @@ class OnlineCorrection:
         self._pace = pace + _WEIGHT * left
         return math.exp(believed)
 
+    def observe_run(
+        self, shape: BatchShape, contexts: Sequence[int], ratios: Sequence[float]
+    ) -> tuple[bool, list[float]]:
+        """Learn from steps that differ in the context of their decodes alone, as `observe` would of each.
+
+        Parameters
+        ----------
+        shape : of any of them; afterwards that of the last.
+        contexts : `decode_context_tokens` of each step.
+        ratios : measured / predicted of each, as in `observe`.
+
+        Returns
+        -------
+        Whether the pace was lost in one of them, and of those since, how far each was off, where that says
+        how far off others will be: measured / (predicted with this correction).
+        """
+        off: list[float] = []
+        has_lost, had_lost, position = False, self.has_lost_pace, 0
+        while position < len(ratios):
+            if not had_lost and not shape.num_draft_tokens:
+                position = self._observe_steady(shape, contexts, ratios, position, off)
+                if position == len(ratios):
+                    break
+            shape.decode_context_tokens, ratio = contexts[position], ratios[position]
+            position += 1
+            factor = self.observe(shape, ratio)
+            if self.has_lost_pace:
+                off.clear()
+                has_lost = had_lost = True
+            elif had_lost:
+                had_lost = False
+            else:
+                off.append(ratio / factor)
+        shape.decode_context_tokens = contexts[-1]
+        return has_lost, off
+
+    def _observe_steady(
+        self,
+        shape: BatchShape,
+        contexts: Sequence[int],
+        ratios: Sequence[float],
+        position: int,
+        off: list[float],
+    ) -> int:
+        """Learn from steps that are near what is expected, up to the first that is not; return its position.
+
+        Written flat: it is asked for every step of a simulation, and a call costs more than it computes.
+        """
+        log, exp, end = math.log, math.exp, len(ratios)
+        kind, cached = shape.num_new_tokens.bit_length() * _KEY_STRIDE, shape.chunk_cached_tokens
+        pace = self._pace
+        is_near = True
+        while is_near and position < end:
+            bits = (cached + contexts[position]).bit_length()
+            most = (1 << bits) - cached  # from here on steps are of the next kind
+            bucket = self._buckets.get(kind + bits)
+            if bucket is None:
+                bucket = self._buckets[kind + bits] = _SlowMean()
+            believed, count, mean = bucket.state
+            while position < end and contexts[position] < most:
+                ratio = ratios[position]
+                left = log(ratio) - pace - believed
+                if abs(left) > _FAR:
+                    is_near = False
+                    break
+                off.append(ratio / exp(pace + believed))
+                position += 1
+                count += 1
+                mean += (believed + left - mean) * (1 / count if count < _LONGEST_MEMORY else _SLOW_WEIGHT)
+                believed = (0.0 + count * mean) / (_PRIOR + count)  # these kinds are believed to be like all
+                pace += _WEIGHT * left
+                self._num_far = 0
+            bucket.state = (believed, count, mean)
+        self._pace = pace
+        return position
+
+    def factor_of(self, shape: BatchShape) -> Callable[[], float]:
+        """Return what tells `factor` of a batch without drafts that never changes, in less time."""
+        buckets, key, exp = self._buckets, _key(shape), math.exp
+
+        def factor() -> float:
+            bucket = buckets.get(key)
+            return exp(self._pace if bucket is None else self._pace + bucket.value)
+
+        return factor
+
     def _bounded(self, left: float) -> float:
         """Return how much to believe of what nobody expected of a step that is further off than `_FAR`."""
         side = 1 if left > 0 else -1
@@ -152,6 +239,15 @@ class _SlowMean:
         self._count = 0
         self._mean = 0.0
         self.value: float = 0.0 if prior is None else prior.value
+
+    @property
+    def state(self) -> tuple[float, int, float]:
+        """What is believed, how many values were counted, and their mean."""
+        return self.value, self._count, self._mean
+
+    @state.setter
+    def state(self, state: tuple[float, int, float]) -> None:
+        self.value, self._count, self._mean = state
 
     def observe(self, value: float) -> float:
         """Count a value, as at most `_FAR` away from what was believed; return how far it was away."""

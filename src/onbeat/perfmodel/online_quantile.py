@@ -18,14 +18,15 @@ class OnlineQuantile:
     ready_after : steps that must have been seen; before that, whoever asks relies on what was known before.
     """
 
-    __slots__ = ("_factors", "_num_left", "_ratios", "_ready_after", "_seen")
+    __slots__ = ("_factors", "_has_looked", "_num_left", "_ratios", "_ready_after", "_window")
 
     def __init__(self, *, window: int = 512, ready_after: int = 64) -> None:
-        self._ratios: deque[float] = deque(maxlen=window)
+        self._window = window
+        # Those since the last look, too: the window is cut out and sorted for those who ask, if anybody does.
+        self._ratios: deque[float] = deque(maxlen=window + _REFRESH_EVERY)
         self._ready_after = ready_after
         self._num_left = ready_after
-        self._seen: list[float] = []
-        """The window as of the last look; empty before the first."""
+        self._has_looked = False
         self._factors: dict[float, float] = {}
 
     def observe(self, ratio: float) -> None:
@@ -34,7 +35,7 @@ class OnlineQuantile:
         self._num_left -= 1
         if self._num_left <= 0:
             self._num_left = _REFRESH_EVERY
-            self._seen = list(self._ratios)  # sorted for those who ask, if anybody does
+            self._has_looked = True
             self._factors.clear()
 
     def observe_all(self, ratios: Sequence[float]) -> None:
@@ -51,16 +52,17 @@ class OnlineQuantile:
     def forget(self) -> None:
         """Begin anew: the steps so far say nothing of those to come."""
         self._ratios.clear()
-        self._seen.clear()
+        self._has_looked = False
         self._factors.clear()
         self._num_left = self._ready_after
 
     def factor(self, q: float) -> float | None:
         """Return the q-quantile, by the nearest rank; None until enough steps were seen."""
-        if not self._seen:
+        if not self._has_looked:
             return None
         found = self._factors.get(q)
         if found is None:
-            index = min(int(q * len(self._seen)), len(self._seen) - 1)
-            found = self._factors[q] = sorted(self._seen)[index]
+            end = len(self._ratios) - (_REFRESH_EVERY - self._num_left)
+            seen = sorted(list(self._ratios)[max(0, end - self._window) : end])
+            found = self._factors[q] = seen[min(int(q * len(seen)), len(seen) - 1)]
         return found

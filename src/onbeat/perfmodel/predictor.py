@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -143,27 +144,39 @@ class Predictor:
         if correction is None or recent is None or self._alarm is not None or self._inflation is not None:
             observe_each(self, shape, begun, ends)
             return
-        expected, learn = self._seconds, correction.observe
+        expected = self._seconds
+        contexts: list[int] = []
         ratios: list[float] = []
-        """Those that say how far off steps are, but for what is learnt."""
-        had_lost_pace = correction.has_lost_pace
         for end in ends:
             shape.decode_context_tokens += rows
             seconds, begun = end - begun, end
-            if not 0 < seconds < math.inf:
-                continue
-            ratio = seconds / expected(shape)
-            factor = learn(shape, ratio)
-            if correction.has_lost_pace:
-                ratios.clear()
-                recent.forget()
-                had_lost_pace = True
-            elif had_lost_pace:
-                had_lost_pace = False
-            else:
-                ratios.append(ratio / factor)
-        if ratios:
-            recent.observe_all(ratios)
+            if 0 < seconds < math.inf:
+                contexts.append(shape.decode_context_tokens)
+                ratios.append(seconds / expected(shape))
+        if not ratios:
+            return
+        last = shape.decode_context_tokens
+        has_lost_pace, off = correction.observe_run(shape, contexts, ratios)
+        shape.decode_context_tokens = last
+        if has_lost_pace:
+            recent.forget()
+        if off:
+            recent.observe_all(off)
+
+    def time_of(self, shape: BatchShape) -> Callable[[float | None], float]:
+        """Return what tells `step_time` of a batch that never changes. See `core.BatchTimer`."""
+        if shape.num_draft_tokens or not shape.num_new_tokens:
+            return partial(self.step_time, shape)
+        seconds = self._seconds(shape)
+        if self._inflation is not None:
+            seconds *= self._inflation(shape)
+        factor = None if self._correction is None else self._correction.factor_of(shape)
+
+        def time(q: float | None) -> float:
+            now = seconds if factor is None else seconds * factor()
+            return now if q is None else now * self._quantile_factor(q)
+
+        return time
 
     @property
     def drift(self) -> Drift | None:

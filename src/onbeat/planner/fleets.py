@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from onbeat.metrics.attainment import TOLERANCE, good_requests, has_objectives
+from onbeat.metrics.attainment import TOLERANCE, good_requests, has_objectives, judge
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.summary import mean_tpot
 from onbeat.planner.cases import BuiltCase, Case, Labels
@@ -94,6 +94,8 @@ class FleetRun:
     """By the name of the unit, the share of the time in which its replicas computed."""
     mean_tpot: float | None = None
     """Of the requests, seconds."""
+    by_class: Mapping[str, float] | None = None
+    """Share of the good requests of each class of objectives; None where the run was ended as missed."""
     duration: float = 0.0
     """Virtual seconds."""
 
@@ -121,8 +123,16 @@ def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
         binds=what_binds(result.records, objective),
         busy=task.case.busy(result),
         mean_tpot=mean_tpot(result.records),
+        by_class=good_by_class(result.records, objective),
         duration=result.duration,
     )
+
+
+def good_by_class(records: Sequence[RequestRecord], objective: AttainmentObjective) -> dict[str, float]:
+    """Return the share of good requests of each class of objectives that has any, by its name."""
+    judged = judge(records, mode=objective.mode)
+    names = sorted({record.request_class for record in judged.requests if record.request_class is not None})
+    return {name: float(judged.of_class(name).good.mean()) for name in names}
 
 
 def what_binds(records: Sequence[RequestRecord], objective: AttainmentObjective) -> str:

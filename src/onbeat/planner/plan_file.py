@@ -14,6 +14,7 @@ import yaml
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO_CLASSES, SLO_MODES, SLOMode
 from onbeat.files import read_yaml
+from onbeat.workload.slo_config import read_slo_config
 
 SECTION = "plan"
 """Key of what is not for the server."""
@@ -91,6 +92,7 @@ def read_promise(path: Path) -> Promise:
             f"{path} has the slo-mode {promise['slo-mode']!r}, which this version does not know"
         )
     _check_trace(path, load, plan["trace-sha256"])
+    _check_classes(path, load, plan.get("classes-sha256"))
     tpot_ms = plan.get("verified", {}).get("mean-tpot-ms")
     return Promise(
         path=path,
@@ -120,6 +122,29 @@ def _check_trace(path: Path, load: Mapping[str, Any], digest: str | None) -> Non
     file = load.get("trace") or load.get("dataset-path")
     if file is not None and digest_of(Path(file)) != digest:
         raise ConfigError(f"{file} is not the trace that {path} was made for; plan again for the new one")
+
+
+def digest_of_classes(file: str) -> str | None:
+    """Return what tells a file of classes, with their traces, from others; None of a built-in class.
+
+    Raises
+    ------
+    ConfigError : one of them cannot be read.
+    """
+    if file in SLO_CLASSES:
+        return None
+    traces = [each.trace for each in read_slo_config(Path(file)) if each.trace is not None]
+    return hashlib.sha256("".join(map(digest_of, [Path(file), *traces])).encode()).hexdigest()
+
+
+def _check_classes(path: Path, load: Mapping[str, Any], digest: str | None) -> None:
+    """Raise ConfigError where the classes that were planned for have become others."""
+    file = load.get("slo-config")
+    if file is not None and digest_of_classes(file) != digest:
+        raise ConfigError(
+            f"{file}, or a trace that it names, is not what {path} was made for; plan again for the new "
+            "classes"
+        )
 
 
 def _seal(plan: Mapping[str, Any], fleet: Any) -> str:

@@ -124,6 +124,13 @@ class Fleet:
         return float(np.mean(found)) if found and len(found) == len(self.runs) else None
 
     @property
+    def by_class(self) -> dict[str, float]:
+        """Share of good requests of each class of objectives: the mean over the finished runs."""
+        found = [run.by_class for run in self.runs if run.by_class]
+        names = dict.fromkeys(name for run in found for name in run)
+        return {name: float(np.mean([run[name] for run in found if name in run])) for name in names}
+
+    @property
     def busy(self) -> dict[str, float]:
         """Share of the time in which replicas computed, by unit: the mean over the finished runs."""
         found = [run.busy for run in self.runs if run.busy]

@@ -42,9 +42,11 @@ class Price:
             if not (isfinite(value) and value > 0):
                 raise ConfigError(f"{name} of {self.device} is {value:g}; it must be a number above 0")
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
+        """With where it is from: `$0.7/h (our contract, 2026-11)`."""
         where = ", ".join(text for text in (self.source, self.date) if text)
-        return f"{self.device} ${self.usd_per_hour:g}/h" + (f" ({where})" if where else "")
+        return f"${self.usd_per_hour:g}/h" + (f" ({where})" if where else "")
 
 
 class Prices:

@@ -34,6 +34,10 @@ _KEEP_ALIVE_SECONDS = 75
 _BACKLOG = 2048
 """Connections that the kernel takes before the server has."""
 
+_LISTENERS = 16
+"""Sockets that listen on the one address: libuv accepts one connection of each at a time, between all else
+that is to be done (libuv#3696), so that on a busy server new clients would wait for many rounds."""
+
 
 def bind(config: ServerConfig) -> socket.socket:
     """Return a socket that has the configured address for itself, not listening yet.
@@ -133,13 +137,15 @@ async def serve(
     _listen(sock, f"{config.host}:{config.port}")
     server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state, server, config.shutdown_timeout)
+    listeners = [sock, *(sock.dup() for _ in range(_LISTENERS - 1))]
     try:
         with settled_memory(), _signals(stopper.on_signal):
-            await server.serve(sockets=[sock])
+            await server.serve(sockets=listeners)
     except OSError as error:
         raise _cannot_listen(f"{config.host}:{config.port}", error) from error
     finally:
-        sock.close()
+        for each in listeners:
+            each.close()
         await stopper.close()
 
 

@@ -128,9 +128,6 @@ class AutoscaleConfig:
     down_seconds: float = DOWN_SECONDS
     """A replica goes once the load has been low for so long."""
 
-    def __post_init__(self) -> None:
-        parse_policy(self.policy)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationConfig:

@@ -32,7 +32,6 @@ from onbeat.scheduler.cluster.scaling import (
     POLICY_HELP,
     ScaleBounds,
     check_scaling,
-    checked_policy,
     parse_bounds,
 )
 from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
@@ -144,7 +143,7 @@ class ReplicaSettings:
         metavar="MIN..MAX",
         help="let the fleet decide on the number of replicas, in place of --replicas",
     )
-    autoscale_policy: str = _fleet("objective", parse=checked_policy, metavar="NAME", help=POLICY_HELP)
+    autoscale_policy: str = _fleet("objective", metavar="NAME", help=POLICY_HELP)
     scale_down_seconds: float = _fleet(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
     start_seconds: float = _fleet(
         10.0,

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
+from onbeat.workload.class_traces import have_traces, lengths_by_class
 from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes, check_classes
 
 Overlong = Literal["error", "skip"]
@@ -155,9 +156,34 @@ class OfferedLoad:
         return replace(self, arrivals=arrivals)
 
     def with_classes(self, classes: Sequence[SLOClass], *, seed: int) -> OfferedLoad:
-        """Return the same requests with objectives, assigned by share; equal seeds give equal classes."""
+        """Return the same requests with objectives, assigned by share; equal seeds give equal classes.
+
+        Those of a class with a trace of its own are as long as requests of that trace.
+
+        Raises
+        ------
+        ConfigError : a trace that cannot be drawn from, or prompts of this load that share blocks beside it.
+        """
         class_ids = assign_classes(len(self), classes, np.random.default_rng([seed, 2]))
-        return replace(self, classes=tuple(classes), class_ids=class_ids)
+        load = replace(self, classes=tuple(classes), class_ids=class_ids)
+        if not have_traces(classes):
+            return load
+        if self.block_ids is not None:
+            raise ConfigError(
+                f"prompts of the {self.name} load share blocks, so that classes cannot have traces of their "
+                "own"
+            )
+        prompts, outputs = lengths_by_class(
+            self.num_prompt_tokens, self.num_output_tokens, classes, class_ids, seed=seed
+        )
+        names = [self.name if each.trace is None else each.trace.name for each in classes]
+        return replace(
+            load,
+            name=" + ".join(dict.fromkeys(names)),
+            num_prompt_tokens=prompts,
+            num_output_tokens=outputs,
+            lines=None,
+        )
 
     def _check_columns(self) -> None:
         columns = {

@@ -189,3 +189,16 @@ class BlockPrompts:
         if left > 0:
             parts.append(self.writer.text(left, "request", index))
         return " ".join(parts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplacedPrompts:
+    """Prompts of one source, and of another for some requests."""
+
+    usual: PromptSource
+    other: PromptSource
+    is_other: Sequence[bool]
+    """Of each request."""
+
+    def text(self, index: int) -> str:
+        return (self.other if self.is_other[index] else self.usual).text(index)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,6 +40,8 @@ class SLOClass:
     """Worth of keeping the promise of one of its requests beside one of another class, above 0."""
     tenant: str | None = None
     """For whom its requests are; None is nobody in particular."""
+    trace: Path | None = None
+    """A recorded workload that its requests have the lengths of; None: they have those of the load."""
 
     def __post_init__(self) -> None:
         if not self.name:

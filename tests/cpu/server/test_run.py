@@ -18,9 +18,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+import uvloop
 
 from onbeat.core.errors import ConfigError
 from onbeat.server.config import ServerConfig
+from onbeat.server.connection import BoundedConnection
 from onbeat.server.run import bind, check_tls, serve
 from tests.cpu.server.running import HELLO, make_app, parse_events
 from tests.fakes_engine import FakeEngine
@@ -178,6 +180,39 @@ async def test_the_port_of_a_server_that_has_ended_is_free_at_once() -> None:
             server.send_signal(signal.SIGTERM)  # the server closes first: its end of the connection fades
             assert await server.exit_code() == 0
             writer.close()
+
+
+def test_many_new_connections_do_not_wait_for_a_round_of_the_loop_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A round of a busy server takes long, and libuv accepts one connection of a listener in each."""
+    made: list[asyncio.Transport] = []
+    connection_made = BoundedConnection.connection_made
+
+    def counted(connection: BoundedConnection, transport: asyncio.Transport) -> None:
+        made.append(transport)
+        connection_made(connection, transport)
+
+    monkeypatch.setattr(BoundedConnection, "connection_made", counted)
+
+    async def num_rounds(num_connections: int) -> int:
+        config, started = ServerConfig(port=0), asyncio.Event()
+        with bind(config) as sock:
+            app = make_app(FakeEngine(), config)
+            serving = asyncio.create_task(serve(app, config, sock, on_started=lambda _: started.set()))
+            await started.wait()
+            clients = [socket.create_connection(sock.getsockname()) for _ in range(num_connections)]
+            rounds = 0
+            while len(made) < num_connections:
+                await asyncio.sleep(0)
+                rounds += 1
+            for client in clients:
+                client.close()
+            signal.raise_signal(signal.SIGTERM)
+            await serving
+        return rounds
+
+    assert uvloop.run(num_rounds(64)) <= 16
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 70])

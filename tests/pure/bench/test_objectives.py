@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
 import orjson
 import pytest
 
@@ -11,7 +15,10 @@ from onbeat.bench.payload import PayloadBuilder
 from onbeat.bench.record import RequestRecord
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
+from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.prompts import BlockPrompts, GivenPrompts, PromptWriter, estimated_pool
 from onbeat.workload.slo_classes import SLOClass
+from onbeat.workload.workload import Workload
 
 TIGHT = SLOClass(name="tight", slo=SLO(ttft=0.25, tbt=0.05), share=0.25)
 LOOSE = SLOClass(name="loose", slo=SLO(e2e=60.0), share=0.75)
@@ -45,6 +52,12 @@ def test_a_class_made_of_flags_has_no_name_for_the_server() -> None:
     own = SLOClass(name="default", slo=SLO(ttft=0.5))
 
     assert SLOTransport(how="body").body(record(own)) == {"slo": {"ttft_ms": 500.0}}
+
+
+def test_a_server_that_knows_no_classes_is_told_the_objectives_alone() -> None:
+    transport = SLOTransport(how="body", names_classes=False)
+
+    assert transport.body(record(TIGHT)) == {"slo": {"ttft_ms": 250.0, "tbt_ms": 50.0}}
 
 
 def test_headers_carry_ttft_and_tpot() -> None:
@@ -119,3 +132,36 @@ def test_classes_are_shared_out_exactly_and_by_the_seed() -> None:
 
     assert names(1).count("tight") == 5
     assert names(1) == names(1) != names(2)
+
+
+def test_a_class_with_a_trace_sends_prompts_as_long_as_that(tmp_path: Path) -> None:
+    trace = tmp_path / "code.csv"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n40,7\n")
+    usual = ["one text"] * 20
+    lengths = np.full(20, 2)
+    workload = Workload(
+        name="test", prompts=GivenPrompts(usual), num_prompt_tokens=lengths, max_tokens=lengths
+    )
+    objectives = RequestObjectives((TIGHT, replace(LOOSE, trace=trace)), 20, seed=0)
+    mixed = objectives.with_own_traces(workload, PromptWriter(estimated_pool(), "salt"))
+    assert sorted(mixed.max_tokens.tolist()) == [2] * 5 + [7] * 15
+    for index in range(20):
+        request = mixed.request(index)
+        assert (request.prompt == "one text") == (request.max_tokens == 2)
+        if request.max_tokens == 7:
+            assert request.num_prompt_tokens == 40
+            assert len(request.prompt.split()) > 20
+    simulated = OfferedLoad(name="test", num_prompt_tokens=lengths, num_output_tokens=lengths).with_classes(
+        (TIGHT, replace(LOOSE, trace=trace)), seed=0
+    )
+    assert (simulated.num_output_tokens == mixed.max_tokens).all()
+
+
+def test_traces_of_classes_do_not_go_with_prompts_of_blocks(tmp_path: Path) -> None:
+    writer = PromptWriter(estimated_pool(), "salt")
+    lengths = np.full(1, 512)
+    prompts = BlockPrompts(writer=writer, num_tokens=[512], block_ids=((1,),), block_size=512)
+    workload = Workload(name="test", prompts=prompts, num_prompt_tokens=lengths, max_tokens=lengths)
+    own = SLOClass(name="own", slo=SLO(ttft=0.5), trace=tmp_path / "code.csv")
+    with pytest.raises(ConfigError, match="share blocks"):
+        RequestObjectives((own,), 1, seed=0).with_own_traces(workload, writer)

@@ -41,6 +41,15 @@ def test_many_at_once_are_as_one_after_the_other(runs):
         assert [together.factor(q) for q in (0.1, 0.5, 0.9)] == [alone.factor(q) for q in (0.1, 0.5, 0.9)]
 
 
+@given(st.lists(st.floats(0.1, 10.0), min_size=10, max_size=200))
+def test_the_window_is_that_of_the_last_look(ratios):
+    """After 10 ratios, and then after every 32."""
+    quantile = observe_all(OnlineQuantile(window=40, ready_after=10), ratios)
+    num_seen = 10 + (len(ratios) - 10) // 32 * 32
+    assert quantile.factor(0.0) == min(ratios[max(0, num_seen - 40) : num_seen])
+    assert quantile.factor(1.0) == max(ratios[max(0, num_seen - 40) : num_seen])
+
+
 @given(st.lists(st.floats(0.1, 10.0), min_size=64, max_size=200))
 def test_a_higher_quantile_is_no_smaller(ratios):
     quantile = observe_all(OnlineQuantile(), ratios)

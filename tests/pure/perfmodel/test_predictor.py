@@ -25,6 +25,7 @@ from tests.pure.perfmodel.shapes import (
     mixed_batches,
     rows,
     verified,
+    verifies,
     with_chunk,
     with_verified,
 )
@@ -271,6 +272,18 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
         for q in (None, 0.5, 0.99):
             assert one.step_time(shape, q) == other.step_time(shape, q)
             assert one.step_time(decodes(3, 50), q) == other.step_time(decodes(3, 50), q)
+
+
+def test_a_batch_that_never_changes_is_timed_as_any_other() -> None:
+    shapes = [*mixed_batches(20, seed=3), decodes(7, 900), verifies(4, 100, 3)]
+    for predictor in (Predictor(linear_seconds, RESIDUAL).with_learning(), full_predictor()):
+        timers = [predictor.time_of(shape) for shape in shapes]
+        for pace in (1.0, 1.3, 0.8, 5.0):
+            for shape in (decodes(7, 900), mixed_batches(1, seed=3)[0]):
+                for _ in range(40):
+                    predictor.observe(shape, pace * linear_seconds(shape))
+            for q in (None, 0.5, 0.99):
+                assert [time(q) for time in timers] == [predictor.step_time(shape, q) for shape in shapes]
 
 
 def test_equal_calls_give_equal_answers() -> None:

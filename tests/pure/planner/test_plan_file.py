@@ -9,7 +9,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.planner.fleets import FleetRun
-from onbeat.planner.plan_file import digest_of, read_promise, write_plan
+from onbeat.planner.plan_file import digest_of, digest_of_classes, read_promise, write_plan
 from onbeat.planner.plan_store import PlanStore, fingerprint, program_digest
 from onbeat.simulator.config import KVLink
 
@@ -40,6 +40,29 @@ def test_a_trace_is_found_from_the_folder_of_the_plan_and_must_be_the_same(tmp_p
     assert read_promise(path).load["trace"] == str(trace)
     trace.write_text("b\n")
     with pytest.raises(ConfigError, match="is not the trace"):
+        read_promise(path)
+
+
+def test_classes_and_their_traces_must_be_the_same(tmp_path: Path) -> None:
+    trace, classes = tmp_path / "own.csv", tmp_path / "classes.yaml"
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n10,5\n")
+    classes.write_text("classes: [{name: a, ttft_ms: 500, trace: own.csv}]")
+    plan = {
+        "promise": {"attainment": 0.9, "slo-mode": "stream", "request-rate": 4},
+        "fleet": "2 l4",
+        "load": {"slo-config": "classes.yaml"},
+        "trace-sha256": None,
+        "classes-sha256": digest_of_classes(str(classes)),
+    }
+    path = tmp_path / "plan.yaml"
+    write_plan(path, {"model": "m"}, plan)
+    assert read_promise(path).load["slo-config"] == str(classes)
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n10,6\n")
+    with pytest.raises(ConfigError, match="plan again for the new classes"):
+        read_promise(path)
+    trace.write_text("num_prefill_tokens,num_decode_tokens\n10,5\n")
+    classes.write_text("classes: [{name: a, ttft_ms: 900, trace: own.csv}]")
+    with pytest.raises(ConfigError, match="plan again for the new classes"):
         read_promise(path)
 
 

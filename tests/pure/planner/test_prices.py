@@ -24,7 +24,7 @@ def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
     path.write_text("h100-sxm: 2.5\nl40s: {usd_per_hour: 1.1, watts: 300, date: 2026-11, source: us}\n")
     prices = Prices(path)
     assert prices.of("h100-sxm").usd_per_hour == 2.5
-    assert str(path) in str(prices.of("h100-sxm"))
+    assert str(path) in prices.of("h100-sxm").text
     assert prices.of("l40s").watts == 300
     assert prices.of("l4").usd_per_hour == 0.70
 

@@ -22,6 +22,7 @@ LIMITS = ReplicaLimits(
 
 def load_of(**changes: Any) -> ReplicaLoad:
     values = {"num_free_blocks": 900, "num_decodes": 8, "num_running": 8, "costs": COSTS, **changes}
+    values = {"decode_seconds": COSTS.step + COSTS.decode * max(values["num_decodes"], 1), **values}
     return ReplicaLoad(time=0.0, num_taken=0, **values)
 
 
@@ -48,8 +49,8 @@ def test_room_to_spare_is_more_than_room() -> None:
 
 
 def test_short_streams_are_computed_again_sooner_than_they_are_moved() -> None:
-    assert not is_worth_it(COSTS, 8, 300)
-    assert is_worth_it(COSTS, 8, 600)
+    assert not is_worth_it(load_of(), 300)
+    assert is_worth_it(load_of(), 600)
 
 
 def fleet_of(*loads: ReplicaLoad, **fields: Any) -> Fleet:

@@ -46,6 +46,7 @@ def fleet_of(
     for name in (f"r{number}" for number in range(num_replicas)):
         fleet.on_event(Joined(name, LIMITS), 0.0)
         values = {"num_free_blocks": 4096, "costs": COSTS, **load}
+        values["decode_seconds"] = COSTS.step + COSTS.decode * values.get("num_decodes", 0)
         fleet.on_event(Reported(name, ReplicaLoad(time=0.0, num_taken=0, **values)), 0.0)
     return fleet
 
@@ -168,13 +169,9 @@ class TestSplitwise:
         assert self.arrive(fleet, "a", 1600) == ("r0", "")
         fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=False), 0.0)
         self.report(fleet, "r0", num_free_blocks=100, num_decodes=1)
-        assert self.arrive(fleet, "b", 160) == ("r1", "r0"), (
-            "it is mixed already: the other stays as it is"
-        )
+        assert self.arrive(fleet, "b", 160) == ("r1", "r0"), "it is mixed already: the other stays as it is"
         fleet.on_event(Delivered("r0", "a", 1, 0, is_finished=True), 0.0)
-        assert self.arrive(fleet, "c", 160) == ("r0", "r1"), (
-            "of those for prompts, one with the most room"
-        )
+        assert self.arrive(fleet, "c", 160) == ("r0", "r1"), "of those for prompts, one with the most room"
 
     def test_a_stream_that_is_about_to_leave_makes_no_replica_mixed(self) -> None:
         fleet = self.fleet()

@@ -284,7 +284,7 @@ class TestExpectedLength:
             "a prior, longer than allowed"
         )
         driver.serve([])
-        before = [make_request(f"w{i}", 10, 8, arrival=driver.now) for i in range(40)]
+        before = [make_request(f"w{i}", 10, 8, arrival=driver.now) for i in range(200)]
         driver.serve(before)
         driver.add(make_request("next", 10, 400, slo=SLO(e2e=2.0), arrival=driver.now))
         assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(4 / 3 / 8)

@@ -243,7 +243,8 @@ def test_a_predicted_first_token_waits_for_a_slot():
     router._views[0] = view_of_full_slots(num_waiting=3, until=0.5)
     choice = router.route(request(arrival=1.0), 1.0, excluded={1})
     assert choice is not None
-    assert choice.predicted_ttft == pytest.approx((4 - 1 / 3) / 20 + 0.1 + COSTS.decode_step(64), rel=0.2)
+    step = COSTS.step + 64 * COSTS.decode
+    assert choice.predicted_ttft == pytest.approx((4 - 1 / 3) / 20 + 0.1 + step, rel=0.2)
     assert place(router, request(arrival=1.0), 1.0) == 1
 
 

@@ -16,7 +16,7 @@ sizes = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 15)), max_size=8)
 """(deadline, seconds); whole numbers, so that sums are exact."""
 
 
-def make_jobs(pairs, *, weights=None, shed=ShedMode.RELEGATE) -> list[Job]:
+def make_jobs(pairs, *, weights=None, shed=ShedMode.RELEGATE) -> list[Job[RequestState]]:
     jobs = []
     for index, (deadline, seconds) in enumerate(sorted(pairs)):
         weight = weights[index] if weights else 1.0
@@ -40,7 +40,7 @@ def all_in_time(jobs, *, start: float = 0.0, share: float = 1.0) -> bool:
     return True
 
 
-def most_in_time(jobs: list[Job], start: float, share: float) -> int:
+def most_in_time(jobs: list[Job[RequestState]], start: float, share: float) -> int:
     for count in range(len(jobs), 0, -1):
         if any(all_in_time(some, start=start, share=share) for some in combinations(jobs, count)):
             return count
@@ -151,7 +151,7 @@ def test_those_whom_nobody_may_judge_are_never_left_behind(fixed, others):
 class TestLongestWait:
     """Of those that cannot all be in time, those stay that have waited longest."""
 
-    def make_queue(self, *waits: tuple[float, float, float]) -> list[Job]:
+    def make_queue(self, *waits: tuple[float, float, float]) -> list[Job[RequestState]]:
         """(arrival, deadline, seconds) of each, by deadline."""
         jobs = []
         for index, (arrival, deadline, seconds) in enumerate(waits):
@@ -159,7 +159,7 @@ class TestLongestWait:
             jobs.append(Job(deadline, seconds, make_state(request)))
         return jobs
 
-    def kept(self, jobs: list[Job], order: ShedOrder) -> list[str]:
+    def kept(self, jobs: list[Job[RequestState]], order: ShedOrder) -> list[str]:
         kept, _ = select_feasible(jobs, start=10.0, share=1.0, worth=weight_of, order=order)
         return [job.state.request_id for job in kept]
 

@@ -169,3 +169,43 @@ def test_bad_files_of_classes_are_refused(tmp_path: Path, text: str, message: st
 def test_a_missing_file_of_classes(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_slo_config(tmp_path / "none.yaml")
+
+
+TRACE = "num_prefill_tokens,num_decode_tokens\n700,7\n800,8\n"
+
+
+def test_a_class_with_a_trace_has_requests_as_long_as_that(tmp_path: Path) -> None:
+    (tmp_path / "code.csv").write_text(TRACE)
+    path = tmp_path / "classes.yaml"
+    path.write_text(
+        "classes:\n- {name: chat, share: 0.6, ttft_ms: 500}\n"
+        "- {name: code, share: 0.4, ttft_ms: 2000, trace: code.csv}\n"
+    )
+    lengths = np.full(1000, 10)
+    base = load(num_prompt_tokens=lengths, num_output_tokens=lengths, arrivals=np.arange(1000.0))
+    mixed = base.with_classes(read_slo_config(path), seed=1)
+    is_code = mixed.class_ids == 1
+    assert is_code.sum() == 400
+    assert (mixed.num_prompt_tokens[~is_code] == 10).all()
+    assert set(mixed.num_prompt_tokens[is_code].tolist()) == {700, 800}
+    assert (mixed.num_output_tokens * 100 == mixed.num_prompt_tokens)[is_code].all()
+    assert mixed.arrivals is base.arrivals
+    assert mixed.name == "test + code.csv"
+    again = base.with_classes(read_slo_config(path), seed=1)
+    assert (again.num_prompt_tokens == mixed.num_prompt_tokens).all()
+    other = base.with_classes(read_slo_config(path), seed=2)
+    assert (other.num_prompt_tokens != mixed.num_prompt_tokens).any()
+
+
+def test_traces_of_classes_do_not_go_with_prompts_that_share_blocks(tmp_path: Path) -> None:
+    own = tmp_path / "own.csv"
+    own.write_text(TRACE)
+    shared = tmp_path / "shared.jsonl"
+    shared.write_text('{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1, 2]}\n')
+    blocks = load(block_ids=((1,), (1,), (2,), (2,)))
+    with pytest.raises(ConfigError, match="prompts of the test load share blocks"):
+        blocks.with_classes([SLOClass(name="a", slo=SLO(ttft=1.0), trace=own)], seed=0)
+    with pytest.raises(ConfigError, match=r"class 'a': .*shared.jsonl share blocks"):
+        load().with_classes([SLOClass(name="a", slo=SLO(ttft=1.0), trace=shared)], seed=0)
+    with pytest.raises(ConfigError, match="cannot read"):
+        load().with_classes([SLOClass(name="a", slo=SLO(ttft=1.0), trace=tmp_path / "none.csv")], seed=0)

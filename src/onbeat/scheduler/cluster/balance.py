@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
+from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 
 LOOK_AHEAD = 1.0
 """Seconds for which streams are to have blocks: without, one is about to be preempted."""
@@ -22,13 +22,12 @@ def trouble(load: ReplicaLoad, limits: ReplicaLimits, *, num_more: int = 0) -> s
     ----------
     num_more : streams that are still to come.
     """
-    num_decodes = load.num_decodes + num_more
-    if load.num_free_blocks < _growth(load, limits, num_decodes):
+    if load.num_free_blocks < _growth(load, limits, num_more):
         return "memory"
     if load.num_wanted_blocks > 0:
         return "queue"
-    costs = load.costs
-    if costs is not None and num_decodes > 1 and costs.decode_step(num_decodes) > load.tightest_tbt:
+    step = load.decode_step(num_more)
+    if step is not None and load.num_decodes + num_more > 1 and step > load.tightest_tbt:
         return "steps"
     return ""
 
@@ -43,23 +42,23 @@ def has_room_to_spare(load: ReplicaLoad, limits: ReplicaLimits, *, num_blocks: i
     """
     free = load.num_free_blocks - num_blocks
     is_calm = not trouble(load, limits, num_more=num_more) and load.num_waiting == 0
-    return is_calm and free >= 2 * _growth(load, limits, load.num_decodes + num_more)
+    return is_calm and free >= 2 * _growth(load, limits, num_more)
 
 
-def is_worth_it(costs: PrefillCosts | None, num_decodes: int, num_tokens: int) -> bool:
+def is_worth_it(load: ReplicaLoad, num_tokens: int) -> bool:
     """Return whether a move costs less than what it mends: to compute a stream's tokens again.
 
     Parameters
     ----------
-    num_decodes : streams of the source.
+    load : of the source.
     num_tokens : of the stream.
     """
-    return costs is None or _STILL_STEPS * costs.decode_step(num_decodes) < costs.seconds(num_tokens, 0)
+    costs, step = load.costs, load.decode_step()
+    return costs is None or step is None or _STILL_STEPS * step < costs.seconds(num_tokens, 0)
 
 
-def _growth(load: ReplicaLoad, limits: ReplicaLimits, num_decodes: int) -> float:
-    """Return the blocks that streams will need beyond those that they have."""
-    num_steps: float = _GUESSED_STEPS
-    if load.costs is not None:
-        num_steps = LOOK_AHEAD / max(load.costs.decode_step(num_decodes), 1e-4)
-    return num_decodes * num_steps / limits.block_size
+def _growth(load: ReplicaLoad, limits: ReplicaLimits, num_more: int) -> float:
+    """Return the blocks that its streams and so many more will need beyond those that they have."""
+    step = load.decode_step(num_more)
+    num_steps = _GUESSED_STEPS if step is None else LOOK_AHEAD / max(step, 1e-4)
+    return (load.num_decodes + num_more) * num_steps / limits.block_size

@@ -6,13 +6,12 @@ from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from math import exp, inf, sqrt
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
 from onbeat.core.slo import ShedMode
-from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.outlook import Triage, seconds_before
-from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.triage import Job, Prompt
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 
 _MEMORY_SECONDS = 10.0
@@ -26,23 +25,19 @@ _SHORTEST_STEP = 1e-4
 
 
 @dataclass(slots=True, eq=False)
-class _Prompt:
-    """All that triage looks at of a prompt that is known by its work and deadline alone."""
+class _KnownByWork:
+    """A prompt of which no more is known than its work and its deadline, as triage looks at it."""
 
     arrival: float = 0.0
     shed: ShedMode = ShedMode.RELEGATE
 
     @property
-    def request(self) -> _Prompt:
+    def request(self) -> _KnownByWork:
         return self
 
 
-def _prompt(shed: ShedMode = ShedMode.RELEGATE) -> RequestState:
-    return cast("RequestState", _Prompt(shed=shed))
-
-
-_ANY_PROMPT = _prompt()
-_LATE_PROMPT = _prompt(ShedMode.OFF)
+_ANY_PROMPT = _KnownByWork()
+_LATE_PROMPT = _KnownByWork(shed=ShedMode.OFF)
 """One that is late and reported in its turn all the same."""
 
 
@@ -200,7 +195,7 @@ class LoadView:
         room = self._room(costs, num_ahead, objective)
         before = None
         if deadline < inf:
-            own = Job(deadline, seconds, _prompt())
+            own: Job[Prompt] = Job(deadline, seconds, _KnownByWork())
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
             triage = Triage(start, room.share, _equal_worth, 0.5 * room.length)
@@ -214,11 +209,11 @@ class LoadView:
             slot += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
         return FirstToken(turn, slot, self.load.gives_up, deadline - now)
 
-    def _jobs(self, now: float) -> tuple[list[Job], float]:
+    def _jobs(self, now: float) -> tuple[list[Job[Prompt]], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""
         load = self.load
         done = max(0.0, now - self.reported - load.busy) * load.prefill_share
-        jobs: list[Job] = []
+        jobs: list[Job[Prompt]] = []
         for until, seconds, _ in load.backlog:
             if done >= seconds:
                 done -= seconds
@@ -246,7 +241,7 @@ class LoadView:
         return Room(0, length, max(1 - fixed / length, LEAST_SHARE))
 
 
-def _deadline(job: Job) -> float:
+def _deadline(job: Job[Prompt]) -> float:
     return job.deadline
 
 

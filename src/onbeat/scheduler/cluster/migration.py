@@ -257,7 +257,7 @@ class Migration:
         assert load is not None
         source.no_mending_before = now + _CALM_SECONDS
         for opened in sorted(source.open.values(), key=_arrival, reverse=True):
-            if not is_worth_it(load.costs, load.num_decodes, opened.num_tokens):
+            if not is_worth_it(load, opened.num_tokens):
                 continue
             is_left_alone = now < max(opened.no_move_before, opened.no_mending_before)
             if is_left_alone or not self._may_move(opened):
@@ -276,11 +276,9 @@ class Migration:
             return False
         num_coming = self._moves.num_coming(replica.replica_id)
         num_blocks = self._moves.num_blocks_to(replica.replica_id) + _num_blocks(opened, replica)
-        slo, costs = opened.request.slo, load.costs
-        if slo is not None and slo.tbt is not None and costs is not None:
-            step = costs.decode_step(load.num_decodes + num_coming + 1)
-            if step > slo.tbt:
-                return False
+        slo, step = opened.request.slo, load.decode_step(num_coming + 1)
+        if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:
+            return False
         return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
 
     def _begin(

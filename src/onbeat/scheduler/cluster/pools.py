@@ -160,9 +160,8 @@ def _fits_in_a_step(load: ReplicaLoad | None, num_tokens: int, num_cached_tokens
     It then keeps the tightest TBT of the streams there; where none has any, it is at most twice as long.
     """
     num_new = num_tokens - num_cached_tokens
-    costs = None if load is None else load.costs
-    if load is None or costs is None:
+    step = None if load is None else load.decode_step()
+    if load is None or load.costs is None or step is None:
         return num_new <= _FEW_TOKENS
-    step = costs.decode_step(load.num_decodes)
     longest = load.tightest_tbt if load.tightest_tbt < inf else 2 * step
-    return step + costs.seconds(num_new, num_cached_tokens) <= longest
+    return step + load.costs.seconds(num_new, num_cached_tokens) <= longest

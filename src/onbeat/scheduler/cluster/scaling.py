@@ -212,14 +212,3 @@ def check_scaling(bounds: ScaleBounds | None, policy: str, down_seconds: float) 
             raise ConfigError(
                 f"{flag} {value} is for a fleet with --autoscale MIN..MAX; give both, or neither"
             )
-
-
-def checked_policy(text: str) -> str:
-    """Return the name of a policy, if it is one.
-
-    Raises
-    ------
-    ConfigError : it is none.
-    """
-    parse_policy(text)
-    return text

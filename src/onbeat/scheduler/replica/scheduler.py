@@ -450,7 +450,9 @@ class Scheduler:
         # Steps wait for one another, save for those of a pipeline, which run side by side.
         if begun < last_update and self.config.num_micro_batches == 1:
             begun = last_update
-        num_rows, new_ends = shape.num_lm_head_rows, [end for end in ends if end > self._last_run]
+        num_rows, new_ends = shape.num_lm_head_rows, ends
+        if ends[0] <= self._last_run:
+            new_ends = [end for end in ends if end > self._last_run]
         shape.decode_context_tokens -= len(new_ends) * num_rows
         taken_after = 0 if work is None else work.count(len(new_ends))
         if taken_after and work is not None:

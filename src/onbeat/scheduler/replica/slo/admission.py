@@ -18,7 +18,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import SHORTEST_RETRY, Backlog
 from onbeat.scheduler.replica.slo.outlook import Triage, longest_wait_seconds, seconds_before
 from onbeat.scheduler.replica.slo.triage import Job
-from onbeat.scheduler.replica.slo.view import MOST_JOBS, RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -53,7 +53,7 @@ class _Queue(NamedTuple):
 
     plan: StepPlan
     view: RunningView
-    jobs: list[Job]
+    jobs: list[PromptJob]
     """Prompts with deadlines that a plan looks at."""
     start: float
     """When their work begins, seconds."""
@@ -167,7 +167,7 @@ class Admission:
         ttft = start - state.request.arrival + wait
         return Outlook(ttft, place.delays_others, self._slows_streams(state, view), place.runs_as_best_effort)
 
-    def _place(self, own: Job, queue: _Queue) -> _Place:
+    def _place(self, own: PromptJob, queue: _Queue) -> _Place:
         """Return where an arrival stands among the prompts."""
         jobs, room = queue.jobs, queue.room
         if own.deadline == inf:
@@ -191,7 +191,7 @@ class Admission:
             return _Place(self._all_work(queue), runs_as_best_effort=True)
         return _Place(turn)
 
-    def _delays_others(self, own: Job, behind: list[Job], end: float, room: Room) -> bool:
+    def _delays_others(self, own: PromptJob, behind: list[PromptJob], end: float, room: Room) -> bool:
         """Whether prompts behind an arrival are late because of it.
 
         Parameters

@@ -15,9 +15,9 @@ from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS, Backlog, Que
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import StepFiller
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
-from onbeat.scheduler.replica.slo.triage import Job, select_feasible
+from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.victims import Victims
-from onbeat.scheduler.replica.slo.view import RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -30,8 +30,8 @@ SPENT_SHARE = 1 / 4
 """Of the time that the most urgent stream has in hand, what one step may take."""
 LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
-E2E_QUANTILE = 0.9
-"""Of output lengths, to spread an e2e objective over: with the median half of the answers would be late."""
+E2E_QUANTILE = 0.99
+"""Of output lengths, to spread an e2e objective over: of the answers that are longer most are late."""
 PACED_SHARE = 2 / 3
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20
@@ -169,13 +169,13 @@ class SLOComposer:
         """
         return tightest * (1 - self._earned_share)
 
-    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[Job]) -> Room:
+    def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
         """Return what prompts get of a step beside some decodes, within a limit."""
         assert self.work is not None
         ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
         return self.work.room_beside(decodes, limit, min(ttfts, default=inf))
 
-    def in_turn(self, jobs: list[Job], room: Room, now: float) -> tuple[list[Job], int]:
+    def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         """Return prompts in the order in which they are served, and how many are left behind at its end."""
         # A prompt that is done within a step waits for its end: half a step on average. The first does not,
         # since `due` ends the step for it.
@@ -190,7 +190,7 @@ class SLOComposer:
         # Time that the others leave is theirs before it is best effort's.
         return kept + left_behind, len(left_behind)
 
-    def due(self, kept: Sequence[Job], now: float) -> dict[str, float]:
+    def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:
         """Return by when a step has to end that ends one of these prompts: request id -> seconds from now."""
         return {job.state.request_id: job.deadline - now for job in kept}
 
@@ -206,7 +206,7 @@ class SLOComposer:
         slo = state.request.slo
         return due - start > SPARE_TOKENS * state.slo.tbt and slo is not None and slo.e2e is None
 
-    def must_begin(self, job: Job, room: Room, now: float) -> bool:
+    def must_begin(self, job: PromptJob, room: Room, now: float) -> bool:
         """Whether a prompt is late if it waits for another step."""
         return now + room.length + job.seconds / room.share >= job.deadline
 
@@ -352,7 +352,7 @@ class _Step:
         begun = {id(admission.state) for admission in plan.admissions}
         return [state for state in overdue if id(state) not in begun]
 
-    def _make_room(self, jobs: list[Job], best_effort: list[RequestState]) -> None:
+    def _make_room(self, jobs: list[PromptJob], best_effort: list[RequestState]) -> None:
         """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
 
         Only once it cannot wait for another step: until then somebody may end, and what is preempted is
@@ -376,7 +376,7 @@ class _Step:
         pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
         self._victims.make_room(first.state, pool)
 
-    def _has_slots_for(self, jobs: list[Job]) -> bool:
+    def _has_slots_for(self, jobs: list[PromptJob]) -> bool:
         """Whether all prompts can be admitted: who sits out keeps its slot, and others wait for it."""
         return sum([not job.state.block_ids for job in jobs]) <= self._plan.num_slots_left
 

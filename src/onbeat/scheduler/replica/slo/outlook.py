@@ -7,24 +7,26 @@ prefill.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple
 
 from onbeat.core.slo import ShedOrder
-from onbeat.scheduler.replica.slo.triage import Job, Worth, select_feasible
+from onbeat.scheduler.replica.slo.triage import Job, PromptT, Worth, select_feasible
 from onbeat.scheduler.replica.slo.work import Room
 
 
-class Triage(NamedTuple):
+class Triage(NamedTuple, Generic[PromptT]):
     """How prompts are sorted out, as in `select_feasible`."""
 
     start: float
     share: float
-    worth: Worth
+    worth: Worth[PromptT]
     margin: float
     order: ShedOrder = "most"
 
 
-def seconds_before(own: Job, everyone: Sequence[Job], triage: Triage, *, by_deadline: float) -> float | None:
+def seconds_before(
+    own: Job[PromptT], everyone: Sequence[Job[PromptT]], triage: Triage[PromptT], *, by_deadline: float
+) -> float | None:
     """Return the seconds of work that are done before an arrival's own; None where it is left behind.
 
     Parameters

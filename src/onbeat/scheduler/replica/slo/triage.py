@@ -4,35 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from onbeat.core.slo import ShedMode, ShedOrder
-from onbeat.scheduler.replica.request_state import RequestState
 
 
-class Job(NamedTuple):
+class Judged(Protocol):
+    """What triage looks at of a request."""
+
+    @property
+    def arrival(self) -> float:
+        """When it came, seconds."""
+        ...
+
+    @property
+    def shed(self) -> ShedMode:
+        """Whether it may be left behind."""
+        ...
+
+
+class Prompt(Protocol):
+    """A prompt on a replica, or as much as a router knows of one."""
+
+    @property
+    def request(self) -> Judged:
+        """Whose it is."""
+        ...
+
+
+PromptT = TypeVar("PromptT", bound=Prompt)
+
+
+class Job(NamedTuple, Generic[PromptT]):
     """A prompt, or what is left of it."""
 
     deadline: float
     """Of its first token, seconds; of its next one where a preempted request computes its tokens again."""
     seconds: float
     """Of prefill work that is left."""
-    state: RequestState
+    state: PromptT
 
 
-Worth = Callable[[RequestState], float]
+Worth = Callable[[PromptT], float]
 """What keeping a request's objective is worth beside others, above 0."""
 
 
 def select_feasible(
-    jobs: Sequence[Job],
+    jobs: Sequence[Job[PromptT]],
     *,
     start: float,
     share: float,
-    worth: Worth,
+    worth: Worth[PromptT],
     order: ShedOrder = "most",
     margin: float = 0.0,
-) -> tuple[list[Job], list[Job]]:
+) -> tuple[list[Job[PromptT]], list[Job[PromptT]]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
     Going through the jobs by deadline, whenever one would be late the one of those so far that costs most for

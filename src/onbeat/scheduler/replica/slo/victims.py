@@ -22,7 +22,7 @@ class Victims:
     plan : takes the preemptions.
     """
 
-    def __init__(self, plan: StepPlan, work: PrefillWork, worth: Worth) -> None:
+    def __init__(self, plan: StepPlan, work: PrefillWork, worth: Worth[RequestState]) -> None:
         self._plan = plan
         self._work = work
         self._worth = worth

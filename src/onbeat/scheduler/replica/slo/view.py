@@ -16,6 +16,8 @@ from onbeat.scheduler.replica.slo.work import PrefillWork
 MOST_JOBS = 128
 """Waiting prompts with deadlines that a plan looks at, those that are due first: a plan takes the same time
 however many wait behind them."""
+PromptJob = Job[RequestState]
+"""A prompt that runs or waits on a replica."""
 
 
 class RunningView:
@@ -105,7 +107,7 @@ def decode_shape(states: Iterable[RequestState]) -> BatchShape:
 
 def prefill_jobs(
     now: float, prefills: Sequence[RequestState], waiting: WaitingQueue, work: PrefillWork
-) -> tuple[list[Job], list[RequestState]]:
+) -> tuple[list[PromptJob], list[RequestState]]:
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
     A prompt is late for certain once not even an idle machine would be in time. One that may not be judged
@@ -116,7 +118,7 @@ def prefill_jobs(
     now : when the step to plan starts, seconds.
     prefills : running requests in the middle of their prompts.
     """
-    jobs: list[Job] = []
+    jobs: list[PromptJob] = []
     late: list[RequestState] = []
     if not (prefills or len(waiting)):
         return jobs, late
@@ -142,5 +144,5 @@ def may_be_given_up(state: RequestState) -> bool:
     return state.request.shed is not ShedMode.OFF and not state.output_token_ids
 
 
-def _deadline(job: Job) -> float:
+def _deadline(job: PromptJob) -> float:
     return job.deadline
