@@ -229,7 +229,7 @@ def draw_map(rows: list[dict[str, Any]]) -> go.Figure:
         made.add_vline(edge, line_color="#555", line_width=2)
     names = [f"{shape} tokens, TBT {tbt * 1e3:g} ms, {gbps:g} Gbit/s" for shape, tbt, gbps in loads]
     made.update_layout(
-        title="Goodput of four replicas in two pools, as a multiple of four mixed ones; grey: not run",
+        title="Goodput of four replicas in two pools, over that of four mixed ones; grey: not run",
         xaxis={
             "tickvals": list(range(len(fleets))),
             "ticktext": [fleet.name.split()[0] for fleet in fleets],
