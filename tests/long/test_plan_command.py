@@ -73,7 +73,8 @@ def test_bad_input_is_a_sentence(flags: list[str], message: str, capsys: pytest.
 def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {name: tmp_path / name for name in ("plan.yaml", "plan.json", "plan.html", "runs.jsonl")}
     output = ["-o", str(files["plan.yaml"]), "--json", str(files["plan.json"])]
-    flags = ["--gpus", "h100-sxm=2,l4=2", "--rate", "20", "--report", str(files["plan.html"])]
+    flags = ["--gpus", "h100-sxm=2,l4=4", "--rate", "2", "--slo-tbt-ms", "100"]
+    flags += ["--report", str(files["plan.html"])]
     resume = ["--resume", str(files["runs.jsonl"])]
     assert plan(*flags, *output, *resume) == 0
     shown = capsys.readouterr().out
@@ -88,7 +89,7 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert max(more / less for more, less in pairwise(costs)) >= 1.3
     written = yaml.safe_load(files["plan.yaml"].read_text())
     assert written["fleet"]["replicas"] == sum(found["best"]["fleet"].values())
-    assert written["plan"]["promise"]["request-rate"] == 20
+    assert written["plan"]["promise"]["request-rate"] == 2
     assert "The mix" in files["plan.html"].read_text()
     num_runs = len(files["runs.jsonl"].read_text().splitlines())
     assert plan(*flags, *resume) == 0

@@ -184,7 +184,8 @@ def test_a_class_with_a_trace_has_requests_as_long_as_that(tmp_path: Path) -> No
     lengths = np.full(1000, 10)
     base = load(num_prompt_tokens=lengths, num_output_tokens=lengths, arrivals=np.arange(1000.0))
     mixed = base.with_classes(read_slo_config(path), seed=1)
-    is_code = mixed.class_ids == 1
+    assert mixed.class_ids is not None
+    is_code = np.equal(mixed.class_ids, 1)
     assert is_code.sum() == 400
     assert (mixed.num_prompt_tokens[~is_code] == 10).all()
     assert set(mixed.num_prompt_tokens[is_code].tolist()) == {700, 800}
