@@ -264,14 +264,14 @@ def print_tables(results: Results) -> None:
         num_moved = round(_mean(moved, "moved"))
         rows.append((f"{rate:g}", router, f"{len(moved)}", *cells, f"{num_moved}"))
     print(markdown_table(head, rows))
-    head = ("router", "band", "seeds", "replica-hours", "TTFT P99, s", "preempted", "changes")
+    scaled_head = ("router", "band", "seeds", "replica-hours", "TTFT P99, s", "preempted", "changes")
     rows = []
     for (_, router, low), both in sorted(found["Scaled"].items()):
-        cells = [_change(*both.values(), name, "{:.2f}") for name in ("replica_hours", "ttft_p99")]
-        cells.append(_change(*both.values(), "preempted", "{:.2%}"))
-        cells.append(_change(*both.values(), "changes", "{:.0f}"))
+        cells = [_change(both[False], both[True], name, "{:.2f}") for name in ("replica_hours", "ttft_p99")]
+        cells.append(_change(both[False], both[True], "preempted", "{:.2%}"))
+        cells.append(_change(both[False], both[True], "changes", "{:.0f}"))
         rows.append((router, f"{low:g}..{low + 50:g}", f"{len(both[True])}", *cells))
-    print(markdown_table(head, rows))
+    print(markdown_table(scaled_head, rows))
 
 
 def _mean(found: Iterable[dict[str, Any]], name: str) -> float:
