@@ -82,10 +82,10 @@ EIGHT_B = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-model-len
 @pytest.mark.parametrize("rule", ["adaptive", "splitwise"])
 def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Path, rule: str) -> None:
     record = tmp_path / "fleet.gz"
-    pools = ("--disaggregate", "prefill=1,decode=2", "--policy", "slo", "--record", record)
-    pools += ("--pool-rule", rule, "--max-num-batched-tokens", "256")  # a prompt takes several steps
+    pools = ["--disaggregate", "prefill=1,decode=2", "--policy", "slo", "--record", str(record)]
+    pools += ["--pool-rule", rule, "--max-num-batched-tokens", "256"]  # a prompt takes several steps
     if rule == "splitwise":  # on devices that differ
-        pools += ("--kinds", "device=h200,tp=2,policy=sarathi", "device=a100-80-sxm,replicas=2")
+        pools += ["--kinds", "device=h200,tp=2,policy=sarathi", "device=a100-80-sxm,replicas=2"]
     with serving("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *EIGHT_B, *pools) as server:
         bodies = [{"prompt": f"{number} is it. " * 250, "max_tokens": 250} for number in range(6)]
         whole = [complete(server, number, **body)["choices"] for number, body in enumerate(bodies)]
@@ -112,8 +112,8 @@ def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_real_model_says_the_same_where_its_streams_move(smollm2_gguf: Path) -> None:
-    flags = ("--max-model-len", "1024", "--kv-cache-memory-bytes", "200M", "--replicas", "2")
-    flags += ("--kinds", "policy=sarathi", "policy=slo")
+    flags = ["--max-model-len", "1024", "--kv-cache-memory-bytes", "200M", "--replicas", "2"]
+    flags += ["--kinds", "policy=sarathi", "policy=slo"]
     with serving(smollm2_gguf, *flags) as server:
         bodies = [
             {"prompt": f"Story {number}: once upon a time", "max_tokens": 300, "temperature": number % 2}
