@@ -25,9 +25,10 @@ def test_text_may_be_packed_and_begin_with_a_mark(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (b"\xff\xfe", "not UTF-8 text .byte 0."),
-        (gzip.compress(b"x" * 99)[:-9], "the gzip file is damaged"),
+        (gzip.compress(b"x" * 99, mtime=0)[:-9], "the gzip file is damaged"),
         (None, "No such file"),
     ],
+    ids=["encoding", "gzip", "missing"],  # not made of the bytes
 )
 def test_what_cannot_be_read_is_named_with_the_reason(
     tmp_path: Path, content: bytes | None, message: str
