@@ -212,5 +212,5 @@ class TestLoad:
         assert core.launch()
         message = core.collect()
         assert message.load is not None
-        assert 0 < message.load.busy <= 2.1e-3  # as predicted, by now partly over
+        assert 0 < message.load.busy <= 2.1e-3 + 1e-9  # as predicted, by now partly over; clocks round
         core.shutdown()
