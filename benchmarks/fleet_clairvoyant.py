@@ -26,6 +26,7 @@ from unittest.mock import patch
 
 import numpy as np
 from fleet_routing import CELLS, SETTINGS, TEST_SEEDS, make_config, make_load
+from harness.copies import branch
 
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.record import RequestRecord
@@ -99,16 +100,10 @@ class Rollouts:
     def _copy(self, number: int) -> int:
         """Return how many are late in a copy in which a replica is chosen; in the copy itself, at once."""
         self.num_copies += 1
-        reader, writer = os.pipe()
-        process_id = os.fork()
-        if process_id:
-            os.close(writer)
-            with os.fdopen(reader, "rb") as file:
-                data = file.read()
-            os.waitpid(process_id, 0)
-            return int(struct.unpack("q", data)[0])
-        os.close(reader)
-        self._is_copy, self._own, self._writer = True, number, writer
+        came = branch()
+        if isinstance(came, bytes):
+            return int(struct.unpack("q", came)[0])
+        self._is_copy, self._own, self._writer = True, number, came
         self._last = len(self.chosen) + self.ahead
         return 0
 

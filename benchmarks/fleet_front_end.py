@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness.fleet import Fleet, serving, stand_ins, summary_of
+from harness.fleet import Fleet, fleet_parser, serving, stand_ins, summary_of
 from harness.pages import markdown_table
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -49,18 +49,11 @@ def load(fleet: Fleet, args: argparse.Namespace, num_tokens: int) -> dict[str, A
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
-    parser.add_argument("--device", default="h100-sxm")
-    parser.add_argument("--replicas", type=int, default=4)
+    parser = fleet_parser(__doc__, port=8973)
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
-    parser.add_argument("--port", type=int, default=8973)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     arguments = [*stand_ins(args.model, args.device, args.replicas), "--no-log-requests"]
     with serving(arguments, args.port) as fleet:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from fleet_front_end import cpu_seconds
-from harness.fleet import serving, stand_ins
+from harness.fleet import fleet_parser, serving, stand_ins
 from harness.pages import markdown_table
 
 WARM_SECONDS = 3.0
@@ -144,18 +144,11 @@ async def measure(args: argparse.Namespace, processes: Processes) -> list[list[s
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
-    parser.add_argument("--device", default="h100-sxm")
-    parser.add_argument("--replicas", type=int, default=4)
+    parser = fleet_parser(__doc__, port=8974)
     parser.add_argument("--connections", type=int, nargs="+", default=(16, 64, 256))
     parser.add_argument("--tokens", type=int, nargs="+", default=(1, 256), help="of an answer")
     parser.add_argument("--words", type=int, default=500, help="of a prompt")
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--port", type=int, default=8974)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     arguments = [*stand_ins(args.model, args.device, args.replicas), "--no-log-requests"]
     with serving(arguments, args.port) as fleet:

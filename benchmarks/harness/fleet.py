@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -41,6 +42,19 @@ def summary_of(command: Sequence[str]) -> dict[str, Any]:
         subprocess.run([*ONBEAT, *command, "--json", str(out)], check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = json.loads(out.read_text())
         return found
+
+
+def fleet_parser(description: str | None, *, port: int) -> argparse.ArgumentParser:
+    """Return a parser of what benchmarks of the front end have in common: stand-ins, a port, a file."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="meta-llama/Llama-3.1-8B")
+    parser.add_argument("--device", default="h100-sxm")
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--port", type=int, default=port)
+    parser.add_argument("--json", type=Path)
+    return parser
 
 
 def stand_ins(model: str, device: str, replicas: int) -> list[str]:

@@ -219,7 +219,7 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     linear_seconds, head_seconds = _linear_layers(at), _head(at)
     pair, kv, decode_kv = at.pair, at.kv, at.decode_kv
     window, share = at.window, at.windowed_share
-    p, inverse_p = at.smoothness, 1 / at.smoothness
+    p = at.smoothness
 
     def seconds(shape: BatchShape) -> float:
         context: float
@@ -245,8 +245,7 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
             if share:
                 pairs -= share * max(0.0, pairs - in_chunks * window)
                 cached -= share * max(0.0, cached - num_chunks * window)
-            a, b = pairs * pair, (cached + in_chunks) * kv
-            total += a * (1 + (b / a) ** p) ** inverse_p if a > b else b * (1 + (a / b) ** p) ** inverse_p
+            total += _longer(pairs * pair, (cached + in_chunks) * kv, p)
         return total
 
     return seconds
