@@ -66,8 +66,8 @@ class RunLearner(Protocol):
 class BatchTimer(Protocol):
     """A step-time model that is asked about the same few batches over and over."""
 
-    def time_of(self, shape: BatchShape) -> Callable[[float | None], float]:
-        """Return what tells `step_time` of a batch that never changes, by the quantile, in less time."""
+    def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
+        """Return what tells `step_time` of a batch that never changes, in less time."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -142,43 +143,49 @@ class OnlineCorrection:
 
         Written flat: it is asked for every step of a simulation, and a call costs more than it computes.
         """
-        log, exp, end = math.log, math.exp, len(ratios)
+        log, exp = math.log, math.exp
+        far, weight, prior, longest, slow = _FAR, _WEIGHT, _PRIOR, _LONGEST_MEMORY, _SLOW_WEIGHT
         kind, cached = shape.num_new_tokens.bit_length() * _KEY_STRIDE, shape.chunk_cached_tokens
-        pace = self._pace
-        is_near = True
-        while is_near and position < end:
+        pace, first, end = self._pace, position, len(ratios)
+        while position < end:
             bits = (cached + contexts[position]).bit_length()
-            most = (1 << bits) - cached  # from here on steps are of the next kind
+            # From there on steps are of the next kind.
+            stop = bisect_left(contexts, (1 << bits) - cached, position)
             bucket = self._buckets.get(kind + bits)
             if bucket is None:
                 bucket = self._buckets[kind + bits] = _SlowMean()
-            believed, count, mean = bucket.state
-            while position < end and contexts[position] < most:
-                ratio = ratios[position]
+            believed, count, mean = bucket.value, bucket.count, bucket.mean
+            for ratio in ratios[position:stop]:
                 left = log(ratio) - pace - believed
-                if abs(left) > _FAR:
-                    is_near = False
+                if abs(left) > far:
+                    end = position
                     break
                 off.append(ratio / exp(pace + believed))
                 position += 1
                 count += 1
-                mean += (believed + left - mean) * (1 / count if count < _LONGEST_MEMORY else _SLOW_WEIGHT)
-                believed = (0.0 + count * mean) / (_PRIOR + count)  # these kinds are believed to be like all
-                pace += _WEIGHT * left
-                self._num_far = 0
-            bucket.state = (believed, count, mean)
+                mean += (believed + left - mean) * (1 / count if count < longest else slow)
+                believed = count * mean / (prior + count)  # these kinds are believed to be like all
+                pace += weight * left
+            bucket.value, bucket.count, bucket.mean = believed, count, mean
+        if position > first:
+            self._num_far = 0
         self._pace = pace
         return position
 
-    def factor_of(self, shape: BatchShape) -> Callable[[], float]:
-        """Return what tells `factor` of a batch without drafts that never changes, in less time."""
+    def timer(self, shape: BatchShape, seconds: float) -> Callable[[], float]:
+        """Return what tells the corrected time of a batch without drafts that never changes, in less time.
+
+        Parameters
+        ----------
+        seconds : its time without this correction.
+        """
         buckets, key, exp = self._buckets, _key(shape), math.exp
 
-        def factor() -> float:
+        def corrected() -> float:
             bucket = buckets.get(key)
-            return exp(self._pace if bucket is None else self._pace + bucket.value)
+            return seconds * exp(self._pace if bucket is None else self._pace + bucket.value)
 
-        return factor
+        return corrected
 
     def _bounded(self, left: float) -> float:
         """Return how much to believe of what nobody expected of a step that is further off than `_FAR`."""
@@ -232,32 +239,26 @@ class _SlowMean:
     prior : what to believe at first; None is 0.
     """
 
-    __slots__ = ("_count", "_mean", "_prior", "value")
+    __slots__ = ("_prior", "count", "mean", "value")
 
     def __init__(self, prior: _SlowMean | None = None) -> None:
         self._prior = prior
-        self._count = 0
-        self._mean = 0.0
+        self.count = 0
+        """Of the values so far."""
+        self.mean = 0.0
+        """Of them."""
         self.value: float = 0.0 if prior is None else prior.value
-
-    @property
-    def state(self) -> tuple[float, int, float]:
-        """What is believed, how many values were counted, and their mean."""
-        return self.value, self._count, self._mean
-
-    @state.setter
-    def state(self, state: tuple[float, int, float]) -> None:
-        self.value, self._count, self._mean = state
+        """What is believed."""
 
     def observe(self, value: float) -> float:
         """Count a value, as at most `_FAR` away from what was believed; return how far it was away."""
         believed = self.value
         left = value - believed
         value = believed + (left if abs(left) <= _FAR else math.copysign(_FAR, left))
-        self._count = count = self._count + 1
-        self._mean += (value - self._mean) * (1 / count if count < _LONGEST_MEMORY else _SLOW_WEIGHT)
+        self.count = count = self.count + 1
+        self.mean += (value - self.mean) * (1 / count if count < _LONGEST_MEMORY else _SLOW_WEIGHT)
         prior = 0.0 if self._prior is None else self._prior.value
-        self.value = (_PRIOR * prior + count * self._mean) / (_PRIOR + count)
+        self.value = (_PRIOR * prior + count * self.mean) / (_PRIOR + count)
         return left
 
 

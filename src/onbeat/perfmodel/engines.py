@@ -7,7 +7,7 @@ published measurements (`data/engines.yaml` says which, and docs/calibration.md 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -24,7 +24,13 @@ from onbeat.perfmodel.device_spec import CPU, DeviceSpec
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
-from onbeat.perfmodel.roofline import RooflineParameters, make_roofline, roofline_seconds
+from onbeat.perfmodel.roofline import (
+    RooflineParameters,
+    make_roofline,
+    make_roofline_run,
+    roofline_seconds,
+)
+from onbeat.perfmodel.runs import RunSeconds
 from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES
 
 ENGINES = ("vllm", "tensorrt-llm", "sglang")
@@ -149,6 +155,32 @@ def make_engine_roofline(
         return roofline(shape) + row_seconds * shape.num_sequences
 
     return seconds
+
+
+def make_engine_run(
+    engine: EngineTerms,
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    parallelism: Parallelism,
+    precision: Precision,
+) -> RunSeconds:
+    """Return what tells the times of an engine's steps that read more and more context.
+
+    Raises
+    ------
+    ConfigError : see `engine_parameters` and `make_roofline_run`.
+    """
+    parameters = engine_parameters(engine, model, device, parallelism=parallelism, precision=precision)
+    roofline = make_roofline_run(
+        model, device, parallelism=parallelism, precision=precision, parameters=parameters
+    )
+
+    def of_run(shape: BatchShape, contexts: Sequence[int]) -> list[float]:
+        rows = engine.row_seconds * shape.num_sequences
+        return [seconds + rows for seconds in roofline(shape, contexts)]
+
+    return of_run
 
 
 def engine_seconds(

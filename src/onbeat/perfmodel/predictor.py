@@ -13,6 +13,7 @@ from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
 from onbeat.perfmodel.residual import ResidualModel
+from onbeat.perfmodel.runs import RunSeconds, seconds_of_each
 from onbeat.perfmodel.shape_range import ShapeRange
 
 MAX_CHUNK_TOKENS = 1 << 22
@@ -37,6 +38,7 @@ class Predictor:
     alarm : looks at every observed step; None for none.
     recent : quantiles of observed steps, which replace those of `residual` once there are enough.
     errors : of the closure on steps that it was not fitted to; None where nothing was fitted.
+    run_seconds : the closure for several steps at once, in less time; None asks it for each.
     """
 
     __slots__ = (
@@ -45,6 +47,7 @@ class Predictor:
         "_inflation",
         "_recent",
         "_residual",
+        "_run_seconds",
         "_seconds",
         "_shape_range",
         "errors",
@@ -59,9 +62,11 @@ class Predictor:
         alarm: DriftAlarm | None = None,
         recent: OnlineQuantile | None = None,
         errors: FitErrors | None = None,
+        run_seconds: RunSeconds | None = None,
     ) -> None:
         self.errors = errors
         self._seconds = seconds
+        self._run_seconds = partial(seconds_of_each, seconds) if run_seconds is None else run_seconds
         self._residual = residual
         self._shape_range = shape_range
         self._inflation = None if shape_range is None else shape_range.inflation
@@ -84,6 +89,7 @@ class Predictor:
             alarm,
             OnlineQuantile(),
             self.errors,
+            self._run_seconds,
         )
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:
@@ -141,42 +147,36 @@ class Predictor:
     def observe_run(self, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:
         """Learn from steps that followed one another. See `core.RunLearner`."""
         correction, recent, rows = self._correction, self._recent, shape.num_lm_head_rows
+        if len(ends) == 1:
+            shape.decode_context_tokens += rows
+            self.observe(shape, ends[0] - begun)
+            return
         if correction is None or recent is None or self._alarm is not None or self._inflation is not None:
             observe_each(self, shape, begun, ends)
             return
-        expected = self._seconds
-        contexts: list[int] = []
-        ratios: list[float] = []
-        for end in ends:
-            shape.decode_context_tokens += rows
-            seconds, begun = end - begun, end
-            if 0 < seconds < math.inf:
-                contexts.append(shape.decode_context_tokens)
-                ratios.append(seconds / expected(shape))
-        if not ratios:
+        before = shape.decode_context_tokens
+        contexts = [before + step * rows for step in range(1, len(ends) + 1)]
+        steps = zip([begun, *ends[:-1]], ends, self._run_seconds(shape, contexts), strict=True)
+        ratios = [(end - start) / expected for start, end, expected in steps]
+        if not 0 < min(ratios) <= max(ratios) < math.inf:  # a clock that stood still
+            observe_each(self, shape, begun, ends)
             return
-        last = shape.decode_context_tokens
         has_lost_pace, off = correction.observe_run(shape, contexts, ratios)
-        shape.decode_context_tokens = last
         if has_lost_pace:
             recent.forget()
         if off:
             recent.observe_all(off)
 
-    def time_of(self, shape: BatchShape) -> Callable[[float | None], float]:
+    def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
         """Return what tells `step_time` of a batch that never changes. See `core.BatchTimer`."""
         if shape.num_draft_tokens or not shape.num_new_tokens:
-            return partial(self.step_time, shape)
+            return partial(self.step_time, shape, q)
         seconds = self._seconds(shape)
         if self._inflation is not None:
             seconds *= self._inflation(shape)
-        factor = None if self._correction is None else self._correction.factor_of(shape)
-
-        def time(q: float | None) -> float:
-            now = seconds if factor is None else seconds * factor()
-            return now if q is None else now * self._quantile_factor(q)
-
-        return time
+        correction = self._correction
+        mean = (lambda: seconds) if correction is None else correction.timer(shape, seconds)
+        return mean if q is None else lambda: mean() * self._quantile_factor(q)
 
     @property
     def drift(self) -> Drift | None:

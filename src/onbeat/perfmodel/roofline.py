@@ -25,6 +25,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import SMOOTHNESS
 from onbeat.perfmodel.roofline_terms import RooflineTerms, roofline_terms
+from onbeat.perfmodel.runs import RunSeconds, seconds_of_each
 
 Vector = NDArray[np.float64]
 
@@ -176,6 +177,26 @@ def make_roofline(
     return _closure(_coefficients(terms, parameters or default_parameters(device)))
 
 
+def make_roofline_run(
+    model: ModelSpec,
+    device: DeviceSpec,
+    *,
+    parallelism: Parallelism | None = None,
+    precision: Precision | None = None,
+    parameters: RooflineParameters | None = None,
+) -> RunSeconds:
+    """Return what tells the times of `make_roofline`'s function for steps that read more and more context.
+
+    Raises
+    ------
+    ConfigError : see `roofline_terms`.
+    """
+    terms = roofline_terms(
+        model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
+    )
+    return _run_closure(_coefficients(terms, parameters or default_parameters(device)))
+
+
 _NUM_KEPT = 1 << 12
 """Numbers of tokens, or of rows, whose time is kept: a scheduler comes back to the same few."""
 
@@ -249,6 +270,21 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
         return total
 
     return seconds
+
+
+def _run_closure(at: _Coefficients) -> RunSeconds:
+    """Add what `_closure` adds, in its order: the times are equal to the last digit."""
+    seconds, decode_kv = _closure(at), at.decode_kv
+
+    def of_run(shape: BatchShape, contexts: Sequence[int]) -> list[float]:
+        if at.windowed_share or shape.num_chunks or shape.num_draft_tokens:
+            return seconds_of_each(seconds, shape, contexts)
+        before, shape.decode_context_tokens = shape.decode_context_tokens, 0
+        rest = seconds(shape)
+        shape.decode_context_tokens = before
+        return [rest + context * decode_kv for context in contexts]
+
+    return of_run
 
 
 def roofline_seconds(

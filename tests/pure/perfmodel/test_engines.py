@@ -10,7 +10,14 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
-from onbeat.perfmodel.engines import ENGINES, EngineTerms, engine_seconds, find_engine, make_engine_roofline
+from onbeat.perfmodel.engines import (
+    ENGINES,
+    EngineTerms,
+    engine_seconds,
+    find_engine,
+    make_engine_roofline,
+    make_engine_run,
+)
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
@@ -58,6 +65,14 @@ def test_both_evaluations_agree(spec: object, tensor: int) -> None:
     )
     assert seconds.tolist() == pytest.approx([step(TERMS, each, tensor=tensor, spec=spec) for each in shapes])
     assert seconds[0] == 0
+
+
+def test_a_run_of_steps_takes_what_its_steps_take_to_the_last_digit() -> None:
+    what = {"parallelism": Parallelism(4), "precision": Precision()}
+    run = make_engine_run(TERMS, EXPERTS, DEVICE, **what)  # type: ignore[arg-type]
+    contexts = [1000, 1008, 1016]
+    one_by_one = [step(TERMS, decodes(8, each // 8), tensor=4, spec=EXPERTS) for each in contexts]
+    assert list(run(SHAPE, contexts)) == one_by_one
 
 
 def test_a_term_costs_what_it_says() -> None:

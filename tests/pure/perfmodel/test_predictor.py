@@ -277,13 +277,13 @@ def test_a_run_of_steps_teaches_what_its_steps_do(
 def test_a_batch_that_never_changes_is_timed_as_any_other() -> None:
     shapes = [*mixed_batches(20, seed=3), decodes(7, 900), verifies(4, 100, 3)]
     for predictor in (Predictor(linear_seconds, RESIDUAL).with_learning(), full_predictor()):
-        timers = [predictor.time_of(shape) for shape in shapes]
+        timers = {q: [predictor.time_of(shape, q) for shape in shapes] for q in (None, 0.5, 0.99)}
         for pace in (1.0, 1.3, 0.8, 5.0):
             for shape in (decodes(7, 900), mixed_batches(1, seed=3)[0]):
                 for _ in range(40):
                     predictor.observe(shape, pace * linear_seconds(shape))
-            for q in (None, 0.5, 0.99):
-                assert [time(q) for time in timers] == [predictor.step_time(shape, q) for shape in shapes]
+            for q, times in timers.items():
+                assert [time() for time in times] == [predictor.step_time(shape, q) for shape in shapes]
 
 
 def test_equal_calls_give_equal_answers() -> None:

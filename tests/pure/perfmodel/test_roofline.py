@@ -17,7 +17,14 @@ from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
-from onbeat.perfmodel.roofline import RooflineParameters, default_parameters, make_roofline, roofline_seconds
+from onbeat.perfmodel.roofline import (
+    RooflineParameters,
+    default_parameters,
+    make_roofline,
+    make_roofline_run,
+    roofline_seconds,
+)
+from onbeat.perfmodel.runs import seconds_of_each
 from onbeat.perfmodel.shapes import FIELDS, shape_matrix, shapes_of
 from tests.examples import examples
 
@@ -76,6 +83,20 @@ def test_another_row_never_makes_a_step_shorter(rows, more):
     before = predict(batch(*rows))
     assert predict(batch(*rows, more)) >= before
     assert (before > 0) == bool(rows)
+
+
+@examples(60)
+@given(
+    rows=rows.filter(bool),
+    contexts=st.lists(st.integers(1, 200_000), max_size=5),
+    name=st.sampled_from(["Llama-3.1-8B", "Mixtral-8x7B", "gemma-3-27b-pt"]),
+)
+def test_a_run_of_steps_takes_what_its_steps_take_to_the_last_digit(rows, contexts, name):
+    model, shape = find_model_spec(name), batch(*rows)
+    before = replace(shape)
+    one_by_one = seconds_of_each(make_roofline(model, H100), shape, contexts)
+    assert list(make_roofline_run(model, H100)(shape, contexts)) == one_by_one
+    assert shape == before
 
 
 @given(st.lists(rows, max_size=4))

@@ -137,7 +137,7 @@ class TestTenants:
         tracker = SLOTracker()
         state = make_state(make_request("r", 10, 1, weight=3.0))
         tracker.on_arrival(state)
-        tracker.on_delivery(state, delivery(state, 4096), 0.0)
+        tracker.on_deliveries([(state, delivery(state, 4096))], 0.0)
         assert tracker.worth(state) == 3.0
 
     def test_worth_falls_with_service_and_at_most_fourfold(self):
@@ -148,7 +148,7 @@ class TestTenants:
         assert [tracker.worth(state) for state in states] == [1.0, 1.0]
         worths = []
         for _ in range(5):
-            tracker.on_delivery(states[0], delivery(states[0], 4096), 0.0)
+            tracker.on_deliveries([(states[0], delivery(states[0], 4096))], 0.0)
             worths.append(tracker.worth(states[0]))
             assert tracker.worth(states[1]) == pytest.approx(1 / worths[-1])
         assert worths == sorted(worths, reverse=True)

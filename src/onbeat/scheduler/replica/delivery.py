@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from onbeat.core.request import FinishReason, RequestOutput, TokenLogprobs
 from onbeat.scheduler.replica.request_state import RequestState
@@ -43,17 +43,15 @@ def deliver(
     return output
 
 
-def note_delivery(
-    state: RequestState,
-    output: RequestOutput,  # noqa: ARG001 (for those who tell the caller of the objective)
-    now: float,
-    run: Sequence[float] | None,
+def note_deliveries(
+    delivered: Iterable[tuple[RequestState, RequestOutput]], now: float, run: Sequence[float] | None
 ) -> None:
-    """Hold a delivery against its deadline; see `SLOTracker.on_delivery`."""
-    if run is None:
-        state.slo.note_delivery(now)
-    else:
-        state.slo.note_run(run)
+    """Hold deliveries against their deadlines; see `SLOTracker.on_deliveries`."""
+    for state, _ in delivered:
+        if run is None:
+            state.slo.note_delivery(now)
+        else:
+            state.slo.note_run(run)
 
 
 def last_output(state: RequestState, finish_reason: FinishReason) -> RequestOutput:

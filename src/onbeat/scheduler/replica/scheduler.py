@@ -19,7 +19,7 @@ from onbeat.core.step import (
 from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
-from onbeat.scheduler.replica.delivery import deliver, last_output, note_delivery
+from onbeat.scheduler.replica.delivery import deliver, last_output, note_deliveries
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -75,8 +75,8 @@ class Scheduler:
         if self._slo is not None:
             assert step_time_model is not None
             self._slo.start(step_time_model)
-        self._on_delivery = note_delivery if self._slo is None else self._slo.tracker.on_delivery
-        """Holds a delivery against its deadline."""
+        self._on_deliveries = note_deliveries if self._slo is None else self._slo.tracker.on_deliveries
+        """Holds deliveries against their deadlines."""
         self._work = None if self._slo is None else self._slo.work
         """What prompts cost; None where nobody asks."""
         self._quantile = None if self._slo is None else self._slo.quantile
@@ -279,6 +279,7 @@ class Scheduler:
         self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends)
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
         outputs: list[RequestOutput] = []
+        delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
         failed = result.failed or {}
         sampled = sampled_rows(result)
@@ -304,13 +305,14 @@ class Scheduler:
                 outputs.append(output)
                 finished = output.finish_reason is not None
                 if keeps_deadlines:
-                    self._on_delivery(state, output, now, run)
+                    delivered.append((state, output))
                 # All but the last token sampled; a row planned behind drafts does not know its place itself.
                 num_valid = state.num_tokens - 1
             if holds_blocks and num_valid >= state.num_tokens_to_register:
                 self.kv.register_full_blocks(state, num_valid)
             if finished:
                 self._finish(state)
+        self._on_deliveries(delivered, now, run)
         self._settle(scheduled.shape, now, goes_on=goes_on)
         return outputs
 

@@ -35,7 +35,6 @@ class StepPlan:
         "_config",
         "_freed_block_ids",
         "_kv",
-        "_max_rows",
         "admissions",
         "budget",
         "budget_request_id",
@@ -46,6 +45,7 @@ class StepPlan:
         "is_repeatable",
         "late",
         "max_num_seqs",
+        "max_rows",
         "model",
         "now",
         "num_blocks_left",
@@ -126,7 +126,8 @@ class StepPlan:
         """And as long as it is predicted to take no longer than this, seconds."""
         self.max_num_seqs = config.max_num_seqs
         """Requests that may be in the batch: slots that are kept for others left out."""
-        self._max_rows = -(-config.max_num_seqs // config.num_micro_batches)
+        self.max_rows = -(-config.max_num_seqs // config.num_micro_batches)
+        """Rows that the step may have."""
         self._freed_block_ids: set[int] = set()
         """Blocks that the preemptions of this plan give back."""
 
@@ -148,11 +149,7 @@ class StepPlan:
     @property
     def num_rows_left(self) -> int:
         """Rows that the step may still take."""
-        return self._max_rows - len(self.decodes) - len(self.chunks) - len(self.admissions)
-
-    @property
-    def max_rows(self) -> int:
-        return self._max_rows
+        return self.max_rows - len(self.decodes) - len(self.chunks) - len(self.admissions)
 
     @property
     def num_blocks(self) -> int:
@@ -177,7 +174,7 @@ class StepPlan:
         goes on.
         """
         decodes, num_kept = self.decodes, self.num_kept
-        max_decodes = self._max_rows - len(self.chunks)
+        max_decodes = self.max_rows - len(self.chunks)
         for index, state in enumerate(self.running):
             if index >= num_kept or len(decodes) >= max_decodes:
                 break
@@ -203,7 +200,7 @@ class StepPlan:
             num_wanted = state.num_tokens + state.num_in_flight_tokens - state.num_computed_tokens
             if num_wanted <= 1 or state.is_in_flight:
                 continue
-            if num_decodes + len(self.chunks) == self._max_rows:
+            if num_decodes + len(self.chunks) == self.max_rows:
                 break
             num_new = chunking.num_tokens(num_wanted, self.num_tokens_left)
             if num_new == 0:
@@ -297,7 +294,7 @@ class StepPlan:
         """Whether one more request may join this step, blocks aside."""
         return (
             self.num_kept + len(self.admissions) < self.max_num_seqs
-            and len(self.decodes) + len(self.chunks) + len(self.admissions) < self._max_rows
+            and len(self.decodes) + len(self.chunks) + len(self.admissions) < self.max_rows
             and self.num_tokens_left > 0
         )
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf, nextafter
 from typing import NamedTuple
 
@@ -30,8 +29,7 @@ StepLimit = Callable[[RunningView, float, float], float]
 """(running requests, seconds of their decodes, start) -> seconds that a step may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outlook:
+class Outlook(NamedTuple):
     """What an arrival may expect.
 
     Attributes
@@ -153,7 +151,7 @@ class Admission:
         # By the time that it is served, those ahead of it decode, too.
         ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
         decodes = decode_shape([*view.decodes, *ahead]) if ahead else view.decode_shape()
-        limit = self._limit(view, work.of(decodes), start)
+        limit = self._limit(view, work.of(decodes), start) if view.streams else inf
         room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)

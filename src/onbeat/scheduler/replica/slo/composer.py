@@ -242,26 +242,27 @@ class _Step:
         self._plan = plan
         self._work = work
         self._view = RunningView(plan.running, plan.now)
-        self._victims = Victims(plan, work, policy.tracker.worth)
         self._jobs, plan.late = prefill_jobs(plan.now, self._view.prefills, plan.waiting, work)
 
     def compose(self) -> None:
-        plan, policy, work = self._plan, self._policy, self._work
+        plan, policy, view, jobs = self._plan, self._policy, self._view, self._jobs
         left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
         best_effort = self._best_effort(left_over)
-        jobs = self._jobs
-        self._make_room(jobs, best_effort)
-        rows = self._not_victims(self._view.decodes)
-        shape = decode_shape(rows) if plan.victims else self._view.decode_shape()
-        decode_seconds = work.of(shape)
-        limit = policy.limit(self._view, decode_seconds, plan.now)
-        if policy.is_for_best_effort(plan.step_id):
-            limit = max(limit, decode_seconds)  # nobody sits out
+        if jobs:
+            self._make_room(jobs, best_effort)
+        rows = self._not_victims(view.decodes)
+        shape = decode_shape(rows) if plan.victims else view.decode_shape()
+        limit, decode_seconds = inf, 0.0
+        if view.streams:  # else nothing is due, and nobody asks how long the decodes take
+            decode_seconds = self._work.of(shape)
+            limit = policy.limit(view, decode_seconds, plan.now)
+            if policy.is_for_best_effort(plan.step_id):
+                limit = max(limit, decode_seconds)  # nobody sits out
         if decode_seconds > limit or len(rows) > plan.max_rows:
             rows, shape = self._fit_decodes(limit)
-        if self._view.due_state is not None:
-            plan.budget, plan.budget_request_id = limit, self._view.due_state.request_id
-            plan.slack = max(limit, self._view.due - plan.now)
+        if view.due_state is not None:
+            plan.budget, plan.budget_request_id = limit, view.due_state.request_id
+            plan.slack = max(limit, view.due - plan.now)
         if jobs or best_effort:
             self._share_out(rows, shape, limit, best_effort)
             plan.overdue = self._overdue(left_over)
@@ -269,7 +270,7 @@ class _Step:
             self._decode(rows, shape)
             plan.predicted_wait = 0.0
         if plan.is_repeatable:  # if anybody asks
-            plan.repeat_limit = policy.tightest_limit(self._view.tightest)
+            plan.repeat_limit = policy.tightest_limit(view.tightest)
             plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
 
     def _share_out(
@@ -285,28 +286,28 @@ class _Step:
         """
         plan, policy, jobs = self._plan, self._policy, self._jobs
         is_for_best_effort = policy.is_for_best_effort(plan.step_id)
-        room = policy.room(shape, limit, jobs)
-        in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
+        in_turn: list[PromptJob] = []
         sitting_out: list[RequestState] = []
-        if num_left_behind and not is_for_best_effort and self._has_slots_for(jobs):
-            rows, sitting_out = self._split(rows, room)
-        if sitting_out:
-            shape = decode_shape(rows)
+        due: dict[str, float] = {}
+        plan.predicted_wait, most_chunk_tokens = 0.0, self._work.efficient_chunk
+        if jobs:
             room = policy.room(shape, limit, jobs)
             in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
-        plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
+            if num_left_behind and not is_for_best_effort and self._has_slots_for(jobs):
+                rows, sitting_out = self._split(rows, room)
+            if sitting_out:
+                shape = decode_shape(rows)
+                room = policy.room(shape, limit, jobs)
+                in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
+            plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
+            due = policy.due(in_turn[: len(in_turn) - num_left_behind], plan.now)
+            most_chunk_tokens = room.chunk
         shape = self._decode(rows, shape)
         prompts = [job.state for job in in_turn]
         prompts = best_effort + prompts if is_for_best_effort else prompts + best_effort
         # Decodes alone may take longer than the limit: prompts then get nothing.
-        kept = in_turn[: len(in_turn) - num_left_behind]
         filler = StepFiller(
-            plan,
-            self._work,
-            shape,
-            limit=limit,
-            most_chunk_tokens=room.chunk,
-            due=policy.due(kept, plan.now),
+            plan, self._work, shape, limit=limit, most_chunk_tokens=most_chunk_tokens, due=due
         )
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
@@ -374,7 +375,7 @@ class _Step:
             return
         running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
         pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
-        self._victims.make_room(first.state, pool)
+        self._victims().make_room(first.state, pool)
 
     def _has_slots_for(self, jobs: list[PromptJob]) -> bool:
         """Whether all prompts can be admitted: who sits out keeps its slot, and others wait for it."""
@@ -416,13 +417,16 @@ class _Step:
         num_growing = plan.num_growing(rows)
         if num_growing > plan.num_blocks_left:
             plan.ran_out_of_blocks = True
-            rows = self._victims.make_blocks_free(rows)
+            rows = self._victims().make_blocks_free(rows)
             shape = decode_shape(rows)
             num_growing = plan.num_growing(rows)
         plan.num_blocks_left -= num_growing
         plan.decodes += rows
         plan.num_tokens_left -= len(rows)
         return shape
+
+    def _victims(self) -> Victims:
+        return Victims(self._plan, self._work, self._policy.tracker.worth)
 
     def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
         if not self._plan.victims:

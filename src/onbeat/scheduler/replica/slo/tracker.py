@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from onbeat.core.request import RequestOutput
@@ -61,21 +61,32 @@ class SLOTracker:
         self.on_arrival(state)
         self._tenants.on_leave(state.request.tenant)
 
-    def on_delivery(
-        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None = None
+    def on_deliveries(
+        self,
+        delivered: Iterable[tuple[RequestState, RequestOutput]],
+        now: float,
+        run: Sequence[float] | None = None,
     ) -> None:
-        """Count a delivery, and tell the caller what has become of the objective.
+        """Count what a step delivered, and tell the callers what has become of their objectives.
 
         Parameters
         ----------
-        run : when each of several steps ended that brought a token each; None for a delivery now.
+        now : when the step, or the last of several, ended; seconds.
+        run : when each of several steps ended that brought a token each; None for one step.
         """
-        slo = state.slo
-        if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf and not self._has_tenants:
-            # No token of it will ever be due, and it had its first one.
-            slo.last_delivery = now if run is None else run[-1]
+        has_tenants = self._has_tenants
+        for state, output in delivered:
+            slo = state.slo
+            if slo.tbt == slo.next_deadline == inf and slo.last_delivery > -inf and not has_tenants:
+                slo.last_delivery = now  # no token of it will ever be due, and it had its first one
+            else:
+                self._on_delivery(state, output, now, run)
             output.is_relegated = slo.is_best_effort
-            return
+
+    def _on_delivery(
+        self, state: RequestState, output: RequestOutput, now: float, run: Sequence[float] | None
+    ) -> None:
+        slo = state.slo
         if run is None:
             num_tokens = len(output.new_token_ids)
             has_missed = slo.note_delivery(now, num_tokens)
@@ -88,7 +99,6 @@ class SLOTracker:
                     self._tenants.on_output(state.request.tenant, 1)
         if has_missed:
             self.num_missed += 1
-        output.is_relegated = slo.is_best_effort
         if slo.predicted_ttft is not None:
             output.predicted_ttft = slo.take_prediction()
 

@@ -74,9 +74,9 @@ class PrefillWork:
         self._quantile = quantile
         self._num_left = _REFRESH_STEPS
         """Steps until the coefficients are taken again."""
-        self._chunks = _timers(model, _CHUNKS)
-        self._chunks_with_context = _timers(model, _CHUNKS_WITH_CONTEXT)
-        self._decodes = _timers(model, (_FEW_DECODES, _MANY_DECODES, _SHORT_DECODES))
+        self._chunks = _timers(model, _CHUNKS, quantile)
+        self._chunks_with_context = _timers(model, _CHUNKS_WITH_CONTEXT, quantile)
+        self._decodes = _timers(model, (_FEW_DECODES, _MANY_DECODES, _SHORT_DECODES), quantile)
         self.take()
 
     def refresh(self) -> None:
@@ -106,19 +106,18 @@ class PrefillWork:
 
     def take(self) -> None:
         """Take the coefficients from the model."""
-        quantile = self._quantile
-        times = [time(quantile) for time in self._chunks]
+        times = [time() for time in self._chunks]
         best = min([seconds / size for size, seconds in zip(_SIZES, times, strict=True)])
         place = next(place for place, size in enumerate(_SIZES) if times[place] <= best * size * _NEAR_BEST)
         self.efficient_chunk = chunk = _SIZES[place]
-        with_context = self._chunks_with_context[place](quantile)
+        with_context = self._chunks_with_context[place]()
         self.pair = max(0.0, (with_context - times[place]) / (chunk * _CONTEXT))
         longer = times[place + 1] if chunk < _SIZES[-1] else self.of(_chunk(2 * chunk))
         slope = (longer - times[place]) / chunk - self.pair * 1.5 * chunk
         # Beyond the largest chunk looked at, or under noise, the slope may be off: the mean cost bounds it.
         self.token = min(max(slope, 0.5 * best), best)
         self.step_seconds = max(0.0, times[place] - self.seconds(chunk, 0))
-        few, many, short = [time(quantile) for time in self._decodes]
+        few, many, short = [time() for time in self._decodes]
         self.decode_seconds = max(0.0, (many - few) / 16)
         self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
         num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
@@ -190,11 +189,13 @@ class PrefillWork:
         return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
 
 
-def _timers(model: StepTimeModel, shapes: Sequence[BatchShape]) -> list[Callable[[float | None], float]]:
+def _timers(
+    model: StepTimeModel, shapes: Sequence[BatchShape], quantile: float | None
+) -> list[Callable[[], float]]:
     """Return what tells the time of each of some batches."""
     if isinstance(model, BatchTimer):
-        return [model.time_of(shape) for shape in shapes]
-    return [partial(model.step_time, shape) for shape in shapes]
+        return [model.time_of(shape, quantile) for shape in shapes]
+    return [partial(model.step_time, shape, quantile) for shape in shapes]
 
 
 def _chunk(num_tokens: int, num_cached_tokens: int = 0) -> BatchShape:

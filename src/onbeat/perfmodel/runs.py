@@ -1,0 +1,22 @@
+"""Times of steps that follow one another and differ in what their decodes read alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from onbeat.core.step import BatchShape
+
+RunSeconds = Callable[[BatchShape, Sequence[int]], Sequence[float]]
+"""(any of the steps, `decode_context_tokens` of each) -> seconds of each."""
+
+
+def seconds_of_each(
+    seconds: Callable[[BatchShape], float], shape: BatchShape, contexts: Sequence[int]
+) -> list[float]:
+    """Return the times of steps by asking for one after another: what any `RunSeconds` comes to."""
+    before, times = shape.decode_context_tokens, []
+    for context in contexts:
+        shape.decode_context_tokens = context
+        times.append(seconds(shape))
+    shape.decode_context_tokens = before
+    return times
