@@ -75,10 +75,10 @@ def read_promise(path: Path) -> Promise:
     """
     content = read_yaml(path, "the plan")
     plan = content.get(SECTION) if isinstance(content, dict) else None
-    if not isinstance(plan, dict) or not isinstance(plan.get("promise"), dict) or "seal" not in plan:
+    if not isinstance(plan, dict) or not (plan.get("promise") and isinstance(plan["promise"], dict)):
         raise ConfigError(f"{path} is no plan: it has no promise; make one with onbeat plan --output {path}")
     bare = {key: value for key, value in plan.items() if key != "seal"}
-    if plan["seal"] != _seal(bare, content.get("fleet")):
+    if plan.get("seal") != _seal(bare, content.get("fleet")):
         raise ConfigError(
             f"{path} was changed under 'plan' or 'fleet' since onbeat plan wrote it, so nobody has simulated "
             "what it says now; plan again, or take the change back"

@@ -91,30 +91,32 @@ def _read(path: Path) -> Mapping[str, Price]:
     content = read_yaml(path, "the prices in")
     if not isinstance(content, dict) or not content:
         raise ConfigError(f"{path} must be a mapping of devices to prices, such as 'h100-sxm: 2.49'")
-    return {str(device): _price(str(device), entry, str(path)) for device, entry in content.items()}
+    try:
+        return {str(device): _price(str(device), entry, str(path)) for device, entry in content.items()}
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
-def _price(device: str, entry: Any, where: str) -> Price:
+def _price(device: str, entry: Any, source: str) -> Price:
     if device != CPU:  # which is measured where it is looked up
         find_device(device)
     if isinstance(entry, (int, float)) and not isinstance(entry, bool):
-        entry = {"usd_per_hour": entry, "source": where}
+        entry = {"usd_per_hour": entry, "source": source}
     if not isinstance(entry, dict) or "usd_per_hour" not in entry:
-        raise ConfigError(
-            f"{where}: {device} is {entry!r}; give dollars an hour, or a mapping with usd_per_hour"
-        )
+        raise ConfigError(f"{device} is {entry!r}; give dollars an hour, or a mapping with usd_per_hour")
     if unknown := [name for name in entry if name not in _FIELDS]:
-        raise ConfigError(f"{where}: {device} has no {unknown[0]!r}; it takes {', '.join(_FIELDS)}")
+        raise ConfigError(f"{device} has no {unknown[0]!r}; it takes {', '.join(_FIELDS)}")
     try:
-        usd_per_hour, watts = float(entry["usd_per_hour"]), float(entry.get("watts") or _watts(device))
+        usd_per_hour = float(entry["usd_per_hour"])
+        watts = float(entry["watts"]) if "watts" in entry else _watts(device)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {device} is {entry!r}; usd_per_hour and watts are numbers") from error
+        raise ConfigError(f"{device} is {entry!r}; usd_per_hour and watts are numbers") from error
     return Price(
         device=device,
         usd_per_hour=usd_per_hour,
         watts=watts,
         date=str(entry.get("date", "")),
-        source=str(entry.get("source", where)),
+        source=str(entry.get("source", source)),
     )
 
 

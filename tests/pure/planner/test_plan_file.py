@@ -76,6 +76,14 @@ def test_a_promise_that_was_edited_is_none(tmp_path: Path, old: str, new: str) -
         read_promise(path)
 
 
+def test_a_promise_without_its_seal_is_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "plan.yaml")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if "seal:" not in line))
+    with pytest.raises(ConfigError, match=r"was changed .* nobody has simulated"):
+        read_promise(path)
+
+
 def test_flags_of_the_server_may_be_added(tmp_path: Path) -> None:
     path = write(tmp_path / "plan.yaml")
     path.write_text("port: 9000\n" + path.read_text())

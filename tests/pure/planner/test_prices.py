@@ -36,6 +36,7 @@ def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
         ("l4: free\n", "give dollars an hour"),
         ("l4: 0\n", "above 0"),
         ("l4: {usd: 3}\n", "usd_per_hour"),
+        ("l4: {usd_per_hour: 3, watts: 0}\n", "watts of l4 is 0"),
         ("l4: {usd_per_hour: 3, wats: 2}\n", "no 'wats'"),
         ("l4: {usd_per_hour: cheap}\n", "are numbers"),
         ("- l4\n", "mapping of devices"),
@@ -45,8 +46,9 @@ def test_a_file_wins_device_by_device(tmp_path: Path) -> None:
 def test_says_what_is_wrong_with_a_file(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "prices.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         Prices(path)
+    assert str(path) in str(caught.value)
 
 
 def test_a_price_that_nobody_said_is_asked_for() -> None:
