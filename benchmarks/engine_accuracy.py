@@ -3,7 +3,7 @@
     python benchmarks/engine_accuracy.py                    # the tables, with the terms of the package
     python benchmarks/engine_accuracy.py --fit              # the terms, fitted to one half of the rows
     python benchmarks/engine_accuracy.py --ttft             # time to first token, simulated
-    python benchmarks/engine_accuracy.py --first-token      # what of the measured one grows with the prompt
+    python benchmarks/engine_accuracy.py --first-token      # what of it grows with the prompt, what with steps
     python benchmarks/engine_accuracy.py --extract FILE     # make benchmarks/data/engine_tpot.csv
 
 The rows are the aggregated deployments in `silicon_sample.csv` of aiconfigurator-core 0.12.0 (Apache-2.0,
@@ -437,6 +437,7 @@ def print_deployments(fitted: Sequence[Case], held: Sequence[Case]) -> None:
 
 TTFT_MODEL, TTFT_OUTPUT, TTFT_CLIENTS = "Llama-3.1-70B", 1024, 32
 SHORTEST = 0.8
+LATE_ENGINE, LATE_DEGREES, LATE_CLIENTS = "tensorrt-llm", (1, 2, 4), 16
 REQUESTS_A_CLIENT = 10
 
 
@@ -476,21 +477,75 @@ def print_ttft(held: Sequence[Case]) -> None:
 
 
 def print_first_tokens(rows: Sequence[Row]) -> None:
-    """Print what of the measured TTFT of few clients grows with the prompt, and what does not."""
+    """Print what of the measured TTFT grows with the prompt and what does not; that in steps, too.
+
+    Milliseconds are those of `FEW_CLIENTS`. The steps are the rest over the TPOT of short prompts, of each
+    number of clients up to `TTFT_CLIENTS` at which the line through both prompts tells one (a queue of long
+    prompts, which stands for seconds, does not).
+    """
     short, long = PROMPTS
-    found: dict[tuple[str, str, str, int], dict[int, float]] = defaultdict(dict)
+    found: dict[tuple[str, str, str, int], dict[tuple[int, int], Row]] = defaultdict(dict)
     for row in rows:
-        if (row.concurrency, row.output_tokens) == (FEW_CLIENTS, short):
-            found[row.engine, row.model, row.device, row.tensor][row.input_tokens] = row.ttft_ms
-    print("| deployment | TTFT, ms | | a token, us | the rest, ms |\n|---|---:|---:|---:|---:|")
-    for (engine, model, device, tensor), ttft in sorted(found.items()):
-        if short in ttft and long in ttft:
-            slope = (ttft[long] - ttft[short]) / (long - short)
-            rest = ttft[short] - slope * short
+        if row.output_tokens == short and row.concurrency <= TTFT_CLIENTS:
+            of = found[row.engine, row.model, row.device, row.tensor]
+            of[row.concurrency, row.input_tokens] = row
+    print(
+        "| deployment | TTFT, ms | | a token, us | the rest, ms | in steps: median | least, most |\n"
+        "|---|---:|---:|---:|---:|---:|---:|"
+    )
+    for (engine, model, device, tensor), of in sorted(found.items()):
+        steps = []
+        cells = ""
+        for clients in sorted({clients for clients, _ in of}):
+            if (clients, short) not in of or (clients, long) not in of:
+                continue
+            few, many = of[clients, short], of[clients, long]
+            slope = (many.ttft_ms - few.ttft_ms) / (long - short)
+            rest = few.ttft_ms - slope * short
+            if rest > 0:
+                steps.append(rest / few.tpot_ms)
+            if clients == FEW_CLIENTS:
+                cells = f"{few.ttft_ms:.0f} | {many.ttft_ms:.0f} | {slope * 1e3:.1f} | {rest:.0f}"
+        if cells:
             print(
-                f"| {engine} {model} {device} TP {tensor} | {ttft[short]:.0f} | {ttft[long]:.0f} | "
-                f"{slope * 1e3:.1f} | {rest:.0f} |"
+                f"| {engine} {model} {device} TP {tensor} | {cells} | {np.median(steps):.1f} | "
+                f"{min(steps):.1f}, {max(steps):.1f} |"
             )
+
+
+def print_late_answers(fitted: Sequence[Case], held: Sequence[Case]) -> None:
+    """Print by how many steps first tokens of TensorRT-LLM at TP 1 to 4 are later than simulated ones.
+
+    Short prompts and up to 16 clients, planned ahead. The steps are the median of the fitted half; with them
+    the TTFT of the held-back half is predicted. (At TP 8 the fitted half is not late.)
+    """
+    late: list[float] = []
+    print("| half | deployment | steps late | TTFT simulated: error % | with them: error % |")
+    print("|---|---|---:|---:|---:|")
+    for half, cases in (("fitted", fitted), ("held back", held)):
+        found: dict[Deployment, list[tuple[float, float, float]]] = {}
+        for case in cases:
+            at = case.deployment
+            if at.engine != LATE_ENGINE or at.model != TTFT_MODEL or at.tensor not in LATE_DEGREES:
+                continue
+            found[at] = [
+                (row.ttft_ms, *_simulated(at, row, at.engine, 1))
+                for row in case.rows
+                if row.concurrency <= LATE_CLIENTS
+                and (row.input_tokens, row.output_tokens) == (PROMPTS[0], TTFT_OUTPUT)
+            ]
+        if half == "fitted":
+            late = [(ttft - own) / step for rows in found.values() for ttft, own, step in rows]
+        num_late = float(np.median(late))
+        for at, rows in found.items():
+            steps = [(ttft - own) / step for ttft, own, step in rows]
+            before = float(np.median([abs(own / ttft - 1) for ttft, own, _ in rows]))
+            after = float(np.median([abs((own + num_late * step) / ttft - 1) for ttft, own, step in rows]))
+            print(
+                f"| {half} | {at} | {min(steps):.1f} to {max(steps):.1f} | {_percent(before)} | "
+                f"{_percent(after)} |"
+            )
+    print(f"\n{num_late:.1f} steps, of the fitted half")
 
 
 def _simulated(at: Deployment, row: Row, engine: str, steps_ahead: int) -> tuple[float, float]:
@@ -541,6 +596,8 @@ def main() -> None:
         return
     if args.first_token:
         print_first_tokens(read_rows())
+        print()
+        print_late_answers(*halves(cases_of(read_rows())))
         return
     fitted, held = halves(cases_of(read_rows()))
     if args.fit:
