@@ -3,7 +3,7 @@
     python benchmarks/engine_accuracy.py                    # the tables, with the terms of the package
     python benchmarks/engine_accuracy.py --fit              # the terms, fitted to one half of the rows
     python benchmarks/engine_accuracy.py --ttft             # time to first token, simulated
-    python benchmarks/engine_accuracy.py --first-token      # what of it grows with the prompt, what with steps
+    python benchmarks/engine_accuracy.py --first-token      # what grows with the prompt, or with steps
     python benchmarks/engine_accuracy.py --extract FILE     # make benchmarks/data/engine_tpot.csv
 
 The rows are the aggregated deployments in `silicon_sample.csv` of aiconfigurator-core 0.12.0 (Apache-2.0,
