@@ -13,8 +13,9 @@ DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groun
 * `motivation` (its figure 1): prompts of 512 and outputs of 64 tokens, TTFT 0.4 s, TPOT 0.04 s; two prefill
   GPUs and one that generates, against one that does both.
 * `transfer` (its section 6.3): bytes of 512 tokens, and how long copies take over NVLink.
-* `power`, `equal-power`, `partitions` (Splitwise, Patel et al., ISCA 2024): what its table says of H100 whose
-  power is capped; fleets of equal power; and the partition for another load (`splitwise_fleets.py`).
+* `power`, `equal-power`, `partitions`, `pools` (Splitwise, Patel et al., ISCA 2024): what its table says of
+  H100 whose power is capped; fleets of equal power; the partition for another load; and how many of 40
+  machines are for prompts (`splitwise_fleets.py`).
 
 Llumnix (Sun et al., OSDI 2024) is in `llumnix_fleets.py`.
 """

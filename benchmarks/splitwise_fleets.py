@@ -1,15 +1,21 @@
 """Fleets of Splitwise (Patel et al., ISCA 2024), by the measurements and rules of its simulator.
 
 Parts of `fleet_papers.py`. Machines are DGX with BLOOM-176B (TP 8); the step times are those
-of the table of Mutinifni/splitwise-sim, used as it uses them: a step with prompts takes the time of its
-prompt tokens, 1.1 times that beside decodes; a step of decodes the time of its batch. At most 2,048 tokens
-and 512 requests a step (`sarathi`: longer prompts in parts). Lengths are drawn from the trace of
+of the table of Mutinifni/splitwise-sim: a step with prompts takes the time of its prompt tokens, 1.1 times
+that beside decodes, as the simulator has it; a step of decodes that of its batch, as measured. At most 2,048
+tokens and 512 requests a step (`sarathi`: longer prompts in parts). Lengths are drawn from the trace of
 conversations, arrivals are Poisson's. Fleets have a fifth of the paper's machines, rounded within the same
 power.
 
 A rate is kept if all nine of the paper's objectives hold: the 50th, 90th and 99th percentile of TTFT, TBT and
 E2E, as multiples of what the same request takes alone on an A100 machine. TBT is the mean of a request; in
 `equal-power-gaps` each gap counts by itself.
+
+`pools` tries the divisions of 40 machines that the paper's search tries, in fives
+(`splitwise_hh_isopower.yaml` of its simulator), with two things as the simulator has them
+(`performance_model.py`, `instance.py`): a step of n decodes takes the time that its table has for n tokens of
+prompts, not for a batch of n, so that up to 128 take what one takes; and KV may have all memory beside 329 GB
+of weights.
 """
 
 from __future__ import annotations
@@ -42,6 +48,8 @@ MODEL = "bloom-176b"
 KV_BYTES_PER_TOKEN = 2 * 70 * 14_336 * 2
 KV_TOKENS = int((0.9 * 640e9 - 352e9) / KV_BYTES_PER_TOKEN)
 """Of 640 GB, 0.9 of them used, beside the weights."""
+SIMULATOR_KV_TOKENS = int((8 * 80 * 2**30 - 329e9) / KV_BYTES_PER_TOKEN)
+"""Of its simulator."""
 MIXED_STEP = 1.1
 SECONDS = 60.0
 A100, H100, CAPPED = "a100-80gb", "h100-80gb", "h100-80gb-pcap"
@@ -93,8 +101,13 @@ def read_rows(shared: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def read_machine(shared: Path, hardware: str) -> Machine:
-    """Return the means of the rows of one kind of machine."""
+def read_machine(shared: Path, hardware: str, *, as_simulator: bool = False) -> Machine:
+    """Return the means of the rows of one kind of machine.
+
+    Parameters
+    ----------
+    as_simulator : take batches of decodes for so many tokens of prompts.
+    """
     prompts: dict[int, list[float]] = defaultdict(list)
     tokens: dict[int, list[float]] = defaultdict(list)
     for row in read_rows(shared):
@@ -103,13 +116,16 @@ def read_machine(shared: Path, hardware: str) -> Machine:
             # Batches of more tokens than a step has here took longer than a prompt of that length.
             if batch * int(row["prompt_size"]) <= 2048 or batch == 1:
                 prompts[batch * int(row["prompt_size"])].append(float(row["prompt_time"]) / 1e3)
-            tokens[batch].append(float(row["token_time"]) / 1e3)
+            rows = batch * int(row["prompt_size"]) if as_simulator else batch
+            tokens[rows].append(float(row["token_time"]) / 1e3)
     sizes, batches = sorted(prompts), sorted(tokens)
+    typical = median if as_simulator else fmean
+    token_seconds = [typical(tokens[each]) for each in batches]
     return Machine(
         np.array(sizes, dtype=float),
         np.maximum.accumulate([fmean(prompts[each]) for each in sizes]),
         np.array(batches, dtype=float),
-        np.maximum.accumulate([fmean(tokens[each]) for each in batches]),
+        np.array(token_seconds) if as_simulator else np.maximum.accumulate(token_seconds),
     )
 
 
@@ -122,6 +138,7 @@ class Design:
     token: str
     sizes: tuple[int, int]
     rule: PoolRule = "splitwise"
+    kv_tokens: int = KV_TOKENS
 
     @property
     def num_machines(self) -> int:
@@ -146,9 +163,21 @@ PARTITIONS = tuple(
 """For conversations, and for code; with a mixed pool and without."""
 
 
-def draw_load(shared: Path, rate: float) -> OfferedLoad:
-    """Draw requests of the trace of conversations; those of a lower rate begin those of a higher one."""
-    with gzip.open(shared / "data" / "traces" / "azure2023_conv.csv.gz", "rt", newline="") as file:
+CONVERSATIONS, CODE = "conv", "code"
+DIVISIONS = ((5, 3), (4, 4), (6, 2), (7, 1), (3, 5))
+"""Of a fifth of 40 machines: for prompts, for generation."""
+DIVIDED = (
+    (CONVERSATIONS, 24.0, True, SIMULATOR_KV_TOKENS),
+    (CODE, 20.0, True, SIMULATOR_KV_TOKENS),
+    (CONVERSATIONS, 22.0, True, KV_TOKENS),
+    (CONVERSATIONS, 16.0, False, KV_TOKENS),
+)
+"""Load, rate at which a search starts, whose steps of decodes, KV."""
+
+
+def draw_load(shared: Path, rate: float, trace: str) -> OfferedLoad:
+    """Draw requests of a trace; those of a lower rate begin those of a higher one."""
+    with gzip.open(shared / "data" / "traces" / f"azure2023_{trace}.csv.gz", "rt", newline="") as file:
         rows = [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
     lengths = np.array([row for row in rows if 0 < row[0] <= 8192 and row[1] > 1])
     num_requests = round(rate * SECONDS)
@@ -156,7 +185,7 @@ def draw_load(shared: Path, rate: float) -> OfferedLoad:
     drawn = lengths[rng.integers(0, len(lengths), num_requests)]
     gaps = np.random.default_rng(5).exponential(1.0, num_requests)
     return OfferedLoad(
-        name=f"conversations at {rate:g}/s",
+        name=f"{trace} at {rate:g}/s",
         num_prompt_tokens=drawn[:, 0],
         num_output_tokens=drawn[:, 1],
         arrivals=np.cumsum(gaps) / rate,
@@ -165,7 +194,7 @@ def draw_load(shared: Path, rate: float) -> OfferedLoad:
 
 def simulate_fleet(design: Design, machines: dict[str, Machine], load: OfferedLoad) -> list[RequestRecord]:
     scheduler = SchedulerConfig(
-        num_blocks=KV_TOKENS // 16,
+        num_blocks=design.kv_tokens // 16,
         block_size=16,
         max_model_len=16_384,
         max_num_seqs=512,
@@ -212,13 +241,19 @@ def slow_downs(
 
 
 def capacity(
-    design: Design, machines: dict[str, Machine], shared: Path, start: float, *, by_gap: bool
+    design: Design,
+    machines: dict[str, Machine],
+    shared: Path,
+    start: float,
+    *,
+    by_gap: bool,
+    trace: str = CONVERSATIONS,
 ) -> tuple[float, dict[str, NDArray[np.float64]]]:
     """Return the highest rate at which all nine objectives hold, to 4 %, and the slow-downs there."""
     low, high, rate = 0.0, 0.0, start
     at_low: dict[str, NDArray[np.float64]] = {}
     while not (low and high) or high > 1.04 * low:
-        load = draw_load(shared, rate)
+        load = draw_load(shared, rate, trace)
         records = simulate_fleet(design, machines, load)
         found = slow_downs(records, machines[A100], by_gap=by_gap)
         if all(np.all(found[name] <= limits) for name, limits in OBJECTIVES.items()):
@@ -236,16 +271,24 @@ def capacity(
     return low, at_low
 
 
-def print_capacities(shared: Path, designs: Sequence[Design], start: float, *, by_gap: bool = False) -> None:
+def print_capacities(
+    shared: Path,
+    designs: Sequence[Design],
+    start: float,
+    *,
+    by_gap: bool = False,
+    trace: str = CONVERSATIONS,
+    as_simulator: bool = False,
+) -> None:
     """Print the rate of each fleet, and its ratio to the first."""
-    machines = {name: read_machine(shared, name) for name in (A100, H100)}
+    machines = {name: read_machine(shared, name, as_simulator=as_simulator) for name in (A100, H100)}
     machines[CAPPED] = capped(machines[H100])
     heads = " | ".join(f"{name} P50, P90, P99" for name in OBJECTIVES)
     print(f"| machines | requests/s | to the first | {heads} |")
     print("|---|---:|---:|" + "---|" * len(OBJECTIVES))
     first = 0.0
     for design in designs:
-        rate, found = capacity(design, machines, shared, start, by_gap=by_gap)
+        rate, found = capacity(design, machines, shared, start, by_gap=by_gap, trace=trace)
         first = first or rate
         cells = [", ".join(f"{each:.2f}" for each in found[name]) if found else "-" for name in OBJECTIVES]
         print(f"| {design.name} | {rate:.1f} | {rate / first:.2f} | {' | '.join(cells)} |", flush=True)
@@ -261,6 +304,18 @@ def equal_power_gaps(shared: Path) -> None:
 
 def partitions(shared: Path) -> None:
     print_capacities(shared, PARTITIONS, 10.0)
+
+
+def pools(shared: Path) -> None:
+    """Print the rates of divisions, with steps as measured and as the paper's simulator takes them."""
+    for trace, start, as_simulator, kv_tokens in DIVIDED:
+        steps = "as its simulator takes them" if as_simulator else "as measured"
+        print(f"\n{trace}, steps of decodes {steps}, KV of {kv_tokens:,} tokens a machine\n")
+        designs = [
+            Design(f"{5 * sizes[0]} : {5 * sizes[1]}", H100, H100, sizes, kv_tokens=kv_tokens)
+            for sizes in DIVISIONS
+        ]
+        print_capacities(shared, designs, start, trace=trace, as_simulator=as_simulator)
 
 
 def power(shared: Path) -> None:
@@ -293,4 +348,5 @@ SPLITWISE_PARTS: dict[str, Callable[[Path], None]] = {
     "equal-power": equal_power,
     "equal-power-gaps": equal_power_gaps,
     "partitions": partitions,
+    "pools": pools,
 }
