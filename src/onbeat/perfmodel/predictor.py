@@ -175,7 +175,9 @@ class Predictor:
         if self._inflation is not None:
             seconds *= self._inflation(shape)
         correction = self._correction
-        mean = (lambda: seconds) if correction is None else correction.timer(shape, seconds)
+        mean: Callable[[], float] = (
+            (lambda: seconds) if correction is None else correction.timer(shape, seconds)
+        )
         return mean if q is None else lambda: mean() * self._quantile_factor(q)
 
     @property
