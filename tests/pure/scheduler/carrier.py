@@ -359,15 +359,13 @@ def new_carrier(
     router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive", move_rule: str = "mend"
 ) -> Carrier:
     """Return somebody with a fleet of three that has not started."""
-    config = FleetConfig(
-        drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule
-    )
+    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
     carrier = Carrier(Fleet(make_router(router, 0), config))
     carrier.tell(ScaleAsked(3))
     return carrier
 
 
-def run(  # noqa: PLR0913 -- the fleet, and how much happens to it
+def run(
     router: str,
     *,
     num_events: int,
