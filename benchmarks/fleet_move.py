@@ -111,6 +111,8 @@ async def measure(
         "usual_gap_ms": 1e3 * gap,
         "p50_gaps": quantile(ratios, 0.5),
         "p99_gaps": quantile(ratios, 0.99),
+        "p50_gap_of_others_beside_prompts_ms": 1e3 * quantile(beside_prompts, 0.5),
+        "p50_gap_of_others_ms": 1e3 * quantile(beside_moves, 0.5),
         "p99_gap_of_others_alone_ms": 1e3 * quantile(alone, 0.99),
         "p99_gap_of_others_beside_prompts_ms": 1e3 * quantile(beside_prompts, 0.99),
         "p99_gap_of_others_ms": 1e3 * quantile(beside_moves, 0.99),

@@ -10,6 +10,7 @@ DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groun
   prefill-first, sarathi and `slo`. 90 % (`--level`) must meet TTFT 0.25 s and TPOT 0.1 s, and tighter TPOTs.
 * `measured`: the authors' own runs of both on A100, as released: who met TTFT 0.25 s and these TPOTs.
 * `placements`: the same loads and coefficients on other numbers of GPUs for prompts and for generation.
+* `steps`: what steps take by the coefficients of both engines, on one GPU.
 * `motivation` (its figure 1): prompts of 512 and outputs of 64 tokens, TTFT 0.4 s, TPOT 0.04 s; two prefill
   GPUs and one that generates, against one that does both.
 * `transfer` (its section 6.3): bytes of 512 tokens, and how long copies take over NVLink.
@@ -46,6 +47,7 @@ from splitwise_fleets import SPLITWISE_PARTS
 
 from onbeat.core.handover import MoveVerb
 from onbeat.core.slo import SLO
+from onbeat.core.step import BatchShape
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.cluster.events import Answered, FleetAction, FleetEvent, MoveStep
@@ -175,16 +177,20 @@ def distserve(published: Published, num_requests: int, level: float) -> None:
     print_rates("TPOT; goodput per GPU, requests/s", rows)
 
 
-PLACEMENTS = ((1, 1), (2, 1), (1, 2), (3, 2))
+PLACEMENTS = ((1, 1), (2, 1), (3, 2))
 """GPUs for prompts, and that generate; each has the whole model."""
 
 
 def placements(published: Published, num_requests: int, level: float) -> None:
-    """Print the goodput per GPU of several placements, and of one GPU that does both."""
+    """Print the goodput per GPU of several placements, and of one GPU that does both.
+
+    Each has so many requests for each of its GPUs: what comes in the seconds before the first streams end
+    is carried by any number of them.
+    """
     names = ["TP 2 + 1", *(f"{prompts} + {tokens}" for prompts, tokens in PLACEMENTS), "one, prefill-first"]
     print(f"| TPOT; goodput per GPU, requests/s | {' | '.join(names)} |")
     print("|---|" + "---:|" * len(names))
-    for tpot in (TPOTS[0], TPOTS[-1]):
+    for tpot in TPOTS:
         systems: list[tuple[Callable[[OfferedLoad], Latencies], int]] = [
             (partial(run_distserve, published), 3),
             *((partial(run_pools, published, sizes=each), sum(each)) for each in PLACEMENTS),
@@ -194,12 +200,33 @@ def placements(published: Published, num_requests: int, level: float) -> None:
         for run, num_gpus in systems:
 
             def attained(
-                rate: float, run: Callable[[OfferedLoad], Latencies] = run, tpot: float = tpot
+                rate: float,
+                run: Callable[[OfferedLoad], Latencies] = run,
+                tpot: float = tpot,
+                num: int = num_requests * num_gpus,
             ) -> float:
-                return run(draw_load(published, rate, num_requests, seed=0)).attainment(TTFT, tpot)
+                return run(draw_load(published, rate, num, seed=0)).attainment(TTFT, tpot)
 
             rates.append(goodput(attained, 1.5 * num_gpus, level) / num_gpus)
         print(f"| {tpot * 1e3:g} ms | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |", flush=True)
+
+
+def steps(published: Published) -> None:
+    """Print what prompts and decodes take by each engine's own coefficients."""
+    shapes = {f"prompt of {num}": _prompt(num) for num in (128, 512, 755, 2000)}
+    shapes |= {f"{num} decodes of 850": BatchShape.of_decodes(num, 850 * num) for num in (1, 32, 64, 128)}
+    print(f"| ms | {' | '.join(shapes)} |")
+    print("|---|" + "---:|" * len(shapes))
+    for engine, tensor in (("vllm", 1), ("distserve", 1), ("distserve", 2)):
+        step_time = published.step_time(engine, OPT_13B, tensor=tensor)
+        cells = " | ".join(f"{1e3 * step_time.step_time(shape):.0f}" for shape in shapes.values())
+        print(f"| {engine}, TP {tensor} | {cells} |")
+
+
+def _prompt(num_tokens: int) -> BatchShape:
+    shape = BatchShape()
+    shape.add(0, num_tokens, samples=True)
+    return shape
 
 
 MEASURED = (
@@ -279,6 +306,7 @@ def main() -> None:
         "distserve": lambda: distserve(published, args.num_requests, args.level),
         "measured": lambda: measured(published),
         "placements": lambda: placements(published, args.num_requests, args.level),
+        "steps": lambda: steps(published),
         "motivation": lambda: motivation(published, args.num_requests, args.level),
         "transfer": lambda: transfer(published),
         **{name: partial(part, shared) for name, part in SPLITWISE_PARTS.items()},
