@@ -212,15 +212,18 @@ def placements(published: Published, num_requests: int, level: float) -> None:
 
 
 def steps(published: Published) -> None:
-    """Print what prompts and decodes take by each engine's own coefficients."""
+    """Print what prompts and decodes take by each engine's own coefficients, and whose prompt alone is late."""
+    lengths = draw_load(published, 1.0, 5000, seed=0).num_prompt_tokens.tolist()
     shapes = {f"prompt of {num}": _prompt(num) for num in (128, 512, 755, 2000)}
     shapes |= {f"{num} decodes of 850": BatchShape.of_decodes(num, 850 * num) for num in (1, 32, 64, 128)}
-    print(f"| ms | {' | '.join(shapes)} |")
-    print("|---|" + "---:|" * len(shapes))
+    print(f"| ms | {' | '.join(shapes)} | prompts that take over {TTFT:g} s alone | over 0.2 s |")
+    print("|---|" + "---:|" * (len(shapes) + 2))
     for engine, tensor in (("vllm", 1), ("distserve", 1), ("distserve", 2)):
         step_time = published.step_time(engine, OPT_13B, tensor=tensor)
         cells = " | ".join(f"{1e3 * step_time.step_time(shape):.0f}" for shape in shapes.values())
-        print(f"| {engine}, TP {tensor} | {cells} |")
+        alone = np.array([step_time.step_time(_prompt(each)) for each in lengths])
+        late = " | ".join(f"{np.mean(alone > limit):.1%}" for limit in (TTFT, 0.2))
+        print(f"| {engine}, TP {tensor} | {cells} | {late} |")
 
 
 def _prompt(num_tokens: int) -> BatchShape:

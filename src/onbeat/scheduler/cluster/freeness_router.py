@@ -24,11 +24,12 @@ class _Member:
         self.num_high = 0
         self.last_choice = -1
 
-    def freeness(self) -> float:
+    def freeness_with(self, request: RoutingRequest) -> float:
+        """Return how free it is with one request more, and with the headroom that this needs."""
         return freeness(
             self.load,
             self.limits,
-            num_high=self.num_high,
+            num_high=self.num_high + is_high(request.priority),
             num_blocks=sum(num_blocks for _, num_blocks in self.sent.values()),
             num_more=len(self.sent) + 1,
         )
@@ -36,6 +37,9 @@ class _Member:
 
 class FreenessRouter:
     """The freest replica, the request itself included in those that share what is free.
+
+    One of high priority needs headroom wherever it goes, so that it goes to a replica that keeps some already
+    rather than to one that is fuller.
 
     Nothing is predicted and no length is guessed: what counts is memory by reports, and the prompts that
     were sent since. A choice costs O(replicas).
@@ -59,7 +63,9 @@ class FreenessRouter:
     ) -> Choice | None:
         """Return the freest; of equal ones the least recently chosen."""
         allowed = ((number, each) for number, each in self._members.items() if number not in excluded)
-        best = max(allowed, key=lambda each: (each[1].freeness(), -each[1].last_choice), default=None)
+        best = max(
+            allowed, key=lambda each: (each[1].freeness_with(request), -each[1].last_choice), default=None
+        )
         if best is None:
             return None
         number, member = best
