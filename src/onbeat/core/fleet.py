@@ -71,6 +71,10 @@ class ReplicaLimits:
     moves_streams: bool = False
     """Whether streams that run there can go elsewhere with their KV, and others' come."""
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the KV blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
 
 USUAL_CONTEXT = 2048
 """Tokens of the context of a usual decode."""
@@ -120,6 +124,8 @@ class ReplicaLoad:
     """KV blocks that nobody uses, those of the prefix cache included."""
     num_wanted_blocks: int = 0
     """Blocks that the first waiting request lacks."""
+    num_prompt_blocks: int = 0
+    """Blocks that prompts, waiting and running, still want; what is cached of them is left out."""
     num_decodes: int = 0
     """Streams that decode."""
     num_context_tokens: int = 0
