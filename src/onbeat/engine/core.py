@@ -93,6 +93,7 @@ class EngineCore:
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
         self._last_end = 0.0
+        self._owes_load = False
         self._kv_memory = kv_memory
         self.kv: KVHandover | None = None
         if transfers is not None:
@@ -212,6 +213,16 @@ class EngineCore:
         """Return a message that says how the engine stands, if any does and no step will soon."""
         return self.message([]) if self._reports_load and not self.has_work else None
 
+    def take_next_load(self) -> StepOutputs | None:
+        """Return a message that says how the engine stands now that it has planned, where a step has changed that.
+
+        With the results of a step it would not be known how long the next one takes. Call it after `launch`.
+        """
+        if not self._owes_load:
+            return None
+        self._owes_load = False
+        return self.message([])
+
     def _load(self, now: float) -> ReplicaLoad | None:
         if not self._reports_load:
             return None
@@ -258,6 +269,7 @@ class EngineCore:
         if self.kv is not None:
             self.kv.on_launch()
         if scheduled is not None:
+            self._owes_load = self._reports_load
             end = self._clock()
             future = self._executor.submit(scheduled)
             if scheduler.step_time_model is not None:
@@ -312,7 +324,8 @@ class EngineCore:
         if self._recorder is not None:
             seconds = stats.end - stats.start
             self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
-        return StepOutputs(now, outputs, stats, self._load(now))
+        self._owes_load = self._reports_load and self.has_work
+        return StepOutputs(now, outputs, stats, None if self._owes_load else self._load(now))
 
     def _stats(self, step: _StepInFlight, now: float, update_seconds: float) -> StepStats:
         scheduler, scheduled = self.scheduler, step.scheduled
