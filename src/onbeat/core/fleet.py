@@ -124,8 +124,8 @@ class ReplicaLoad:
     """KV blocks that nobody uses, those of the prefix cache included."""
     num_wanted_blocks: int = 0
     """Blocks that the first waiting request lacks."""
-    num_prompt_blocks: int = 0
-    """Blocks that prompts, waiting and running, still want; what is cached of them is left out."""
+    num_queued_blocks: int = 0
+    """Blocks that all waiting requests want, what is cached for them left out."""
     num_decodes: int = 0
     """Streams that decode."""
     num_context_tokens: int = 0

@@ -44,9 +44,8 @@ def check(driver: Driver, load: ReplicaLoad) -> None:
     assert load.num_context_tokens == sum(state.num_computed_tokens + 1 for state in decodes)
     pool = scheduler.kv.pool
     assert load.num_free_blocks == pool.num_blocks - pool.num_used_blocks
-    running = [state.num_wanted_tokens for state in scheduler.running if state.num_wanted_tokens > 1]
-    num_prompt_tokens = sum(state.queued_work[0] for state in scheduler.waiting) + sum(running)
-    assert load.num_prompt_blocks == scheduler.kv.num_blocks_for(num_prompt_tokens)
+    num_queued_tokens = sum(state.queued_work[0] for state in scheduler.waiting)
+    assert load.num_queued_blocks == scheduler.kv.num_blocks_for(num_queued_tokens)
     assert len(load.backlog) <= MOST_BACKLOG_ENTRIES
     assert list(load.backlog) == sorted(load.backlog)
     assert told_work(load) == pytest.approx(all_work(driver))
@@ -163,7 +162,7 @@ def test_streams_and_the_blocks_that_the_first_lacks():
     assert load.tightest_tbt == 0.03
     assert load.num_free_blocks == 20 - 11 - 7
     assert load.num_wanted_blocks == 10 - 2
-    assert load.num_prompt_blocks == 10
+    assert load.num_queued_blocks == 10
     assert 0 < load.prefill_share < 1
 
 

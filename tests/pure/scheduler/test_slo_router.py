@@ -284,10 +284,8 @@ def test_a_prompt_waits_until_streams_have_given_back_its_blocks(num_blocks, num
     assert view_of_short_memory().room_wait(5.0, num_blocks, 1.0) == wait_for_ends(num_ends)
 
 
-def test_blocks_of_prompts_that_run_and_wait_are_not_free():
-    running = view_of_short_memory(num_running=31, num_prompt_blocks=90)
-    assert running.room_wait(5.0, 70, 1.0) == wait_for_ends(2)
-    waiting = view_of_short_memory(num_waiting=3, backlog=((0.5, 0.3, 3),), num_prompt_blocks=90)
+def test_blocks_of_prompts_that_wait_are_not_free():
+    waiting = view_of_short_memory(num_waiting=3, backlog=((0.5, 0.3, 3),), num_queued_blocks=90)
     assert waiting.room_wait(5.0, 70, 1.0) == wait_for_ends(2)
     assert waiting.room_wait(1.4, 70, 1.0) == 0.0  # it is due before them
     waiting.send(1.3, 0.1, 60, "sent")

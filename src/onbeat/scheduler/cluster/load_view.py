@@ -143,20 +143,20 @@ class LoadView:
         """
         load, sent = self.load, self.sent
         num_free = self.limits.max_num_seqs - load.num_running
-        num_lacking = load.num_prompt_blocks - load.num_free_blocks
-        has_slot = num_free > load.num_waiting + len(sent)
+        num_lacking = load.num_queued_blocks - load.num_free_blocks
+        num_waiting = load.num_waiting
+        has_slot = num_free > num_waiting + len(sent)
         if has_slot and num_lacking + num_blocks + sum([each.num_blocks for each in sent]) <= 0:
             return 0.0
-        num_waiting = load.num_waiting
         num_held = self.limits.num_blocks + num_lacking
         given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
-        wanted = load.num_prompt_blocks / max(load.num_running - load.num_decodes + num_waiting, 1)
+        wanted = load.num_queued_blocks / max(num_waiting, 1)
         ahead = [(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
         if sent:
             ahead = sorted((*ahead, *((each.deadline, 1, each.num_blocks) for each in sent)))
         pace = self.stream_seconds / max(self.ended_weight, 1.0) / max(load.num_running, 1)
         num_ends = 1.0 - num_free
-        num_lacking -= wanted * num_waiting
+        num_lacking = -load.num_free_blocks
         for due, num, each in ahead:
             if due > deadline:
                 break

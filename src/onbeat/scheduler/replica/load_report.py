@@ -56,7 +56,6 @@ class LoadReporter:
         table = self._table
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
-        num_prompt_tokens = waiting.ranked.num_tokens + waiting.best_effort.num_tokens
         num_free = kv.pool.num_free_blocks
         tightest = inf
         prefills: list[RequestState] = []
@@ -74,7 +73,6 @@ class LoadReporter:
                     tightest = slo.tbt
             elif wanted > 1:
                 prefills.append(state)
-                num_prompt_tokens += wanted
         if work is None:
             backlog, best_effort = (((0.0, 0.0, len(waiting)),) if waiting else ()), 0.0
         else:
@@ -95,7 +93,7 @@ class LoadReporter:
             num_waiting=len(waiting),
             num_free_blocks=num_free,
             num_wanted_blocks=max(0, num_wanted - num_free),
-            num_prompt_blocks=kv.num_blocks_for(num_prompt_tokens),
+            num_queued_blocks=kv.num_blocks_for(waiting.ranked.num_tokens + waiting.best_effort.num_tokens),
             num_decodes=num_decodes,
             num_context_tokens=num_context,
             tightest_tbt=tightest,
