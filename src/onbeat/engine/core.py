@@ -214,7 +214,7 @@ class EngineCore:
         return self.message([]) if self._reports_load and not self.has_work else None
 
     def take_next_load(self) -> StepOutputs | None:
-        """Return a message that says how the engine stands now that it has planned, where a step has changed that.
+        """Return a message that says how the engine stands now that it has planned; None if it has said so.
 
         With the results of a step it would not be known how long the next one takes. Call it after `launch`.
         """
