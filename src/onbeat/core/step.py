@@ -268,4 +268,4 @@ class StepOutputs:
     outputs: list[RequestOutput]
     stats: StepStats | None = None
     load: ReplicaLoad | None = None
-    """How the engine stands then; None where nobody asked for it, and where the next step comes first."""
+    """How the engine stands then; None where nobody asked for it."""

@@ -46,6 +46,10 @@ class _StepInFlight:
     num_prefix_hits: int
 
 
+LONG_STEP_SECONDS = 0.02
+"""Of a step whose end is worth a message of its own to whoever chooses between replicas."""
+
+
 class EngineCore:
     """One replica: a scheduler, an executor and a clock.
 
@@ -93,7 +97,7 @@ class EngineCore:
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
         self._last_end = 0.0
-        self._owes_load = False
+        self._is_busy_for_long = False
         self._kv_memory = kv_memory
         self.kv: KVHandover | None = None
         if transfers is not None:
@@ -214,13 +218,13 @@ class EngineCore:
         return self.message([]) if self._reports_load and not self.has_work else None
 
     def take_next_load(self) -> StepOutputs | None:
-        """Return a message that says how the engine stands now that it has planned; None if it has said so.
+        """Return a message that says how the engine stands with the step just launched, if that one is long.
 
-        With the results of a step it would not be known how long the next one takes. Call it after `launch`.
+        With the results of the step before it is not known how long the next one will take.
         """
-        if not self._owes_load:
+        if not self._is_busy_for_long:
             return None
-        self._owes_load = False
+        self._is_busy_for_long = False
         return self.message([])
 
     def _load(self, now: float) -> ReplicaLoad | None:
@@ -269,11 +273,11 @@ class EngineCore:
         if self.kv is not None:
             self.kv.on_launch()
         if scheduled is not None:
-            self._owes_load = self._reports_load
             end = self._clock()
             future = self._executor.submit(scheduled)
             if scheduler.step_time_model is not None:
                 predicted_seconds = scheduler.step_time_model.step_time(scheduled.shape)
+                self._is_busy_for_long = self._reports_load and predicted_seconds >= LONG_STEP_SECONDS
             self._in_flight.append(
                 _StepInFlight(
                     scheduled,
@@ -324,8 +328,7 @@ class EngineCore:
         if self._recorder is not None:
             seconds = stats.end - stats.start
             self._recorder.update(step.scheduled, result, outputs, now=now, seconds=seconds)
-        self._owes_load = self._reports_load and self.has_work
-        return StepOutputs(now, outputs, stats, None if self._owes_load else self._load(now))
+        return StepOutputs(now, outputs, stats, self._load(now))
 
     def _stats(self, step: _StepInFlight, now: float, update_seconds: float) -> StepStats:
         scheduler, scheduled = self.scheduler, step.scheduled

@@ -187,42 +187,48 @@ class TestLoad:
         assert core.message([]).load is None
         core.shutdown()
 
-    def test_it_is_said_once_the_next_step_is_planned(self, monkeypatch):
+    def test_each_step_says_how_the_engine_stands_after_it(self):
         core, _ = build_fake_engine(lambda text: None, reports_load=True)
-        monkeypatch.setattr(core, "_clock", lambda: 100.0)
         idle = core.take_load()
         assert idle is not None
         assert idle.load is not None
         assert (idle.outputs, idle.load.num_taken, idle.load.num_running) == ([], 0, 0)
-        for request in make_requests((20, 2), (30, 2)):
+        for request in make_requests((20, 8), (30, 8)):
             core.add(request)
         assert core.take_load() is None  # the next step will say
-        for predicted in (7e-3, 2.2e-3):
-            assert core.launch()
-            message = core.take_next_load()
-            assert message is not None
-            assert message.load is not None
-            assert (message.load.num_taken, message.load.num_decodes) == (2, 2)
-            assert message.load.time == message.now
-            assert message.load.busy == pytest.approx(predicted)
-            assert core.take_next_load() is None
-            ended = core.collect()
-            assert (ended.load is None) == core.has_work
-        assert ended.load is not None
-        assert (ended.load.num_running, ended.load.busy) == (0, 0.0)
+        message = core.step()
+        assert message is not None
+        assert message.load is not None
+        assert (message.load.num_taken, message.load.num_decodes, message.load.busy) == (2, 2, 0.0)
+        assert message.load.time == message.now
         assert core.take_next_load() is None
         core.shutdown()
 
-    def test_steps_under_way_keep_it_busy(self, monkeypatch):
-        core, _ = build_fake_engine(lambda text: None, max_in_flight_steps=2, reports_load=True)
+    def test_a_long_step_is_told_when_it_begins(self, monkeypatch):
+        core, _ = build_fake_engine(lambda text: None, reports_load=True)
         monkeypatch.setattr(core, "_clock", lambda: 100.0)
+        core.add(*make_requests((400, 8)))
+        assert core.launch()
+        message = core.take_next_load()
+        assert message is not None
+        assert message.load is not None
+        assert (message.outputs, message.load.num_decodes) == ([], 1)
+        assert message.load.busy == pytest.approx(0.042)
+        assert core.take_next_load() is None
+        core.collect()
+        assert core.launch()
+        assert core.take_next_load() is None  # the step of its second token is short
+        core.collect()
+        core.shutdown()
+
+    def test_a_step_under_way_keeps_it_busy(self):
+        core, _ = build_fake_engine(
+            lambda text: None, step_seconds=0.01, max_in_flight_steps=2, reports_load=True
+        )
         core.add(*make_requests((20, 8)))
-        busy = []
-        for _ in range(2):
-            assert core.launch()
-            message = core.take_next_load()
-            assert message is not None
-            assert message.load is not None
-            busy.append(message.load.busy)
-        assert busy == pytest.approx([4e-3, 6.1e-3])
+        assert core.step() is None
+        assert core.launch()
+        message = core.collect()
+        assert message.load is not None
+        assert 0 < message.load.busy <= 2.1e-3 + 1e-9  # as predicted, by now partly over; clocks round
         core.shutdown()

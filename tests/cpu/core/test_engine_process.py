@@ -321,14 +321,12 @@ async def test_an_engine_of_several_says_how_it_stands_also_when_idle():
             await collect(client, make_request("long", num_prompt=2000))
         await wait_for(lambda: log.messages[-1].load.num_taken == 1)
         await collect(client, make_request("a", max_tokens=5))
-        loads = [message.load for message in log.messages if message.load is not None][-6:]
-        assert [load.num_taken for load in loads] == [2] * 6
-        assert [load.num_running for load in loads] == [1] * 5 + [0]
-        assert [bool(message.outputs) for message in log.messages[-10:]] == [False, True] * 5
+        assert [message.load.num_taken for message in log.messages[-5:]] == [2] * 5
+        assert [message.load.num_running for message in log.messages[-5:]] == [1] * 4 + [0]
         stream = client.generate(make_request("b", max_tokens=900))
         await anext(stream)
         await stream.aclose()
-        await wait_for(lambda: (load := log.messages[-1].load) is not None and load.num_running == 0)
+        await wait_for(lambda: log.messages[-1].load.num_running == 0)
         assert log.messages[-1].load.num_taken == 3
 
 
