@@ -10,6 +10,10 @@ Two replicas, a prefill and a decode one: each prompt is computed on the first, 
 first token. Streams that stay run on the second meanwhile. The time from the last token before a move to the
 first one after it is compared with the usual gap between two tokens of the same streams.
 
+Moves take turns with the same prompts for as long whose streams end with their first token, so that nothing
+moves: what differs for the streams that stay is what moves do to them, and not what prompts do on cores and
+memory that all share.
+
 A stand-in takes the steps' time of its device, and its KV is a few bytes a token: all but the copy is as long
 as it would be there. What copies take: `benchmarks/kv_transfer.py`.
 """
@@ -21,7 +25,7 @@ import asyncio
 import json
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from statistics import median
 
@@ -74,18 +78,27 @@ async def measure(
     client: FleetClient, args: argparse.Namespace, length: int, rng: Random
 ) -> dict[str, float]:
     """Return what moves of streams with prompts of one length take."""
-    moves, usual, beside = Gaps(), list[float](), list[float]()
+    moves, usual = Gaps(), list[float]()
+    alone, beside_prompts, beside_moves = list[float](), list[float](), list[float]()
     client.counts.move_gap = moves  # type: ignore[assignment]
     bytes_before = client.counts.num_moved_bytes
     steady = [request_of(f"s{length}.{n}", 16, args.steady_tokens, rng) for n in range(args.steady)]
-    staying = [asyncio.create_task(note_gaps(client, each, beside)) for each in steady]
+    # Beforehand: while they are made, whoever shares a core with this process stands still.
+    made = [request_of(f"m{length}.{n}", length, args.tokens, rng) for n in range(args.moves)]
+    gaps = list[float]()
+    staying = [asyncio.create_task(note_gaps(client, each, gaps)) for each in steady]
     await asyncio.sleep(args.alone_seconds)
-    alone = beside.copy()
-    beside.clear()
-    for number in range(args.moves // args.at_once):
-        names = [f"m{length}.{number}.{each}" for each in range(args.at_once)]
-        movers = [request_of(name, length, args.tokens, rng) for name in names]
-        await asyncio.gather(*(note_gaps(client, each, usual) for each in movers))
+    _take(gaps, alone)
+    for start in range(0, args.moves - args.at_once + 1, args.at_once):
+        movers = made[start : start + args.at_once]
+        begin = time.monotonic()
+        await asyncio.gather(*(note_gaps(client, _now(each), usual) for each in movers))
+        seconds = time.monotonic() - begin
+        _take(gaps, beside_moves)
+        # The same prompts for as long, whose streams end with their first token.
+        ended = [_now(each, name=f"p{each.request_id}", max_tokens=1) for each in movers]
+        await asyncio.gather(asyncio.sleep(seconds), *(note_gaps(client, each, []) for each in ended))
+        _take(gaps, beside_prompts)
     for task in staying:
         task.cancel()
     await asyncio.gather(*staying, return_exceptions=True)
@@ -98,9 +111,28 @@ async def measure(
         "usual_gap_ms": 1e3 * gap,
         "p50_gaps": quantile(ratios, 0.5),
         "p99_gaps": quantile(ratios, 0.99),
+        "p50_gap_of_others_beside_prompts_ms": 1e3 * quantile(beside_prompts, 0.5),
+        "p50_gap_of_others_ms": 1e3 * quantile(beside_moves, 0.5),
         "p99_gap_of_others_alone_ms": 1e3 * quantile(alone, 0.99),
-        "p99_gap_of_others_ms": 1e3 * quantile(beside, 0.99),
+        "p99_gap_of_others_beside_prompts_ms": 1e3 * quantile(beside_prompts, 0.99),
+        "p99_gap_of_others_ms": 1e3 * quantile(beside_moves, 0.99),
     }
+
+
+def _now(request: Request, *, name: str | None = None, max_tokens: int | None = None) -> Request:
+    """Return a request that arrives now, perhaps another one with the same prompt."""
+    return replace(
+        request,
+        request_id=name or request.request_id,
+        sampling=SamplingParams(max_tokens=max_tokens or request.sampling.max_tokens),
+        arrival=time.monotonic(),
+    )
+
+
+def _take(gaps: list[float], into: list[float]) -> None:
+    """Let what has been noted so far belong to a part of the run."""
+    into += gaps
+    gaps.clear()
 
 
 async def run(args: argparse.Namespace) -> None:
@@ -141,7 +173,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=60, help="of each stream that moves")
     parser.add_argument("--steady", type=int, default=8, help="streams that stay on the decode replica")
-    parser.add_argument("--steady-tokens", type=int, default=3500)
+    parser.add_argument("--steady-tokens", type=int, default=4000)
     parser.add_argument("--alone-seconds", type=float, default=3.0, help="for which these run without moves")
     parser.add_argument("--seed", type=int, default=1)
     asyncio.run(run(parser.parse_args()))

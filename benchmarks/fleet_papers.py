@@ -10,6 +10,7 @@ DIR (or ONBEAT_SHARED) has `data/profiles/{distserve,splitwise}` and `data/groun
   prefill-first, sarathi and `slo`. 90 % (`--level`) must meet TTFT 0.25 s and TPOT 0.1 s, and tighter TPOTs.
 * `measured`: the authors' own runs of both on A100, as released: who met TTFT 0.25 s and these TPOTs.
 * `placements`: the same loads and coefficients on other numbers of GPUs for prompts and for generation.
+* `steps`: what steps take by the coefficients of both engines, on one GPU.
 * `motivation` (its figure 1): prompts of 512 and outputs of 64 tokens, TTFT 0.4 s, TPOT 0.04 s; two prefill
   GPUs and one that generates, against one that does both.
 * `transfer` (its section 6.3): bytes of 512 tokens, and how long copies take over NVLink.
@@ -46,6 +47,7 @@ from splitwise_fleets import SPLITWISE_PARTS
 
 from onbeat.core.handover import MoveVerb
 from onbeat.core.slo import SLO
+from onbeat.core.step import BatchShape
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.precision import Precision
 from onbeat.scheduler.cluster.events import Answered, FleetAction, FleetEvent, MoveStep
@@ -80,12 +82,14 @@ def goodput(attained: Callable[[float], float], start: float, level: float) -> f
 # --- DistServe ----------------------------------------------------------------------------------------
 
 
-def run_colocated(published: Published, load: OfferedLoad, policy: str, *, tpot: float) -> Latencies:
-    """Simulate one GPU with DistServe's own coefficients."""
-    scheduler = scheduler_config(policy, published.kv_tokens(OPT_13B, tensor=1), tokens=2048, seqs=256)
+def run_colocated(
+    published: Published, load: OfferedLoad, policy: str, *, tpot: float, tensor: int = 1
+) -> Latencies:
+    """Simulate one instance that does both, with DistServe's own coefficients."""
+    scheduler = scheduler_config(policy, published.kv_tokens(OPT_13B, tensor=tensor), tokens=2048, seqs=256)
     classes = (SLOClass(name="all", slo=SLO(ttft=TTFT, tbt=tpot)),)
     load = replace(load, classes=classes, class_ids=np.zeros(len(load), dtype=np.int64))
-    step_time = published.step_time("distserve", OPT_13B, tensor=1)
+    step_time = published.step_time("distserve", OPT_13B, tensor=tensor)
     return latencies_of(simulate(load, SimulationConfig(scheduler=scheduler), step_time).records)
 
 
@@ -175,31 +179,71 @@ def distserve(published: Published, num_requests: int, level: float) -> None:
     print_rates("TPOT; goodput per GPU, requests/s", rows)
 
 
-PLACEMENTS = ((1, 1), (2, 1), (1, 2), (3, 2))
+PLACEMENTS = ((1, 1), (2, 1), (3, 2))
 """GPUs for prompts, and that generate; each has the whole model."""
 
 
-def placements(published: Published, num_requests: int, level: float) -> None:
-    """Print the goodput per GPU of several placements, and of one GPU that does both."""
-    names = ["TP 2 + 1", *(f"{prompts} + {tokens}" for prompts, tokens in PLACEMENTS), "one, prefill-first"]
+def placements(published: Published, num_requests: int, level: float, ttft: float) -> None:
+    """Print the goodput per GPU of several placements, and of instances that do both.
+
+    Each has so many requests for each of its GPUs: what comes in the seconds before the first streams end
+    is carried by any number of them.
+    """
+    apart = [f"{prompts} + {tokens}" for prompts, tokens in PLACEMENTS]
+    names = [
+        "TP 2 + 1",
+        *apart,
+        "both, prefill-first, TP 1",
+        "TP 2",
+        "both, vLLM's coefficients, TP 1",
+        "TP 2",
+    ]
     print(f"| TPOT; goodput per GPU, requests/s | {' | '.join(names)} |")
     print("|---|" + "---:|" * len(names))
-    for tpot in (TPOTS[0], TPOTS[-1]):
+    for tpot in TPOTS:
         systems: list[tuple[Callable[[OfferedLoad], Latencies], int]] = [
             (partial(run_distserve, published), 3),
             *((partial(run_pools, published, sizes=each), sum(each)) for each in PLACEMENTS),
-            (partial(run_colocated, published, policy="prefill-first", tpot=tpot), 1),
+            *(
+                (partial(run_colocated, published, policy="prefill-first", tpot=tpot, tensor=each), each)
+                for each in (1, 2)
+            ),
+            *((partial(run_vllm, published, tensor=each), each) for each in (1, 2)),
         ]
         rates = []
         for run, num_gpus in systems:
 
             def attained(
-                rate: float, run: Callable[[OfferedLoad], Latencies] = run, tpot: float = tpot
+                rate: float,
+                run: Callable[[OfferedLoad], Latencies] = run,
+                tpot: float = tpot,
+                num: int = num_requests * num_gpus,
             ) -> float:
-                return run(draw_load(published, rate, num_requests, seed=0)).attainment(TTFT, tpot)
+                return run(draw_load(published, rate, num, seed=0)).attainment(ttft, tpot)
 
             rates.append(goodput(attained, 1.5 * num_gpus, level) / num_gpus)
         print(f"| {tpot * 1e3:g} ms | " + " | ".join(f"{rate:.2f}" for rate in rates) + " |", flush=True)
+
+
+def steps(published: Published) -> None:
+    """Print what steps take by each engine's own coefficients, and how many prompts are late alone."""
+    lengths = draw_load(published, 1.0, 5000, seed=0).num_prompt_tokens.tolist()
+    shapes = {f"prompt of {num}": _prompt(num) for num in (128, 512, 755, 2000)}
+    shapes |= {f"{num} decodes of 850": BatchShape.of_decodes(num, 850 * num) for num in (1, 32, 64, 128)}
+    print(f"| ms | {' | '.join(shapes)} | prompts that take over {TTFT:g} s alone | over 0.2 s |")
+    print("|---|" + "---:|" * (len(shapes) + 2))
+    for engine, tensor in (("vllm", 1), ("distserve", 1), ("distserve", 2)):
+        step_time = published.step_time(engine, OPT_13B, tensor=tensor)
+        cells = " | ".join(f"{1e3 * step_time.step_time(shape):.0f}" for shape in shapes.values())
+        alone = np.array([step_time.step_time(_prompt(each)) for each in lengths])
+        late = " | ".join(f"{np.mean(alone > limit):.1%}" for limit in (TTFT, 0.2))
+        print(f"| {engine}, TP {tensor} | {cells} | {late} |")
+
+
+def _prompt(num_tokens: int) -> BatchShape:
+    shape = BatchShape()
+    shape.add(0, num_tokens, samples=True)
+    return shape
 
 
 MEASURED = (
@@ -269,6 +313,7 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=[])
     parser.add_argument("--shared", type=Path, default=os.environ.get("ONBEAT_SHARED"))
     parser.add_argument("--level", type=float, default=90.0, help="of DistServe, %% of the requests")
+    parser.add_argument("--ttft", type=float, default=TTFT, help="of `placements`, seconds")
     parser.add_argument("--num-requests", type=int, default=500, help="of each drawn load")
     args = parser.parse_args()
     if args.shared is None:
@@ -278,7 +323,8 @@ def main() -> None:
     parts: dict[str, Callable[[], None]] = {
         "distserve": lambda: distserve(published, args.num_requests, args.level),
         "measured": lambda: measured(published),
-        "placements": lambda: placements(published, args.num_requests, args.level),
+        "placements": lambda: placements(published, args.num_requests, args.level, args.ttft),
+        "steps": lambda: steps(published),
         "motivation": lambda: motivation(published, args.num_requests, args.level),
         "transfer": lambda: transfer(published),
         **{name: partial(part, shared) for name, part in SPLITWISE_PARTS.items()},

@@ -2,6 +2,7 @@
 
     python benchmarks/llumnix_fleets.py --out FILE.jsonl [--rates ... --seeds ...]   # runs what it lacks
     python benchmarks/llumnix_fleets.py --out FILE.jsonl --scaled [--lows ...]       # fleets of no fixed size
+    python benchmarks/llumnix_fleets.py --out FILE.jsonl --priorities                # some of high priority
     python benchmarks/llumnix_fleets.py --table FILE.jsonl                           # the tables
     python benchmarks/llumnix_fleets.py --stops                                      # how long a stream stops
 
@@ -10,18 +11,18 @@ requests of medium lengths (M-M), gamma arrivals (CV 4), whole prompts first (po
 16 Gbit/s a replica.
 
 * Rates are such that the fleet keeps up: over that, whoever comes later waits longer, whatever is moved.
-* Routers: `least-outstanding`, `slo`, and `freeness`, which is here alone and is what the paper compares
-  with: a request goes to the replica that has the most free blocks for each request, those that its prompt
-  and the first in the queue want taken off.
+* Routers: `least-outstanding`, `slo`, and `freeness`, the paper's dispatch.
+* Rules by which streams move: `none` do, `mend`, and `llumnix`, the paper's.
 * `--scaled`: up to 16 replicas by `--autoscale-policy freeness`, in bands of 50 blocks a request from
   `--lows` on, with moves and without; a replica takes 60 s to start.
+* `--priorities`: a tenth of the requests has high priority (-1), as in section 6.4, or counts as all others.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
@@ -34,13 +35,9 @@ from harness.pages import markdown_table
 from harness.store import Results, deadline_in, run_missing
 from numpy.typing import NDArray
 
-from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.handover import MoveVerb
 from onbeat.core.options import make
 from onbeat.scheduler.cluster.events import FleetAction, FleetEvent, MoveStep
-from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
-from onbeat.scheduler.cluster.routers import ROUTERS
-from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.config import AutoscaleConfig, FleetChange, FleetTimes
 from onbeat.simulator.result import SimulationResult
@@ -55,83 +52,11 @@ SCALED_RATE = 4.5
 LOWS = (5.0, 10.0, 20.0, 40.0, 80.0)
 BLOCK_SIZE = 16
 FLEET_ROUTERS = ("least-outstanding", "slo", "freeness")
+RULES = ("none", "mend", "llumnix")
+HIGH_SHARE = 0.1
+PRIORITY_RATES = (5.0, 7.0, 8.0)
 MEDIUM = ((0.0, 4), (0.5, 32), (0.8, 173), (0.95, 1288), (0.99, 4208), (1.0, 6000))
 """Quantiles of the medium lengths; the least is a guess, and the longest the paper's 6k."""
-
-
-class FreenessRouter:
-    """The replica with the most free blocks for each of its requests, the new one included."""
-
-    ignores_state = False
-    weighs_work = False
-
-    def __init__(self, num_replicas: int) -> None:
-        self._limits: dict[int, ReplicaLimits | None] = dict.fromkeys(range(num_replicas))
-        self._loads: dict[int, ReplicaLoad] = {}
-        self._sent: defaultdict[int, dict[str, tuple[int, int]]] = defaultdict(dict)
-        """Replica -> request -> how many it had been sent with it, and its blocks; until a report counts it.
-        """
-        self._num_sent: defaultdict[int, int] = defaultdict(int)
-        self._last_choices: dict[int, int] = {}
-        self._num_choices = 0
-
-    def route(
-        self,
-        request: RoutingRequest,
-        now: float = 0.0,  # noqa: ARG002
-        excluded: Collection[int] = NONE_EXCLUDED,
-    ) -> Choice | None:
-        members = [each for each in self._limits if each not in excluded]
-        if not members:
-            return None
-        # Of equal ones the least recently chosen.
-        best = max(members, key=lambda each: (self._freeness(each), -self._last_choices.get(each, -1)))
-        self._num_choices += 1
-        self._last_choices[best] = self._num_choices
-        self._num_sent[best] += 1
-        num_tokens = request.num_prompt_tokens + request.num_output_tokens
-        self._sent[best][request.request_id] = (self._num_sent[best], -(-num_tokens // BLOCK_SIZE))
-        return Choice(best, "load")
-
-    def _freeness(self, replica: int) -> float:
-        load, limits = self._loads.get(replica), self._limits[replica]
-        sent = self._sent[replica].values()
-        num_blocks = sum(blocks for _, blocks in sent)
-        if load is None:
-            return ((limits.num_blocks if limits else 0) - num_blocks) / (1 + len(sent))
-        # The first that waits lacks some blocks, and will take those that are free, too.
-        num_wanted = load.num_wanted_blocks + (load.num_free_blocks if load.num_wanted_blocks else 0)
-        num_left = load.num_free_blocks - num_wanted - num_blocks
-        return num_left / (1 + load.num_running + len(sent)) if num_left > 0 else num_left
-
-    def take(self, replica: int, request: RoutingRequest) -> None:
-        """The next report counts it."""
-
-    def num_held(self, request: RoutingRequest) -> Mapping[int, int]:  # noqa: ARG002
-        return {}
-
-    def on_first_token(self, replica: int, request: RoutingRequest) -> None:
-        """Reports say what is done."""
-
-    def on_finish(self, replica: int, request: RoutingRequest) -> None:
-        self._sent[replica].pop(request.request_id, None)
-
-    def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:  # noqa: ARG002
-        self._loads[replica] = load
-        sent = self._sent[replica]
-        self._sent[replica] = {name: each for name, each in sent.items() if each[0] > load.num_taken}
-
-    def least_wait(self, request: RoutingRequest, now: float) -> float | None:
-        """Nothing is predicted."""
-
-    def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
-        self._limits[replica] = limits
-
-    def leave(self, replica: int) -> None:
-        self._limits.pop(replica, None)
-
-
-ROUTERS["freeness"] = lambda num_replicas, seed: FreenessRouter(num_replicas)  # noqa: ARG005
 
 
 def medium_lengths(num: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -151,7 +76,7 @@ def make_load(rate: float, seed: int) -> OfferedLoad:
     )
 
 
-def make_fleet(router: str, *, moves: bool, num_replicas: int = 16) -> Simulation:
+def make_fleet(router: str, rule: str, *, num_replicas: int = 16) -> Simulation:
     """Return the fleet; its model was made for 4,096 tokens, but the paper's lengths go up to 12,000."""
     settings = make(
         ReplicaSettings,
@@ -162,7 +87,8 @@ def make_fleet(router: str, *, moves: bool, num_replicas: int = 16) -> Simulatio
         max_num_seqs=256,
         policy="prefill-first",
         enable_prefix_caching=False,
-        kv_bandwidth=16e9 / 8 if moves else None,
+        kv_bandwidth=None if rule == "none" else 16e9 / 8,
+        move_rule="mend" if rule == "none" else rule,
         max_num_batched_tokens=12_288,
     )
     simulation = build_simulation(settings)
@@ -200,11 +126,11 @@ class Fixed:
 
     rate: float
     router: str
-    moves: bool
+    rule: str
     seed: int
 
     def run(self) -> dict[str, Any]:
-        simulation = make_fleet(self.router, moves=self.moves)
+        simulation = make_fleet(self.router, self.rule)
         return found_in(run_fleet(simulation, make_load(self.rate, self.seed)))
 
 
@@ -214,12 +140,12 @@ class Scaled:
 
     rate: float
     router: str
-    moves: bool
+    rule: str
     low: float
     seed: int
 
     def run(self) -> dict[str, Any]:
-        simulation = make_fleet(self.router, moves=self.moves)
+        simulation = make_fleet(self.router, self.rule)
         config = replace(
             simulation.config,
             autoscale=AutoscaleConfig(
@@ -236,14 +162,48 @@ class Scaled:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class Priorities:
+    """A load of which a tenth has high priority, or would have."""
+
+    rate: float
+    router: str
+    rule: str
+    is_known: bool
+    """Whether the fleet is told."""
+    seed: int
+
+    def run(self) -> dict[str, Any]:
+        simulation = make_fleet(self.router, self.rule)
+        config = simulation.config
+        scheduler = replace(config.scheduler, scheduling_policy="priority")
+        kinds = tuple(replace(each, scheduler=scheduler) for each in config.kinds)
+        simulation = replace(simulation, config=replace(config, scheduler=scheduler, kinds=kinds))
+        load = make_load(self.rate, self.seed)
+        is_high = np.random.default_rng([self.seed, 1]).random(NUM_REQUESTS) < HIGH_SHARE
+        if self.is_known:
+            load = replace(load, priorities=np.where(is_high, -1, 0))
+        result = run_fleet(simulation, load)
+        found = {}
+        for name, chosen in (("high", is_high), ("others", ~is_high)):
+            records = [each for each, is_one in zip(result.records, chosen, strict=True) if is_one]
+            found[f"{name}_e2e"] = fmean(each.e2e for each in records if each.e2e is not None)
+            found[f"{name}_ttft"] = fmean(each.ttft for each in records if each.ttft is not None)
+            found[f"{name}_tpot"] = fmean(each.tpot for each in records if each.tpot is not None)
+            found[f"{name}_preempted"] = fmean(each.num_preemptions > 0 for each in records)
+        return {**found_in(result), **found}
+
+
 def print_tables(results: Results) -> None:
-    """Print each load with moves and without, and the sizes of fleets that scale themselves."""
-    found: defaultdict[str, defaultdict[tuple[Any, ...], dict[bool, list[dict[str, Any]]]]]
-    found = defaultdict(lambda: defaultdict(lambda: {False: [], True: []}))
+    """Print each load by rule, the sizes of fleets that scale themselves, and what priorities do."""
+    found: defaultdict[str, defaultdict[tuple[Any, ...], defaultdict[Any, list[dict[str, Any]]]]]
+    found = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for line in results.lines():
         names = line.names
         key = (names["rate"], names["router"], names.get("low"))
-        found[line.kind][key][names["moves"]].append(line.found)
+        if line.kind == "Priorities":
+            key = (names["rate"], names["router"], names["rule"])
+        found[line.kind][key][names.get("is_known", names["rule"])].append(line.found)
     head = (
         "requests/s",
         "router",
@@ -256,39 +216,52 @@ def print_tables(results: Results) -> None:
         "moved",
     )
     rows = []
-    for (rate, router, _), both in sorted(found["Fixed"].items()):
-        without, moved = both[False], both[True]
-        cells = [_change(without, moved, name, "{:.2f}") for name in ("ttft_p50", "ttft_mean", "ttft_p99")]
-        cells.append(_change(without, moved, "preempted", "{:.2%}"))
-        cells.append(_change(without, moved, "tpot_p99", "{:.0f}", unit=1e3))
-        num_moved = round(_mean(moved, "moved"))
-        rows.append((f"{rate:g}", router, f"{len(moved)}", *cells, f"{num_moved}"))
+    for (rate, router, _), by_rule in sorted(found["Fixed"].items()):
+        cells = [_changes(by_rule, name, "{:.2f}") for name in ("ttft_p50", "ttft_mean", "ttft_p99")]
+        cells.append(_changes(by_rule, "preempted", "{:.2%}"))
+        cells.append(_changes(by_rule, "tpot_p99", "{:.0f}", unit=1e3))
+        cells.append(_changes(by_rule, "moved", "{:.0f}"))
+        rows.append((f"{rate:g}", router, _num_seeds(by_rule), *cells))
     print(markdown_table(head, rows))
     scaled_head = ("router", "band", "seeds", "replica-hours", "TTFT P99, s", "preempted", "changes")
     rows = []
-    for (_, router, low), both in sorted(found["Scaled"].items()):
-        cells = [_change(both[False], both[True], name, "{:.2f}") for name in ("replica_hours", "ttft_p99")]
-        cells.append(_change(both[False], both[True], "preempted", "{:.2%}"))
-        cells.append(_change(both[False], both[True], "changes", "{:.0f}"))
-        rows.append((router, f"{low:g}..{low + 50:g}", f"{len(both[True])}", *cells))
+    for (_, router, low), by_rule in sorted(found["Scaled"].items()):
+        cells = [_changes(by_rule, name, "{:.2f}") for name in ("replica_hours", "ttft_p99")]
+        cells.append(_changes(by_rule, "preempted", "{:.2%}"))
+        cells.append(_changes(by_rule, "changes", "{:.0f}"))
+        rows.append((router, f"{low:g}..{low + 50:g}", _num_seeds(by_rule), *cells))
     print(markdown_table(scaled_head, rows))
+    priority_head = (
+        "requests/s",
+        "router",
+        "rule",
+        "seeds",
+        "",
+        "E2E mean, s",
+        "TTFT, s",
+        "TPOT, ms",
+        "preempted",
+    )
+    rows = []
+    for (rate, router, rule), by_known in sorted(found["Priorities"].items()):
+        for name in ("high", "others"):
+            cells = [_changes(by_known, f"{name}_{each}", "{:.2f}") for each in ("e2e", "ttft")]
+            cells.append(_changes(by_known, f"{name}_tpot", "{:.1f}", unit=1e3))
+            cells.append(_changes(by_known, f"{name}_preempted", "{:.2%}"))
+            rows.append((f"{rate:g}", router, rule, _num_seeds(by_known), name, *cells))
+    print(markdown_table(priority_head, rows))
 
 
-def _mean(found: Iterable[dict[str, Any]], name: str) -> float:
-    values = [each[name] for each in found]
-    return fmean(values) if values else float("nan")
+def _num_seeds(by_rule: Mapping[Any, Sequence[dict[str, Any]]]) -> str:
+    return " ".join(dict.fromkeys(str(len(each)) for each in by_rule.values() if each))
 
 
-def _change(
-    without: Sequence[dict[str, Any]],
-    moved: Sequence[dict[str, Any]],
-    name: str,
-    form: str,
-    *,
-    unit: float = 1.0,
+def _changes(
+    by_rule: Mapping[Any, Sequence[dict[str, Any]]], name: str, form: str, *, unit: float = 1.0
 ) -> str:
-    """Return what there is without moves, and with them."""
-    return " -> ".join(form.format(unit * _mean(each, name)) for each in (without, moved))
+    """Return the mean of each rule that was run, in their order, or without and with priorities."""
+    order = [each for each in (*RULES, False, True) if by_rule.get(each)]
+    return " -> ".join(form.format(unit * fmean(found[name] for found in by_rule[each])) for each in order)
 
 
 def print_stops() -> None:
@@ -306,7 +279,7 @@ def print_stops() -> None:
 
 def one_stop(num_tokens: int, when: float) -> tuple[float, float, int, float]:
     """Return the gap of a move, the usual one, the copies, and the time of the prompt."""
-    simulation = make_fleet("least-outstanding", moves=True, num_replicas=2)
+    simulation = make_fleet("least-outstanding", "mend", num_replicas=2)
     config = replace(
         simulation.config,
         fleet_changes=(FleetChange(when, "drain", 0),),
@@ -338,29 +311,38 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="print the tables of such a file")
     parser.add_argument("--stops", action="store_true")
     parser.add_argument("--scaled", action="store_true")
-    parser.add_argument("--rates", type=float, nargs="*", default=RATES)
+    parser.add_argument("--priorities", action="store_true")
+    parser.add_argument("--rates", type=float, nargs="*")
     parser.add_argument("--lows", type=float, nargs="*", default=LOWS)
     parser.add_argument("--routers", nargs="*", default=FLEET_ROUTERS, choices=FLEET_ROUTERS)
+    parser.add_argument("--rules", nargs="*", default=RULES, choices=RULES)
     parser.add_argument("--seeds", type=int, nargs="*", default=[7, 8, 9])
     args = parser.parse_args()
     if args.stops:
         print_stops()
     if args.out is not None:
-        both = (False, True)
-        runs: list[Fixed | Scaled] = [
-            Scaled(SCALED_RATE, router, moves, low, seed)
-            for seed in args.seeds
-            for low in args.lows
-            for router in args.routers
-            for moves in both
+        cells = [
+            (seed, router, rule) for seed in args.seeds for router in args.routers for rule in args.rules
         ]
-        if not args.scaled:
+        runs: list[Fixed | Scaled | Priorities]
+        if args.scaled:
             runs = [
-                Fixed(rate, router, moves, seed)
-                for seed in args.seeds
-                for rate in args.rates
-                for router in args.routers
-                for moves in both
+                Scaled(SCALED_RATE, router, rule, low, seed)
+                for seed, router, rule in cells
+                for low in args.lows
+            ]
+        elif args.priorities:
+            runs = [
+                Priorities(rate, router, rule, is_known, seed)
+                for seed, router, rule in cells
+                for rate in args.rates or PRIORITY_RATES
+                for is_known in (False, True)
+            ]
+        else:
+            runs = [
+                Fixed(rate, router, rule, seed)
+                for seed, router, rule in cells
+                for rate in args.rates or RATES
             ]
         run_missing(runs, Results(args.out, "1"), jobs=1, deadline=deadline_in(None))
     if args.table is not None:

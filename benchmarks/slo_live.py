@@ -5,6 +5,7 @@
     python benchmarks/slo_live.py interference
     python benchmarks/slo_live.py classes
     python benchmarks/slo_live.py overload
+    python benchmarks/slo_live.py beside --tree CHECKOUT   # another version, with its native library
     python benchmarks/slo_live.py vllm --model DIR --vllm-command "vllm serve DIR ... --port 8102"
 
 Every study starts its servers itself, gives them equal requests at equal times in turns (A B, B A, ...) with
@@ -18,8 +19,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from slo_live import capacity, classes, interference, measure, overload, vllm
+from slo_live import beside, capacity, classes, interference, measure, overload, vllm
 from slo_live.context import Context, add_common_arguments, make_context
 
 STUDIES: dict[str, Callable[[Context], None]] = {
@@ -28,6 +30,7 @@ STUDIES: dict[str, Callable[[Context], None]] = {
     "interference": interference.run,
     "classes": classes.run,
     "overload": overload.run,
+    "beside": beside.run,
     "vllm": vllm.run,
 }
 
@@ -49,6 +52,9 @@ def parse_args() -> argparse.Namespace:
         add_common_arguments(study)
         if name in {"interference", "classes", "overload", "vllm"}:
             study.add_argument("--load", type=float, metavar="X", help="rate as a multiple of the capacity")
+        if name == "beside":
+            study.add_argument("--tree", type=Path, help="checkout of the other version")
+            study.add_argument("--tree-commit", help="what it is, for the table")
         if name == "vllm":
             study.add_argument("--vllm-command", help=f"starts it (default: ${vllm.COMMAND_VARIABLE})")
             study.add_argument("--vllm-url", default="http://127.0.0.1:8102", help="where it then listens")

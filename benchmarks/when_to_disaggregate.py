@@ -10,7 +10,7 @@ Poisson arrivals for 20 s, so that a rate has to be kept up; prompts and outputs
 goodput of a fleet is the highest rate at which 90 % of the requests keep both: of mixed replicas to 10 %, of
 split ones as a multiple of that. Fleets: four mixed replicas under `slo` and the router `slo`, that move
 streams where that mends something; and every split of four, under `slo` in both pools, by each pool rule over
-the faster link and by `adaptive` over the slower.
+both links.
 """
 
 from __future__ import annotations
@@ -147,8 +147,7 @@ def measure(out: Path, shapes: list[str], tbts: list[float]) -> None:
         if shapes and name not in shapes:
             continue
         for tbt in (each / 1e3 for each in tbts):
-            cases = [(MIXED, 200.0), *((split, 200.0) for split in SPLITS)]
-            cases += [(split, 25.0) for split in SPLITS if split.rule == "adaptive"]
+            cases = [(MIXED, 200.0), *((split, gbps) for gbps in reversed(LINKS) for split in SPLITS)]
             for fleet, gbps in cases:
                 if (name, tbt, gbps, fleet.name) in done:
                     continue

@@ -30,7 +30,8 @@ criterion and seed; after the first seed only the two best go on. On traces a se
 starts, with its own times squeezed to the rate; a window that comes to the trace's end goes on at its
 start, without shared prefixes, so that windows of the code trace overlap. Requests that an idle machine
 with an empty prefix cache could not serve in time count neither way; those that do not fit the context are
-not offered. A capacity of less than a tenth of where others lie is taken as that tenth.
+not offered. A capacity of less than a tenth of where others lie is taken as that tenth; where neither of two
+policies has more, they are not compared.
 """
 
 
@@ -107,15 +108,26 @@ class Study:
 
     def ratio(self, cell: Cell, rival: str, criterion: str) -> tuple[Interval, int] | None:
         """Return the subject's capacity over a rival's and in how many seeds; None where there is no pair."""
-        pairs = []
-        for seed in self.seeds:
-            own = self.capacity(cell, self.subject, criterion, seed)
-            other = self.capacity(cell, rival, criterion, seed)
-            if own is not None and other is not None:
-                pairs.append((own, other))
+        pairs = [pair for seed in self.seeds if (pair := self.pair(cell, rival, criterion, seed))]
         if not pairs:
             return None
         return ratio_interval([own for own, _ in pairs], [other for _, other in pairs]), len(pairs)
+
+    def pair(self, cell: Cell, rival: str, criterion: str, seed: int) -> tuple[float, float] | None:
+        """Return the subject's capacity and a rival's, None where there is nothing to compare.
+
+        Where neither keeps the criterion at any rate that was looked at, there is none: how far down the two
+        searches went says nothing.
+        """
+        policies = (self.subject, rival)
+        own, other = (self.capacity(cell, policy, criterion, seed) for policy in policies)
+        is_kept = any(self._keeps(cell, policy, criterion, seed) for policy in policies)
+        return (own, other) if is_kept and own is not None and other is not None else None
+
+    def _keeps(self, cell: Cell, policy: str, criterion: str, seed: int) -> bool:
+        rule = CRITERIA[criterion]
+        curves_ = [self.curves.get((cell, name, seed)) for name in members_of(policy)]
+        return any(curve.bracket(rule).kept is not None for curve in curves_ if curve)
 
     def ratios(self, rival: str, criterion: str, group: str) -> list[tuple[Cell, Interval, int]]:
         """Return the ratios of the cells of a group."""
@@ -131,12 +143,9 @@ class Study:
         middle = geometric_mean([interval.mean for _, interval, _ in by_cell])
         of_seeds = []
         for seed in self.seeds:
-            pairs = [
-                (self.capacity(c, self.subject, criterion, seed), self.capacity(c, rival, criterion, seed))
-                for c in cells
-            ]
-            if all(own and other for own, other in pairs):
-                of_seeds.append(geometric_mean([(own or 1) / (other or 1) for own, other in pairs]))
+            pairs = [self.pair(cell, rival, criterion, seed) for cell in cells]
+            if None not in pairs:
+                of_seeds.append(geometric_mean([own / other for own, other in filter(None, pairs)]))
         spread = ratio_interval(of_seeds, [1.0] * len(of_seeds)) if of_seeds else None
         if spread is None:
             return Interval(middle, -np.inf, np.inf), len(cells)

@@ -56,13 +56,16 @@ def fleet_of(
     kv_transports: Sequence[str] = TRANSPORTS["auto"],
     num_prefill: int = 0,
     pool_rule: PoolRule = "adaptive",
+    move_rule: str = "mend",
     autoscale: str = "",
     bounds: ScaleBounds | None = None,
     **options: Any,
 ) -> FleetClient:
     """Return the client of a fleet that has not been started; options are those of `build_fake_engine`."""
     build = partial(build_fake_engine, step_seconds=step_seconds, **options)
-    config = FleetConfig(num_prefill=num_prefill, pool_rule=pool_rule, autoscale=autoscale)
+    config = FleetConfig(
+        num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule, autoscale=autoscale
+    )
     return FleetClient(
         Fleet(make_router(router, 0), config),
         launcher or make_launcher(),

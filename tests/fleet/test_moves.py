@@ -179,12 +179,13 @@ async def test_a_destination_that_stands_still_holds_no_stream_up() -> None:
 
 
 @pytest.mark.slow
-async def test_streams_leave_a_replica_that_runs_out_of_memory_for_a_new_one() -> None:
-    async with moving_fleet(1, num_blocks=96) as client:
+@pytest.mark.parametrize(("rule", "why"), [("mend", "memory"), ("llumnix", "balance")])
+async def test_streams_leave_a_replica_that_runs_out_of_memory_for_a_new_one(rule: str, why: str) -> None:
+    async with moving_fleet(1, num_blocks=96, move_rule=rule, router="freeness") as client:
         started = start_requests(client, 7, num_prompt=110, max_tokens=300)
         await until(partial(have_begun, client, 7))
         client.scale(2)
         await check_all(started)
-        assert client.counts.moves["memory", "moved"] >= 1
+        assert client.counts.moves[why, "moved"] >= 1
         assert client.counts.num_resumed == 0
         client._fleet.check_invariants()

@@ -9,6 +9,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes, parse_pools
 from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
+from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES, check_move_rule
 from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.cluster.scaling import (
@@ -52,6 +53,7 @@ class FleetOptions:
         "--replicas",
     )
     pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
+    move_rule: str = _option("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
     kv_transport: str = _option(
         "auto",
         choices=tuple(TRANSPORTS),
@@ -101,6 +103,9 @@ class FleetOptions:
         if self.autoscale is not None:
             self._check_autoscale(self.autoscale)
         check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        check_move_rule(
+            self.move_rule, moves=self.kv_transport != "none", cure="give another --kv-transport than none"
+        )
         if self.disaggregate is not None and self.kv_transport == "none":
             raise ConfigError(
                 "--disaggregate hands KV from replica to replica; leave out --kv-transport none"

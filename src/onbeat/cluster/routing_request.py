@@ -34,4 +34,5 @@ def routing_request(request: Request, costs: PrefillCosts, *, block_size: int | 
         slo=request.slo,
         resumes=request.resumes,
         rather_refused=request.shed is ShedMode.REJECT,
+        priority=request.priority,
     )

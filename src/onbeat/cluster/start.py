@@ -90,8 +90,14 @@ def open_fleet(
 
 def _config(options: FleetOptions) -> FleetConfig:
     if options.autoscale is None:
-        return FleetConfig(num_prefill=options.num_prefill, pool_rule=options.pool_rule)
-    return FleetConfig(autoscale=options.autoscale_policy, scale_down_seconds=options.scale_down_seconds)
+        return FleetConfig(
+            num_prefill=options.num_prefill, pool_rule=options.pool_rule, move_rule=options.move_rule
+        )
+    return FleetConfig(
+        autoscale=options.autoscale_policy,
+        scale_down_seconds=options.scale_down_seconds,
+        move_rule=options.move_rule,
+    )
 
 
 def _default_router(limits: SchedulerLimits) -> str:

@@ -181,9 +181,11 @@ class _EngineLoop:
         self._send(core.take_load())
         while not (self._stopped or self._wait.is_orphaned):
             if not core.has_work:
-                core.scheduler.check_invariants()
                 core.check_alive()
-                if not self._wait.for_message(0 if core.do_idle_work() else WAKE_SECONDS):
+                seconds = 0 if core.do_idle_work() else WAKE_SECONDS
+                if not self._wait.for_message(seconds):
+                    if seconds:  # a look at every block: nobody waits for an answer meanwhile
+                        core.scheduler.check_invariants()
                     continue
             self._read_inbox()
             launched = core.launch()

@@ -107,6 +107,7 @@ class Clients:
             weight=weight,
             tenant=tenant,
             shed=self._shed,
+            priority=0 if load.priorities is None else int(load.priorities[index]),
         )
         record = RequestRecord(
             request_id=request_id,

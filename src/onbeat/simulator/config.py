@@ -10,6 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import DRAIN_SECONDS
 from onbeat.core.slo import ShedMode
 from onbeat.core.step_time import StepTimeModel
+from onbeat.scheduler.cluster.migration import check_move_rule
 from onbeat.scheduler.cluster.pools import POOL_RULES, PoolRule
 from onbeat.scheduler.cluster.routers import require_router
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, parse_policy
@@ -168,6 +169,8 @@ class SimulationConfig:
     """Of the replicas, the first ones, which compute prompts for the others; 0: all do both."""
     pool_rule: PoolRule = "adaptive"
     """Where prompts and streams go there; see `FleetConfig`."""
+    move_rule: str = "mend"
+    """Which streams move while their replicas do not drain; see `FleetConfig`."""
     kv_link: KVLink | None = None
     """Over which requests go on elsewhere with their KV; None: they end where they began."""
     member_changes: tuple[MemberChange, ...] = ()
@@ -184,6 +187,7 @@ class SimulationConfig:
         require_router(self.router)
         if self.pool_rule not in POOL_RULES:
             raise ConfigError(f"pool_rule is {self.pool_rule!r}; it must be one of {', '.join(POOL_RULES)}")
+        check_move_rule(self.move_rule, moves=self.kv_link is not None, cure="give a kv_link")
         for name in ("num_replicas", "pipeline", "max_concurrency", "declared_max_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -73,7 +73,10 @@ class Deciders(NamedTuple):
 def fleet_config(config: SimulationConfig) -> FleetConfig:
     """Return how the fleet of a simulation treats its replicas."""
     plain = FleetConfig(
-        drain_seconds=config.fleet_times.drain, num_prefill=config.num_prefill, pool_rule=config.pool_rule
+        drain_seconds=config.fleet_times.drain,
+        num_prefill=config.num_prefill,
+        pool_rule=config.pool_rule,
+        move_rule=config.move_rule,
     )
     autoscale = config.autoscale
     if autoscale is None:

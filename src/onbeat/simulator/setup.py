@@ -24,6 +24,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
+from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES, check_move_rule
 from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
 from onbeat.scheduler.cluster.scaling import (
@@ -114,6 +115,7 @@ class ReplicaSettings:
         "--replicas",
     )
     pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
+    move_rule: str = _fleet("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
     kinds: tuple[ReplicaGroup, ...] = _fleet((), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP)
     kv_bandwidth: float | None = _fleet(
         None,
@@ -199,6 +201,8 @@ class ReplicaSettings:
     def __post_init__(self) -> None:
         check(self, ReplicaSettings)
         check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        moves = self.kv_bandwidth is not None or self.disaggregate is not None
+        check_move_rule(self.move_rule, moves=moves, cure="give --kv-transfer-gbps")
         check_kinds(self.kinds, self.num_replicas)
         if self.kv_latency and self.kv_bandwidth is None and self.disaggregate is None:
             raise ConfigError(
@@ -322,6 +326,7 @@ def build_simulation(
             acceptance=Acceptance() if settings.speculation is None else settings.speculation.acceptance,
             num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
             pool_rule=settings.pool_rule,
+            move_rule=settings.move_rule,
             kv_link=kv_link,
             kinds=() if kv_link is None else _without_drafts(settings, (kind,)),
         ),
@@ -341,6 +346,7 @@ def build_simulation(
 def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens: int | None) -> Simulation:
     """Resolve a fleet of several kinds; what is said of one replica is said of the first."""
     alone: dict[str, Any] = {"kinds": (), "replicas": 1, "disaggregate": None, "pool_rule": "adaptive"}
+    alone["move_rule"] = "mend"
     alone |= {"kv_bandwidth": None, "kv_latency": 0.0, "autoscale": None}
     alone |= {"autoscale_policy": "objective", "scale_down_seconds": DOWN_SECONDS}
     built = []
@@ -359,6 +365,7 @@ def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens
         autoscale=_autoscale(settings),
         num_prefill=0 if settings.disaggregate is None else settings.disaggregate.prefill,
         pool_rule=settings.pool_rule,
+        move_rule=settings.move_rule,
         kv_link=make_link(settings, first.model, first.precision),
         kinds=_without_drafts(settings, kinds),
     )

@@ -48,6 +48,8 @@ class OfferedLoad:
     classes: tuple[SLOClass, ...] = ()
     tenants: tuple[str | None, ...] | None = None
     """Who each request is from; None where its class says."""
+    priorities: NDArray[np.int64] | None = None
+    """`Request.priority` of each; None where all are alike."""
     lines: NDArray[np.int64] | None = None
     """Where in a file each request was read, counted from 1; None where there is no file."""
     num_skipped: int = 0
@@ -101,6 +103,7 @@ class OfferedLoad:
             block_ids=None if blocks is None else tuple(blocks[row] for row in chosen.tolist()),
             class_ids=None if self.class_ids is None else self.class_ids[chosen],
             tenants=None if self.tenants is None else tuple(self.tenants[row] for row in chosen.tolist()),
+            priorities=None if self.priorities is None else self.priorities[chosen],
             lines=None if self.lines is None else self.lines[chosen],
         )
 
@@ -192,6 +195,7 @@ class OfferedLoad:
             "block_ids": self.block_ids,
             "class_ids": self.class_ids,
             "tenants": self.tenants,
+            "priorities": self.priorities,
             "lines": self.lines,
         }
         for column, values in columns.items():

@@ -436,7 +436,7 @@ async def test_ctrl_c_while_waiting_for_a_server_ends_at_once() -> None:
         process = await start("--port", str(port), "--ready-check-timeout-sec", "600")
         await until(lambda: num_asked > 1)
         process.send_signal(signal.SIGINT)
-        _, err = await asyncio.wait_for(process.communicate(), 10)
+        _, err = await asyncio.wait_for(process.communicate(), 60)
     finally:
         server.close()
 

@@ -41,7 +41,7 @@ class ServerProcess:
     def send_signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    async def exit_code(self, timeout: float = 10.0) -> int:
+    async def exit_code(self, timeout: float = 60.0) -> int:
         return await asyncio.wait_for(self.process.wait(), timeout)
 
     async def stream(self, max_tokens: int) -> list[Any]:
@@ -55,7 +55,7 @@ class ServerProcess:
             return response.status
 
     async def wait_for_load(self) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while True:
                 async with self.session.get(self.url + "/load") as response:
                     if (await response.json())["server_load"]:

@@ -230,6 +230,13 @@ def test_pools_of_unlike_replicas(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert alike["mean_tpot_ms"] < 0.8 * found["mean_tpot_ms"], "the slower device generates"
 
 
+def test_a_fleet_of_llumnix(tmp_path: Path) -> None:
+    rules = ("--router", "freeness", "--move-rule", "llumnix", "--autoscale-policy", "freeness")
+    found = summary_of(tmp_path, *rules, "--autoscale", "1..2", "--kv-transfer-gbps", "16")
+    assert found["completed"] == 12
+    assert found["router"] == "freeness"
+
+
 def test_a_full_queue_is_accounted_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = summary_of(
         tmp_path,
@@ -319,6 +326,7 @@ BAD_FLAGS = [
     (["--disaggregate", "prefill=1,decode=1", "--replicas", "3"], "leave --replicas out"),
     (["--disaggregate", "prefill=1,decode=1", "--kv-transfer-gbps", "nan"], "is nan"),
     (["--pool-rule", "distserve"], "is for --disaggregate"),
+    (["--move-rule", "llumnix"], "is for streams that move; give --kv-transfer-gbps, or leave it out"),
     (["--kinds", "device=l4,replicas=2"], "make up 2 replicas, but --replicas is 1"),
     (["--kinds", "gpu=l4"], "is no kind of replica"),
     (["--kv-transfer-latency-ms", "1"], "of a link that no KV goes over"),

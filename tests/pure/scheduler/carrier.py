@@ -192,6 +192,7 @@ class Carrier:
             arrival=self.now,
             slo=rng.choice((None, SLO(ttft=0.5, tbt=0.05), SLO(ttft=5.0))),
             resumes=rng.random() < 0.95,
+            priority=rng.choice((0, 0, 0, -1)),
         )
         self.tell(Arrived(request))
 
@@ -354,20 +355,28 @@ CHANCES: tuple[tuple[Callable[[Carrier, Random], None], int], ...] = (
 NO_POOLS: tuple[int, PoolRule] = (0, "adaptive")
 
 
-def new_carrier(router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive") -> Carrier:
+def new_carrier(
+    router: str, num_prefill: int = 0, pool_rule: PoolRule = "adaptive", move_rule: str = "mend"
+) -> Carrier:
     """Return somebody with a fleet of three that has not started."""
-    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule)
+    config = FleetConfig(drain_seconds=5.0, num_prefill=num_prefill, pool_rule=pool_rule, move_rule=move_rule)
     carrier = Carrier(Fleet(make_router(router, 0), config))
     carrier.tell(ScaleAsked(3))
     return carrier
 
 
 def run(
-    router: str, *, num_events: int, seed: int, check_every: int = 1, pools: tuple[int, PoolRule] = NO_POOLS
+    router: str,
+    *,
+    num_events: int,
+    seed: int,
+    check_every: int = 1,
+    pools: tuple[int, PoolRule] = NO_POOLS,
+    move_rule: str = "mend",
 ) -> Carrier:
     """Let so much happen at random, then everything end."""
     rng = Random(seed)
-    carrier = new_carrier(router, *pools)
+    carrier = new_carrier(router, *pools, move_rule)
     kinds, chances = zip(*CHANCES, strict=True)
     next_check = 0
     while carrier.num_events < num_events:

@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from onbeat.scheduler.cluster.migration import MOVE_RULES
 from onbeat.scheduler.cluster.pools import POOL_RULES, PoolRule
 from onbeat.scheduler.cluster.routers import ROUTERS
 from tests.pure.scheduler.carrier import CHANCES, Carrier, new_carrier, run
@@ -25,9 +26,10 @@ class FleetMachine(RuleBasedStateMachine):
         router=st.sampled_from(sorted(ROUTERS)),
         num_prefill=st.integers(0, 2),
         pool_rule=st.sampled_from(POOL_RULES),
+        move_rule=st.sampled_from(sorted(MOVE_RULES)),
     )
-    def start(self, router: str, num_prefill: int, pool_rule: PoolRule) -> None:
-        self.carrier = new_carrier(router, num_prefill, pool_rule)
+    def start(self, router: str, num_prefill: int, pool_rule: PoolRule, move_rule: str) -> None:
+        self.carrier = new_carrier(router, num_prefill, pool_rule, move_rule)
 
     @rule(
         step=st.sampled_from(sorted(STEPS)), seed=st.integers(0, 2**16), wait=st.sampled_from((0.0, 0.1, 9))
@@ -57,6 +59,7 @@ def test_thousands_of_random_events_lose_nothing(router):
 
 
 @pytest.mark.parametrize("pools", [(0, "adaptive"), (1, "adaptive"), (1, "distserve")], ids=str)
-def test_requests_that_move_with_their_kv_are_not_lost_either(pools):
-    carrier = run("slo", num_events=4000, seed=3, pools=pools)
+@pytest.mark.parametrize("move_rule", MOVE_RULES)
+def test_requests_that_move_with_their_kv_are_not_lost_either(pools, move_rule):
+    carrier = run("slo", num_events=4000, seed=3, pools=pools, move_rule=move_rule)
     assert carrier.num_moved > 3

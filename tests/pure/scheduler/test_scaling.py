@@ -30,11 +30,11 @@ from onbeat.scheduler.cluster.events import (
     Tick,
 )
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
-from onbeat.scheduler.cluster.freeness_scaling import freeness
 from onbeat.scheduler.cluster.membership import ReplicaState
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.routing import RoutingRequest
 from onbeat.scheduler.cluster.scaling import ScaleBounds, parse_bounds, parse_policy
+from onbeat.scheduler.cluster.virtual_usage import freeness
 
 LIMITS = ReplicaLimits(max_model_len=8192, max_num_seqs=64, num_blocks=4000, block_size=16)
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=2e-3, decode=1e-4, decode_base=5e-3)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO
+from onbeat.scheduler.cluster.migration import MOVE_RULES
 from onbeat.scheduler.cluster.pools import POOL_RULES
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.config import FleetChange, FleetTimes, KVLink, ReplicaKind, SimulationConfig
@@ -222,6 +223,7 @@ class TestInvariants:
             max_size=8,
         ),
         rule=st.sampled_from(POOL_RULES),
+        move_rule=st.sampled_from(sorted(MOVE_RULES)),
         num_prefill=st.sampled_from([0, 2]),
         policy=st.sampled_from(["hybrid-only", "slo"]),
         bandwidth=st.sampled_from([20.0, 1000.0]),
@@ -231,13 +233,14 @@ class TestInvariants:
     @example(
         changes=[FleetChange(1.0, "kill", 1), FleetChange(15.0, "drain", 0), FleetChange(23.0, "kill", 1)],
         rule="adaptive",
+        move_rule="mend",
         num_prefill=0,
         policy="hybrid-only",
         bandwidth=20.0,
         seed=0,
     )
     def test_whatever_happens_everybody_ends_or_is_told(
-        self, changes, rule, num_prefill, policy, bandwidth, seed
+        self, changes, rule, move_rule, num_prefill, policy, bandwidth, seed
     ):
         """Copies that take seconds, so that deaths and drains meet every stage of a move."""
         changes = [each for each in changes if each.kind != "scale" or each.number]
@@ -247,6 +250,7 @@ class TestInvariants:
             prefill={"policy": policy},
             decode={"policy": policy, "num_blocks": 32},
             pool_rule=rule,
+            move_rule=move_rule,
             kv_link=KVLink(bytes_per_token=1, bandwidth=bandwidth),
             fleet_changes=tuple(changes),
             fleet_times=FleetTimes(start=2.0, drain=8.0),

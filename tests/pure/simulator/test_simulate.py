@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -50,6 +51,18 @@ def test_requests_that_arrive_together_share_a_step():
     model = ShapeTime(lambda shape: 1.0)
     records = simulate(make_load([8, 8, 8], [1, 1, 1], [0.0, 0.0, 0.0]), make_config(), model).records
     assert [record.end for record in records] == [1.0, 1.0, 1.0]
+
+
+def test_priorities_of_a_load_come_with_its_requests():
+    """Three wait for the only slot; the last is to come first."""
+    load = replace(make_load([8, 8, 8], [1, 1, 1], [0.0, 0.1, 0.1]), priorities=np.array([0, 0, -1]))
+    config = make_config()
+    scheduler = replace(config.scheduler, max_num_seqs=1, scheduling_policy="priority")
+    records = simulate(load, replace(config, scheduler=scheduler), ShapeTime(lambda shape: 1.0)).records
+    assert [record.end for record in records] == [1.0, 3.0, 2.0]
+    with pytest.raises(ConfigError, match="3 prompt lengths, but 2 priorities"):
+        replace(load, priorities=np.array([0, 0]))
+    assert load.take([2]).priorities.tolist() == [-1]
 
 
 def test_a_closed_loop_sends_the_next_request_when_one_ends():

@@ -72,6 +72,8 @@ class FleetConfig:
     """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
     pool_rule: PoolRule = "adaptive"
     """See `POOL_RULES`."""
+    move_rule: str = "mend"
+    """See `MOVE_RULES`."""
     autoscale: str = ""
     """What decides on the number of replicas, once `ScalingAsked` has said between which: see `parse_policy`.
     Empty: they are as many as are asked for."""
@@ -122,7 +124,12 @@ class Fleet:
             self._watcher = self._scaling.policy
         self._pools = Pools(self._members, router, self._config.num_prefill, self._config.pool_rule)
         self._migration = Migration(
-            self._members, opened, self._pools, act=self._act, on_moved=self._on_moved
+            self._members,
+            opened,
+            self._pools,
+            rule=self._config.move_rule,
+            act=self._act,
+            on_moved=self._on_moved,
         )
         self._requests = Requests(
             opened,

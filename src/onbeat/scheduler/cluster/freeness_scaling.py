@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
-from onbeat.core.fleet import ReplicaLoad
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, ScalingPolicy, Wanted
+from onbeat.scheduler.cluster.virtual_usage import freeness
 
 LOW, HIGH = 10.0, 60.0
 """The band of the paper's released code, in blocks for each running request."""
@@ -16,8 +16,8 @@ _BAND_SECONDS = 10.0
 class FreenessScaling(ScalingPolicy):
     """Adds a replica where the mean freeness is below a band for a while, and takes one away above it.
 
-    A replica's freeness is its free blocks, less what the first request in its queue lacks, for each running
-    request: steps that its batch has until memory is full, in blocks.
+    A replica's freeness is that for requests of usual priority, without headroom: steps that its batch has
+    until memory is full, in blocks.
     """
 
     def __init__(self, low: float = LOW, high: float = HIGH) -> None:
@@ -42,9 +42,3 @@ class FreenessScaling(ScalingPolicy):
             self._above = inf
             return Wanted(num - 1, "freeness")
         return Wanted(num)
-
-
-def freeness(load: ReplicaLoad) -> float:
-    """Return the blocks that a replica has left for each running request; below 0 where a request waits."""
-    num_blocks = -load.num_wanted_blocks if load.num_wanted_blocks else load.num_free_blocks
-    return num_blocks / max(1, load.num_running)

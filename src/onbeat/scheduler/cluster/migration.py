@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from math import inf
 
+from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import ReplicaId
 from onbeat.core.handover import MoveVerb
-from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
 from onbeat.scheduler.cluster.events import Answered, FleetAction, MoveStep
 from onbeat.scheduler.cluster.membership import (
     Membership,
@@ -15,7 +16,10 @@ from onbeat.scheduler.cluster.membership import (
     ReplicaState,
     deadline,
 )
+from onbeat.scheduler.cluster.mending import Mending
+from onbeat.scheduler.cluster.move_rules import Mover, MoveRule, num_blocks_of
 from onbeat.scheduler.cluster.moves import GROWTH_BLOCKS, Move, Moves, Outcome
+from onbeat.scheduler.cluster.pairing import Pairing
 from onbeat.scheduler.cluster.pools import Pools
 
 MOST_AT_ONCE = 2
@@ -24,16 +28,39 @@ MOST_STOPPED = 8
 """Moves to one replica where requests stand still already, since only their prompts were computed."""
 FEW_TOKENS = 8
 """A request that has as few left ends sooner than it is moved."""
-_CALM_SECONDS = 0.5
-"""After a move that was to mend something, its replica is left alone for so long: reports must show it."""
-_STAY_SECONDS = 5.0
-"""For so long a request that was moved to mend something is not moved for that again."""
 _RETRY_SECONDS = 0.25
 """After which a request is moved that could not be."""
 _MOST_FAILURES = 3
 """Moves of a request that fail, not for want of room, before it is left where it is."""
 
 OnMoved = Callable[[OpenRequest, Replica], None]
+
+MOVE_RULES: dict[str, Callable[[Mover], MoveRule]] = {"mend": Mending, "llumnix": Pairing}
+"""What moves streams of replicas that do not drain, and compute no prompts for others."""
+MOVE_HELP = (
+    "which streams move to other replicas, beside those of drains; mend: the last to come, where something "
+    "is predicted to go wrong that this mends; llumnix: the shortest, from replicas with the least free KV "
+    "memory to those with the most"
+)
+"""Of the flag --move-rule."""
+
+
+def check_move_rule(rule: str, *, moves: bool, cure: str) -> None:
+    """Check a rule by which streams move.
+
+    Parameters
+    ----------
+    moves : whether streams move at all.
+    cure : what to give so that they do.
+
+    Raises
+    ------
+    ConfigError : there is no such rule, or nothing that it could move.
+    """
+    if rule not in MOVE_RULES:
+        raise ConfigError(f"move-rule is {rule!r}; it must be one of {', '.join(MOVE_RULES)}")
+    if rule != "mend" and not moves:
+        raise ConfigError(f"--move-rule {rule} is for streams that move; {cure}, or leave it out")
 
 
 class Migration:
@@ -44,6 +71,7 @@ class Migration:
     members : with what they have.
     opened : the open requests, by id.
     pools : says which replicas compute prompts.
+    rule : one of `MOVE_RULES`.
     act : takes what is to be done.
     on_moved : is called with a request and the replica that it has come to.
     """
@@ -54,6 +82,7 @@ class Migration:
         opened: Mapping[str, OpenRequest],
         pools: Pools,
         *,
+        rule: str,
         act: Callable[[FleetAction], None],
         on_moved: OnMoved,
     ) -> None:
@@ -63,6 +92,7 @@ class Migration:
         self._act = act
         self._on_moved = on_moved
         self._moves = Moves(act, self._on_end, self._on_no_room)
+        self._rule = MOVE_RULES[rule](self)
         self._standing: dict[str, Move | None] = {}
         """Requests that stand still until somebody has room, in the order in which they came to; their moves,
         where one has been begun."""
@@ -100,7 +130,7 @@ class Migration:
             self._pools.is_prefill(replica.replica_id)
             and _moves_streams(replica)
             and self._has_many_left(opened)
-            and any(True for _ in self._candidates(replica))
+            and any(True for _ in self.candidates(replica))
         )
         if not goes_on:
             return replica
@@ -112,7 +142,7 @@ class Migration:
             opened.request.request_id,
             source.replica_id,
             destination.replica_id,
-            num_blocks=_num_blocks(opened, destination),
+            num_blocks=num_blocks_of(opened, destination),
             why="prefill",
             now=now,
             is_early=True,
@@ -126,11 +156,11 @@ class Migration:
                 is_prefill = self._pools.is_prefill(each.replica_id)
                 pools[1 if self.is_mixed(each) else 2 * is_prefill].append(each)
         for pool in pools:
-            fitting = [each for each in pool if self._has_room(opened, each, most_coming=inf)]
+            fitting = [each for each in pool if self.has_room(opened, each, most_coming=inf)]
             if fitting:
                 # Of equal ones it stays where its prompt is: nothing is copied then.
                 return max(
-                    fitting, key=lambda each: (self._freeness(opened, each), each is source, -each.order)
+                    fitting, key=lambda each: (self.freeness(opened, each), each is source, -each.order)
                 )
         return None
 
@@ -153,7 +183,7 @@ class Migration:
                 return
             destination = self._destination(opened, source, most_coming=MOST_STOPPED)
             if destination is not None:
-                self._begin(opened, source, destination, "prefill", now, is_stopped=True)
+                self.begin(opened, source, destination, "prefill", now, is_stopped=True)
                 return
         self._put_back(opened, source, now)
 
@@ -164,14 +194,10 @@ class Migration:
         self._is_to_look = True
 
     def on_report(self, replica: Replica, now: float) -> None:
-        """Look at how a replica stands, and move a request away if that mends what is about to go wrong."""
-        load, limits = replica.load, replica.limits
-        assert load is not None
+        """Look at how a replica stands, which may be a reason to move streams."""
         self._may_have_room = True
-        if limits is None or not limits.moves_streams or now < replica.no_mending_before:
-            return
-        if (why := trouble(load, limits)) and not self._moves.num_from(replica.replica_id):
-            self._mend(replica, why, now)
+        if _moves_streams(replica):
+            self._rule.on_report(replica, now)
 
     def on_answer(self, event: Answered, now: float) -> None:
         """Hear what came of a step of a move."""
@@ -214,7 +240,7 @@ class Migration:
             assert opened.replica is not None
             source = self._members.replicas[opened.replica]
             destination = self._destination(opened, source, most_coming=MOST_STOPPED)
-            if destination is None and any(_could_take(opened, each) for each in self._candidates(source)):
+            if destination is None and any(_could_take(opened, each) for each in self.candidates(source)):
                 return
             del self._standing[request_id]
             if destination is None and move is None:
@@ -223,9 +249,9 @@ class Migration:
                 assert move is not None
                 self._moves.stay(move)
             elif move is None:
-                self._begin(opened, source, destination, "prefill", now, is_stopped=True)
+                self.begin(opened, source, destination, "prefill", now, is_stopped=True)
             else:
-                num_blocks = _num_blocks(opened, destination)
+                num_blocks = num_blocks_of(opened, destination)
                 self._moves.try_again(move, destination.replica_id, num_blocks=num_blocks, now=now)
 
     def _relieve(self, source: Replica, now: float) -> None:
@@ -239,7 +265,7 @@ class Migration:
         for opened in sorted(source.open.values(), key=deadline):
             if self._moves.num_from(source.replica_id) >= MOST_AT_ONCE:
                 return
-            if not self._may_move(opened):
+            if not self._is_free_to_move(opened):
                 continue
             if now < opened.no_move_before:
                 self._look_at = min(self._look_at, opened.no_move_before)
@@ -249,39 +275,35 @@ class Migration:
                 opened.no_move_before = now + _RETRY_SECONDS
                 self._look_at = min(self._look_at, opened.no_move_before)
                 continue
-            self._begin(opened, source, destination, why, now)
+            self.begin(opened, source, destination, why, now)
 
-    def _mend(self, source: Replica, why: str, now: float) -> None:
-        """Begin to move the request that came last, which would be preempted first, if that is worth it."""
-        load = source.load
-        assert load is not None
-        source.no_mending_before = now + _CALM_SECONDS
-        for opened in sorted(source.open.values(), key=_arrival, reverse=True):
-            if not is_worth_it(load, opened.num_tokens):
-                continue
-            is_left_alone = now < max(opened.no_move_before, opened.no_mending_before)
-            if is_left_alone or not self._may_move(opened):
-                continue
-            spare = [each for each in self._candidates(source) if self._can_spare(opened, each)]
-            if spare:
-                destination = max(spare, key=lambda each: (self._freeness(opened, each), -each.order))
-                self._begin(opened, source, destination, why, now)
-                opened.no_mending_before = now + _STAY_SECONDS
-            return
+    # --- what rules may ask, see `Mover` --------------------------------------------------------------
 
-    def _can_spare(self, opened: OpenRequest, replica: Replica) -> bool:
-        """Return whether a replica takes a request without being in trouble itself."""
-        load, limits = replica.load, replica.limits
-        if load is None or limits is None or not self._has_room(opened, replica):
-            return False
-        num_coming = self._moves.num_coming(replica.replica_id)
-        num_blocks = self._moves.num_blocks_to(replica.replica_id) + _num_blocks(opened, replica)
-        slo, step = opened.request.slo, load.decode_step(num_coming + 1)
-        if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:
-            return False
-        return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
+    def movable(self) -> list[Replica]:
+        """Return the replicas whose streams may move; those of prompts let go of theirs in any case."""
+        return [
+            each
+            for each in self._members.having(ReplicaState.READY, ReplicaState.DRAINING)
+            if _moves_streams(each) and not self._pools.is_prefill(each.replica_id)
+        ]
 
-    def _begin(
+    def may_move(self, opened: OpenRequest, now: float) -> bool:
+        """Return whether a stream can be moved now, and has so much left that this is sooner than its end."""
+        return now >= opened.no_move_before and self._is_free_to_move(opened)
+
+    def num_from(self, replica: ReplicaId) -> int:
+        """Return how many streams are on their way from a replica."""
+        return self._moves.num_from(replica)
+
+    def num_coming(self, replica: ReplicaId) -> int:
+        """Return how many are on their way to one."""
+        return self._moves.num_coming(replica)
+
+    def num_blocks_to(self, replica: ReplicaId) -> int:
+        """Return the blocks that these will have there."""
+        return self._moves.num_blocks_to(replica)
+
+    def begin(
         self,
         opened: OpenRequest,
         source: Replica,
@@ -291,18 +313,19 @@ class Migration:
         *,
         is_stopped: bool = False,
     ) -> None:
+        """Begin to move a stream."""
         self._moves.begin(
             opened.request.request_id,
             source.replica_id,
             destination.replica_id,
-            num_blocks=_num_blocks(opened, destination),
+            num_blocks=num_blocks_of(opened, destination),
             why=why,
             now=now,
             is_stopped=is_stopped,
             is_patient=is_stopped and self._pools.waits_for_room,
         )
 
-    def _may_move(self, opened: OpenRequest) -> bool:
+    def _is_free_to_move(self, opened: OpenRequest) -> bool:
         request = opened.request
         may_succeed = opened.num_failed_moves < _MOST_FAILURES
         return (
@@ -322,11 +345,11 @@ class Migration:
     ) -> Replica | None:
         """Return the replica with the most room for each of its requests, this one included."""
         fitting = [
-            each for each in self._candidates(source) if self._has_room(opened, each, most_coming=most_coming)
+            each for each in self.candidates(source) if self.has_room(opened, each, most_coming=most_coming)
         ]
-        return max(fitting, key=lambda each: (self._freeness(opened, each), -each.order), default=None)
+        return max(fitting, key=lambda each: (self.freeness(opened, each), -each.order), default=None)
 
-    def _candidates(self, source: Replica) -> Iterable[Replica]:
+    def candidates(self, source: Replica) -> Iterable[Replica]:
         """Return the replicas that may take a request: those that decode, else any, where one drains."""
         others = [
             each
@@ -336,19 +359,20 @@ class Migration:
         decoding = [each for each in others if not self._pools.is_prefill(each.replica_id)]
         return decoding if decoding or source.state is not ReplicaState.DRAINING else others
 
-    def _has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
+    def has_room(self, opened: OpenRequest, replica: Replica, *, most_coming: float = MOST_AT_ONCE) -> bool:
+        """Return whether a replica has a slot and blocks for a stream."""
         limits = replica.limits
         assert limits is not None, "it is ready"
         return (
             _could_take(opened, replica)
             and self._moves.num_to(replica.replica_id) < most_coming
             and self._num_running(replica) < limits.max_num_seqs
-            and self._num_free(replica) >= _num_blocks(opened, replica) + GROWTH_BLOCKS
+            and self._num_free(replica) >= num_blocks_of(opened, replica) + GROWTH_BLOCKS
         )
 
-    def _freeness(self, opened: OpenRequest, replica: Replica) -> float:
+    def freeness(self, opened: OpenRequest, replica: Replica) -> float:
         """Return the free blocks for each request, once this one is there (Llumnix, section 4.4.2)."""
-        num_left = self._num_free(replica) - _num_blocks(opened, replica)
+        num_left = self._num_free(replica) - num_blocks_of(opened, replica)
         return num_left / (1 + self._num_running(replica))
 
     def _num_running(self, replica: Replica) -> int:
@@ -392,14 +416,4 @@ def _could_take(opened: OpenRequest, replica: Replica) -> bool:
     limits, request = replica.limits, opened.request
     assert limits is not None, "it is ready"
     is_short = request.num_prompt_tokens + request.max_tokens <= limits.max_model_len
-    return is_short and limits.num_blocks >= _num_blocks(opened, replica) + GROWTH_BLOCKS
-
-
-def _arrival(opened: OpenRequest) -> float:
-    return opened.request.arrival
-
-
-def _num_blocks(opened: OpenRequest, replica: Replica) -> int:
-    """Return the blocks of a replica that a request has, as far as the fleet knows."""
-    assert replica.limits is not None
-    return -(-opened.num_tokens // replica.limits.block_size)
+    return is_short and limits.num_blocks >= num_blocks_of(opened, replica) + GROWTH_BLOCKS

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.core.hashing import BlockHash
+from onbeat.scheduler.cluster.freeness_router import FreenessRouter
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED, LeastLoaded
 from onbeat.scheduler.cluster.routing import Choice, Router, RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
@@ -277,6 +278,7 @@ ROUTERS: dict[str, Callable[[int, int], Router]] = {
     "least-outstanding": lambda num_replicas, seed: LeastOutstanding(num_replicas),  # noqa: ARG005
     "least-work": lambda num_replicas, seed: LeastWork(num_replicas),  # noqa: ARG005
     "prefix-affinity": lambda num_replicas, seed: PrefixAffinity(num_replicas),  # noqa: ARG005
+    "freeness": lambda num_replicas, seed: FreenessRouter(num_replicas),  # noqa: ARG005
     "slo": lambda num_replicas, seed: SLORouter(num_replicas),  # noqa: ARG005
 }
 """name -> (number of replicas, seed) -> router"""

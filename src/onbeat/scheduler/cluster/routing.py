@@ -37,6 +37,8 @@ class RoutingRequest:
     """Whether it is refused where it is predicted to be late; else it is served late."""
     lives: int = 1
     """Replicas that it has been sent to, those that refused it or drained left out."""
+    priority: int = 0
+    """Lower is earlier; see `Request.priority`."""
 
     @property
     def ttft_objective(self) -> float:

@@ -58,4 +58,5 @@ def describe(request: Request, work: WorkEstimate | None) -> RoutingRequest:
         arrival=request.arrival,
         slo=request.slo,
         rather_refused=request.shed is ShedMode.REJECT,
+        priority=request.priority,
     )

@@ -1,0 +1,62 @@
+"""Moves that mend what is predicted to go wrong on a replica, and no others."""
+
+from __future__ import annotations
+
+from onbeat.scheduler.cluster.balance import has_room_to_spare, is_worth_it, trouble
+from onbeat.scheduler.cluster.membership import OpenRequest, Replica
+from onbeat.scheduler.cluster.move_rules import Mover, num_blocks_of
+
+_CALM_SECONDS = 0.5
+"""After a move that was to mend something, its replica is left alone for so long: reports must show it."""
+_STAY_SECONDS = 5.0
+"""For so long a request that was moved to mend something is not moved for that again."""
+
+
+class Mending:
+    """Moves the request that came last away from a replica that is in trouble, if that is worth it."""
+
+    def __init__(self, mover: Mover) -> None:
+        self._mover = mover
+
+    def on_report(self, replica: Replica, now: float) -> None:
+        """See `MoveRule.on_report`."""
+        load, limits = replica.load, replica.limits
+        assert load is not None
+        assert limits is not None
+        if now < replica.no_mending_before:
+            return
+        if (why := trouble(load, limits)) and not self._mover.num_from(replica.replica_id):
+            self._mend(replica, why, now)
+
+    def _mend(self, source: Replica, why: str, now: float) -> None:
+        """Begin to move the request that came last, which would be preempted first, if that is worth it."""
+        load, mover = source.load, self._mover
+        assert load is not None
+        source.no_mending_before = now + _CALM_SECONDS
+        for opened in sorted(source.open.values(), key=_arrival, reverse=True):
+            if not is_worth_it(load, opened.num_tokens):
+                continue
+            if now < opened.no_mending_before or not mover.may_move(opened, now):
+                continue
+            spare = [each for each in mover.candidates(source) if self._can_spare(opened, each)]
+            if spare:
+                destination = max(spare, key=lambda each: (mover.freeness(opened, each), -each.order))
+                mover.begin(opened, source, destination, why, now)
+                opened.no_mending_before = now + _STAY_SECONDS
+            return
+
+    def _can_spare(self, opened: OpenRequest, replica: Replica) -> bool:
+        """Return whether a replica takes a request without being in trouble itself."""
+        load, limits = replica.load, replica.limits
+        if load is None or limits is None or not self._mover.has_room(opened, replica):
+            return False
+        num_coming = self._mover.num_coming(replica.replica_id)
+        num_blocks = self._mover.num_blocks_to(replica.replica_id) + num_blocks_of(opened, replica)
+        slo, step = opened.request.slo, load.decode_step(num_coming + 1)
+        if slo is not None and slo.tbt is not None and step is not None and step > slo.tbt:
+            return False
+        return has_room_to_spare(load, limits, num_blocks=num_blocks, num_more=num_coming + 1)
+
+
+def _arrival(opened: OpenRequest) -> float:
+    return opened.request.arrival

@@ -1,0 +1,66 @@
+"""What decides which streams move while all is well with their replicas: the seam, and what rules may ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from onbeat.core.fleet import ReplicaId
+from onbeat.scheduler.cluster.membership import OpenRequest, Replica
+
+
+class Mover(Protocol):
+    """Carries moves out, and knows who may go where."""
+
+    def movable(self) -> list[Replica]:
+        """Return the replicas whose streams may move, those that drain included."""
+        ...
+
+    def candidates(self, source: Replica) -> Iterable[Replica]:
+        """Return the replicas that may take a stream of another one."""
+        ...
+
+    def has_room(self, opened: OpenRequest, replica: Replica) -> bool:
+        """Return whether a replica has a slot and blocks for a stream."""
+        ...
+
+    def may_move(self, opened: OpenRequest, now: float) -> bool:
+        """Return whether a stream can be moved now, and has so much left that this is sooner than its end."""
+        ...
+
+    def freeness(self, opened: OpenRequest, replica: Replica) -> float:
+        """Return the blocks that a replica will have left for each request, a new one included."""
+        ...
+
+    def num_from(self, replica: ReplicaId) -> int:
+        """Return how many streams are on their way from a replica."""
+        ...
+
+    def num_coming(self, replica: ReplicaId) -> int:
+        """Return how many are on their way to one."""
+        ...
+
+    def num_blocks_to(self, replica: ReplicaId) -> int:
+        """Return the blocks that these will have there."""
+        ...
+
+    def begin(self, opened: OpenRequest, source: Replica, destination: Replica, why: str, now: float) -> None:
+        """Begin to move a stream."""
+        ...
+
+
+class MoveRule(Protocol):
+    """Decides which streams move without a drain, and without prompts on replicas of their own."""
+
+    def on_report(self, replica: Replica, now: float) -> None:
+        """Look at how a replica stands, by its newest report, and begin what moves are wanted.
+
+        It is ready, and its streams may move.
+        """
+        ...
+
+
+def num_blocks_of(opened: OpenRequest, replica: Replica) -> int:
+    """Return the blocks of a replica that a request has, as far as the fleet knows."""
+    assert replica.limits is not None
+    return -(-opened.num_tokens // replica.limits.block_size)
