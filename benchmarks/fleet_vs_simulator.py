@@ -87,6 +87,7 @@ def main() -> None:
                 rows.append(
                     [f"{rate:g}", name, f"{value:.1f}", f"{predicted[name]:.1f}", f"{error * 100:+.1f} %"]
                 )
+                print(*rows[-1], flush=True)
     print(markdown_table(["requests/s", "", "live, ms", "simulated, ms", "error"], rows))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))

@@ -71,6 +71,10 @@ class ReplicaLimits:
     moves_streams: bool = False
     """Whether streams that run there can go elsewhere with their KV, and others' come."""
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the KV blocks that hold so many tokens."""
+        return -(-num_tokens // self.block_size)
+
 
 USUAL_CONTEXT = 2048
 """Tokens of the context of a usual decode."""
@@ -102,7 +106,7 @@ class PrefillCosts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaLoad:
-    """How a replica stands at the end of a step. It comes with the step's message; nobody polls for it.
+    """How a replica stands at the end of a step, or as a long one begins. It says so; nobody polls for it.
 
     Times are seconds from `time`, so that nobody's clock has to be another's.
     """
@@ -120,6 +124,8 @@ class ReplicaLoad:
     """KV blocks that nobody uses, those of the prefix cache included."""
     num_wanted_blocks: int = 0
     """Blocks that the first waiting request lacks."""
+    num_queued_blocks: int = 0
+    """Blocks that all waiting requests want, what is cached for them left out."""
     num_decodes: int = 0
     """Streams that decode."""
     num_context_tokens: int = 0

@@ -46,6 +46,10 @@ class _StepInFlight:
     num_prefix_hits: int
 
 
+LONG_STEP_SECONDS = 0.02
+"""Of a step whose end is worth a message of its own to whoever chooses between replicas."""
+
+
 class EngineCore:
     """One replica: a scheduler, an executor and a clock.
 
@@ -93,6 +97,7 @@ class EngineCore:
         self._in_flight: deque[_StepInFlight] = deque()
         self._expired: list[RequestOutput] = []
         self._last_end = 0.0
+        self._is_busy_for_long = False
         self._kv_memory = kv_memory
         self.kv: KVHandover | None = None
         if transfers is not None:
@@ -212,6 +217,16 @@ class EngineCore:
         """Return a message that says how the engine stands, if any does and no step will soon."""
         return self.message([]) if self._reports_load and not self.has_work else None
 
+    def take_next_load(self) -> StepOutputs | None:
+        """Return a message that says how the engine stands with the step just launched, if that one is long.
+
+        With the results of the step before it is not known how long the next one will take.
+        """
+        if not self._is_busy_for_long:
+            return None
+        self._is_busy_for_long = False
+        return self.message([])
+
     def _load(self, now: float) -> ReplicaLoad | None:
         if not self._reports_load:
             return None
@@ -262,6 +277,7 @@ class EngineCore:
             future = self._executor.submit(scheduled)
             if scheduler.step_time_model is not None:
                 predicted_seconds = scheduler.step_time_model.step_time(scheduled.shape)
+                self._is_busy_for_long = self._reports_load and predicted_seconds >= LONG_STEP_SECONDS
             self._in_flight.append(
                 _StepInFlight(
                     scheduled,

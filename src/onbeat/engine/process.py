@@ -190,6 +190,7 @@ class _EngineLoop:
             self._read_inbox()
             launched = core.launch()
             self._send(core.take_expired())
+            self._send(core.take_next_load())
             step = core.oldest_step
             if step is None:
                 if core.waits_for_others:

@@ -224,6 +224,11 @@ class SimulationConfig:
             return True
         return not self.member_changes and self.num_replicas > 1 and self.router == "slo"
 
+    @property
+    def reads_predictions(self) -> bool:
+        """Whether the router goes by what replicas predict."""
+        return self.router == "slo"
+
     def _check_fleet(self) -> None:
         for change in self.fleet_changes:
             if not (isfinite(change.when) and change.when >= 0 and change.number >= 0):
@@ -270,11 +275,12 @@ class SimulationConfig:
                 "replicas of several kinds are not scaled: which kind comes next is not decided"
             )
         needs_costs = parse_policy(autoscale.policy).needs_costs
-        if needs_costs and not make_policy(self.scheduler).needs_step_time:
+        predicts = self.reads_predictions or make_policy(self.scheduler).needs_step_time
+        if needs_costs and not predicts:
             raise ConfigError(
                 f"autoscaling to the objective goes by predicted step times, which policy "
-                f"{self.scheduler.policy!r} does not have in a simulation: give --policy slo, or "
-                "--autoscale-policy freeness"
+                f"{self.scheduler.policy!r} does not have in a simulation: give --policy slo, "
+                "--router slo, or --autoscale-policy freeness"
             )
 
     @property

@@ -125,7 +125,6 @@ def _fleet(
         autoscale=None,
         num_prefill=0,
         num_replicas=1,
-        router="round-robin",
     )
     router = make_router(config.router, 0, seed=config.seed)
     deciders = Deciders(router, _work_estimate(load, router, step_time), on_decision)

@@ -21,7 +21,7 @@ class Learner(Protocol):
         ...
 
 
-def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel) -> Scheduler:
+def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel, *, predicts: bool = False) -> Scheduler:
     """Return the scheduler of one replica.
 
     A policy that plans by predicted times, or weighs drafts by them, gets a model of its own, which it
@@ -30,6 +30,8 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel) -> Schedul
     Parameters
     ----------
     step_time : what the device is simulated by.
+    predicts : whether somebody reads predictions of its load, as of a live engine's under any policy; then
+        it has a model wherever there is one that can be handed to it.
 
     Raises
     ------
@@ -37,7 +39,8 @@ def make_scheduler(config: SchedulerConfig, step_time: StepTimeModel) -> Schedul
     """
     speculation = config.speculation
     weighs_drafts = speculation is not None and speculation.draft_length == "adaptive"
-    if not (make_policy(config).needs_step_time or weighs_drafts):
+    needs_model = make_policy(config).needs_step_time or weighs_drafts
+    if not (needs_model or (predicts and isinstance(step_time, Learner))):
         return Scheduler(config)
     if not isinstance(step_time, Learner):
         raise ConfigError(

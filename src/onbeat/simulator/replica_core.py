@@ -76,7 +76,9 @@ class ReplicaCore:
     ) -> None:
         self.hands_over = config.kv_link is not None
         """Whether requests come and go with their KV."""
-        self.scheduler = make_scheduler(config.replica_scheduler, step_time)
+        self.scheduler = make_scheduler(
+            config.replica_scheduler, step_time, predicts=config.reads_predictions
+        )
         self.noise = make_noise(config.step_noise, seed=config.seed, replica=int(name))
         self.deliveries = Deliveries(name, has_drafts=config.scheduler.speculation is not None)
         self.sampler = make_sampler(config, self.deliveries)

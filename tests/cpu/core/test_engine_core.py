@@ -201,6 +201,24 @@ class TestLoad:
         assert message.load is not None
         assert (message.load.num_taken, message.load.num_decodes, message.load.busy) == (2, 2, 0.0)
         assert message.load.time == message.now
+        assert core.take_next_load() is None
+        core.shutdown()
+
+    def test_a_long_step_is_told_when_it_begins(self, monkeypatch):
+        core, _ = build_fake_engine(lambda text: None, reports_load=True)
+        monkeypatch.setattr(core, "_clock", lambda: 100.0)
+        core.add(*make_requests((400, 8)))
+        assert core.launch()
+        message = core.take_next_load()
+        assert message is not None
+        assert message.load is not None
+        assert (message.outputs, message.load.num_decodes) == ([], 1)
+        assert message.load.busy == pytest.approx(0.042)
+        assert core.take_next_load() is None
+        core.collect()
+        assert core.launch()
+        assert core.take_next_load() is None  # the step of its second token is short
+        core.collect()
         core.shutdown()
 
     def test_a_step_under_way_keeps_it_busy(self):

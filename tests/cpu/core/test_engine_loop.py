@@ -28,6 +28,7 @@ class IdleCore:
         return None
 
     take_expired = take_load
+    take_next_load = take_load
 
     def check_alive(self) -> None:
         pass

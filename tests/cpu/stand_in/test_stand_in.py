@@ -18,7 +18,7 @@ from onbeat.core.fleet import ReplicaLimits
 from onbeat.core.request import FinishReason, Request, SamplingParams
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest, SchedulerOutput
 from onbeat.engine.build import build_engine
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.llm import LLM
 from onbeat.engine.model_config import ModelConfig, RopeConfig
 from onbeat.engine.model_runner import ModelRunner
@@ -291,6 +291,7 @@ class TestConfiguration:
             ({"step_time_profile": "calibrate"}, r"choose one of auto, roofline, none"),
             ({"device": "l4", "name": "Llama-3.1-70B"}, r"does not fit"),
             ({"kv_cache_memory_bytes": 1000}, r"hold no block"),
+            ({"memory_share": MemoryShare(20 << 30, 400)}, r"256 MiB, .* 20480 MiB .* use --replicas 80$"),
         ],
         ids=lambda value: str(next(iter(value.items()))) if isinstance(value, dict) else "",
     )

@@ -44,6 +44,8 @@ def check(driver: Driver, load: ReplicaLoad) -> None:
     assert load.num_context_tokens == sum(state.num_computed_tokens + 1 for state in decodes)
     pool = scheduler.kv.pool
     assert load.num_free_blocks == pool.num_blocks - pool.num_used_blocks
+    num_queued_tokens = sum(state.queued_work[0] for state in scheduler.waiting)
+    assert load.num_queued_blocks == scheduler.kv.num_blocks_for(num_queued_tokens)
     assert len(load.backlog) <= MOST_BACKLOG_ENTRIES
     assert list(load.backlog) == sorted(load.backlog)
     assert told_work(load) == pytest.approx(all_work(driver))
@@ -101,7 +103,7 @@ def test_without_predictions_there_are_counts_alone(policy):
     load = scheduler.load(1.0, busy=0.5)
     assert (load.time, load.busy, load.num_waiting, load.num_taken) == (1.0, 0.5, 1, 1)
     assert load.costs is None
-    assert (load.backlog, load.best_effort_work, load.prefill_share) == ((), 0.0, 1.0)
+    assert (load.backlog, load.best_effort_work, load.prefill_share) == (((0.0, 0.0, 1),), 0.0, 1.0)
 
 
 def test_those_that_were_not_taken_count_as_taken_notice_of():
@@ -160,6 +162,7 @@ def test_streams_and_the_blocks_that_the_first_lacks():
     assert load.tightest_tbt == 0.03
     assert load.num_free_blocks == 20 - 11 - 7
     assert load.num_wanted_blocks == 10 - 2
+    assert load.num_queued_blocks == 10
     assert 0 < load.prefill_share < 1
 
 

@@ -101,7 +101,7 @@ def test_it_predicts_what_the_replica_does(queue, own, num_steps):
         assert report.costs is not None
         deadline = inf if ttft is None else driver.now + ttft
         seconds = report.costs.seconds(num_tokens, 0)
-        predicted = view.first_token(deadline, ttft or inf, seconds, driver.now)
+        predicted = view.first_token(deadline, ttft or inf, seconds, 0, driver.now)
     assert predicted is not None
     state = scheduler.waiting.peek(0)
     found = next(each for each in scheduler.waiting if each.request_id == "own")
@@ -197,15 +197,15 @@ def view_of_full_slots(*, num_waiting: int, until: float) -> LoadView:
 def test_a_wait_for_a_slot_is_known_from_the_pace():
     view = view_of_full_slots(num_waiting=3, until=0.5)
     fourth, first = (4 - 1 / 3) / 20, (1 - 1 / 3) / 20
-    assert view.slot_wait(5.0, 1.0) == pytest.approx(fourth, rel=0.2)
-    assert view.slot_wait(1.4, 1.0) == pytest.approx(first, rel=0.2)  # before those that wait
-    assert view.slot_wait(5.0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
+    assert view.room_wait(5.0, 0, 1.0) == pytest.approx(fourth, rel=0.2)
+    assert view.room_wait(1.4, 0, 1.0) == pytest.approx(first, rel=0.2)  # before those that wait
+    assert view.room_wait(5.0, 0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
 
 
 def test_of_requests_that_are_added_up_each_takes_a_slot():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.9, 0.09, 9),)), 1.0)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
+    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
 
 
 def test_slots_come_free_sooner_where_more_streams_run():
@@ -217,25 +217,25 @@ def test_slots_come_free_sooner_where_more_streams_run():
             view.on_report(load(num_running=16, num_decodes=16), 0.1 * index)
         view.on_report(load(num_running=num_running, num_decodes=num_running), 1.0)
         view.limits = limits(max_num_seqs=num_running)
-        waits.append(view.slot_wait(5.0, 1.0))
+        waits.append(view.room_wait(5.0, 0, 1.0))
     assert waits[1] == pytest.approx(waits[0] / 4)
 
 
 def test_under_a_policy_that_goes_by_arrival_all_that_wait_are_ahead():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.0, 0.09, 9),)), 1.0)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
+    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((10 - 1 / 3) / 20, rel=0.2)
 
 
 def test_those_that_a_slot_comes_too_late_for_are_given_up():
     view = view_of_full_slots(num_waiting=12, until=0.15)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx((4 - 1 / 3) / 20, rel=0.2)
+    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((4 - 1 / 3) / 20, rel=0.2)
 
 
 def test_prompts_that_have_a_slot_are_not_ahead_of_one_that_has_none():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=61, backlog=((0.5, 0.01, 0),) * 3), 1.0)
-    assert view.slot_wait(5.0, 1.0) == pytest.approx((1 - 1 / 3) / 20, rel=0.2)
+    assert view.room_wait(5.0, 0, 1.0) == pytest.approx((1 - 1 / 3) / 20, rel=0.2)
 
 
 def test_a_predicted_first_token_waits_for_a_slot():
@@ -252,7 +252,7 @@ def test_a_first_token_whose_slot_comes_too_late_is_predicted_as_due_where_promp
     view = view_of_full_slots(num_waiting=30, until=0.49)
     for gives_up in (False, True):
         view.load = replace(view.load, gives_up=gives_up)
-        found = view.first_token(1.5, 0.5, 0.1, 1.0)
+        found = view.first_token(1.5, 0.5, 0.1, 0, 1.0)
         assert found is not None
         assert found.seconds > 0.55
         assert found.likely == pytest.approx(0.5 if gives_up else found.seconds)
@@ -261,25 +261,58 @@ def test_a_first_token_whose_slot_comes_too_late_is_predicted_as_due_where_promp
 def test_what_goes_by_arrival_is_done_first_although_it_is_due_at_once():
     view = LoadView(limits())
     view.on_report(load(backlog=((0.0, 3.0, 9),), num_waiting=9), 0.0)
-    found = view.first_token(1.0, 1.0, 0.1, 0.0)
+    found = view.first_token(1.0, 1.0, 0.1, 0, 0.0)
     assert found is not None
     assert found.turn == pytest.approx(3.1, rel=0.2)
 
 
-def test_blocks_that_are_lacking_are_waited_for_as_slots_are():
+def view_of_short_memory(**changes) -> LoadView:
+    """Return a view at time 1 of 30 streams with 30 blocks each, of which one ends every 107 ms."""
     view = view_of_full_slots(num_waiting=0, until=0.5)
-    short = load(num_running=30, num_decodes=30, num_waiting=1, backlog=((0.5, 0.01, 1),))
-    for num_wanted, num_ends in ((0, 0), (10, 2)):
-        view.on_report(replace(short, num_wanted_blocks=num_wanted), 1.0)
-        median = max(0, num_ends - 1 / 3) * 64 / 30 / 20  # fewer run, so fewer end
-        assert view.slot_wait(5.0, 1.0) == pytest.approx(median, rel=0.2)
+    values = {"num_running": 30, "num_decodes": 30, "num_free_blocks": 100, **changes}
+    view.on_report(load(**values), 1.0)
+    return view
+
+
+def wait_for_ends(number: float) -> object:
+    """Return the median of the seconds until so many of those streams have ended."""
+    return pytest.approx(max(0.0, number - 1 / 3) * 64 / 30 / 20, rel=0.2)
+
+
+@pytest.mark.parametrize(("num_blocks", "num_ends"), [(100, 0), (130, 1), (400, 10)])
+def test_a_prompt_waits_until_streams_have_given_back_its_blocks(num_blocks, num_ends):
+    assert view_of_short_memory().room_wait(5.0, num_blocks, 1.0) == wait_for_ends(num_ends)
+
+
+def test_blocks_of_prompts_that_wait_are_not_free():
+    waiting = view_of_short_memory(num_waiting=3, backlog=((0.5, 0.3, 3),), num_queued_blocks=90)
+    assert waiting.room_wait(5.0, 70, 1.0) == wait_for_ends(2)
+    assert waiting.room_wait(1.4, 70, 1.0) == 0.0  # it is due before them
+    waiting.send(1.3, 0.1, 60, "sent")
+    assert waiting.room_wait(1.4, 70, 1.0) == wait_for_ends(1)
+
+
+def test_a_long_prompt_goes_where_it_finds_blocks():
+    router = router_of(load(), load())
+    router._views[0] = view_of_short_memory()
+    router._views[1] = view_of_short_memory(num_free_blocks=400, busy=0.05)
+    assert place(router, request(num_tokens=800, arrival=1.0), 1.0) == 0
+    assert place(router, request(num_tokens=6000, arrival=1.0), 1.0) == 1
+
+
+def test_blocks_are_waited_for_where_nothing_is_predicted_too():
+    router = router_of(load(), load())
+    router._views[0] = view_of_short_memory(costs=None)
+    router._views[1] = view_of_short_memory(num_free_blocks=400, num_running=60, costs=None)
+    assert place(router, request(num_tokens=800, arrival=1.0), 1.0) == 0
+    assert place(router, request(num_tokens=6000, arrival=1.0), 1.0) == 1
 
 
 def test_a_replica_that_is_full_of_streams_that_do_not_end_has_a_long_wait():
     view = LoadView(limits())
     for index in range(1, 40):
         view.on_report(load(num_running=64, num_decodes=64), 0.1 * index)
-    assert view.slot_wait(9.0, 4.0) > 2.0
+    assert view.room_wait(9.0, 0, 4.0) > 2.0
 
 
 def test_a_report_ages():

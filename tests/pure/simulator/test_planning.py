@@ -10,6 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import predict_step
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.scheduler.cluster.events import Send
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.planning import make_scheduler
 from onbeat.simulator.simulate import simulate
@@ -26,6 +27,19 @@ def clairvoyant(monkeypatch):
 
 def test_policies_that_plan_by_tokens_get_no_model():
     assert make_scheduler(make_config().scheduler, linear_time()).step_time_model is None
+
+
+def test_a_router_that_reads_predictions_gets_them_under_any_policy():
+    for router in ("slo", "round-robin"):
+        sent = []
+
+        def watch(_event, _now, actions, sent=sent):
+            sent += [each for each in actions if isinstance(each, Send)]
+
+        config = make_config(num_replicas=2, router=router)
+        simulate(random_load(9, rate=30, seed=1), config, Predictor(SECONDS), on_decision=watch)
+        assert len(sent) == 9
+        assert any(each.predicted_ttft is not None for each in sent) == (router == "slo")
 
 
 @pytest.mark.usefixtures("clairvoyant")

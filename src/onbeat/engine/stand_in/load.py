@@ -11,7 +11,7 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.step import BatchShape
-from onbeat.engine.config import EngineConfig
+from onbeat.engine.config import EngineConfig, MemoryShare
 from onbeat.engine.device import DTYPES, DeviceConfig
 from onbeat.engine.load import LoadedModel, OnProgress
 from onbeat.engine.model_config import ModelConfig, RopeConfig
@@ -41,6 +41,10 @@ _UNUSED = (
     ("threads", None, "--threads are of a forward pass"),
     ("speculative", None, "--speculative-config needs a model that verifies drafts"),
 )
+
+
+_PROCESS_BYTES = 256 << 20
+"""Of a stand-in: its interpreter, torch and tokenizer, as measured; its KV is a number a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +142,11 @@ def prepare_stand_in(config: EngineConfig) -> StandInLoader:
 
     Raises
     ------
-    ConfigError : the model, the device or a number format is not known, or something does not go together.
+    ConfigError : the model, the device or a number format is not known, something does not go together, or
+        the machine has no memory for so many.
     """
     _check(config)
+    _check_memory(config.memory_share)
     device = find_device(config.device)
     dtype = DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
     precision = precision_of(dtype)
@@ -159,6 +165,17 @@ def prepare_stand_in(config: EngineConfig) -> StandInLoader:
         device=DeviceConfig(torch.device("cpu"), dtype, num_threads=1),
         limits=_limits(config.limits, config.kv_cache_memory_bytes, description),
         tokenizer_path=config.model.path,
+    )
+
+
+def _check_memory(share: MemoryShare | None) -> None:
+    """Check that replicas beside one another have memory for their processes."""
+    if share is None or share.num_shares == 1 or share.num_shares * _PROCESS_BYTES <= share.total_bytes:
+        return
+    raise ConfigError(
+        f"each replica is a process of some {_PROCESS_BYTES >> 20} MiB, but this machine has "
+        f"{share.total_bytes >> 20} MiB left for {share.num_shares} of them; "
+        f"use --replicas {max(1, share.total_bytes // _PROCESS_BYTES)}"
     )
 
 

@@ -16,8 +16,8 @@ from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 
 _MEMORY_SECONDS = 10.0
 """Time constant of the pace at which requests end."""
-_FIRST_MEDIAN = 2 / 3
-"""Of mean gaps, the time of the first of events that come at random: see `LoadView.slot_wait`."""
+_MEDIAN_SOONER = 1 / 3
+"""Of mean gaps, how much sooner than the mean the median of events at random is: see `LoadView.room_wait`."""
 _A_BIT_LESS = 1 - 1e-9
 """So that a sum that is rounded is no less than a bound of it."""
 _SHORTEST_STEP = 1e-4
@@ -46,23 +46,23 @@ class FirstToken(NamedTuple):
 
     turn: float
     """By the work that is done before."""
-    slot: float
-    """By when it gets a slot; 0 where one is free."""
+    room: float
+    """By when it gets a slot and blocks; 0 where they are free."""
     is_lost_if_late: bool
-    """Whether a slot that comes too late is of no use: the request is then served behind all others."""
+    """Whether room that comes too late is of no use: the request is then served behind all others."""
     left: float
     """Until it is due."""
 
     @property
     def seconds(self) -> float:
         """Until the first token, late or not."""
-        return max(self.turn, self.slot)
+        return max(self.turn, self.room)
 
     @property
     def likely(self) -> float:
-        """Until the first token, if a slot comes in time: else it comes at a time that nothing here tells."""
-        slot = min(self.slot, max(self.left, 0.0)) if self.is_lost_if_late else self.slot
-        return max(self.turn, slot)
+        """Until the first token, if room comes in time: else it comes at a time that nothing here tells."""
+        room = min(self.room, max(self.left, 0.0)) if self.is_lost_if_late else self.room
+        return max(self.turn, room)
 
 
 class Sent(NamedTuple):
@@ -74,6 +74,8 @@ class Sent(NamedTuple):
     """Of its first token; infinite for best effort."""
     seconds: float
     """Of prefill work."""
+    num_blocks: int
+    """That its prompt wants."""
     request_id: str
 
 
@@ -108,10 +110,10 @@ class LoadView:
         while self.sent and self.sent[0].number <= load.num_taken:
             self.sent.popleft()
 
-    def send(self, deadline: float, seconds: float, request_id: str) -> None:
+    def send(self, deadline: float, seconds: float, num_blocks: int, request_id: str) -> None:
         """Count a request that is sent."""
         self.num_sent += 1
-        self.sent.append(Sent(self.num_sent, deadline, seconds, request_id))
+        self.sent.append(Sent(self.num_sent, deadline, seconds, num_blocks, request_id))
 
     def take_back(self, request_id: str) -> None:
         """Count no more a request that ended, or was taken back, before a report has counted it."""
@@ -125,34 +127,49 @@ class LoadView:
         """Requests that run, wait or are on their way."""
         return self.load.num_running + self.load.num_waiting + len(self.sent)
 
-    def slot_wait(self, deadline: float, now: float) -> float:
-        """Return the seconds until a request gets a slot, by the pace at which streams ended of late.
+    def room_wait(self, deadline: float, num_blocks: int, now: float) -> float:
+        """Return the seconds until a request gets a slot and its blocks, by the pace at which streams end.
 
-        Where the first that waits lacks blocks, no slot is free: they are given back by those that end, too.
-        Those that are due before it get theirs first, unless it comes too late for them: the replica gives
-        them up, and serves them behind all others.
+        One that ends gives back a slot, and as many blocks as streams and prompts have on average. Those that
+        are due before it get theirs first, unless it comes too late for them: the replica gives them up, and
+        serves them behind all others.
 
         Streams end independently of each other, so the time of the k-th end has a gamma distribution: its
         median is (k - 1/3) mean gaps, but for 4 % of it (Choi, Proc. AMS 121, 1994).
+
+        Parameters
+        ----------
+        num_blocks : that its prompt wants.
         """
-        load = self.load
-        num_free = 0 if load.num_wanted_blocks else self.limits.max_num_seqs - load.num_running
-        if num_free > load.num_waiting + len(self.sent):
+        load, sent = self.load, self.sent
+        num_free = self.limits.max_num_seqs - load.num_running
+        num_lacking = load.num_queued_blocks - load.num_free_blocks
+        num_waiting = load.num_waiting
+        has_slot = num_free > num_waiting + len(sent)
+        if has_slot and num_lacking + num_blocks + sum([each.num_blocks for each in sent]) <= 0:
             return 0.0
-        ahead = [(self.reported + until, num) for until, _, num in load.backlog if num]
-        if self.sent:
-            ahead = sorted((*ahead, *((each.deadline, 1) for each in self.sent)))
+        num_held = self.limits.num_blocks + num_lacking
+        given_back = max(num_held / max(load.num_running + num_waiting, 1), 1.0)
+        wanted = load.num_queued_blocks / max(num_waiting, 1)
+        ahead = [(self.reported + until, num, wanted) for until, _, num in load.backlog if num]
+        if sent:
+            ahead = sorted((*ahead, *((each.deadline, 1, each.num_blocks) for each in sent)))
         pace = self.stream_seconds / max(self.ended_weight, 1.0) / max(load.num_running, 1)
-        free_at = self.reported + _FIRST_MEDIAN * pace
-        for due, num in ahead:
+        num_ends = 1.0 - num_free
+        num_lacking = -load.num_free_blocks
+        for due, num, each in ahead:
             if due > deadline:
                 break
             for _ in range(num):
-                if num_free > 0:
-                    num_free -= 1
-                elif free_at <= due or due <= self.reported:  # what is late and still there keeps its turn
-                    free_at += pace
-        return 0.0 if num_free > 0 else max(0.0, free_at - now)
+                before = max(num_ends, (num_lacking + each) / given_back)
+                is_late = before > 0 and self.reported + (before - _MEDIAN_SOONER) * pace > due
+                if not is_late or due <= self.reported:  # what is late and still there keeps its turn
+                    num_ends += 1
+                    num_lacking += each
+        num_ends = max(num_ends, (num_lacking + num_blocks) / given_back)
+        if num_ends <= 0:
+            return 0.0
+        return max(0.0, self.reported + (num_ends - _MEDIAN_SOONER) * pace - now)
 
     def work_left(self, now: float) -> float:
         """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
@@ -172,7 +189,9 @@ class LoadView:
         start = max(now, self.reported + load.busy)
         return start - now + max(_A_BIT_LESS * seconds, load.decode_seconds)
 
-    def first_token(self, deadline: float, objective: float, seconds: float, now: float) -> FirstToken | None:
+    def first_token(
+        self, deadline: float, objective: float, seconds: float, num_blocks: int, now: float
+    ) -> FirstToken | None:
         """Return when a request would have its first token, if it were sent now.
 
         Parameters
@@ -180,6 +199,7 @@ class LoadView:
         deadline : of its first token, infinite without any.
         objective : its TTFT objective, seconds; likewise.
         seconds : of prefill work, on this replica.
+        num_blocks : that its prompt wants.
 
         Returns
         -------
@@ -204,10 +224,10 @@ class LoadView:
             before = total + best_effort
         shortest = self.load.decode_seconds
         turn = start - now + max(room.finish_seconds(before + seconds, seconds + total), shortest)
-        slot = self.slot_wait(deadline, now)
-        if slot:  # it comes free at the end of a step
-            slot += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
-        return FirstToken(turn, slot, self.load.gives_up, deadline - now)
+        wait = self.room_wait(deadline, num_blocks, now)
+        if wait:  # room comes free at the end of a step
+            wait += 0.5 * shortest + max(room.finish_seconds(seconds, seconds), shortest)
+        return FirstToken(turn, wait, self.load.gives_up, deadline - now)
 
     def _jobs(self, now: float) -> tuple[list[Job[Prompt]], float]:
         """Return the prompts with deadlines, by deadline, and the work of the others, seconds."""

@@ -43,6 +43,8 @@ class _Bid(NamedTuple):
     """Seconds of uncached prefill on the reference device."""
     seconds: float
     """Of the same work on the replica itself."""
+    num_blocks: int
+    """Of KV that the uncached prompt wants."""
 
 
 class _Request(NamedTuple):
@@ -89,7 +91,8 @@ class SLORouter:
         num_cached = self._num_cached(number, asked)
         costs = view.load.costs or _UNKNOWN_COSTS
         seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
-        view.send(asked.deadline, seconds, request.request_id)
+        num_blocks = view.limits.num_blocks_for(asked.num_tokens - num_cached)
+        view.send(asked.deadline, seconds, num_blocks, request.request_id)
         self._weigh(number, now)
         if request.block_hashes:
             self._prefixes.send(number, request.block_hashes)
@@ -185,7 +188,8 @@ class SLORouter:
             return None
         num_cached = self._num_cached(number, asked)
         seconds = costs.seconds(asked.num_tokens - num_cached, num_cached)
-        return view.first_token(asked.deadline, asked.objective, seconds, now)
+        num_blocks = view.limits.num_blocks_for(asked.num_tokens - num_cached)
+        return view.first_token(asked.deadline, asked.objective, seconds, num_blocks, now)
 
     def _bids(self, asked: _Request, now: float, excluded: Collection[int]) -> list[_Bid]:
         """Return what is known at once of the replicas to look at, those first that may be the cheapest."""
@@ -194,12 +198,14 @@ class SLORouter:
         for number in self._candidates(asked, excluded):
             view, num_cached = self._views[number], self._num_cached(number, asked)
             work = reference.seconds(num_tokens - num_cached, num_cached)
+            num_blocks = view.limits.num_blocks_for(num_tokens - num_cached)
             costs = view.load.costs
             if costs is None:
-                bids.append(_Bid(work, number, work, 0.0))
+                bids.append(_Bid(work, number, work, 0.0, num_blocks))
             else:
                 seconds = costs.seconds(num_tokens - num_cached, num_cached)
-                bids.append(_Bid(work + _PRICE * view.soonest(seconds, now), number, work, seconds))
+                least = work + _PRICE * view.soonest(seconds, now)
+                bids.append(_Bid(least, number, work, seconds, num_blocks))
         bids.sort()
         return bids
 
@@ -218,8 +224,12 @@ class SLORouter:
         """Return what a request would cost on a replica."""
         number = bid.number
         view = self._views[number]
-        first_token = view.first_token(asked.deadline, asked.objective, bid.seconds, now)
-        wait = view.num_requests / view.limits.max_num_seqs if first_token is None else first_token.seconds
+        first_token = view.first_token(asked.deadline, asked.objective, bid.seconds, bid.num_blocks, now)
+        if first_token is not None:
+            wait = first_token.seconds
+        else:
+            wait = view.num_requests / view.limits.max_num_seqs
+            wait += view.room_wait(asked.deadline, bid.num_blocks, now)
         last_choice = self._last_choices.get(number, -1)
         return _Offer(bid.work + _PRICE * wait, view.num_requests, last_choice, number, first_token)
 

@@ -73,7 +73,10 @@ class LoadReporter:
                     tightest = slo.tbt
             elif wanted > 1:
                 prefills.append(state)
-        backlog, best_effort = ((), 0.0) if work is None else self._prompts(work, prefills, now, busy)
+        if work is None:
+            backlog, best_effort = (((0.0, 0.0, len(waiting)),) if waiting else ()), 0.0
+        else:
+            backlog, best_effort = self._prompts(work, prefills, now, busy)
         decode_seconds, full_seconds, share = 0.0, 0.0, 1.0
         if work is not None:
             # Of a step without decodes there is nothing to predict; that of one reads the weights as all do.
@@ -90,6 +93,7 @@ class LoadReporter:
             num_waiting=len(waiting),
             num_free_blocks=num_free,
             num_wanted_blocks=max(0, num_wanted - num_free),
+            num_queued_blocks=kv.num_blocks_for(waiting.ranked.num_tokens + waiting.best_effort.num_tokens),
             num_decodes=num_decodes,
             num_context_tokens=num_context,
             tightest_tbt=tightest,
