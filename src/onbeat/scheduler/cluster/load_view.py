@@ -143,7 +143,7 @@ class LoadView:
         """
         load, sent = self.load, self.sent
         num_free = self.limits.max_num_seqs - load.num_running
-        num_lacking = load.num_queued_blocks - load.num_free_blocks
+        num_lacking: float = load.num_queued_blocks - load.num_free_blocks
         num_waiting = load.num_waiting
         has_slot = num_free > num_waiting + len(sent)
         if has_slot and num_lacking + num_blocks + sum([each.num_blocks for each in sent]) <= 0:

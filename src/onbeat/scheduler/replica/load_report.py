@@ -73,9 +73,9 @@ class LoadReporter:
                     tightest = slo.tbt
             elif wanted > 1:
                 prefills.append(state)
-        if work is None:
-            backlog, best_effort = (((0.0, 0.0, len(waiting)),) if waiting else ()), 0.0
-        else:
+        backlog: tuple[Entry, ...] = ((0.0, 0.0, len(waiting)),) if waiting else ()
+        best_effort = 0.0
+        if work is not None:
             backlog, best_effort = self._prompts(work, prefills, now, busy)
         decode_seconds, full_seconds, share = 0.0, 0.0, 1.0
         if work is not None:
