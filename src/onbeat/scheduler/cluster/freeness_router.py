@@ -50,7 +50,8 @@ class FreenessRouter:
 
     def __init__(self, num_replicas: int) -> None:
         self._members: dict[int, _Member] = {}
-        self._left: dict[int, _Member] = {}
+        """Those that have left included: what they still have may go on there."""
+        self._left: set[int] = set()
         self._num_choices = 0
         for number in range(num_replicas):
             self.join(number)
@@ -62,7 +63,8 @@ class FreenessRouter:
         excluded: Collection[int] = NONE_EXCLUDED,
     ) -> Choice | None:
         """Return the freest; of equal ones the least recently chosen."""
-        allowed = ((number, each) for number, each in self._members.items() if number not in excluded)
+        away = self._left.union(excluded)
+        allowed = ((number, each) for number, each in self._members.items() if number not in away)
         best = max(
             allowed, key=lambda each: (each[1].freeness_with(request), -each[1].last_choice), default=None
         )
@@ -73,13 +75,13 @@ class FreenessRouter:
         self._num_choices += 1
         member.num_sent += 1
         num_tokens = request.num_prompt_tokens + request.num_output_tokens
-        member.sent[request.request_id] = (member.num_sent, -(-num_tokens // member.limits.block_size))
+        member.sent[request.request_id] = (member.num_sent, member.limits.num_blocks_for(num_tokens))
         member.num_high += is_high(request.priority)
         return Choice(number, "load")
 
     def take(self, replica: int, request: RoutingRequest) -> None:
         """Its blocks are in the next report."""
-        if (member := self._find(replica)) is not None:
+        if (member := self._members.get(replica)) is not None:
             member.num_high += is_high(request.priority)
 
     def num_held(self, request: RoutingRequest) -> Mapping[int, int]:  # noqa: ARG002
@@ -91,13 +93,13 @@ class FreenessRouter:
 
     def on_finish(self, replica: int, request: RoutingRequest) -> None:
         """Count it no more."""
-        if (member := self._find(replica)) is not None:
+        if (member := self._members.get(replica)) is not None:
             member.sent.pop(request.request_id, None)
             member.num_high -= is_high(request.priority)
 
     def on_report(self, replica: int, load: ReplicaLoad, now: float) -> None:  # noqa: ARG002
         """Take a report."""
-        if (member := self._find(replica)) is not None:
+        if (member := self._members.get(replica)) is not None:
             member.load = load
             member.sent = {name: each for name, each in member.sent.items() if each[0] > load.num_taken}
 
@@ -105,16 +107,12 @@ class FreenessRouter:
         """Return None: nothing is predicted."""
 
     def join(self, replica: int, limits: ReplicaLimits | None = None) -> None:
-        """Let a replica be chosen."""
+        """Let a replica be chosen: a new one, or one that has left."""
+        self._left.discard(replica)
         if replica not in self._members:
-            self._members[replica] = (
-                self._left.pop(replica) if replica in self._left else _Member(limits or _UNKNOWN)
-            )
+            self._members[replica] = _Member(limits or _UNKNOWN)
 
     def leave(self, replica: int) -> None:
-        """Choose a replica no more; what it still has may go on there."""
+        """Choose a replica no more."""
         if replica in self._members:
-            self._left[replica] = self._members.pop(replica)
-
-    def _find(self, replica: int) -> _Member | None:
-        return self._members.get(replica) or self._left.get(replica)
+            self._left.add(replica)

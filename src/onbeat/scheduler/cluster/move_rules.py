@@ -63,4 +63,4 @@ class MoveRule(Protocol):
 def num_blocks_of(opened: OpenRequest, replica: Replica) -> int:
     """Return the blocks of a replica that a request has, as far as the fleet knows."""
     assert replica.limits is not None
-    return -(-opened.num_tokens // replica.limits.block_size)
+    return replica.limits.num_blocks_for(opened.num_tokens)
