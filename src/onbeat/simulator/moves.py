@@ -149,6 +149,9 @@ class VirtualMoves:
             else:
                 kept.append(step)
         self._asked = kept
+        for move in self._moves.values():
+            if move.source == number:  # a stream that was to stop for it, of which no answer has come
+                self._go_on(number, move.offered.request.request_id, now, is_back=False)
         self._departures.pop(number, None)
         self._cut(
             [key for key, move in self._copies.items() if number in (move.source, move.destination)], now

@@ -239,6 +239,21 @@ class TestInvariants:
         bandwidth=20.0,
         seed=0,
     )
+    # A drain is over at the instant at which the destination of a stream that is about to stop dies.
+    @example(
+        changes=[
+            FleetChange(0.25, "kill", 0),
+            FleetChange(6.0, "kill", 0),
+            FleetChange(22.0, "drain", 0),
+            FleetChange(30.0, "kill", 1),
+        ],
+        rule="adaptive",
+        move_rule="mend",
+        num_prefill=0,
+        policy="hybrid-only",
+        bandwidth=20.0,
+        seed=2,
+    )
     def test_whatever_happens_everybody_ends_or_is_told(
         self, changes, rule, move_rule, num_prefill, policy, bandwidth, seed
     ):
