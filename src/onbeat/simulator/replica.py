@@ -285,7 +285,9 @@ class SerialReplica:
         num_free = num_left - self._lookahead
         # What a scheduler has learnt of runs it does not forget where another's arrival cuts them.
         is_shared = self._goes_by_step and not self._is_alone
-        asked = self.scheduler if step.scheduled.repeat_limit < inf else None
+        # A router is told what is predicted: by then a scheduler has learnt of all steps that have ended.
+        is_asked = step.scheduled.repeat_limit < inf or (self._learns and not self._is_alone)
+        asked = self.scheduler if is_asked else None
         while num_left:
             if ends:  # the shape of the step after it
                 if asked is None:

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import SLOUnattainable
@@ -71,6 +71,17 @@ class TestHardCaps:
         concurrency=st.sampled_from([None, 6]),
         seed=st.integers(0, 1000),
         noise=st.sampled_from([0.0, 0.3]),
+    )
+    # A report of what is predicted, in the middle of steps that are taken at once.
+    @example(
+        router="slo",
+        num_replicas=2,
+        pipeline=1,
+        max_requests=None,
+        max_tokens=None,
+        concurrency=6,
+        seed=0,
+        noise=0.3,
     )
     @examples(40)
     def test_all_that_was_offered_is_accounted_for(
