@@ -189,6 +189,9 @@ class RequestOutput:
     num_preemptions: int = 0
     scheduled_time: float = 0.0
     """When the request was first put in a step."""
+    num_previous_tokens: int = 0
+    """Output tokens before the new ones, those of a replica that had the request before included: a gap or a
+    repeat shows."""
     logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     """Set with `FinishReason.ERROR` and `FinishReason.EXPIRED`: what went wrong."""
@@ -200,9 +203,6 @@ class RequestOutput:
     """Draft tokens verified for the request so far."""
     num_accepted_tokens: int = 0
     """Of these, tokens that became output."""
-    num_previous_tokens: int = 0
-    """Output tokens before the new ones, those of a replica that had the request before included: a gap or a
-    repeat shows."""
     retry_after: float | None = None
     """Set with `FinishReason.EXPIRED` of a request that became best effort while too many wait as such:
     seconds after which there is predicted to be room. None where its own deadline passed."""

@@ -63,12 +63,41 @@ class RunLearner(Protocol):
 
 
 @runtime_checkable
+class RunTimer(Protocol):
+    """A step-time model that predicts several steps at once in less time."""
+
+    def step_times(self, shape: BatchShape, num_steps: int) -> Sequence[float]:
+        """Return the expected times of steps that follow one another; see `each_step_time`.
+
+        Parameters
+        ----------
+        shape : of the first of them; it is left as it is.
+        """
+        ...
+
+
+@runtime_checkable
 class BatchTimer(Protocol):
     """A step-time model that is asked about the same few batches over and over."""
 
     def time_of(self, shape: BatchShape, q: float | None = None) -> Callable[[], float]:
         """Return what tells `step_time` of a batch that never changes, in less time."""
         ...
+
+
+def each_step_time(model: StepTimeModel, shape: BatchShape, num_steps: int) -> list[float]:
+    """Return the expected times of steps that follow one another: each row reads a token more in each.
+
+    Parameters
+    ----------
+    shape : of the first of them; it is left as it is.
+    """
+    before, times = shape.decode_context_tokens, []
+    for _ in range(num_steps):
+        times.append(model.step_time(shape))
+        shape.decode_context_tokens += shape.num_lm_head_rows
+    shape.decode_context_tokens = before
+    return times
 
 
 def observe_each(model: StepTimeModel, shape: BatchShape, begun: float, ends: Sequence[float]) -> None:

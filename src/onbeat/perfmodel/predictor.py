@@ -8,7 +8,7 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import observe_each
+from onbeat.core.step_time import each_step_time, observe_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
@@ -102,6 +102,13 @@ class Predictor:
         if self._correction is not None:
             seconds *= self._correction.factor(shape)
         return seconds if q is None else seconds * self._quantile_factor(q)
+
+    def step_times(self, shape: BatchShape, num_steps: int) -> Sequence[float]:
+        """Return the expected times of steps that follow one another. See `core.RunTimer`."""
+        if self._correction is not None or self._inflation is not None:
+            return each_step_time(self, shape, num_steps)
+        first, rows = shape.decode_context_tokens, shape.num_lm_head_rows
+        return self._run_seconds(shape, [first + step * rows for step in range(num_steps)])
 
     def max_chunk_tokens(
         self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None

@@ -57,9 +57,13 @@ def plan_step(scheduler: Scheduler, now: float, *, repeats: bool = False) -> Sch
     A scheduler may also plan nothing because it only preempted or gave up requests: the next plan, at the
     same time, is another.
     """
-    while scheduler.num_unfinished:
-        before = (scheduler.num_preemptions, scheduler.num_unfinished)
+    num_unfinished = scheduler.num_unfinished
+    while num_unfinished:
+        num_preemptions, num_before = scheduler.num_preemptions, num_unfinished
         scheduled = scheduler.schedule(now, repeats=repeats)
-        if scheduled is not None or (scheduler.num_preemptions, scheduler.num_unfinished) == before:
+        if scheduled is not None:
             return scheduled
+        num_unfinished = scheduler.num_unfinished
+        if (scheduler.num_preemptions, num_unfinished) == (num_preemptions, num_before):
+            return None
     return None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from functools import partial
 from math import inf
 from typing import Protocol
 
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
-from onbeat.core.step_time import StepTimeModel, refuse_prediction
+from onbeat.core.step_time import RunTimer, StepTimeModel, each_step_time, refuse_prediction
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -128,6 +129,9 @@ class SerialReplica:
         self.next_time = inf
         self.started: list[OfferedRequest] = []
         self._model = step_time
+        self._step_times = (
+            step_time.step_times if isinstance(step_time, RunTimer) else partial(each_step_time, step_time)
+        )
         self._overhead = config.host_overhead
         self._repeats = observer is None or observer.wanted_steps != "all"
         self._is_alone = is_alone
@@ -278,7 +282,7 @@ class SerialReplica:
 
         It stops at the end of the run, or with the step during which the next request arrives (anywhere).
         """
-        shape, step_time = step.shape, self._model.step_time
+        shape, step_time, step_times = step.shape, self._model.step_time, self._step_times
         overhead, noise, num_ended = self._overhead, self._core.noise, self._core.num_steps
         ends, num_left = self._ends, self._num_left
         num_rows = shape.num_lm_head_rows
@@ -288,22 +292,26 @@ class SerialReplica:
         # A router is told what is predicted: by then a scheduler has learnt of all steps that have ended.
         is_asked = step.scheduled.repeat_limit < inf or (self._learns and not self._is_alone)
         asked = self.scheduler if is_asked else None
-        while num_left:
-            if ends:  # the shape of the step after it
-                if asked is None:
-                    shape.decode_context_tokens += num_rows
-                elif not asked.run_again(step.scheduled, end):
-                    num_left = 0
-                    break
-            seconds = step_time(shape)
-            if not 0.0 < seconds < inf:
-                refuse_prediction(seconds, shape)
-            if noise is not None:
-                seconds *= noise.factor(num_ended + len(ends))
-            end = end + (seconds + overhead)
-            ends.append(end)
-            num_left -= 1
-            if num_left <= num_free and (end >= next_arrival or is_shared):
+        num_at_once = 1 if asked is not None or is_shared else _STEPS_AT_ONCE
+        goes_on = num_left > 0
+        while goes_on:
+            if asked is None:
+                shape.decode_context_tokens = step.first_context + len(ends) * num_rows
+            elif ends and not asked.run_again(step.scheduled, end):
+                num_left = 0
                 break
+            num_next = min(num_left, num_at_once)
+            for seconds in (step_time(shape),) if num_next == 1 else step_times(shape, num_next):
+                if not 0.0 < seconds < inf:
+                    refuse_prediction(seconds, shape)
+                if noise is not None:
+                    seconds *= noise.factor(num_ended + len(ends))
+                end = end + (seconds + overhead)
+                ends.append(end)
+                num_left -= 1
+                if num_left <= num_free and (end >= next_arrival or is_shared):
+                    goes_on = False
+                    break
+            goes_on = goes_on and num_left > 0
         self._num_left = num_left
         self.next_time = end

@@ -127,7 +127,8 @@ class ReplicaCore:
 
     def expire(self, now: float) -> list[OfferedRequest]:
         """Return the requests that the last plan has ended."""
-        return self.deliveries.expire(self.scheduler.take_expired(), now)
+        outputs = self.scheduler.take_expired()
+        return self.deliveries.expire(outputs, now) if outputs else []
 
     def end_step(
         self,

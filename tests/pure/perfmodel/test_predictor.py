@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel, observe_each
+from onbeat.core.step_time import StepTimeModel, each_step_time, observe_each
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
+from onbeat.perfmodel.device_spec import find_device
+from onbeat.perfmodel.model_spec import find_model_spec
+from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.predictor import MAX_CHUNK_TOKENS, Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.perfmodel.shape_range import ShapeRange
@@ -284,6 +287,23 @@ def test_a_batch_that_never_changes_is_timed_as_any_other() -> None:
                     predictor.observe(shape, pace * linear_seconds(shape))
             for q, times in timers.items():
                 assert [time() for time in times] == [predictor.step_time(shape, q) for shape in shapes]
+
+
+def test_steps_that_follow_one_another_are_timed_as_one_by_one() -> None:
+    model = roofline_model()
+    for predictor in (model, model.with_learning(), full_predictor(), Predictor(linear_seconds)):
+        for shape in (decodes(7, 900), decodes(1, 0), verifies(4, 100, 3), *mixed_batches(5, seed=3)):
+            before = replace(shape)
+            assert list(predictor.step_times(shape, 9)) == each_step_time(predictor, shape, 9)
+            assert list(predictor.step_times(shape, 1)) == [predictor.step_time(shape)]
+            assert shape == before
+
+
+def roofline_model() -> Predictor:
+    spec, device = find_model_spec("meta-llama/Llama-3.1-8B"), find_device("h100-sxm")
+    model = make_step_time_model("roofline", model=spec, device=device, profile=None)
+    assert isinstance(model, Predictor)
+    return model
 
 
 def test_equal_calls_give_equal_answers() -> None:

@@ -69,6 +69,8 @@ class BlockPool:
         self.num_used_blocks = num_used
         if num_used > self.peak_used_blocks:
             self.peak_used_blocks = num_used
+        if num_blocks == 1 and self._free_ids:
+            return [self._free_ids.pop()]
         block_ids = self._free_ids[: -num_blocks - 1 : -1]
         del self._free_ids[len(self._free_ids) - len(block_ids) :]
         if len(block_ids) < num_blocks:

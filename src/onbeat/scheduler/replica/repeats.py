@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus, advance_decodes
 
 
 def count_repeats(decodes: Sequence[RequestState], shape: BatchShape, kv: KVCacheManager) -> int:
@@ -44,7 +44,7 @@ def _until_findable(decodes: Iterable[RequestState], block_size: int, num_repeat
 
 
 def advance_repeats(
-    states: Iterable[RequestState], num_more: int, kv: KVCacheManager, *, num_in_flight: int = 0
+    states: Sequence[RequestState], num_more: int, kv: KVCacheManager, *, num_in_flight: int = 0
 ) -> None:
     """Advance the rows of a step that was run `num_more` times beyond the first.
 
@@ -52,9 +52,7 @@ def advance_repeats(
     ----------
     num_in_flight : of these runs, the last ones that have not ended.
     """
-    running = RequestStatus.RUNNING
+    advance_decodes(states, num_more, num_in_flight)
     for state in states:
-        if state.status is running:
-            state.advance(num_more, num_in_flight)
-            if state.num_computed_tokens > state.num_allocated_tokens:
-                kv.grow(state, state.num_computed_tokens)
+        if state.num_computed_tokens > state.num_allocated_tokens:
+            kv.grow(state, state.num_computed_tokens)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from onbeat.core.hashing import BlockHash
-from onbeat.core.request import Request
+from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 
 NEVER = 1 << 62
@@ -170,17 +170,49 @@ class RequestState:
         """Count tokens as not computed: drafts that were rejected."""
         self.num_computed_tokens -= num_tokens
 
-    def receive(self, token_ids: list[int], num_drafts: int) -> None:
-        """Append what a row sampled.
+    def deliver(
+        self, sampled_ids: list[int], logprobs: list[TokenLogprobs] | None, num_drafts: int
+    ) -> RequestOutput:
+        """Append what a row sampled, and see whether that ends the request.
 
         Parameters
         ----------
-        num_drafts : that the row was planned with.
+        num_drafts : that the row was planned with; what became of them is not counted here.
         """
+        num_before = self.num_tokens
+        num_tokens = num_before + len(sampled_ids)
+        finish_reason, stop_token_id = None, None
+        if self.stop_token_ids or num_tokens > self.max_total_tokens:
+            sampled_ids, stop_token_id = self._cut_at_end(sampled_ids)
+            num_tokens = num_before + len(sampled_ids)
+        if stop_token_id is not None:
+            finish_reason = FinishReason.STOP
+        elif num_tokens >= self.max_total_tokens:
+            finish_reason = FinishReason.LENGTH
+        self.num_tokens = num_tokens
+        self.output_token_ids += sampled_ids
         self.num_in_flight_tokens -= 1 + num_drafts
         self.num_in_flight_drafts -= num_drafts
-        self.num_tokens += len(token_ids)
-        self.output_token_ids += token_ids
+        return RequestOutput(
+            self.request_id,
+            sampled_ids,
+            finish_reason,
+            stop_token_id,
+            self.num_cached_tokens,
+            self.num_preemptions,
+            self.scheduled_time,
+            num_before - self.num_prompt_tokens,
+            None if logprobs is None else logprobs[: len(sampled_ids)],
+        )
+
+    def _cut_at_end(self, sampled_ids: list[int]) -> tuple[list[int], int | None]:
+        """Return the tokens up to the one that ends the request, and that one if it is a stop token."""
+        first_stop = self.request.sampling.min_tokens - self.num_output_tokens
+        sampled_ids = sampled_ids[: self.max_total_tokens - self.num_tokens]
+        for index, token_id in enumerate(sampled_ids):
+            if index >= first_stop and token_id in self.stop_token_ids:
+                return sampled_ids[: index + 1], token_id
+        return sampled_ids, None
 
     def restart(self, num_computed: int) -> None:
         """Count the tokens as computed whose KV it was given, and no others."""
@@ -209,3 +241,22 @@ class RequestState:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return [*prompt[start:], *self.output_token_ids[: stop - num_prompt]]
+
+
+def advance_decodes(states: Iterable[RequestState], num_new: int = 1, num_in_flight: int = 1) -> int:
+    """Count rows of decodes as `RequestState.advance` does, without a call for each; return how many sample.
+
+    A padding row computes its last token again and again, and samples nothing.
+
+    Parameters
+    ----------
+    num_new : tokens of each row: one for each run of the step.
+    num_in_flight : of these runs, those whose tokens are not known yet.
+    """
+    running, num_sampling = RequestStatus.RUNNING, 0
+    for state in states:
+        if state.status is running:
+            state.num_computed_tokens += num_new
+            state.num_in_flight_tokens += num_in_flight
+            num_sampling += 1
+    return num_sampling

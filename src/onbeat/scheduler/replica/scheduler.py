@@ -19,7 +19,7 @@ from onbeat.core.step import (
 from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
-from onbeat.scheduler.replica.delivery import deliver, last_output, note_deliveries
+from onbeat.scheduler.replica.delivery import last_output, note_deliveries
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -35,6 +35,7 @@ from onbeat.scheduler.replica.step_rows import StepInFlight, commit_rows
 from onbeat.scheduler.replica.verification import (
     SampledRow,
     correct_shape,
+    new_tuple,
     sampled_rows,
     take_back_rejected,
 )
@@ -225,10 +226,11 @@ class Scheduler:
         start = max(now, self._busy_until) if self._in_flight else now
         self._last_plan = start
         plan = self._compose(start, repeats=repeats)
-        if plan.is_empty and not (plan.preempted or plan.late or plan.overdue):
-            return None
         # Looked at before the commit, which takes those that are preempted out of the running list.
-        may_repeat = plan.is_repeatable and not (plan.admissions or plan.preempted)
+        preempts = bool(plan.preempted)
+        if plan.is_empty and not (preempts or plan.late or plan.overdue):
+            return None
+        may_repeat = plan.is_repeatable and not (plan.admissions or preempts)
         return self._commit(plan, now, may_repeat=may_repeat)
 
     def run_again(self, scheduled: SchedulerOutput, now: float) -> bool:
@@ -288,18 +290,18 @@ class Scheduler:
             _, num_computed, num_new, _, samples, num_drafts = row
             if samples:
                 got = next(sampled)
-            status = state.status
-            if status in _ENDED:
+            is_running = state.status is running
+            if not is_running and state.status in _ENDED:
                 continue
             if failed and state.request_id in failed:
                 outputs.append(self._fail(state, failed[state.request_id]))
                 continue
             # Not those of a row planned before a preemption: they belong to others by now.
-            holds_blocks = status is running and state.admitted_step_id <= step_id
+            holds_blocks = is_running and state.admitted_step_id <= step_id
             num_valid = num_computed + num_new
             finished = False
             if samples:
-                output = deliver(state, got[0], got[1], num_drafts)
+                output = state.deliver(got[0], got[1], num_drafts)
                 if drafting is not None:
                     self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
                 outputs.append(output)
@@ -360,7 +362,8 @@ class Scheduler:
         shape = BatchShape()
         rows, states, admitted = commit_rows(plan, self._table, shape, now=now, step_id=step_id)
         released_ids = self._table.take_released_ids()
-        self._in_flight.append(StepInFlight(step_id, states, tuple(rows), now))
+        in_flight = new_tuple(StepInFlight, (step_id, states, tuple(rows), now))
+        self._in_flight.append(in_flight)
         if self.config.num_micro_batches > 1:
             self._table.mark_in_flight(states, is_in_flight=True)
         if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
@@ -370,7 +373,7 @@ class Scheduler:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)
         return SchedulerOutput(
             step_id,
-            self._in_flight[-1].rows,
+            in_flight.rows,
             tuple(admitted),
             released_ids,
             shape,

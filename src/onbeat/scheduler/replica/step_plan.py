@@ -174,9 +174,9 @@ class StepPlan:
         goes on.
         """
         decodes, num_kept = self.decodes, self.num_kept
-        max_decodes = self.max_rows - len(self.chunks)
+        num_rows_left = self.max_rows - len(self.chunks)
         for index, state in enumerate(self.running):
-            if index >= num_kept or len(decodes) >= max_decodes:
+            if index >= num_kept or not num_rows_left:
                 break
             num_computed, num_in_flight = state.num_computed_tokens, state.num_in_flight_tokens
             if (
@@ -189,6 +189,7 @@ class StepPlan:
                         break
                     num_kept = self.num_kept
                 decodes.append(state)
+                num_rows_left -= 1
         self.num_tokens_left -= len(decodes)
 
     def continue_prefills(self, chunking: Chunking) -> None:

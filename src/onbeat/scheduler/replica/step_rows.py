@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus, advance_decodes
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.verification import advance_with_drafts, new_tuple
@@ -62,7 +62,7 @@ def commit_rows(
         for num_read, num_tokens in plan.catch_ups:
             shape.add_catch_up(num_read, num_tokens)
     else:
-        rows = advance_decodes(states, table.kv, shape)
+        rows = decode_rows(states, table.kv, shape)
     for state, num_new in plan.chunks:
         rows.append(advance_chunk(state, num_new, shape))
         states.append(state)
@@ -71,22 +71,18 @@ def commit_rows(
         admitted.append(table.admit(admission, now, step_id))
         rows.append(advance_chunk(state, admission.num_new_tokens, shape))
         states.append(state)
-    return CommittedRows(rows, states, admitted)
+    return new_tuple(CommittedRows, (rows, states, admitted))
 
 
-def advance_decodes(
-    states: list[RequestState], kv: KVCacheManager, shape: BatchShape
-) -> list[ScheduledRequest]:
-    """Plan rows of one token, and give them the KV blocks that these need.
-
-    They dominate a step, so their sums are kept in local names.
+def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShape) -> list[ScheduledRequest]:
+    """Advance requests by one token each; return their rows, with the KV blocks that these need.
 
     Parameters
     ----------
     shape : gets the rows.
     """
     rows: list[ScheduledRequest] = []
-    context = num_sampling = 0
+    context = 0
     running = RequestStatus.RUNNING
     for state in states:
         num_computed = state.num_computed_tokens
@@ -94,18 +90,14 @@ def advance_decodes(
         block_ids: tuple[int, ...] = ()
         if num_computed >= state.num_allocated_tokens:
             block_ids = kv.grow(state, num_computed + 1)
-        samples = False
-        if state.status is running:  # a padding row runs its last token again and again
-            samples = num_computed + 1 == state.num_tokens + state.num_in_flight_tokens
-            state.advance(1, samples)
-            num_sampling += samples
+        samples = state.status is running
         rows.append(new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
     num_decodes = len(states)
     shape.num_new_tokens += num_decodes
     shape.num_sequences += num_decodes
     shape.num_decodes += num_decodes
     shape.decode_context_tokens += context + num_decodes
-    shape.num_lm_head_rows += num_sampling
+    shape.num_lm_head_rows += advance_decodes(states)
     return rows
 
 
