@@ -226,12 +226,9 @@ class Scheduler:
         start = max(now, self._busy_until) if self._in_flight else now
         self._last_plan = start
         plan = self._compose(start, repeats=repeats)
-        # Looked at before the commit, which takes those that are preempted out of the running list.
-        preempts = bool(plan.preempted)
-        if plan.is_empty and not (preempts or plan.late or plan.overdue):
+        if plan.is_empty and not (plan.preempted or plan.late or plan.overdue):
             return None
-        may_repeat = plan.is_repeatable and not (plan.admissions or preempts)
-        return self._commit(plan, now, may_repeat=may_repeat)
+        return self._commit(plan, now)
 
     def run_again(self, scheduled: SchedulerOutput, now: float) -> bool:
         """Hear that a step with a `repeat_limit` was run once more; return whether to run it again.
@@ -348,13 +345,18 @@ class Scheduler:
         plan.max_num_seqs -= self.handover.num_slots_kept
         return plan
 
-    def _commit(self, plan: StepPlan, now: float, *, may_repeat: bool) -> SchedulerOutput | None:
+    def _commit(self, plan: StepPlan, now: float) -> SchedulerOutput | None:
         """Carry out a plan: the only place where planning changes anything."""
+        # Looked at before those that are preempted leave the running list.
+        preempts = bool(plan.preempted)
+        may_repeat = plan.is_repeatable and not (plan.admissions or preempts)
         self._policy.composer.commit(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self._states[request_id].note_hits(num_hit_tokens)
-        self._relegation.commit(plan)
-        self._table.make_room(plan)
+        if plan.late or plan.overdue:
+            self._relegation.commit(plan)
+        if plan.admissions or preempts:
+            self._table.make_room(plan)
         if plan.is_empty:
             return None
         step_id = self._num_steps
@@ -387,7 +389,8 @@ class Scheduler:
     def _settle(self, shape: BatchShape, now: float, *, goes_on: bool) -> None:
         """Let go of who may leave after a step, unless it is under way once more, with a token more a row."""
         if not goes_on:
-            self._release_batch()
+            if self._policy.release.holds_finished:
+                self._release_batch()
             self.handover.settle()
             return
         shape.decode_context_tokens += shape.num_lm_head_rows
