@@ -89,14 +89,12 @@ def open_fleet(
 
 
 def _config(options: FleetOptions) -> FleetConfig:
-    if options.autoscale is None:
-        return FleetConfig(
-            num_prefill=options.num_prefill, pool_rule=options.pool_rule, move_rule=options.move_rule
-        )
     return FleetConfig(
-        autoscale=options.autoscale_policy,
-        scale_down_seconds=options.scale_down_seconds,
+        num_prefill=options.num_prefill,
+        pool_rule=options.pool_rule,
         move_rule=options.move_rule,
+        autoscale="" if options.autoscale is None else options.autoscale_policy,
+        scale_down_seconds=options.scale_down_seconds,
     )
 
 
