@@ -7,7 +7,7 @@ published measurements (`data/engines.yaml` says which, and docs/calibration.md 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
@@ -27,10 +27,9 @@ from onbeat.perfmodel.precision import SIXTEEN_BIT, Precision
 from onbeat.perfmodel.roofline import (
     RooflineParameters,
     make_roofline,
-    make_roofline_run,
     roofline_seconds,
 )
-from onbeat.perfmodel.runs import RunSeconds
+from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES
 
 ENGINES = ("vllm", "tensorrt-llm", "sglang")
@@ -138,7 +137,7 @@ def make_engine_roofline(
     *,
     parallelism: Parallelism,
     precision: Precision,
-) -> Callable[[BatchShape], float]:
+) -> StepSeconds:
     """Return a function from a batch's sums to seconds of an engine's step; an empty batch takes none.
 
     Raises
@@ -152,35 +151,13 @@ def make_engine_roofline(
     row_seconds = engine.row_seconds
 
     def seconds(shape: BatchShape) -> float:
-        return roofline(shape) + row_seconds * shape.num_sequences
-
-    return seconds
-
-
-def make_engine_run(
-    engine: EngineTerms,
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism,
-    precision: Precision,
-) -> RunSeconds:
-    """Return what tells the times of an engine's steps that read more and more context.
-
-    Raises
-    ------
-    ConfigError : see `engine_parameters` and `make_roofline_run`.
-    """
-    parameters = engine_parameters(engine, model, device, parallelism=parallelism, precision=precision)
-    roofline = make_roofline_run(
-        model, device, parallelism=parallelism, precision=precision, parameters=parameters
-    )
+        return roofline.of_one(shape) + row_seconds * shape.num_sequences
 
     def of_run(shape: BatchShape, contexts: Sequence[int]) -> list[float]:
-        rows = engine.row_seconds * shape.num_sequences
-        return [seconds + rows for seconds in roofline(shape, contexts)]
+        rows = row_seconds * shape.num_sequences
+        return [each + rows for each in roofline.of_run(shape, contexts)]
 
-    return of_run
+    return StepSeconds(seconds, of_run)
 
 
 def engine_seconds(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import DeviceSpec
-from onbeat.perfmodel.engines import find_engine, make_engine_roofline, make_engine_run
+from onbeat.perfmodel.engines import find_engine, make_engine_roofline
 from onbeat.perfmodel.fitted import FittedModel, fit, make_form
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.parallelism import Parallelism
@@ -21,7 +21,7 @@ from onbeat.perfmodel.published.linear import linear_closure
 from onbeat.perfmodel.published.operator_table import operator_table_closure
 from onbeat.perfmodel.published.step_table import COLUMNS, is_step_table, read_step_table
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.roofline import make_roofline, make_roofline_run
+from onbeat.perfmodel.roofline import make_roofline
 
 ROOFLINE_SIGMA = 0.17
 """Spread of log(measured / predicted) of the roofline from data sheets: a median error of 12 %."""
@@ -176,12 +176,10 @@ def _roofline(deployment: Deployment) -> Predictor:
         return Predictor(
             make_engine_roofline(engine, model, device, parallelism=parallelism, precision=precision),
             ResidualModel.log_normal(ENGINE_SIGMA),
-            run_seconds=make_engine_run(engine, model, device, parallelism=parallelism, precision=precision),
         )
     return Predictor(
         make_roofline(model, device, parallelism=parallelism, precision=precision),
         ResidualModel.log_normal(ROOFLINE_SIGMA),
-        run_seconds=make_roofline_run(model, device, parallelism=parallelism, precision=precision),
     )
 
 

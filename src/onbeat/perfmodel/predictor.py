@@ -13,7 +13,7 @@ from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.runs import RunSeconds, seconds_of_each
+from onbeat.perfmodel.runs import StepSeconds, seconds_of_each
 from onbeat.perfmodel.shape_range import ShapeRange
 
 MAX_CHUNK_TOKENS = 1 << 22
@@ -31,20 +31,21 @@ class Predictor:
 
     Parameters
     ----------
-    seconds : expected time of a batch with at least one row; positive and finite.
+    seconds : expected time of a batch with at least one row; positive and finite. A `StepSeconds` is asked
+        for several steps at once, anything else for one after another.
     residual : distribution of measured / predicted; without one a quantile cannot be asked for.
     shape_range : the batches behind the closure; None where it holds everywhere.
     correction : online factors; None to keep the closure as it is.
     alarm : looks at every observed step; None for none.
     recent : quantiles of observed steps, which replace those of `residual` once there are enough.
     errors : of the closure on steps that it was not fitted to; None where nothing was fitted.
-    run_seconds : the closure for several steps at once, in less time; None asks it for each.
     """
 
     __slots__ = (
         "_alarm",
         "_correction",
         "_inflation",
+        "_model",
         "_recent",
         "_residual",
         "_run_seconds",
@@ -62,11 +63,12 @@ class Predictor:
         alarm: DriftAlarm | None = None,
         recent: OnlineQuantile | None = None,
         errors: FitErrors | None = None,
-        run_seconds: RunSeconds | None = None,
     ) -> None:
         self.errors = errors
-        self._seconds = seconds
-        self._run_seconds = partial(seconds_of_each, seconds) if run_seconds is None else run_seconds
+        if not isinstance(seconds, StepSeconds):
+            seconds = StepSeconds(seconds, partial(seconds_of_each, seconds))
+        self._model = seconds
+        self._seconds, self._run_seconds = seconds.of_one, seconds.of_run  # asked too often for a look-up
         self._residual = residual
         self._shape_range = shape_range
         self._inflation = None if shape_range is None else shape_range.inflation
@@ -82,14 +84,13 @@ class Predictor:
         alarm : looks at every observed step; None for none.
         """
         return Predictor(
-            self._seconds,
+            self._model,
             self._residual,
             self._shape_range,
             OnlineCorrection(),
             alarm,
             OnlineQuantile(),
             self.errors,
-            self._run_seconds,
         )
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:

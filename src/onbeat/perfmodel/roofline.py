@@ -25,7 +25,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.product_rates import SMOOTHNESS
 from onbeat.perfmodel.roofline_terms import RooflineTerms, roofline_terms
-from onbeat.perfmodel.runs import RunSeconds, seconds_of_each
+from onbeat.perfmodel.runs import RunSeconds, StepSeconds, seconds_of_each
 
 Vector = NDArray[np.float64]
 
@@ -158,7 +158,7 @@ def make_roofline(
     parallelism: Parallelism | None = None,
     precision: Precision | None = None,
     parameters: RooflineParameters | None = None,
-) -> Callable[[BatchShape], float]:
+) -> StepSeconds:
     """Return a function from a batch's sums to seconds through all stages; an empty batch takes none.
 
     Parameters
@@ -174,27 +174,9 @@ def make_roofline(
     terms = roofline_terms(
         model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
     )
-    return _closure(_coefficients(terms, parameters or default_parameters(device)))
-
-
-def make_roofline_run(
-    model: ModelSpec,
-    device: DeviceSpec,
-    *,
-    parallelism: Parallelism | None = None,
-    precision: Precision | None = None,
-    parameters: RooflineParameters | None = None,
-) -> RunSeconds:
-    """Return what tells the times of `make_roofline`'s function for steps that read more and more context.
-
-    Raises
-    ------
-    ConfigError : see `roofline_terms`.
-    """
-    terms = roofline_terms(
-        model, device, parallelism=parallelism or Parallelism(), precision=precision or Precision()
-    )
-    return _run_closure(_coefficients(terms, parameters or default_parameters(device)))
+    at = _coefficients(terms, parameters or default_parameters(device))
+    seconds = _closure(at)
+    return StepSeconds(seconds, _run_closure(at, seconds))
 
 
 _NUM_KEPT = 1 << 12
@@ -272,9 +254,9 @@ def _closure(at: _Coefficients) -> Callable[[BatchShape], float]:
     return seconds
 
 
-def _run_closure(at: _Coefficients) -> RunSeconds:
+def _run_closure(at: _Coefficients, seconds: Callable[[BatchShape], float]) -> RunSeconds:
     """Add what `_closure` adds, in its order: the times are equal to the last digit."""
-    seconds, decode_kv = _closure(at), at.decode_kv
+    decode_kv = at.decode_kv
 
     def of_run(shape: BatchShape, contexts: Sequence[int]) -> list[float]:
         if at.windowed_share or shape.num_chunks or shape.num_draft_tokens:

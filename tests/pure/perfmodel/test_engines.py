@@ -16,7 +16,6 @@ from onbeat.perfmodel.engines import (
     engine_seconds,
     find_engine,
     make_engine_roofline,
-    make_engine_run,
 )
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
@@ -69,7 +68,7 @@ def test_both_evaluations_agree(spec: object, tensor: int) -> None:
 
 def test_a_run_of_steps_takes_what_its_steps_take_to_the_last_digit() -> None:
     what = {"parallelism": Parallelism(4), "precision": Precision()}
-    run = make_engine_run(TERMS, EXPERTS, DEVICE, **what)  # type: ignore[arg-type]
+    run = make_engine_roofline(TERMS, EXPERTS, DEVICE, **what).of_run  # type: ignore[arg-type]
     contexts = [1000, 1008, 1016]
     one_by_one = [step(TERMS, decodes(8, each // 8), tensor=4, spec=EXPERTS) for each in contexts]
     assert list(run(SHAPE, contexts)) == one_by_one

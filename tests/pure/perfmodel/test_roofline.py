@@ -21,7 +21,6 @@ from onbeat.perfmodel.roofline import (
     RooflineParameters,
     default_parameters,
     make_roofline,
-    make_roofline_run,
     roofline_seconds,
 )
 from onbeat.perfmodel.runs import seconds_of_each
@@ -94,8 +93,8 @@ def test_another_row_never_makes_a_step_shorter(rows, more):
 def test_a_run_of_steps_takes_what_its_steps_take_to_the_last_digit(rows, contexts, name):
     model, shape = find_model_spec(name), batch(*rows)
     before = replace(shape)
-    one_by_one = seconds_of_each(make_roofline(model, H100), shape, contexts)
-    assert list(make_roofline_run(model, H100)(shape, contexts)) == one_by_one
+    seconds = make_roofline(model, H100)
+    assert list(seconds.of_run(shape, contexts)) == seconds_of_each(seconds, shape, contexts)
     assert shape == before
 
 
