@@ -293,8 +293,8 @@ class SerialReplica:
         is_asked = step.scheduled.repeat_limit < inf or (self._learns and not self._is_alone)
         asked = self.scheduler if is_asked else None
         num_at_once = 1 if asked is not None or is_shared else _STEPS_AT_ONCE
-        goes_on = num_left > 0
-        while goes_on:
+        is_over = num_left == 0
+        while not is_over:
             if asked is None:
                 shape.decode_context_tokens = step.first_context + len(ends) * num_rows
             elif ends and not asked.run_again(step.scheduled, end):
@@ -309,9 +309,8 @@ class SerialReplica:
                 end = end + (seconds + overhead)
                 ends.append(end)
                 num_left -= 1
-                if num_left <= num_free and (end >= next_arrival or is_shared):
-                    goes_on = False
+                is_over = not num_left or (num_left <= num_free and (end >= next_arrival or is_shared))
+                if is_over:
                     break
-            goes_on = goes_on and num_left > 0
         self._num_left = num_left
         self.next_time = end
