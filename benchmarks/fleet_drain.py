@@ -1,7 +1,7 @@
 """A replica is drained while streams run on it: how long that takes, and what the streams see of it.
 
     python benchmarks/fleet_drain.py [--streams 20] [--prompt 300] [--tokens 1500] [--rounds 10] [--json FILE]
-    python benchmarks/fleet_drain.py --model smollm2-135m-instruct --load-format auto --tokens 400
+    python benchmarks/fleet_drain.py --model smollm2-135m-instruct --device cpu --load-format auto
 
 Two replicas behind one server, real processes and sockets. In each round the streams are opened, half of them
 run on each replica, then `POST /fleet/drain` asks for one of the two to end and to start again. It is drained
@@ -202,11 +202,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500, help="of each answer")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
-    engines = (
-        stand_ins(args.model, args.device, args.replicas)
-        if args.load_format == "stand-in"
-        else [args.model, "--load-format", args.load_format, "--replicas", str(args.replicas)]
-    )
+    engines = stand_ins(args.model, args.device, args.replicas, load_format=args.load_format)
     with serving([*engines, "--router", "least-outstanding"], args.port) as fleet:
         rounds = uvloop.run(run(fleet, args))
     print(table(rounds))

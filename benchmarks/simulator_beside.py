@@ -24,26 +24,22 @@ from statistics import median
 
 import numpy as np
 from harness.pages import REPOSITORY, middle
+from simulator_speed import make_replica, read_load
+
+from onbeat.simulator.config import SimulationConfig
+from onbeat.simulator.simulate import simulate
 
 LAST_CORE = max(os.sched_getaffinity(0))
 
 
 def work(shared: Path, num_requests: int) -> None:
     """Simulate once for each line that comes, and answer with the CPU seconds that it took."""
-    import simulator_speed as speed
-
-    scheduler, step_time = speed.make_replica()
-    whole = speed.read_load(shared)
-    load = speed.OfferedLoad(
-        name="beginning",
-        arrivals=np.asarray(whole.arrivals)[:num_requests],
-        num_prompt_tokens=whole.num_prompt_tokens[:num_requests],
-        num_output_tokens=whole.num_output_tokens[:num_requests],
-    )
-    config = speed.SimulationConfig(scheduler=scheduler)
+    scheduler, step_time = make_replica()
+    load = read_load(shared).take(np.arange(num_requests))
+    config = SimulationConfig(scheduler=scheduler)
     for _ in sys.stdin:
         before = time.process_time()
-        speed.simulate(load, config, step_time)
+        simulate(load, config, step_time)
         print(time.process_time() - before, flush=True)
 
 

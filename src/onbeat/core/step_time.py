@@ -66,13 +66,8 @@ class RunLearner(Protocol):
 class RunTimer(Protocol):
     """A step-time model that predicts several steps at once in less time."""
 
-    def step_times(self, shape: BatchShape, num_steps: int) -> Sequence[float]:
-        """Return the expected times of steps that follow one another; see `each_step_time`.
-
-        Parameters
-        ----------
-        shape : of the first of them; it is left as it is.
-        """
+    def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
+        """Return what `seconds_of_each` does with `step_time`: expected times, seconds."""
         ...
 
 
@@ -85,17 +80,20 @@ class BatchTimer(Protocol):
         ...
 
 
-def each_step_time(model: StepTimeModel, shape: BatchShape, num_steps: int) -> list[float]:
-    """Return the expected times of steps that follow one another: each row reads a token more in each.
+def seconds_of_each(
+    seconds: Callable[[BatchShape], float], shape: BatchShape, contexts: Sequence[int]
+) -> list[float]:
+    """Return the times of steps by asking for one after another: what a quicker way must come to.
 
     Parameters
     ----------
-    shape : of the first of them; it is left as it is.
+    shape : of any of the steps; it is left as it is.
+    contexts : `decode_context_tokens` of each.
     """
     before, times = shape.decode_context_tokens, []
-    for _ in range(num_steps):
-        times.append(model.step_time(shape))
-        shape.decode_context_tokens += shape.num_lm_head_rows
+    for context in contexts:
+        shape.decode_context_tokens = context
+        times.append(seconds(shape))
     shape.decode_context_tokens = before
     return times
 

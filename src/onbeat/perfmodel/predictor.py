@@ -8,12 +8,12 @@ from functools import partial
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import each_step_time, observe_each
+from onbeat.core.step_time import observe_each, seconds_of_each
 from onbeat.perfmodel.correction import Drift, DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.online_quantile import OnlineQuantile
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.perfmodel.runs import StepSeconds, seconds_of_each
+from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shape_range import ShapeRange
 
 MAX_CHUNK_TOKENS = 1 << 22
@@ -45,7 +45,6 @@ class Predictor:
         "_alarm",
         "_correction",
         "_inflation",
-        "_model",
         "_recent",
         "_residual",
         "_run_seconds",
@@ -67,8 +66,7 @@ class Predictor:
         self.errors = errors
         if not isinstance(seconds, StepSeconds):
             seconds = StepSeconds(seconds, partial(seconds_of_each, seconds))
-        self._model = seconds
-        self._seconds, self._run_seconds = seconds.of_one, seconds.of_run  # asked too often for a look-up
+        self._seconds, self._run_seconds = seconds.of_one, seconds.of_run
         self._residual = residual
         self._shape_range = shape_range
         self._inflation = None if shape_range is None else shape_range.inflation
@@ -84,7 +82,7 @@ class Predictor:
         alarm : looks at every observed step; None for none.
         """
         return Predictor(
-            self._model,
+            StepSeconds(self._seconds, self._run_seconds),
             self._residual,
             self._shape_range,
             OnlineCorrection(),
@@ -104,12 +102,11 @@ class Predictor:
             seconds *= self._correction.factor(shape)
         return seconds if q is None else seconds * self._quantile_factor(q)
 
-    def step_times(self, shape: BatchShape, num_steps: int) -> Sequence[float]:
-        """Return the expected times of steps that follow one another. See `core.RunTimer`."""
+    def step_times(self, shape: BatchShape, contexts: Sequence[int]) -> Sequence[float]:
+        """Return the expected times of steps that differ in what decodes read. See `core.RunTimer`."""
         if self._correction is not None or self._inflation is not None:
-            return each_step_time(self, shape, num_steps)
-        first, rows = shape.decode_context_tokens, shape.num_lm_head_rows
-        return self._run_seconds(shape, [first + step * rows for step in range(num_steps)])
+            return seconds_of_each(self.step_time, shape, contexts)
+        return self._run_seconds(shape, contexts)
 
     def max_chunk_tokens(
         self, shape: BatchShape, cached_tokens: int, budget: float, q: float | None = None

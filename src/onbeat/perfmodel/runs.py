@@ -21,15 +21,3 @@ class StepSeconds:
 
     def __call__(self, shape: BatchShape) -> float:
         return self.of_one(shape)
-
-
-def seconds_of_each(
-    seconds: Callable[[BatchShape], float], shape: BatchShape, contexts: Sequence[int]
-) -> list[float]:
-    """Return the times of steps by asking for one after another: what any `RunSeconds` comes to."""
-    before, times = shape.decode_context_tokens, []
-    for context in contexts:
-        shape.decode_context_tokens = context
-        times.append(seconds(shape))
-    shape.decode_context_tokens = before
-    return times

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -11,7 +12,7 @@ from typing import Protocol
 from onbeat.core.errors import RequestRejected
 from onbeat.core.fleet import ReplicaLoad
 from onbeat.core.handover import Detached
-from onbeat.core.step_time import RunTimer, StepTimeModel, each_step_time, refuse_prediction
+from onbeat.core.step_time import RunTimer, StepTimeModel, refuse_prediction, seconds_of_each
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.client import OfferedRequest
 from onbeat.simulator.config import SimulationConfig
@@ -130,7 +131,9 @@ class SerialReplica:
         self.started: list[OfferedRequest] = []
         self._model = step_time
         self._step_times = (
-            step_time.step_times if isinstance(step_time, RunTimer) else partial(each_step_time, step_time)
+            step_time.step_times
+            if isinstance(step_time, RunTimer)
+            else partial(seconds_of_each, step_time.step_time)
         )
         self._overhead = config.host_overhead
         self._repeats = observer is None or observer.wanted_steps != "all"
@@ -301,7 +304,12 @@ class SerialReplica:
                 num_left = 0
                 break
             num_next = min(num_left, num_at_once)
-            for seconds in (step_time(shape),) if num_next == 1 else step_times(shape, num_next):
+            if num_next == 1:
+                times: Sequence[float] = (step_time(shape),)
+            else:
+                first = shape.decode_context_tokens
+                times = step_times(shape, range(first, first + num_next * num_rows, num_rows))
+            for seconds in times:
                 if not 0.0 < seconds < inf:
                     refuse_prediction(seconds, shape)
                 if noise is not None:

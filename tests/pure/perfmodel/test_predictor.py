@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
-from onbeat.core.step_time import StepTimeModel, each_step_time, observe_each
+from onbeat.core.step_time import StepTimeModel, observe_each, seconds_of_each
 from onbeat.perfmodel.correction import DriftAlarm, OnlineCorrection
 from onbeat.perfmodel.device_spec import find_device
 from onbeat.perfmodel.model_spec import find_model_spec
@@ -293,9 +293,11 @@ def test_steps_that_follow_one_another_are_timed_as_one_by_one() -> None:
     model = roofline_model()
     for predictor in (model, model.with_learning(), full_predictor(), Predictor(linear_seconds)):
         for shape in (decodes(7, 900), decodes(1, 0), verifies(4, 100, 3), *mixed_batches(5, seed=3)):
-            before = replace(shape)
-            assert list(predictor.step_times(shape, 9)) == each_step_time(predictor, shape, 9)
-            assert list(predictor.step_times(shape, 1)) == [predictor.step_time(shape)]
+            before, first = replace(shape), shape.decode_context_tokens
+            contexts = [first + step * shape.num_lm_head_rows for step in range(9)]
+            one_by_one = seconds_of_each(predictor.step_time, shape, contexts)
+            assert list(predictor.step_times(shape, contexts)) == one_by_one
+            assert list(predictor.step_times(shape, [first])) == [predictor.step_time(shape)]
             assert shape == before
 
 
