@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus, advance_decodes
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 
 
 def count_repeats(decodes: Sequence[RequestState], shape: BatchShape, kv: KVCacheManager) -> int:
@@ -52,7 +52,10 @@ def advance_repeats(
     ----------
     num_in_flight : of these runs, the last ones that have not ended.
     """
-    advance_decodes(states, num_more, num_in_flight)
+    running = RequestStatus.RUNNING
     for state in states:
-        if state.num_computed_tokens > state.num_allocated_tokens:
-            kv.grow(state, state.num_computed_tokens)
+        if state.status is running:  # a padding row runs its last token again and again
+            num_computed = state.num_computed_tokens = state.num_computed_tokens + num_more
+            state.num_in_flight_tokens += num_in_flight
+            if num_computed > state.num_allocated_tokens:
+                kv.grow(state, num_computed)

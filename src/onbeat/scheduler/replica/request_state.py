@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -241,22 +241,3 @@ class RequestState:
         if start >= num_prompt:
             return self.output_token_ids[start - num_prompt : stop - num_prompt]
         return [*prompt[start:], *self.output_token_ids[: stop - num_prompt]]
-
-
-def advance_decodes(states: Iterable[RequestState], num_new: int = 1, num_in_flight: int = 1) -> int:
-    """Count rows of decodes as `RequestState.advance` does, without a call for each; return how many sample.
-
-    A padding row computes its last token again and again, and samples nothing.
-
-    Parameters
-    ----------
-    num_new : tokens of each row: one for each run of the step.
-    num_in_flight : of these runs, those whose tokens are not known yet.
-    """
-    running, num_sampling = RequestStatus.RUNNING, 0
-    for state in states:
-        if state.status is running:
-            state.num_computed_tokens += num_new
-            state.num_in_flight_tokens += num_in_flight
-            num_sampling += 1
-    return num_sampling

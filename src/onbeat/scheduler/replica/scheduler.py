@@ -284,7 +284,7 @@ class Scheduler:
         sampled = sampled_rows(result)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(states, scheduled.rows, strict=True):
-            _, num_computed, num_new, _, samples, num_drafts = row
+            samples = row.samples
             if samples:
                 got = next(sampled)
             is_running = state.status is running
@@ -295,10 +295,9 @@ class Scheduler:
                 continue
             # Not those of a row planned before a preemption: they belong to others by now.
             holds_blocks = is_running and state.admitted_step_id <= step_id
-            num_valid = num_computed + num_new
             finished = False
             if samples:
-                output = state.deliver(got[0], got[1], num_drafts)
+                output = state.deliver(got[0], got[1], row.num_draft_tokens)
                 if drafting is not None:
                     self._note_drafts(state, row, output, got, holds_blocks=holds_blocks)
                 outputs.append(output)
@@ -307,6 +306,8 @@ class Scheduler:
                     delivered.append((state, output))
                 # All but the last token sampled; a row planned behind drafts does not know its place itself.
                 num_valid = state.num_tokens - 1
+            else:
+                num_valid = row.num_computed_tokens + row.num_new_tokens
             if holds_blocks and num_valid >= state.num_tokens_to_register:
                 self.kv.register_full_blocks(state, num_valid)
             if finished:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from onbeat.core.step import AdmittedRequest, BatchShape, ScheduledRequest
 from onbeat.scheduler.replica.kv_manager import KVCacheManager
-from onbeat.scheduler.replica.request_state import RequestState, RequestStatus, advance_decodes
+from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.verification import advance_with_drafts, new_tuple
@@ -82,7 +82,7 @@ def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShap
     shape : gets the rows.
     """
     rows: list[ScheduledRequest] = []
-    context = 0
+    context = num_sampling = 0
     running = RequestStatus.RUNNING
     for state in states:
         num_computed = state.num_computed_tokens
@@ -91,13 +91,17 @@ def decode_rows(states: list[RequestState], kv: KVCacheManager, shape: BatchShap
         if num_computed >= state.num_allocated_tokens:
             block_ids = kv.grow(state, num_computed + 1)
         samples = state.status is running
+        if samples:  # as `advance` does, without a call for each; a padding row runs its last token again
+            state.num_computed_tokens = num_computed + 1
+            state.num_in_flight_tokens += 1
+            num_sampling += 1
         rows.append(new_tuple(ScheduledRequest, (state.request_id, num_computed, 1, block_ids, samples, 0)))
     num_decodes = len(states)
     shape.num_new_tokens += num_decodes
     shape.num_sequences += num_decodes
     shape.num_decodes += num_decodes
     shape.decode_context_tokens += context + num_decodes
-    shape.num_lm_head_rows += advance_decodes(states)
+    shape.num_lm_head_rows += num_sampling
     return rows
 
 
