@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -48,7 +49,11 @@ def test_logits_come_together_on_the_first_rank(size: int, vocab_size: int, dtyp
 
 
 def test_a_rank_that_goes_away_is_noticed_at_once() -> None:
+    # A rank has its group a little before the others have theirs.
+    all_connected = threading.Barrier(3, timeout=20)
+
     def work(group: RankGroup) -> str:
+        all_connected.wait()
         if group.shard.rank == 2:
             return "gone"  # nothing holds the group any more: its connections close, as when a process ends
         with pytest.raises(RanksUnreachable, match="exchange with the other ranks failed"):
