@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from harness.fleet import Fleet, fleet_parser, serving, stand_ins
+from harness.fleet import Fleet, fleet_parser, replica_arguments, serving
 from harness.pages import markdown_table, middle
 
 DRAINED = "r1"
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1500, help="of each answer")
     parser.add_argument("--rounds", type=int, default=10)
     args = parser.parse_args()
-    engines = stand_ins(args.model, args.device, args.replicas, load_format=args.load_format)
+    engines = replica_arguments(args.model, args.device, args.replicas, load_format=args.load_format)
     with serving([*engines, "--router", "least-outstanding"], args.port) as fleet:
         rounds = uvloop.run(run(fleet, args))
     print(table(rounds))

@@ -17,7 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from harness.fleet import Fleet, fleet_parser, serving, stand_ins, summary_of
+from harness.fleet import Fleet, fleet_parser, replica_arguments, serving, summary_of
 from harness.pages import markdown_table
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--input-len", type=int, default=512)
     parser.add_argument("--output-len", type=int, default=256)
     args = parser.parse_args()
-    arguments = [*stand_ins(args.model, args.device, args.replicas), "--no-log-requests"]
+    arguments = [*replica_arguments(args.model, args.device, args.replicas), "--no-log-requests"]
     with serving(arguments, args.port) as fleet:
         load(fleet, args, 1)  # warm-up
         short = load(fleet, args, 1)

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 from fleet_front_end import cpu_seconds
-from harness.fleet import fleet_parser, serving, stand_ins
+from harness.fleet import fleet_parser, replica_arguments, serving
 from harness.pages import markdown_table
 
 WARM_SECONDS = 3.0
@@ -150,7 +150,7 @@ def main() -> None:
     parser.add_argument("--words", type=int, default=500, help="of a prompt")
     parser.add_argument("--seconds", type=float, default=15.0)
     args = parser.parse_args()
-    arguments = [*stand_ins(args.model, args.device, args.replicas), "--no-log-requests"]
+    arguments = [*replica_arguments(args.model, args.device, args.replicas), "--no-log-requests"]
     with serving(arguments, args.port) as fleet:
         replicas = [each["process_id"] for each in fleet.fetch("/fleet")["replicas"]]
         args.model = fleet.fetch("/v1/models")["data"][0]["id"]

@@ -16,7 +16,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from harness.fleet import serving, stand_ins, summary_of
+from harness.fleet import replica_arguments, serving, summary_of
 from harness.pages import markdown_table
 
 QUANTILES = ("p50", "p99")
@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows, found = [], []
-    arguments = [*stand_ins(args.model, args.device, args.replicas), *objectives(args)]
+    arguments = [*replica_arguments(args.model, args.device, args.replicas), *objectives(args)]
     with serving(arguments, args.port) as fleet:
         bare = quantiles(simulated(args, None, 10, 0.0))
         alone = quantiles(live(args, fleet.url, None, 10))

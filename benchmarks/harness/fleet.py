@@ -57,7 +57,7 @@ def fleet_parser(description: str | None, *, port: int) -> argparse.ArgumentPars
     return parser
 
 
-def stand_ins(model: str, device: str, replicas: int, *, load_format: str = "stand-in") -> list[str]:
+def replica_arguments(model: str, device: str, replicas: int, *, load_format: str = "stand-in") -> list[str]:
     """Return the arguments of a server of replicas: stand-ins, unless another load format is wanted."""
     return [model, "--load-format", load_format, "--device", device, "--replicas", str(replicas)]
 
