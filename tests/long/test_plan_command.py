@@ -182,6 +182,12 @@ def test_headroom_buys_what_the_promise_alone_does_not_need(tmp_path: Path) -> N
     assert roomy["cost-per-hour"] > bare["cost-per-hour"]
 
 
+def test_the_size_of_a_planned_fleet_is_not_left_to_a_scaler(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        plan("--gpus", "l4", "--rate", "8", "--autoscale", "4..4")
+    assert "unknown flag --autoscale" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", [[], ["prefill=1,decode=1"]])
 def test_pools_are_searched_by_a_flag_of_their_own(
     value: list[str], capsys: pytest.CaptureFixture[str]

@@ -29,6 +29,7 @@ _NOT_ASKED = frozenset(
         *("device", "tensor_parallel", "pipeline_parallel", "num_blocks", "replicas", "router", "policy"),
         *("fleet_changes", "kinds", "start_seconds", "drain_seconds"),
         *("disaggregate", "pool_rule", "move_rule", "kv_bandwidth", "kv_latency"),
+        *("autoscale", "autoscale_policy", "scale_down_seconds"),
     }
 )
 """Settings of replicas that a plan chooses, or that it has no use for."""

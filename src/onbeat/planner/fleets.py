@@ -43,7 +43,7 @@ class FleetCase:
         built = [(build_simulation(unit.settings), count) for unit, count in self.ordered()]
         first = built[0][0]
         kinds = tuple(simulation.kind for simulation, count in built for _ in range(count))
-        config = replace(first.config, num_replicas=len(kinds), router=ROUTER, kinds=kinds)
+        config = replace(first.config, num_replicas=len(kinds), router=ROUTER, kinds=kinds, autoscale=None)
         num_devices = sum(simulation.num_devices * count for simulation, count in built)
         return BuiltCase(config, first.step_time, num_devices)
 
