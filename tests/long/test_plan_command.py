@@ -135,6 +135,27 @@ def test_what_cannot_be_kept_says_what_binds_and_what_could_be(capsys: pytest.Ca
     assert "--slo-tbt-ms" in shown
 
 
+@pytest.mark.parametrize(
+    ("flags", "num_suggested"),
+    [
+        # Runs differ: what one of them keeps, or their mean, is no promise.
+        pytest.param(["--gpus", "l4=1", "--rate", "8", "--burstiness", "0.2"], 3, marks=pytest.mark.slow),
+        # No replica serves a request in time even alone.
+        (["--gpus", "l4=1", "--rate", "1", "--slo-ttft-ms", "30"], 1),
+        (["--gpus", "l4", "--rate", "10", "--slo-ttft-ms", "30"], 1),
+    ],
+)
+def test_what_is_said_to_be_kept_is_kept(
+    flags: list[str], num_suggested: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan(*flags) == EXIT_INFEASIBLE
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("nearest")]
+    suggested = line.partition(": ")[2].split("; or ")
+    assert len(suggested) == num_suggested
+    for each in suggested:
+        assert plan(*flags, *each.split()) == 0, each
+
+
 @pytest.mark.slow
 def test_says_whether_prompts_and_generation_apart_are_worth_it(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--gpus", "h100-sxm=2", "--rate", "8", "--slo-tbt-ms", "100", "--search-pools"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from math import floor
+from math import ceil, floor, inf
 from typing import Any, TypeVar
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
@@ -33,6 +33,10 @@ SEARCH_SECONDS = 30.0
 """About so long is the load of the search for what a unit serves alone."""
 LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
 """How much longer objectives are tried, where the promise cannot be kept."""
+RATE_TRIES = 8
+"""Lower and lower rates that are tried, where a fleet does not keep what its runs kept one by one."""
+PLENTY = 2.0
+"""Times the replicas that the estimates ask for, where objectives are tried without a bound of devices."""
 SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)
 """Of the objectives, for the cost over them."""
 LOAD_SCALES = (0.1, 2.0)
@@ -118,29 +122,56 @@ class Planner:
     def _nearest(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], buckets: Sequence[Bucket]
     ) -> tuple[str, ...]:
-        """Return promises that could be kept where this one cannot: a share, a rate, longer objectives."""
+        """Return promises that are kept where this one cannot be: a share, a rate, longer objectives.
+
+        Each has been simulated, and was kept in every run.
+        """
         self.progress.on_stage("looking for what could be kept instead")
-        share = self.task.objective.share
-        parts = everything(units, buckets, dict(self.task.available)) if units else None
+        available = dict(self.task.available)
+        parts = everything(units, buckets, available) if units else None
         nearest = []
         if parts is not None:
-            attained = self.judge(parts, to_the_end=True).attainment
-            if attained is not None and attained[0] >= 0.01:
-                nearest.append(f"--objective attainment:{floor(attained[0] * 100) / 100:g}")
-            (fleet,) = self._with_capacities([Fleet(parts=parts, runs=())])
-            if fleet.capacity is not None and fleet.capacity[0] > 0:
-                rate = 0.995 * fleet.capacity[0] / (1 + self.task.headroom)
-                nearest.append(f"--rate {float(f'{rate:.3g}'):g}")
+            lowest = min(run.attainment or 0.0 for run in self.judge(parts, to_the_end=True).runs)
+            if lowest >= 0.01:
+                nearest.append(f"--objective attainment:{floor(lowest * 100) / 100:g}")
+            nearest += self._kept_rate(parts)
         for factor in LONGER:
             longer = buckets_of(with_longer_objectives(self.task.load, factor))
-            if unservable([rate_unit(each.unit, longer) for each in rated], longer, share):
+            rerated = [rate_unit(each.unit, longer) for each in rated]
+            if unservable(rerated, longer, self.task.objective.share):
                 continue
             runs = tuple(with_longer_objectives(load, factor) for load in self.task.runs)
             with_longer = replace(self, task=replace(self.task, runs=runs))
-            if parts is None or with_longer.judge(parts).is_kept:
+            if with_longer.judge(parts or self._plenty(rerated, longer)).is_kept:
                 nearest.append(_as_flags(with_longer_objectives(self.task.load, factor), factor))
                 break
         return tuple(nearest)
+
+    def _kept_rate(self, parts: Parts) -> list[str]:
+        """Return the highest rate that a fleet keeps in every run, as flags; nothing where there is none."""
+        (fleet,) = self._with_capacities([Fleet(parts=parts, runs=())])
+        rate = min(each.low for each in fleet.capacities) / (1 + self.task.headroom)
+        for _ in range(RATE_TRIES if rate > 0 else 0):
+            rate = float(f"{0.995 * rate:.3g}")
+            needed = rate * (1 + self.task.headroom)
+            runs = tuple(load.at_rate(needed) for load in self.task.runs)
+            if replace(self, task=replace(self.task, rate=rate, runs=runs)).judge(parts).is_kept:
+                # As many requests as here: by itself a run has fewer at a lower rate, and they are others.
+                return [f"--rate {rate:g} --num-prompts {len(runs[0])}"]
+        return []
+
+    def _plenty(self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket]) -> Parts:
+        """Return the fleet of all devices; of a type without bound, of more than it should take."""
+        bounds = dict(self.task.available)
+        for each in rated:
+            device, rate = each.unit.device, each.rate(buckets)
+            if dict(self.task.available)[device] == inf:
+                enough = ceil(PLENTY * self.task.needed_rate / rate) if rate > 0 else 1
+                known = bounds[device] if bounds[device] < inf else 0
+                bounds[device] = max(known, enough * each.unit.num_devices)
+        parts = everything(rated, buckets, bounds)
+        assert parts is not None, "every type has a bound"
+        return parts
 
     def _costs(
         self, rated: Sequence[RatedUnit], units: Sequence[RatedUnit], best: Fleet
