@@ -49,6 +49,25 @@ def read_model_config(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
     ------
     ConfigError : an unknown name (near matches are named), or a file that is not a JSON object.
     """
+    path = config_path(name_or_path)
+    if path is not None:
+        name = path.parent.resolve().name if path.name == CONFIG_NAME else path.stem
+        return name, _read_json(path)
+    stem = _names().get(name_or_path.lower())
+    if stem is None:
+        if name_or_path.endswith(".json") or name_or_path.startswith((".", "/", "~")):
+            raise ConfigError(f"there is no file or directory {name_or_path}; give a model's {CONFIG_NAME}")
+        raise ConfigError(_unknown(name_or_path))
+    return stem, packaged_configs()[stem]
+
+
+def config_path(name_or_path: str) -> Path | None:
+    """Return the file of a model's configuration; None where it comes with the package, or is not known.
+
+    Raises
+    ------
+    ConfigError : a directory without one.
+    """
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         path = path / CONFIG_NAME
@@ -56,15 +75,7 @@ def read_model_config(name_or_path: str) -> tuple[str, Mapping[str, Any]]:
             raise ConfigError(
                 f"{name_or_path} holds no {CONFIG_NAME}; give a model's directory or its {CONFIG_NAME}"
             )
-    if path.is_file():
-        name = path.parent.resolve().name if path.name == CONFIG_NAME else path.stem
-        return name, _read_json(path)
-    stem = _names().get(name_or_path.lower())
-    if stem is None:
-        if path.suffix == ".json" or name_or_path.startswith((".", "/", "~")):
-            raise ConfigError(f"there is no file or directory {name_or_path}; give a model's {CONFIG_NAME}")
-        raise ConfigError(_unknown(name_or_path))
-    return stem, packaged_configs()[stem]
+    return path if path.is_file() else None
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:

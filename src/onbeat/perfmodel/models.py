@@ -18,6 +18,7 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.profile import check_profile, limited_device
 from onbeat.perfmodel.profile_file import read_profile
 from onbeat.perfmodel.published.linear import linear_closure
+from onbeat.perfmodel.published.operator_files import find_operator_files
 from onbeat.perfmodel.published.operator_table import operator_table_closure
 from onbeat.perfmodel.published.step_table import COLUMNS, is_step_table, read_step_table
 from onbeat.perfmodel.residual import ResidualModel
@@ -31,6 +32,7 @@ LINEAR_SIGMA = 0.10
 ENGINE_SIGMA = 0.10
 """The same of the roofline with an engine's terms, on held-back deployments (docs/calibration.md)."""
 STEP_TABLE = "step-table"
+OPERATOR_TABLE = "operator-table"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,27 @@ def require_step_time(kind: str) -> str:
             "table of steps, FILE.csv"
         )
     return kind
+
+
+def files_of(kind: str, profile: Path | None) -> tuple[Path, ...]:
+    """Return the files that a step-time model is made from, beside those of the package.
+
+    Parameters
+    ----------
+    kind, profile : as `make_step_time_model` takes them.
+
+    Raises
+    ------
+    ConfigError : two files in place of one, or operator profiles that are missing.
+    """
+    kind, profile = _without_path(kind, profile)
+    if profile is None:
+        return ()
+    if kind != OPERATOR_TABLE:
+        return (profile,)
+    files = find_operator_files(profile)
+    named = (files.mlp, files.attention, files.all_reduce, files.send_recv)
+    return tuple(path for path in named if path is not None)
 
 
 def calibrate_by_table(
@@ -223,9 +246,7 @@ def _step_table(deployment: Deployment) -> Predictor:
 
 
 def _operator_table(deployment: Deployment) -> Predictor:
-    path = _needed(
-        deployment, "operator-table", "a directory of operator profiles, or a YAML file naming them"
-    )
+    path = _needed(deployment, OPERATOR_TABLE, "a directory of operator profiles, or a YAML file naming them")
     closure = operator_table_closure(path, model=deployment.model, parallelism=deployment.parallelism)
     return Predictor(closure, ResidualModel.log_normal(OPERATOR_TABLE_SIGMA))
 
@@ -262,6 +283,6 @@ STEP_TIME_MODELS: dict[str, Callable[[Deployment], Predictor]] = {
     "roofline": _roofline,
     "fitted": _fitted,
     STEP_TABLE: _step_table,
-    "operator-table": _operator_table,
+    OPERATOR_TABLE: _operator_table,
     "linear": _linear,
 }

@@ -16,6 +16,8 @@ import orjson
 import onbeat
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
+from onbeat.planner.plan_file import digest_of
+from onbeat.simulator.setup import ReplicaSettings, files_of
 
 R = TypeVar("R")
 
@@ -110,6 +112,9 @@ def program_digest() -> str:
 
 
 def _feed(feed: Callable[[bytes], None], value: Any) -> None:
+    if isinstance(value, ReplicaSettings):  # which names files by their paths
+        for path in files_of(value):
+            feed(digest_of(path).encode())
     if is_dataclass(value) and not isinstance(value, type):
         for each in fields(value):
             feed(each.name.encode())

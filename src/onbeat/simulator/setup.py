@@ -18,8 +18,10 @@ from onbeat.perfmodel.device_spec import CPU, DeviceSpec, find_device
 from onbeat.perfmodel.engines import find_engine
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.memory import KVCapacity, kv_capacity
+from onbeat.perfmodel.model_files import config_path
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import STEP_TIME_MODELS, make_step_time_model, require_step_time
+from onbeat.perfmodel.models import files_of as step_time_files
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.predictor import Predictor
@@ -225,6 +227,18 @@ class ReplicaSettings:
     def num_replicas(self) -> int:
         """Replicas at the start, whatever they do."""
         return self.replicas if self.disaggregate is None else self.disaggregate.num_replicas
+
+
+def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
+    """Return the files whose content decides what a configuration is, beside those of the package.
+
+    Raises
+    ------
+    ConfigError : one is not there.
+    """
+    config = config_path(settings.model)
+    measured = step_time_files(settings.step_time, settings.profile)
+    return measured if config is None else (config, *measured)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.options import change
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.plan_file import digest_of, digest_of_classes, read_promise, write_plan
 from onbeat.planner.plan_store import PlanStore, fingerprint, program_digest
 from onbeat.simulator.config import KVLink
+from tests.pure.planner.test_units import BASE
 
 
 def write(path: Path, **load: object) -> Path:
@@ -137,3 +139,27 @@ def test_results_of_another_program_are_not_taken(tmp_path: Path, monkeypatch: p
 def test_fingerprints_tell_requests_apart() -> None:
     assert fingerprint((np.arange(3), 1)) == fingerprint((np.arange(3), 1))
     assert fingerprint((np.arange(3), 1)) != fingerprint((np.arange(4), 1))
+
+
+def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
+    """A profile that was measured again, or a table that was replaced, makes other step times."""
+    profile, operators, model = (tmp_path / name for name in ("profile.json", "operators", "config.json"))
+    operators.mkdir()
+    named = tmp_path / "named.yaml"
+    named.write_text("mlp: operators/mlp.csv\nattention: operators/attention.csv\n")
+    table = tmp_path / "steps.csv"
+    written = [profile, operators / "mlp.csv", operators / "attention.csv", table, model]
+    for path in written:
+        path.write_text("before")
+    settings = [
+        change(BASE, step_time="fitted", profile=profile),
+        change(BASE, step_time="operator-table", profile=operators),
+        change(BASE, step_time="operator-table", profile=named),
+        change(BASE, step_time=str(table)),
+        change(BASE, model=str(model)),
+    ]
+    before = list(map(fingerprint, settings))
+    assert before == list(map(fingerprint, settings))
+    for path in written:
+        path.write_text("after")
+    assert not set(before) & set(map(fingerprint, settings))
