@@ -186,6 +186,18 @@ def test_plans_a_fleet_for_each_hour(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "leave one out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+def test_hours_have_requests_of_their_own(tmp_path: Path) -> None:
+    """A load that is made up has more requests, and so other sizes, where more come in a second."""
+    rates, output = tmp_path / "day.csv", tmp_path / "plan.yaml"
+    rates.write_text("hour,rate\n0,1\n1,12\n", encoding="utf-8")
+    load = ["--dataset-name", "conversation", "--slo-ttft-ms", "2000", "--slo-tbt-ms", "100", "--repeats", "1"]
+    flags = [*load, "--gpus", "h100-sxm", "--rate-by-hour", str(rates), "-o", str(output), "--disable-tqdm"]
+    assert main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--tp", "1", *flags]) == 0
+    hours = yaml.safe_load(output.read_text())["plan"]["hours"]
+    assert [hour["replicas"] for hour in hours] == [1, 1]
+
+
 def test_headroom_buys_what_the_promise_alone_does_not_need(tmp_path: Path) -> None:
     """The fleet keeps the rate with its headroom; what the file promises, and a test sends, is the rate."""
     plans = {}

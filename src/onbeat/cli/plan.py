@@ -64,7 +64,7 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     from onbeat.planner.day import plan_hours
     from onbeat.planner.fleet_plan import Planner
     from onbeat.planner.plan_store import PlanStore
-    from onbeat.planner.plan_task import FleetPlan
+    from onbeat.planner.plan_task import FleetPlan, PlanTask
     from onbeat.planner.prices import Prices
     from onbeat.planner.units import longest_request, make_units, rate_unit
 
@@ -84,20 +84,25 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     longest = max(map(longest_request, units), default=1 << 30)
     task_of = partial(plan_task, args, available, longest)
     task = task_of(rate=max(rates, default=args.request_rate))
-    buckets = buckets_of(task.load)
-    rated = [rate_unit(unit, buckets) for unit in units]
     store = PlanStore(args.resume)
     if len(store):
         console.print(f"going on with {len(store)} result(s) of {args.resume}", markup=False)
     with show_progress(console, is_quiet=args.disable_tqdm) as progress:
         planner = Planner(task=task, store=store, jobs=args.jobs, progress=progress)
-        plan = planner.plan(rated, left_out)
+
+        def plan_for(own: PlanTask) -> FleetPlan:
+            # A load that is made up has other requests at another rate, which are rated by their own sizes.
+            buckets = buckets_of(own.load)
+            rated = [rate_unit(unit, buckets) for unit in units]
+            return replace(planner, task=own).plan(rated, left_out)
 
         def plan_of(rate: float) -> FleetPlan:
             if rate == task.rate:
                 return plan
             progress.on_stage(f"planning the hours with {rate:g} requests/s")
-            return replace(planner, task=task_of(rate=rate)).plan(rated, left_out)
+            return plan_for(task_of(rate=rate))
+
+        plan = plan_for(task)
 
         hours = plan_hours(rates, plan_of) if plan.best is not None else ()
         placements = []
