@@ -191,11 +191,57 @@ def test_hours_have_requests_of_their_own(tmp_path: Path) -> None:
     """A load that is made up has more requests, and so other sizes, where more come in a second."""
     rates, output = tmp_path / "day.csv", tmp_path / "plan.yaml"
     rates.write_text("hour,rate\n0,1\n1,12\n", encoding="utf-8")
-    load = ["--dataset-name", "conversation", "--slo-ttft-ms", "2000", "--slo-tbt-ms", "100", "--repeats", "1"]
+    load = [
+        "--dataset-name",
+        "conversation",
+        "--slo-ttft-ms",
+        "2000",
+        "--slo-tbt-ms",
+        "100",
+        "--repeats",
+        "1",
+    ]
     flags = [*load, "--gpus", "h100-sxm", "--rate-by-hour", str(rates), "-o", str(output), "--disable-tqdm"]
     assert main(["plan", "--model", "meta-llama/Llama-3.1-8B", "--tp", "1", *flags]) == 0
     hours = yaml.safe_load(output.read_text())["plan"]["hours"]
     assert [hour["replicas"] for hour in hours] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv", "served", "not_served"),
+    [
+        ("fp32", "auto", {"dtype": "float32"}, None),
+        ("int8", "auto", {"quantization": "int8"}, None),
+        ("fp16", "bf16", {}, "no weights in fp16"),
+        ("fp8", "fp8", {}, "no weights in fp8 and no KV cache in fp8"),
+    ],
+)
+def test_a_plan_says_which_number_formats_it_is_for(
+    dtype: str,
+    kv: str,
+    served: dict[str, str],
+    not_served: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "plan.yaml"
+    formats = ["--dtype", dtype, "--kv-cache-dtype", kv, "--gpu-memory-utilization", "0.95"]
+    assert plan("--gpus", "h100-sxm=2", "--rate", "2", *formats, "-o", str(output)) == 0
+    written = yaml.safe_load(output.read_text())
+    assert {key: written[key] for key in ("dtype", "quantization") if key in written} == served
+    section = written["plan"]
+    assert (section["dtype"], section["kv-cache-dtype"], section["gpu-memory-utilization"]) == (
+        dtype,
+        kv,
+        0.95,
+    )
+    warned = capsys.readouterr().err
+    if not_served is None:
+        assert "note" not in section
+        assert "warning" not in warned
+    else:
+        assert not_served in section["note"]
+        assert not_served in warned
 
 
 def test_headroom_buys_what_the_promise_alone_does_not_need(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Plan; returns the exit code."""
     from onbeat.cli.outputs import check_writable, save_all
-    from onbeat.cli.plan_files import plan_page, save_plan, to_document
+    from onbeat.cli.plan_files import not_served, plan_page, save_plan, to_document
     from onbeat.planner.plan_task import PlanInterrupted
     from onbeat.report.result import write_document
 
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     }
     if report.plan.best is not None:
         writers[args.output] = lambda: save_plan(args.output, report)
+        if note := not_served(report.base):
+            console.print(f"warning: {note}", markup=False, soft_wrap=True)
     writers.pop(None, None)
     save_all(writers, lambda path: console.print(f"saved {path}", markup=False))
     return INFEASIBLE if report.plan.best is None or report.missed_hours else 0

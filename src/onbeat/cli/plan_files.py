@@ -41,10 +41,15 @@ from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.scheduler.config import SchedulerLimits
-from onbeat.simulator.setup import AUTO
+from onbeat.simulator.setup import AUTO, ReplicaSettings
 
 SCHEMA_VERSION = 1
-_SERVE_DTYPES = {"fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
+_SERVE_FORMATS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32": {"dtype": "float32"},
+    "int8": {"quantization": "int8"},
+}
+"""Number formats of weights that a server runs, and its flags for them."""
 _LOAD_FLAGS = (
     *("trace", "dataset_name", "dataset_path", "input_len", "output_len", "random_range_ratio"),
     *("zipf_exponent", "disable_shuffle", "arrivals", "burstiness", "arrival_cv", "burst_on_sec"),
@@ -70,8 +75,7 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
     """Return the flags of a server with this fleet."""
     base, args = report.base, report.args
     settings: dict[str, Any] = {"model": args.model, "policy": "slo"}
-    if base.dtype != "bf16" and base.dtype in _SERVE_DTYPES:
-        settings["dtype"] = _SERVE_DTYPES[base.dtype]
+    settings |= _SERVE_FORMATS.get(base.dtype, {})
     for setting in settings_of(SchedulerLimits):
         value = getattr(base.limits, setting.name)
         if setting.name != "policy" and value not in (setting.default, AUTO):
@@ -92,6 +96,20 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         for unit, count in fleet.parts
     ]
     return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}
+
+
+def not_served(base: ReplicaSettings) -> str:
+    """Return what a server does not do as it was simulated: its number formats; empty where it does all."""
+    kv = "fp32" if base.dtype == "fp32" else "bf16"
+    formats = [] if base.dtype in _SERVE_FORMATS else [f"weights in {base.dtype}"]
+    if base.kv_cache_dtype not in (AUTO, kv):
+        formats.append(f"KV cache in {base.kv_cache_dtype}")
+    if not formats:
+        return ""
+    return (
+        f"onbeat serve has no {' and no '.join(formats)}: what it serves by this plan is not what was "
+        "simulated, and the promise does not hold of it"
+    )
 
 
 def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
@@ -124,6 +142,10 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         },
         **({"hours": [_hour_entry(hour) for hour in report.hours]} if report.hours else {}),
         "prices": {device: report.prices.of(device).text for device in sorted(devices)},
+        "dtype": report.base.dtype,
+        "kv-cache-dtype": report.base.kv_cache_dtype,
+        "gpu-memory-utilization": report.base.gpu_memory_utilization,
+        **({"note": note} if (note := not_served(report.base)) else {}),
         "step-times": report.base.step_time
         if report.base.engine == "none"
         else f"{report.base.step_time} of {report.base.engine}",
