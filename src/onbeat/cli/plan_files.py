@@ -28,6 +28,7 @@ from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import settings_of
 from onbeat.core.slo import SLO_CLASSES
 from onbeat.planner.day import Hour
+from onbeat.planner.fleets import FleetCase
 from onbeat.planner.plan_charts import (
     bucket_figure,
     cost_figure,
@@ -93,7 +94,7 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         return settings | {"fleet": served}
     kinds = [
         ReplicaGroup(device=unit.device, tensor_parallel_size=unit.num_devices, replicas=count)
-        for unit, count in fleet.parts
+        for unit, count in FleetCase(parts=fleet.parts).ordered()
     ]
     return settings | {"fleet": served | {"kinds": list(map(str, kinds))}}
 

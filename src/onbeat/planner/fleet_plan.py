@@ -24,7 +24,7 @@ from onbeat.planner.parallel import run_tasks
 from onbeat.planner.placement import Placement, PlacementSearch
 from onbeat.planner.plan_store import PlanStore
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
-from onbeat.planner.units import RatedUnit, Unit, rate_unit, without_dominated
+from onbeat.planner.units import RatedUnit, Unit, longest_request, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
 R = TypeVar("R")
@@ -244,7 +244,10 @@ class Planner:
         start = rated.rate(buckets)
         most = round(min(max(start * SEARCH_SECONDS, LEAST_REQUESTS), MOST_REQUESTS))
         load = self.task.load
-        rows = rows_of([bucket for bucket, rate in zip(buckets, rated.rates, strict=True) if rate > 0])[:most]
+        rows = rows_of([bucket for bucket, rate in zip(buckets, rated.rates, strict=True) if rate > 0])
+        # A bucket that fits by its mean may have longer requests, which go to other units.
+        lengths = load.num_prompt_tokens[rows] + load.num_output_tokens[rows]
+        rows = rows[lengths <= longest_request(rated.unit)][:most]
         return FleetSearch(
             case=FleetCase(parts=((rated.unit, 1),)),
             load=load.take(rows),

@@ -104,17 +104,28 @@ class FleetRun:
 
 
 def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
-    """Run one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""
-    objective = task.objective
+    """Run one fleet; a worker of `parallel.run_tasks`. None where it was stopped.
+
+    Requests that no replica takes, since they are too long, count as not good.
+    """
+    objective, load, built = task.objective, task.load, task.case.build()
+    fits = load.num_prompt_tokens + load.num_output_tokens <= built.config.max_model_len
+    if not fits.any():
+        return FleetRun(is_met=False, reason="every request is too long", binds="refused")
     try:
         result = simulate_trial(
-            task.case.build(), task.load, context.is_stopped, watched=None if task.to_the_end else objective
+            built,
+            load if fits.all() else load.take(np.flatnonzero(fits)),
+            context.is_stopped,
+            watched=None if task.to_the_end else objective,
         )
     except ObjectiveMissed as missed:
         return FleetRun(is_met=False, reason=missed.verdict.reason)
     except Stopped:
         context.stop()
         return None
+    too_long = [_refused(load, row) for row in np.flatnonzero(~fits).tolist()]
+    result = replace(result, records=[*result.records, *too_long], num_requests=len(load))
     verdict = objective.judge(result)
     return FleetRun(
         is_met=verdict.is_met,
@@ -125,6 +136,22 @@ def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
         mean_tpot=mean_tpot(result.records),
         by_class=good_by_class(result.records, objective),
         duration=result.duration,
+    )
+
+
+def _refused(load: OfferedLoad, row: int) -> RequestRecord:
+    """Return the record of a request that is too long for all replicas."""
+    assert load.arrivals is not None
+    class_ = load.request_class(row)
+    return RequestRecord(
+        request_id=str(row),
+        arrival=float(load.arrivals[row]),
+        num_prompt_tokens=int(load.num_prompt_tokens[row]),
+        offered_output_tokens=int(load.num_output_tokens[row]),
+        slo=load.slo(row),
+        request_class=None if class_ is None else class_.name,
+        is_rejected=True,
+        end=float(load.arrivals[row]),
     )
 
 

@@ -288,6 +288,11 @@ class SimulationConfig:
         return [kind.scheduler for kind in self.kinds] or [self.scheduler]
 
     @property
+    def max_model_len(self) -> int:
+        """The longest request that some replica takes, tokens."""
+        return max(each.max_model_len for each in self._schedulers)
+
+    @property
     def replica_scheduler(self) -> SchedulerConfig:
         """Limits of one replica, with a micro-batch for each stage."""
         return replace(self.scheduler, num_micro_batches=self.pipeline)

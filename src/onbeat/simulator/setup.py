@@ -448,7 +448,7 @@ def build_for_load(
     """
     if settings.limits.max_num_batched_tokens != AUTO:
         simulation = build_simulation(settings, tbt=tbt)
-        return simulation, make(simulation.config.scheduler.max_model_len)
+        return simulation, make(simulation.config.max_model_len)
     limits = build_simulation(change(settings, max_num_batched_tokens=None)).config.scheduler
     load = make(limits.max_model_len)
     context = decode_context(load, limits)

@@ -59,7 +59,7 @@ def simulate(  # noqa: PLR0913 (four say who watches)
     """
     if jobs < 1:
         raise ConfigError(f"jobs is {jobs}; it must be at least 1")
-    load.check_lengths(config.scheduler.max_model_len, overlong="error")
+    load.check_lengths(config.max_model_len, overlong="error")
     started = time.perf_counter()
     meter = ProgressMeter(on_progress, len(load))
     kept: list[RequestRecord | None] = [None] * (0 if on_record is not None else len(load))
