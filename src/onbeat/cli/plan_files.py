@@ -54,7 +54,7 @@ _SERVE_FORMATS: dict[str, dict[str, Any]] = {
 _LOAD_FLAGS = (
     *("trace", "dataset_name", "dataset_path", "input_len", "output_len", "random_range_ratio"),
     *("zipf_exponent", "disable_shuffle", "arrivals", "burstiness", "arrival_cv", "burst_on_sec"),
-    *("burst_off_sec", "rate_steps", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_config"),
+    *("burst_off_sec", "slo_ttft_ms", "slo_tbt_ms", "slo_e2e_ms", "slo_config"),
 )
 """Flags of the load that a load test of a server takes too."""
 

@@ -21,7 +21,7 @@ from onbeat.planner.day import read_rates
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.share_objectives import AttainmentObjective
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.setup import AUTO, ReplicaSettings
 from onbeat.workload.offered import OfferedLoad
 
 _NOT_ASKED = frozenset(
@@ -181,8 +181,19 @@ def parse_degrees(text: str) -> list[int]:
 
 
 def base_settings(args: argparse.Namespace, device: str) -> ReplicaSettings:
-    """Return what all units have in common."""
-    return read_options(args, ReplicaSettings, device=device, seed=args.seed)
+    """Return what all units have in common.
+
+    Raises
+    ------
+    ConfigError : a setting that is out of range, or a token budget that is to be chosen for one replica.
+    """
+    base = read_options(args, ReplicaSettings, device=device, seed=args.seed)
+    if base.limits.max_num_batched_tokens == AUTO:
+        raise ConfigError(
+            "--max-num-batched-tokens auto chooses the budget of one replica, but a plan tries several: "
+            "give a number of tokens, or leave it out"
+        )
+    return base
 
 
 def rates_by_hour(args: argparse.Namespace) -> tuple[float, ...]:
@@ -219,6 +230,8 @@ def plan_task(
         raise ConfigError(
             f"--objective {args.objective}: a plan promises a share of good requests; give attainment:SHARE"
         )
+    if options.spread.kind == "steps":
+        raise ConfigError("a plan is for one rate: leave out --rate-steps; --rate-by-hour plans for several")
     if rate is None or not 0 < rate < inf:
         raise ConfigError("a plan needs the requests per second that the fleet is to serve; give --rate")
     if options.max_concurrency is not None:

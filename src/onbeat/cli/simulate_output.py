@@ -111,6 +111,7 @@ def _header(
 def _machine(simulation: Simulation, result: SimulationResult) -> MachineSummary:
     busy = sum(replica.busy_seconds for replica in result.replicas)
     mbu, mfu = _utilisation(simulation, result, busy)
+    held = result.replica_seconds if result.is_complete else None  # known once all have been given back
     return MachineSummary(
         num_steps=result.num_steps,
         mean_step=_ratio(busy, result.num_steps),
@@ -121,7 +122,7 @@ def _machine(simulation: Simulation, result: SimulationResult) -> MachineSummary
             (each.peak_used_blocks / each.num_blocks for each in result.replicas if each.num_blocks),
             default=None,
         ),
-        replica_busy_share=_ratio(busy, result.duration * len(result.replicas)),
+        replica_busy_share=_ratio(busy, result.duration * len(result.replicas) if held is None else held),
         pipeline_bubble_seconds=sum(replica.bubble_seconds for replica in result.replicas),
         mbu=mbu,
         mfu=mfu,

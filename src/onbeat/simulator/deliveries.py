@@ -58,6 +58,11 @@ class Deliveries:
         """Requests that have not ended, in the order in which they came."""
         return list(self._open.values())
 
+    def waits_for_first(self, request_id: str) -> bool:
+        """Whether a request is here without a token; rows of a whole batch may be of one that has ended."""
+        offered = self._open.get(request_id)
+        return offered is not None and not offered.record.delivery_times
+
     def num_left(self, request_id: str) -> int:
         """Return the output tokens that a request has yet to get; many, if it has gone on elsewhere."""
         if request_id not in self._open:

@@ -115,8 +115,8 @@ class ReplicaCore:
         """Return how often a step may be run before something has to be told of one of its requests."""
         num_steps = self.sampler.max_steps(scheduled)
         if num_steps > 1 and self.hands_over:
-            offered = (self.deliveries.offered(row.request_id) for row in scheduled.rows)
-            if any(not each.record.delivery_times for each in offered):
+            waits_for_first = self.deliveries.waits_for_first
+            if any(waits_for_first(row.request_id) for row in scheduled.rows):
                 return 1
         return num_steps
 

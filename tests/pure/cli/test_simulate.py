@@ -124,6 +124,14 @@ def test_a_fleet_that_something_happens_to(tmp_path: Path, capsys: pytest.Captur
     assert "decisions: identical in" in capsys.readouterr().out
 
 
+def test_replicas_are_busy_for_a_share_of_the_time_that_they_are_held(tmp_path: Path) -> None:
+    """Those that are there to be started, but are not, count no time."""
+    flags = ["--policy", "slo", "--slo-ttft-ms", "2000", "--num-prompts", "80"]
+    one = summary_of(tmp_path, *flags, "--autoscale", "1..1")["replica_busy_share"]
+    several = summary_of(tmp_path, *flags, "--fleet-changes", "0.5 scale 1", "--replicas", "4")
+    assert several["replica_busy_share"] == pytest.approx(one, rel=0.25)
+
+
 def keys_in(document: Any) -> Any:
     """The keys of a document, in their order; of a list those of its first entry."""
     if isinstance(document, dict):

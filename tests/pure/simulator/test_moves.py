@@ -127,3 +127,10 @@ def test_one_replica_owns_each_request_and_each_copy_moves_what_it_was_asked_for
     assert all(len(each.delivery_times) == each.num_output_tokens for each in result.records)
     assert sum(count for name, count in result.decisions.items() if name.startswith("moved:")) > 5
     assert all(each.num_leaked_blocks == 0 for each in result.replicas)
+
+
+def test_whole_batches_run_beside_a_link_though_some_of_their_rows_have_ended() -> None:
+    """They hold what has ended until all have, and nobody can leave one."""
+    load = random_load(40, rate=20.0, seed=1)
+    result = simulate(load, fleet_of(limits={"policy": "static"}), linear_time())
+    assert result.num_completed == 40
