@@ -98,6 +98,14 @@ class TestPrediction:
         for name in ("r0", "r1", "r2", "r3"):
             assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
 
+    @pytest.mark.parametrize("cap", [64, 256])
+    def test_with_less_tokens_a_step_than_time_would_allow(self, cap):
+        driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-4), max_num_batched_tokens=cap)
+        slo = SLO(ttft=4.0, tbt=0.5)
+        driver.serve([make_request(f"r{i}", 700, 20, slo=slo) for i in range(3)])
+        for name in ("r0", "r1", "r2"):
+            assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
+
     def test_a_step_under_way_counts(self):
         driver = Watch()
         driver.add(make_request("first", 1000, 3, slo=SLO(ttft=2.0)))

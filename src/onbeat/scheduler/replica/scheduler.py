@@ -75,7 +75,7 @@ class Scheduler:
         self._slo = self._policy.slo
         if self._slo is not None:
             assert step_time_model is not None
-            self._slo.start(step_time_model)
+            self._slo.start(step_time_model, config.max_num_batched_tokens)
         self._on_deliveries = note_deliveries if self._slo is None else self._slo.tracker.on_deliveries
         """Holds deliveries against their deadlines."""
         self._work = None if self._slo is None else self._slo.work

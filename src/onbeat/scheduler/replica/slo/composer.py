@@ -89,9 +89,9 @@ class SLOComposer:
         self.quantile = GAP_QUANTILE if mode == "gap" else None
         self._earned_share = EARNED_SHARE if mode == "stream" else 0.0
 
-    def start(self, model: StepTimeModel) -> None:
-        """Take the model that predicts steps. Called once, before anything is planned."""
-        self.work = PrefillWork(model, self.quantile)
+    def start(self, model: StepTimeModel, most_step_tokens: int) -> None:
+        """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
+        self.work = PrefillWork(model, self.quantile, most_step_tokens)
         self.backlog = Backlog(self.tracker, self.work, self._bound)
         self.admission = Admission(self.backlog, self.work, self.shed_order, self.limit)
 
