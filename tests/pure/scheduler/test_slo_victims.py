@@ -9,6 +9,7 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.victims import Victims
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
@@ -88,6 +89,48 @@ class TestMakeRoom:
         states["best effort"].num_in_flight_tokens = 1
         assert victims.make_room(make_state(make_request("new", 400, 1)), plan.running)
         assert names(plan.victims) == ["rich"]
+
+
+class TestWhoeverRoomIsMadeFor:
+    """Finds it: what is asked for is what an admission asks for."""
+
+    @pytest.mark.parametrize(
+        ("num_wanted", "num_gone"), [(255, 0), (256, 1), (262, 1), (263, 2), (290, 5), (300, 6)]
+    )
+    def test_above_the_watermark_unless_all_are_gone(self, num_wanted, num_gone):
+        """258 of 300 blocks are free, of which 3 are to stay free; each victim brings 7."""
+        plan, victims = started(*SIX, num_blocks=300)
+        new = make_state(make_request("new", 16 * num_wanted, 1))
+        assert victims.make_room(new, plan.running)
+        assert len(plan.victims) == num_gone
+        assert admits(plan, new)
+
+    def test_with_a_prefix_that_lies_idle_in_the_cache(self):
+        """It counts as free space already, and is taken out of it."""
+        driver = TimedDriver(make_config(), MODEL)
+        driver.serve([make_request("prime", 16 * 20, 2, salt="shared")])
+        driver.scheduler.kv.pool.allocate(512 - 20 - 30)
+        for request in SIX[:2]:  # 7 blocks each, of 50
+            driver.add(request)
+        driver.step()
+        plan = driver.scheduler._new_plan(driver.now)
+        new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
+        assert len(plan.match(new)) == 20
+        assert Victims(plan, WORK, lambda state: 1.0).make_room(new, plan.running)
+        assert len(plan.victims) == 1
+        assert admits(plan, new)
+
+    def test_with_a_prefix_that_a_victim_holds(self):
+        """What the victim gives back is what the prompt takes."""
+        first = make_request("first", 16 * 20, 50, salt="shared")
+        plan, victims = started(first)
+        new = make_state(make_request("new", 16 * 65, 1, salt="shared"))
+        assert not victims.make_room(new, plan.running)
+        assert plan.victims == []
+
+
+def admits(plan: StepPlan, state: RequestState) -> bool:
+    return plan.admit(state, plan.match(state), 1, RESERVATION)
 
 
 class TestSlack:
