@@ -216,7 +216,7 @@ class TestRoom:
 
     @pytest.mark.parametrize(("cap", "ttft"), [(64, inf), (64, 2.0), (600, inf), (600, 50.0)])
     def test_a_cap_of_tokens_bounds_a_step_as_a_limit_does(self, cap, ttft):
-        """A step of as many tokens takes as long as the model says, whatever would be better without the cap."""
+        """Such a step takes as long as the model says, whatever would be better without the cap."""
         model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
         room = PrefillWork(model, None, cap).room_beside(decodes(10), inf, ttft)
         assert room.chunk == cap - 10

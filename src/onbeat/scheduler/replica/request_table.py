@@ -55,7 +55,7 @@ class RequestTable:
         for admission in plan.admissions:
             self.waiting.remove(admission.state)
         for state in plan.preempted:
-            self._preempt(state)
+            self.preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
         for admission in plan.admissions:
             self.kv.pool.hold(admission.cached_block_ids)
@@ -154,7 +154,7 @@ class RequestTable:
         self._rank(state)
         self.waiting.push(state)
 
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
         assert state.status is RequestStatus.RUNNING
         state.num_preemptions += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from onbeat.core.errors import ConfigError, InvalidRequest
@@ -40,6 +40,7 @@ from onbeat.scheduler.replica.verification import (
     take_back_rejected,
 )
 
+_SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
 """Of requests that get no more tokens."""
 
@@ -277,10 +278,10 @@ class Scheduler:
         correct_shape(scheduled, result)
         self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends)
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
-        outputs: list[RequestOutput] = []
+        failed = result.failed or {}
+        outputs = self._let_go_of_sharers(states, scheduled, failed) if failed else []
         delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
-        failed = result.failed or {}
         sampled = sampled_rows(result)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(states, scheduled.rows, strict=True):
@@ -492,6 +493,38 @@ class Scheduler:
         self._drafting.observe(
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
+
+    def _let_go_of_sharers(
+        self, states: list[RequestState], scheduled: SchedulerOutput, failed: Mapping[str, str]
+    ) -> list[RequestOutput]:
+        """Preempt those who share KV with a request that has failed, or end them and return their outputs.
+
+        What was not finite in it is so by now, and nobody else would fail by it: neither who joined after the
+        step was planned, nor who had no token of it. Blocks by which another had one are sound.
+        """
+        unsound: set[int] = set()
+        sound: set[int] = set()
+        lost: set[str] = set()
+        for state, row in zip(states, scheduled.rows, strict=True):
+            if state.status is not RequestStatus.RUNNING or state.admitted_step_id > scheduled.step_id:
+                continue  # it has other blocks than the row had, or none
+            if state.request_id in failed:
+                lost.add(state.request_id)
+                unsound.update(state.block_ids)
+            elif row.samples:
+                sound.update(state.block_ids)
+        unsound -= sound
+        outputs = []
+        for state in list(self.running):
+            is_lost = state.status is not RequestStatus.RUNNING or state.request_id in lost
+            if is_lost or unsound.isdisjoint(state.block_ids):
+                continue
+            if state.num_in_flight_tokens:  # they would be delivered
+                outputs.append(self._fail(state, _SHARED_KV))
+            else:
+                self.kv.pool.unregister(state.block_ids)
+                self._table.preempt(state)
+        return outputs
 
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""

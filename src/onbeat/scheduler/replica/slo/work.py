@@ -70,9 +70,7 @@ class PrefillWork:
     base_seconds : of a step of decodes alone, what does not grow with them.
     """
 
-    def __init__(
-        self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf
-    ) -> None:
+    def __init__(self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf) -> None:
         self._model = model
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
