@@ -133,7 +133,7 @@ class Driver(EngineLoop):
 
     def collect(self) -> None:
         scheduled = self.in_flight.popleft()
-        sampled = []
+        sampled: list[list[int]] = []
         failed = {}
         for row in scheduled.rows:
             position = row.num_computed_tokens + row.num_new_tokens

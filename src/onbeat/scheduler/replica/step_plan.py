@@ -159,6 +159,10 @@ class StepPlan:
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         return num_needed + len(freed_ids.intersection(cached_block_ids)) <= num_left
 
+    def num_blocks_wanted(self, state: RequestState, reservation: Reservation) -> int:
+        """Return the free space that admitting a waiting request takes, the watermark left out."""
+        return self._num_new_blocks(self._kv.match(state), reservation.num_tokens(state))
+
     @property
     def num_rows_left(self) -> int:
         """Rows that the step may still take."""
