@@ -6,9 +6,11 @@ import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
 from onbeat.core.request import FinishReason, RequestOutput, SamplingParams
-from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
+from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.config import BASELINES, SERVING_POLICIES
 from onbeat.scheduler.replica.policies import POLICIES, default_token_budget, make_policy
+from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 
@@ -254,6 +256,34 @@ def test_blocks_of_a_failed_request_are_not_found_again():
     driver.add(make_request("b", 100, 2, salt="s"))
     scheduler.schedule(10.0)
     assert scheduler.num_prefix_hits == 0
+
+
+@pytest.mark.parametrize(("failing", "num_learnt"), [(["a", "b"], 0), (["a"], 1)])
+def test_a_step_that_fails_as_a_whole_tells_nothing_of_step_times(failing, num_learnt):
+    class Learner(LinearStepTime):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def observe(self, shape: BatchShape, seconds: float) -> None:
+            self.seen.append(seconds)
+
+    model = Learner()
+    scheduler = Scheduler(make_config("sarathi"), model)
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, 8, 4))
+    scheduled = scheduler.schedule(1.0)
+    assert scheduled is not None
+    result = ModelRunnerOutput([[], []], failed=dict.fromkeys(failing, "out of memory"))
+    if len(failing) == 1:
+        result = ModelRunnerOutput([[], [1]], failed=result.failed)
+    scheduler.update(scheduled, result, 1.001)
+    assert len(model.seen) == num_learnt
+    scheduler.add(make_request("c", 8, 4))
+    scheduled = scheduler.schedule(1.5)
+    assert scheduled is not None
+    scheduler.update(scheduled, ModelRunnerOutput([[1]] * len(scheduled.rows)), 2.0)
+    assert model.seen[-1] == 0.5
 
 
 class TestSharersOfAFailedRequest:

@@ -276,9 +276,10 @@ class Scheduler:
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
-        self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends)
-        keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
         failed = result.failed or {}
+        has_run = not failed or _has_run(states, failed)
+        self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends, has_run=has_run)
+        keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
         outputs = self._let_go_of_sharers(states, scheduled, failed) if failed else []
         delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
@@ -444,17 +445,20 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def _learn(self, shape: BatchShape, planned_at: float, ends: Sequence[float]) -> None:
+    def _learn(
+        self, shape: BatchShape, planned_at: float, ends: Sequence[float], *, has_run: bool = True
+    ) -> None:
         """Let the step-time model, and who plans with it, learn from the runs of a step.
 
         Parameters
         ----------
         shape : of the last run; each before read a token less of every row's context.
         ends : when the runs ended, seconds; those that `run_again` was told of among them.
+        has_run : whether the step came to its end; else its time says nothing.
         """
         last_update, self._last_update = self._last_update, ends[-1]
         observe_run = self._observe_run
-        if observe_run is None:
+        if observe_run is None or not has_run:
             return
         work, begun = self._work, planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
@@ -548,3 +552,8 @@ class Scheduler:
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):
             self._table.drop(state)
+
+
+def _has_run(states: list[RequestState], failed: Mapping[str, str]) -> bool:
+    """Whether any request of a step has not failed: one that raises fails all of its requests."""
+    return any(state.request_id not in failed for state in states if state.status not in _ENDED)
