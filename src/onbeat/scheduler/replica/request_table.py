@@ -181,9 +181,10 @@ class RequestTable:
             state.sort_key = (state.slo.rank, *state.sort_key[1:])
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
+        is_first = not state.has_run
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
-        if state.scheduled_time < 0:
+        if is_first:
             state.scheduled_time = now
             state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
             self.num_prefix_queries += state.num_prompt_tokens
