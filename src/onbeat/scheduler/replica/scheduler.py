@@ -198,7 +198,13 @@ class Scheduler:
         """
         if self._load_reporter is None:
             self._load_reporter = LoadReporter(self.config, self._policy, self._table, self.step_time_model)
-        return self._load_reporter.take(now, num_taken=self._num_taken, busy=busy, num_ended=num_ended)
+        return self._load_reporter.take(
+            now,
+            num_taken=self._num_taken,
+            busy=busy,
+            num_ended=num_ended,
+            num_kept_slots=self.handover.num_slots_kept,
+        )
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
