@@ -134,15 +134,14 @@ class LLM:
         return self.generate([token_ids], sampling, stop=stop)[0]
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        for token_id in prompt:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        for token_id in token_ids:
             if not 0 <= token_id < self.info.vocab_size:
                 raise InvalidRequest(
                     f"token id {token_id} is outside the vocabulary of {self.info.vocab_size} tokens",
                     param="prompt",
                 )
-        return tuple(prompt)
+        return tuple(token_ids)
 
 
 class _OfflineRun:

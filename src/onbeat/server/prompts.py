@@ -47,7 +47,7 @@ class PromptEncoder:
     Parameters
     ----------
     tokenizer : the model's.
-    vocab_size : token ids of prompts must be below.
+    vocab_size : the model's; token ids of prompts must be below.
     max_model_len : most tokens of a request.
     """
 
@@ -82,11 +82,9 @@ class PromptEncoder:
         return await self.off_loop(size, lambda: [self._token_ids(prompt, options) for prompt in prompts])
 
     def _token_ids(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self._encode(prompt, options)
-        else:
-            check_token_ids(prompt, self._vocab_size, options.param)
-            token_ids = prompt
+        token_ids = self._encode(prompt, options) if isinstance(prompt, str) else prompt
+        # of a text too: its tokenizer may know tokens that were added behind the model's embedding
+        check_token_ids(token_ids, self._vocab_size, options.param)
         if options.truncate_to is not None:
             token_ids = token_ids[-options.truncate_to :]
         if not token_ids:

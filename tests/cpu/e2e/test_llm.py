@@ -138,6 +138,19 @@ def test_a_rejected_prompt_leaves_nothing_behind(tiny: LLM) -> None:
     assert len(tiny.generate("go on", GREEDY, ignore_eos=True)[0].token_ids) == 8
 
 
+def test_tokens_that_the_model_lacks(tmp_path: Path) -> None:
+    """Its tokenizer knows `<|stop|>`, its embedding does not: no text may hold it, and no answer ends with it."""
+    path = write_tiny_directory(tmp_path / "model", vocab_size=258)
+    with LLM(str(path), **TINY, kv_cache_memory_bytes=2**22) as llm:
+        with pytest.raises(InvalidRequest, match="token id 258 is outside the vocabulary of 258 tokens"):
+            llm.generate(["good", "a <|stop|> b"], GREEDY)
+        with pytest.raises(InvalidRequest, match="token id 258"):
+            llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+        check_nothing_is_left(llm)
+        sampling = SamplingParams(temperature=0, max_tokens=8, min_tokens=4)
+        assert len(llm.generate("good", sampling)[0].token_ids) == 8
+
+
 def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = tiny._core._executor._runner  # type: ignore[attr-defined]
 
