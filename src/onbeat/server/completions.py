@@ -92,6 +92,10 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def continues_prompt(self) -> bool:
+        return True
+
 
 def _check_completion(body: CompletionRequest, config: ServerConfig) -> None:
     """Check the fields that only text completions have.

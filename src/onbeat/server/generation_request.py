@@ -157,6 +157,11 @@ class GenerationRequest(ObjectiveFields):
         """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""
 
     @property
+    @abstractmethod
+    def continues_prompt(self) -> bool:
+        """Whether the answer goes on where the prompt ends, and is no text of its own."""
+
+    @property
     def text_options(self) -> TextOptions:
         """How the caller wants its text."""
         return TextOptions(
@@ -164,6 +169,7 @@ class GenerationRequest(ObjectiveFields):
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             min_tokens=self.min_tokens or 0,
+            continues_prompt=self.continues_prompt,
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.cpu.server.running import HELLO, Served, serving
-from tests.fakes_engine import BOS, EOS, FakeEngine
+from tests.fakes_engine import BOS, EOS, FakeEngine, LeadingSpaceTokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -120,6 +120,27 @@ async def test_echo_shows_what_truncation_left(served: Served) -> None:
     assert body["choices"][0]["text"] == "bcHe"
     body = await ask_text(served, prompt="abc", echo=True, max_tokens=2, truncate_prompt_tokens=-1)
     assert body["choices"][0]["text"] == "abcHe"
+
+
+async def test_what_goes_on_keeps_its_leading_space(engine: FakeEngine) -> None:
+    """Vocabularies that strip a text's first space: an answer to a chat is a text, a continuation is none."""
+    engine.script.text = " Paris"
+    async with serving(engine, tokenizer=LeadingSpaceTokenizer()) as served:
+        (choice,) = (await ask_text(served, prompt="is", echo=True))["choices"]
+        assert choice["text"] == "is Paris"
+        (choice,) = (await ask_text(served, prompt="is", logprobs=0))["choices"]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == " Paris"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
+        (choice,) = (await ask_text(served, prompt="is", stop=[" Paris"]))["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("", " Paris")
+        (choice,) = (await ask_text(served, prompt=[BOS]))["choices"]
+        assert choice["text"] == "Paris", "nothing goes before it"
+        (choice,) = (await ask_chat(served))["choices"]
+        assert choice["message"]["content"] == "Paris"
+        messages = [*HELLO, {"role": "assistant", "content": "is"}]
+        go_on = {"add_generation_prompt": False, "continue_final_message": True}
+        (choice,) = (await ask_chat(served, messages=messages, **go_on))["choices"]
+        assert choice["message"]["content"] == " Paris"
 
 
 async def test_completion_logprobs_have_the_legacy_form(served: Served, engine: FakeEngine) -> None:
