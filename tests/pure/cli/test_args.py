@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.cli.args import count, normalise, parse
-from onbeat.cli.engine_args import model_name
+from onbeat.cli.engine_args import find_model, model_name
 from onbeat.cli.main import COMMANDS, build_parser, main
 from onbeat.core.errors import ConfigError
 from onbeat.hub.known import DEFAULT_MODEL
@@ -71,6 +71,11 @@ def test_two_values_behind_one_flag_are_told_apart(capsys: pytest.CaptureFixture
         "is a second value of --served-model-name and no model, give --served-model-name again before it"
         in error
     )
+
+
+def test_a_stand_in_has_no_revision() -> None:
+    with pytest.raises(ConfigError, match="--revision is for models of the hub; a stand-in takes none"):
+        find_model(serve("any", "--load-format", "stand-in", "--revision", "v2"))
 
 
 def test_every_flag_of_serve_is_explained() -> None:

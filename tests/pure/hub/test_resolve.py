@@ -111,6 +111,13 @@ def test_known_model_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert resolve_model(DEFAULT_MODEL, offline=True).path == path
 
 
+def test_what_has_no_revisions_refuses_one(directory: Path) -> None:
+    (directory / "model.gguf").write_bytes(b"GGUF")
+    for name in (str(directory), str(directory / "model.gguf"), DEFAULT_MODEL):
+        with pytest.raises(ModelLoadError, match=r"revision 'v2' is for models of the hub.*leave it out"):
+            resolve_model(name, revision="v2")
+
+
 def test_table_is_well_formed() -> None:
     assert DEFAULT_MODEL in KNOWN_MODELS
     for name, model in KNOWN_MODELS.items():
