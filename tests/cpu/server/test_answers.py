@@ -152,9 +152,11 @@ async def test_completion_logprobs_have_the_legacy_form(served: Served, engine: 
     engine.script.text = "é!"
     body = await ask_text(served, logprobs=4, max_tokens=3)
     logprobs = body["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["\ufffd", "\ufffd", "!"]
+    assert logprobs["tokens"] == [r"bytes:\xc3", r"bytes:\xa9", "!"]
     assert logprobs["token_logprobs"] == pytest.approx([-0.5] * 3)
     assert logprobs["text_offset"] == [0, 0, 1]
+    parts = [r"bytes:\xc3", r"bytes:\xc4", r"bytes:\xc5", r"bytes:\xc6"]
+    assert list(logprobs["top_logprobs"][0]) == parts, "each has a name of its own"
     assert logprobs["top_logprobs"][2] == pytest.approx({"!": -0.5, '"': -1.5, "#": -2.5, "$": -9999.0})
 
 
