@@ -82,13 +82,25 @@ class TestMakeRoom:
         assert names(plan.victims) == ORDER[:1]
         assert plan.num_slots_left == 1
 
-    def test_whoever_is_in_a_step_in_flight_stays(self):
+    def test_whoever_is_held_stays(self):
         plan, victims = started(*SIX)
-        states = by_name(plan)
-        states["best effort, later"].is_in_flight = True
-        states["best effort"].num_in_flight_tokens = 1
+        by_name(plan)["best effort, later"].is_in_flight = True
         assert victims.make_room(make_state(make_request("new", 400, 1)), plan.running)
-        assert names(plan.victims) == ["rich"]
+        assert names(plan.victims) == ["best effort"]
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_steps_that_are_planned_ahead_keep_nobody_from_it(self, depth):
+        """Then every stream has a token in flight whenever a step is planned."""
+        driver = TimedDriver(make_config(max_num_seqs=4), MODEL, depth=depth)
+        for index in range(4):
+            driver.add(make_request(f"bulk {index}", 50, 200))
+        for _ in range(10):
+            driver.step()
+        driver.add(make_request("p", 50, 2, arrival=driver.now, slo=SLO(ttft=0.5, tbt=0.1)))
+        driver.serve([])
+        assert driver.times["p"][0] <= driver.requests["p"].arrival + 0.5
+        assert driver.scheduler.num_preemptions == 1
+        assert all(len(tokens) == 200 for name, tokens in driver.outputs.items() if name != "p")
 
 
 class TestWhoeverRoomIsMadeFor:

@@ -57,7 +57,7 @@ class Victims:
         Returns whether that is so.
         """
         plan = self._plan
-        pool = [state for state in pool if not state.num_in_flight_tokens and not state.is_in_flight]
+        pool = [state for state in pool if not state.is_in_flight]
         if not pool or not plan.has_blocks_for(prompt, RESERVATION, without=pool):
             return False
         pool.sort(key=self._loss)
