@@ -283,10 +283,10 @@ class Scheduler:
         self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
         failed = result.failed or {}
+        outputs = self._let_go_of_sharers(states, scheduled, failed) if failed else []
         has_run = not failed or _has_run(states, failed)
         self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends, has_run=has_run)
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
-        outputs = self._let_go_of_sharers(states, scheduled, failed) if failed else []
         delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
         sampled = sampled_rows(result)
@@ -561,5 +561,9 @@ class Scheduler:
 
 
 def _has_run(states: list[RequestState], failed: Mapping[str, str]) -> bool:
-    """Whether any request of a step has not failed: one that raises fails all of its requests."""
-    return any(state.request_id not in failed for state in states if state.status not in _ENDED)
+    """Whether a step came to its end: one that raises fails all of its requests.
+
+    Of those that had ended before nobody hears, and a replay does not know that they failed too.
+    """
+    left = [state.request_id for state in states if state.status not in _ENDED]
+    return not left or any(request_id not in failed for request_id in left)
