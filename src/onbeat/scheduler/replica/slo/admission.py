@@ -163,7 +163,7 @@ class Admission:
         wait = room.finish_seconds(until_done, seconds + sum(job.seconds for job in jobs))
         if plan.running or jobs:
             wait = max(wait, longest_wait_seconds(until_done, room))
-        if not place.runs_as_best_effort:
+        if not place.runs_as_best_effort and start + wait <= own.deadline:  # else it is late by work alone
             wait = max(wait, self._until_room(own, queue, until_done))
         ttft = start - state.request.arrival + wait
         return Outlook(ttft, place.delays_others, self._slows_streams(state, view), place.runs_as_best_effort)

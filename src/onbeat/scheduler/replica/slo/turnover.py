@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from onbeat.scheduler.replica.request_state import RequestState
@@ -65,7 +65,7 @@ class Turnover:
                 continue
             self._num_slots -= 1
             self._num_blocks -= num_blocks
-            self._run(job.state, num_blocks)
+            heappush(self._ends, self._end_of(job.state, num_blocks))
         self._wait_for(plan.num_blocks_wanted(own, RESERVATION))
         return self._passed * step
 
@@ -78,12 +78,13 @@ class Turnover:
         for state in plan.running:
             num_blocks = part * len(state.block_ids)
             if state.slo.has_objective or state.num_preemptions:
-                self._run(state, num_blocks)
+                self._ends.append(self._end_of(state, num_blocks))
             else:
                 self._num_slots += 1
                 self._num_blocks += num_blocks
+        heapify(self._ends)
 
-    def _run(self, state: RequestState, num_blocks: float) -> None:
+    def _end_of(self, state: RequestState, num_blocks: float) -> _End:
         """Draw when a request ends that runs, or begins to."""
         quantile = (0.5 + self._num_drawn * _GOLDEN) % 1.0
         self._num_drawn += 1
@@ -93,7 +94,7 @@ class Turnover:
             q=quantile,
             limit=state.max_total_tokens - state.num_tokens,
         )
-        heappush(self._ends, _End(self._passed + num_left, self._num_drawn, num_blocks, self._passed))
+        return _End(self._passed + num_left, self._num_drawn, num_blocks, self._passed)
 
     def _wait_for(self, num_blocks: float) -> None:
         """Let requests end until there is a slot, and so many blocks; or all have."""
