@@ -25,7 +25,10 @@ class FakeOpenAI:
     num_slots : requests served at once; others wait.
     fail_every : every n-th request (1-based) gets `fault`; 0 never.
     fault : `status:500`, `status:429`, `cut` (connection broken in mid-stream), `end` (stream ends without a
-        finish reason), `error` (error event in the stream), `hang` (never answers), `empty` (no text).
+        finish reason), `error` (error event in the stream), `odd` (a chunk that is no OpenAI chunk), `hang`
+        (never answers), `empty` (no text).
+    message : of `status:` faults.
+    text_field : of /tokenize; where a body has another one there are no tokens, as llama.cpp answers.
     fault_code : the code of `status:` and `error` faults; None sends the status, as some servers do.
     predicted_ttft_ms : of refusals, with a Retry-After of 1.5 s; None leaves both out.
     verdict : the object `slo` of the last chunk; None leaves it out.
@@ -39,6 +42,8 @@ class FakeOpenAI:
     num_slots: int = 1000
     fail_every: int = 0
     fault: str = "status:500"
+    message: str | None = None
+    text_field: str = "prompt"
     fault_code: str | None = None
     predicted_ttft_ms: float | None = None
     verdict: dict[str, Any] | None = None
@@ -76,7 +81,9 @@ class FakeOpenAI:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         body = await request.json()
-        tokens = [1, *range(2, 2 + len(body["prompt"].split()))]  # one special token, one a word
+        if self.text_field not in body:
+            return web.json_response({"tokens": []})
+        tokens = [1, *range(2, 2 + len(body[self.text_field].split()))]  # one special token, one a word
         return web.json_response({"count": len(tokens), "tokens": tokens, "max_model_len": 4096})
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -112,7 +119,7 @@ class FakeOpenAI:
         for position in range(0, num_tokens, self.tokens_per_chunk):
             if position:
                 await asyncio.sleep(self.token_delay)
-            if fault in {"cut", "end", "error"} and position >= num_tokens // 2:
+            if fault in {"cut", "end", "error", "odd"} and position >= num_tokens // 2:
                 return await self.break_off(request, response, fault)
             text = " word" * min(self.tokens_per_chunk, num_tokens - position)
             choice = {"index": 0, "delta": {"content": text}} if is_chat else {"index": 0, "text": text}
@@ -130,7 +137,10 @@ class FakeOpenAI:
         return response
 
     def refuse(self, status: int) -> web.Response:
-        error: dict[str, Any] = {"message": f"fault {status}", "code": self.fault_code or status}
+        error: dict[str, Any] = {
+            "message": self.message or f"fault {status}",
+            "code": self.fault_code or status,
+        }
         headers = {}
         if self.predicted_ttft_ms is not None:
             error["predicted_ttft_ms"] = self.predicted_ttft_ms
@@ -146,6 +156,8 @@ class FakeOpenAI:
         elif fault == "error":
             error = {"message": "the engine failed", "type": "server_error", "code": self.fault_code}
             await self.event(response, {"error": error})
+        elif fault == "odd":
+            await self.event(response, {"choices": [None]})
         if fault != "cut":
             await response.write_eof()
         return response

@@ -16,6 +16,7 @@ from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
+from tests.fakes_engine import VOCAB_SIZE
 
 
 class FakeRunner:
@@ -99,7 +100,7 @@ def fake_info(config: SchedulerConfig, *, moves_streams: bool = False) -> Engine
     return EngineInfo(
         model_name="fake",
         architecture="Fake",
-        vocab_size=97,
+        vocab_size=VOCAB_SIZE,
         max_model_len=config.max_model_len,
         block_size=config.block_size,
         num_blocks=config.num_blocks,

@@ -46,6 +46,15 @@ class ByteTokenizer:
         return self.token_bytes(token_id).decode(errors="replace")
 
 
+class LeadingSpaceTokenizer(ByteTokenizer):
+    """Loses the first space of a text, as SentencePiece vocabularies do."""
+
+    strips_leading_space = True
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens).removeprefix(" ")
+
+
 @dataclass
 class Script:
     """What the engine says, and how."""

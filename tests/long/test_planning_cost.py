@@ -16,6 +16,8 @@ from tests.pure.scheduler.timed import FakeStepTime, make_config, make_request, 
 NUM_RUNNING = 256
 OBJECTIVES = SLO(ttft=3600.0, tbt=0.5)
 """All can be in time, so that none is given up before the plan looks at it."""
+LAST = SLO(ttft=3700.0, tbt=0.5)
+"""Due after all that wait, so that whoever arrives with it is behind as many as a plan looks at."""
 
 
 class CountingStepTime(FakeStepTime):
@@ -92,7 +94,7 @@ def test_a_queue_a_hundred_times_as_long_is_planned_and_joined_at_the_same_cost(
             looks.num_of.clear()
             model.num_asked = 0
             new = make_request(
-                "new", 100, 5, arrival=scheduler._last_update, slo=OBJECTIVES, shed=ShedMode.RELEGATE
+                "new", 100, 5, arrival=scheduler._last_update, slo=LAST, shed=ShedMode.RELEGATE
             )
             scheduler.add(new, scheduler._last_update)
             costs[num_waiting] = [*planning, looks.total, len(looks.num_of), model.num_asked]

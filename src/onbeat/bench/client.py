@@ -29,6 +29,9 @@ CODES = {
 BREAKDOWNS = frozenset({"engine_dead"})
 """Codes of a 503 that refuses nobody: the server has failed."""
 
+_MOST_OF_A_REFUSAL = 1 << 16
+"""Bytes of an error's body that are looked at."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
@@ -174,10 +177,10 @@ class StreamingClient:
         if self._keep_text:
             record.text = "".join(stream.texts)
         usage = stream.usage or {}
-        record.num_prompt_tokens = usage.get("prompt_tokens") or record.num_prompt_tokens
+        record.num_prompt_tokens = _count(usage, "prompt_tokens") or record.num_prompt_tokens
         _take_drafts(usage, record)
-        if usage.get("completion_tokens"):
-            record.num_output_tokens = usage["completion_tokens"]
+        if num_output_tokens := _count(usage, "completion_tokens"):
+            record.num_output_tokens = num_output_tokens
             record.count_source = TokenCountSource.USAGE
         elif self._count_tokens is not None:
             record.num_output_tokens = self._count_tokens("".join(stream.texts))
@@ -190,9 +193,15 @@ def _take_drafts(usage: Mapping[str, Any], record: RequestRecord) -> None:
     """Note what the answer's usage says of speculation; servers that do not speculate leave it out."""
     details = usage.get("completion_tokens_details")
     if isinstance(details, dict):
-        num_accepted = details.get("accepted_prediction_tokens") or 0
+        num_accepted = _count(details, "accepted_prediction_tokens")
         record.num_accepted_tokens = num_accepted
-        record.num_drafted_tokens = num_accepted + (details.get("rejected_prediction_tokens") or 0)
+        record.num_drafted_tokens = num_accepted + _count(details, "rejected_prediction_tokens")
+
+
+def _count(usage: Mapping[str, Any], name: str) -> int:
+    """Return a number of tokens; 0 where the server tells none, or something else than a number."""
+    value = usage.get(name)
+    return value if isinstance(value, int) else 0
 
 
 def _note_failure(record: RequestRecord, cause: str, detail: str, *, code: str | None = None) -> None:
@@ -203,7 +212,11 @@ def _note_failure(record: RequestRecord, cause: str, detail: str, *, code: str |
 
 
 async def _refused(response: aiohttp.ClientResponse, record: RequestRecord) -> StreamError:
-    body = (await response.content.read(4096)).decode(errors="replace")
+    try:
+        content = await response.content.readexactly(_MOST_OF_A_REFUSAL)
+    except asyncio.IncompleteReadError as end:
+        content = end.partial
+    body = content.decode(errors="replace")
     try:
         message = orjson.loads(body)
     except orjson.JSONDecodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +73,10 @@ def compare(
     *,
     num_resamples: int = 1000,
 ) -> list[Comparison]:
-    """Compare runs of the same title and level; single runs are compared whatever their level.
+    """Compare runs of the same level; single runs are compared whatever their level.
+
+    Where a result has a level several times, as a study of several lengths, the first is compared with the
+    first, the second with the second.
 
     Parameters
     ----------
@@ -84,8 +88,10 @@ def compare(
     """
     if len(baselines) == len(candidates) == 1:
         return [compare_runs(baselines[0], candidates[0], rng, num_resamples=num_resamples)]
-    by_level = {_level(run): run for run in candidates}
-    pairs = [(run, by_level[_level(run)]) for run in baselines if _level(run) in by_level]
+    by_level: dict[tuple[Any, ...], deque[SavedRun]] = defaultdict(deque)
+    for run in candidates:
+        by_level[_level(run)].append(run)
+    pairs = [(run, others.popleft()) for run in baselines if (others := by_level[_level(run)])]
     if not pairs:
         raise ConfigError("the two results have no run of the same data set and level in common")
     return [
@@ -117,7 +123,7 @@ def compare_runs(
     before, after = baseline.settings, candidate.settings
     differences = tuple(
         f"{name}: {before.get(name)} against {after.get(name)}"
-        for name in SETTINGS
+        for name in dict.fromkeys((*SETTINGS, *(name for name in before if name in after)))
         if before.get(name) != after.get(name)
     )
     return Comparison(baseline.title, tuple(rows), differences)
@@ -172,7 +178,12 @@ def _groups(requests: SavedRequests | None, metric: str) -> list[Array]:
 
 def comparison_table(comparison: Comparison, names: tuple[str, str]) -> Table:
     """Return the numbers of two runs side by side, and under them what their intervals leave out."""
-    table = Table(box=SIMPLE_HEAD, title=comparison.title or None, title_justify="left", pad_edge=False)
+    table = Table(
+        box=SIMPLE_HEAD,
+        title=Text(comparison.title) if comparison.title else None,
+        title_justify="left",
+        pad_edge=False,
+    )
     if any(row.interval is not None for row in comparison.rows):
         table.caption, table.caption_justify = INTERVAL_NOTE, "left"
     table.add_column("")

@@ -43,8 +43,24 @@ class PayloadBuilder:
 
 
 def choice_text(choice: Mapping[str, Any]) -> str:
-    """Return the text that one choice of a chunk delivers, reasoning text included; '' if none."""
+    """Return the text that one choice of a chunk delivers, reasoning text included; '' if none.
+
+    Raises
+    ------
+    TypeError : the text is of another type than servers send.
+    """
     delta = choice.get("delta")
     if delta is None:
-        return choice.get("text") or ""
-    return delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning") or ""
+        return _text_of(choice.get("text"))
+    return _text_of(delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning"))
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a string, or of a list of parts, as servers of models that reason may send it."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if isinstance(content, list):
+        return "".join(map(_text_of, content))
+    if isinstance(content, dict):
+        return _text_of(content.get("text") or content.get("thinking"))
+    raise TypeError(f"text of type {type(content).__name__}")

@@ -17,6 +17,8 @@ from onbeat.workload.prompts import WordPool, calibrated_pool
 from onbeat.workload.words import COMMON_WORDS
 
 NUM_CALIBRATION_WORDS = 256
+TEXT_FIELDS = ("prompt", "content")
+"""What servers call the text to tokenize: vLLM and SGLang, llama.cpp."""
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 
@@ -57,7 +59,7 @@ async def wait_until_ready(session: aiohttp.ClientSession, target: TargetConfig)
 async def _models(url: str, response: aiohttp.ClientResponse) -> ServerModels:
     if response.status in {401, 403}:
         raise ConfigError(f"{url} answers HTTP {response.status}: set the key in OPENAI_API_KEY")
-    if response.status == 404:  # an endpoint without a model list can be loaded all the same
+    if response.status in {404, 405}:  # an endpoint without a model list can be loaded all the same
         return ServerModels()
     try:
         cards = orjson.loads(await response.read())["data"]
@@ -83,32 +85,37 @@ def choose_model(target: TargetConfig, offered: ServerModels) -> str:
 
 
 async def server_pool(session: aiohttp.ClientSession, target: TargetConfig, model: str) -> WordPool | None:
-    """Return words that the server's own /tokenize counts as one token; None if it has no such path."""
+    """Return words that the server's own /tokenize counts as one token; None if it cannot tell."""
     candidates = COMMON_WORDS[:: len(COMMON_WORDS) // NUM_CALIBRATION_WORDS]
     texts = ["the", "the the", *candidates, *(f"{word} {word}" for word in candidates)]
-    if await _count(session, target, model, candidates[0]) is None:
+    for field in TEXT_FIELDS:
+        if await _count(session, target, {"model": model, field: candidates[0]}):
+            break
+    else:
         return None
     limit = asyncio.Semaphore(8)
 
     async def count(text: str) -> int:
         async with limit:
-            return await _count(session, target, model, text) or 0
+            return await _count(session, target, {"model": model, field: text})
 
     counts = dict(zip(texts, await asyncio.gather(*map(count, texts)), strict=True))
-    return calibrated_pool(candidates, counts.__getitem__, source="server")
+    try:
+        return calibrated_pool(candidates, counts.__getitem__, source="server")
+    except ConfigError:  # a model of another language: few English words are one token
+        return None
 
 
-async def _count(session: aiohttp.ClientSession, target: TargetConfig, model: str, text: str) -> int | None:
-    body: Mapping[str, Any] = {"model": model, "prompt": text}
+async def _count(session: aiohttp.ClientSession, target: TargetConfig, body: Mapping[str, Any]) -> int:
+    """Return how many tokens the server counts; 0 where it does not answer with tokens."""
     try:
         async with session.post(
             f"{target.root}/tokenize", json=body, headers=dict(target.headers), timeout=PROBE_TIMEOUT
         ) as response:
             if response.status != 200:
-                return None
+                return 0
             answer = orjson.loads(await response.read())
     except (TimeoutError, aiohttp.ClientError, OSError, orjson.JSONDecodeError):
-        return None
-    if not isinstance(answer, dict) or not isinstance(answer.get("tokens"), list):
-        return None
-    return len(answer["tokens"])
+        return 0
+    tokens = answer.get("tokens") if isinstance(answer, dict) else None
+    return len(tokens) if isinstance(tokens, list) else 0

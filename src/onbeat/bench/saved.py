@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from onbeat.bench.config import BenchConfig
+from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig
 from onbeat.bench.outcomes import RefusalAdvice, ResponseTimes, VerdictSummary
 from onbeat.bench.result import BenchResult
 from onbeat.core.errors import ConfigError
@@ -36,6 +36,8 @@ SETTINGS = (
     "slo_sent",
 )
 """Under which two results measure the same thing."""
+SETTING_GROUPS = ("dataset", "load")
+"""Objects of more of them, which other tools' results do not have."""
 THROUGHPUTS = (
     *("output_throughput", "request_throughput"),
     *("request_goodput", "attainment", "attainment_admitted"),
@@ -110,6 +112,8 @@ def _header_keys(result: BenchResult) -> dict[str, Any]:
         "arrivals": header.arrivals,
         "dataset_name": header.dataset_name,
         "dataset_path": None if run.dataset.path is None else str(run.dataset.path),
+        "dataset": _others(run.dataset, "name", "path"),
+        "load": _others(run.load, "request_rate", "arrivals", "burstiness", "max_concurrency"),
         "title": result.title,
         "series": result.series,
         "seed": bench.seed,
@@ -118,6 +122,12 @@ def _header_keys(result: BenchResult) -> dict[str, Any]:
             name: seconds * 1e3 for name, seconds in (bench.summary.objectives or {}).items()
         },
     }
+
+
+def _others(config: DatasetConfig | LoadConfig, *saved: str) -> dict[str, Any]:
+    """Return the settings that have no key of their own, as JSON has them."""
+    values = {name: value for name, value in asdict(config).items() if name not in saved}
+    return {name: [*value] if isinstance(value, tuple) else value for name, value in values.items()}
 
 
 def _time_keys(result: BenchResult) -> dict[str, Any]:
@@ -210,7 +220,7 @@ class SavedRun:
 
     title: str
     settings: Mapping[str, Any]
-    """Those of `SETTINGS` that the file has, as it has them."""
+    """Those of `SETTINGS` that the file has and those of its groups (`dataset.input_len`), as it has them."""
     throughputs: Mapping[str, float]
     """Those of `THROUGHPUTS` that the file has a number for."""
     latencies_ms: Mapping[LatencyStatistic, float]
@@ -220,7 +230,7 @@ class SavedRun:
 
 
 def read_runs(path: Path) -> list[SavedRun]:
-    """Return the runs of a saved result, a single one or a sweep.
+    """Return the runs of a saved result, a single one or a sweep, or of several, one a line.
 
     Other tools' results, which lack some of the keys, are read as far as they go.
 
@@ -229,15 +239,34 @@ def read_runs(path: Path) -> list[SavedRun]:
     ConfigError : the file is missing or not a result, or a key holds what it cannot.
     """
     try:
-        document = orjson.loads(path.read_bytes())
+        documents = _documents(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
-    runs = document.get("runs", [document]) if isinstance(document, dict) else []
-    if not isinstance(runs, list) or not runs or not all(map(_is_run, runs)):
-        raise ConfigError(f"{path}: not a result of `bench serve`; save one with --json FILE")
+    runs: list[Any] = []
+    for document in documents:
+        own = document.get("runs", [document]) if isinstance(document, dict) else None
+        if not isinstance(own, list) or not own or not all(map(_is_run, own)):
+            raise ConfigError(f"{path}: not a result of `bench serve`; save one with --json FILE")
+        runs += own
     return [_Reader(path, run).read() for run in runs]
+
+
+def _documents(content: bytes) -> list[Any]:
+    """Return what a file holds: one document, or one a line (`--append-result`)."""
+    try:
+        return [orjson.loads(content)]
+    except orjson.JSONDecodeError:
+        lines = content.splitlines()
+        try:
+            orjson.loads(lines[0] if lines else b"")
+        except orjson.JSONDecodeError:
+            pass  # not one a line: the error of the whole says more
+        else:
+            if len(lines) > 1:
+                return [orjson.loads(line) for line in lines]
+        raise
 
 
 def _is_run(run: Any) -> bool:
@@ -256,11 +285,20 @@ class _Reader:
         latencies = {found: self._number(key) for key in self.run if (found := _latency_of(key)) is not None}
         return SavedRun(
             title=str(self.run.get("title") or ""),
-            settings={name: self.run[name] for name in SETTINGS if name in self.run},
+            settings={name: self.run[name] for name in SETTINGS if name in self.run} | self._groups(),
             throughputs={name: value for name, value in throughputs.items() if value is not None},
             latencies_ms={found: value for found, value in latencies.items() if value is not None},
             requests=self._requests(),
         )
+
+    def _groups(self) -> dict[str, Any]:
+        groups = {group: self.run.get(group) for group in SETTING_GROUPS}
+        return {
+            f"{group}.{name}": value
+            for group, own in groups.items()
+            if isinstance(own, dict)
+            for name, value in own.items()
+        }
 
     def _number(self, key: str) -> float | None:
         value = self.run.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from typing import Any
 
 import orjson
@@ -10,19 +11,30 @@ import orjson
 from onbeat.bench.payload import choice_text
 from onbeat.bench.record import ServerVerdict
 
+_FAILURES = frozenset({"abort", "error"})
+"""Finish reasons of an answer that the server gave up, as vLLM and SGLang name them."""
+
 
 class EventStreamParser:
     """Turns pieces of an event stream into the data of its events.
 
-    Lines may end in LF, CR or CRLF and may be split anywhere between pieces. Comments and the fields
-    `event`, `id` and `retry` carry nothing that a load client needs and are passed over.
+    Lines may end in LF, CR or CRLF and may be split anywhere between pieces. Comments and the fields `id` and
+    `retry` carry nothing that a load client needs and are passed over, and so is `event`, unless it is
+    `error`: the stream has failed then, whatever the data looks like. A field `error` (llama.cpp's, before it
+    sent errors as data) says the same.
+
+    Attributes
+    ----------
+    error : what the first event of that kind says; None as long as there was none.
     """
 
-    __slots__ = ("_data", "_rest")
+    __slots__ = ("_data", "_is_error", "_rest", "error")
 
     def __init__(self) -> None:
         self._rest = b""
         self._data: list[bytes] = []
+        self._is_error = False
+        self.error: bytes | None = None
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Return the data of every event that this piece completes, in order."""
@@ -36,9 +48,18 @@ class EventStreamParser:
         for line in lines:
             if line.startswith(b"data:"):
                 self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
-            elif not line and self._data:
-                events.append(self._data[0] if len(self._data) == 1 else b"\n".join(self._data))
-                self._data = []
+            elif not line and (self._data or self._is_error):
+                data = self._data[0] if len(self._data) == 1 else b"\n".join(self._data)
+                if not self._is_error:
+                    events.append(data)
+                elif self.error is None:
+                    self.error = data
+                self._data, self._is_error = [], False
+            elif line.startswith(b"error:"):
+                self._is_error = True
+                self._data.append(line[6:].strip())
+            elif line.startswith(b"event:") and line[6:].strip() == b"error":
+                self._is_error = True
         return events
 
     @staticmethod
@@ -101,25 +122,35 @@ class AnswerStream:
         ------
         StreamError : an error event, or data that is not JSON.
         """
-        for data in self._parser.feed(piece):
-            self._take(data, now)
+        self._take_all(self._parser.feed(piece), now)
 
     def finish(self, now: float) -> None:
         """Note the end of the stream.
 
         Raises
         ------
-        StreamError : neither a finish reason nor `[DONE]` came, or no text did.
+        StreamError : neither a finish reason nor `[DONE]` came, or no text did, or the server says that it
+            gave up.
         """
-        for data in self._parser.finish():
-            self._take(data, now)
+        self._take_all(self._parser.finish(), now)
         if not self._is_done and self.finish_reason is None:
             seen = len(self.delivery_times)
             raise StreamError(
                 "broken stream", f"the stream ended after {seen} chunks without a finish reason"
             )
+        if self.finish_reason in _FAILURES:
+            seen = len(self.delivery_times)
+            raise StreamError(
+                "ended by the server", f"finish reason {self.finish_reason!r} after {seen} chunks"
+            )
         if not self.delivery_times:
             raise StreamError("no text", f"the answer has no text (finish reason: {self.finish_reason})")
+
+    def _take_all(self, events: list[bytes], now: float) -> None:
+        for data in events:
+            self._take(data, now)
+        if (error := self._parser.error) is not None:
+            raise _event_error(error)
 
     def _take(self, data: bytes, now: float) -> None:
         if data.strip() == b"[DONE]":
@@ -131,19 +162,39 @@ class AnswerStream:
             raise StreamError("malformed chunk", f"not JSON: {data[:120]!r}") from error
         if not isinstance(message, dict):
             raise StreamError("malformed chunk", f"not a JSON object: {data[:120]!r}")
-        if message.get("error"):
+        if message.get("error") or message.get("object") == "error":
             raise StreamError("error in stream", error_text(message), code=error_code(message))
-        if message.get("usage"):
-            self.usage = message["usage"]
+        if isinstance(message.get("usage"), dict):
+            self.usage = message["usage"] or self.usage
         if isinstance(message.get("slo"), dict):
             self.verdict = ServerVerdict.parse(message["slo"])
-        text = ""
-        for choice in message.get("choices") or ():
-            text += choice_text(choice)
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        try:
+            text = self._take_choices(message.get("choices") or ())
+        except (AttributeError, TypeError) as error:
+            raise StreamError("malformed chunk", f"not an OpenAI chunk: {data[:120]!r}") from error
         if text:
             self.delivery_times.append(now)
             self.texts.append(text)
+
+    def _take_choices(self, choices: Iterable[dict[str, Any]]) -> str:
+        """Return the text of a chunk."""
+        text = ""
+        for choice in choices:
+            text += choice_text(choice)
+            if isinstance(reason := choice.get("finish_reason"), str):
+                self.finish_reason = reason or self.finish_reason
+        return text
+
+
+def _event_error(data: bytes) -> StreamError:
+    """Return what an event that is an error says: of an OpenAI error body its message, else the text."""
+    try:
+        message = orjson.loads(data)
+    except orjson.JSONDecodeError:
+        message = None
+    if not isinstance(message, dict):
+        return StreamError("error in stream", data.decode(errors="replace")[:300] or "an event without data")
+    return StreamError("error in stream", error_text(message), code=error_code(message))
 
 
 def error_text(message: dict[str, Any]) -> str:

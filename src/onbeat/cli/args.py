@@ -74,12 +74,20 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Name
     SystemExit : with code 2 and one line on stderr, for anything that is not understood.
     """
     arguments = [normalise(argument) for argument in argv]
-    arguments = insert_config_file(arguments, json_flags(find_command(parser, arguments)))
+    command = find_command(parser, arguments)
+    arguments = insert_config_file(arguments, command)
     namespace, unknown = parser.parse_known_args(arguments)
     if unknown:
-        command = find_command(parser, arguments)
-        command.error(unknown_argument_message(command, unknown[0]))
+        hint = _hint_to_repeat(arguments, unknown[0], command)
+        command.error(unknown_argument_message(command, unknown[0]) + hint)
     return namespace
+
+
+def _hint_to_repeat(arguments: Sequence[str], argument: str, command: argparse.ArgumentParser) -> str:
+    """Return what to do about a second value behind a flag that takes one."""
+    before = [each.partition("=")[0] for each in arguments[: arguments.index(argument)]]
+    flag = next((each for each in reversed(before) if each.startswith("-")), "")
+    return f"; {flag} takes one value, give it again for another" if flag in repeatable_flags(command) else ""
 
 
 def normalise(argument: str) -> str:
@@ -95,12 +103,15 @@ def json_flags(parser: argparse.ArgumentParser) -> frozenset[str]:
     return frozenset(flag for flag, action in parser._option_string_actions.items() if action.metavar == JSON)
 
 
-def insert_config_file(arguments: list[str], json_flags: Collection[str] = ()) -> list[str]:
-    """Replace `--config FILE` by the flags in the file, put before the others so that those win.
+def repeatable_flags(parser: argparse.ArgumentParser) -> frozenset[str]:
+    """Return the flags of a command that are given again for each further value."""
+    # argparse has no public name for the kind of action
+    kinds = {flag: type(action).__name__ for flag, action in parser._option_string_actions.items()}
+    return frozenset(flag for flag, kind in kinds.items() if kind == "_AppendAction")
 
-    Parameters
-    ----------
-    json_flags : flags that the file may give a mapping.
+
+def insert_config_file(arguments: list[str], command: argparse.ArgumentParser) -> list[str]:
+    """Replace `--config FILE` by the flags in the file, put before the others so that those win.
 
     Raises
     ------
@@ -118,15 +129,17 @@ def insert_config_file(arguments: list[str], json_flags: Collection[str] = ()) -
     path = path if equals else arguments[index + 1]
     rest = arguments[:index] + arguments[index + (1 if equals else 2) :]
     words = next((i for i, word in enumerate(rest) if word.startswith("-")), len(rest))
-    return rest[:words] + read_config_flags(Path(path), json_flags) + rest[words:]
+    given = {word.partition("=")[0] for word in rest}
+    return rest[:words] + read_config_flags(Path(path), command, given) + rest[words:]
 
 
-def read_config_flags(path: Path, json_flags: Collection[str] = ()) -> list[str]:
+def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Collection[str]) -> list[str]:
     """Turn a YAML mapping into flags.
 
     Parameters
     ----------
-    json_flags : flags that may have a mapping, which is written as a JSON object.
+    command : has the flags: some take a mapping, which is written as JSON, some a value each time.
+    given : flags of the command line. Of those that add up it has the only values.
 
     Raises
     ------
@@ -136,18 +149,22 @@ def read_config_flags(path: Path, json_flags: Collection[str] = ()) -> list[str]
     if not isinstance(content, dict):
         raise ConfigError(f"{path} must be a mapping of flags to values, such as 'max-model-len: 4096'")
     flags: list[str] = []
+    taking_json, repeatable = json_flags(command), repeatable_flags(command)
     for key, value in _ungrouped(content, path):
         flag = "--" + str(key).replace("_", "-")
         if flag == "--config":
             raise ConfigError(f"{path}: a configuration file cannot name another ({key!r})")
+        if flag in repeatable and flag in given:
+            continue
         if isinstance(value, bool):
             flags.append(flag if value else flag.replace("--", "--no-", 1))
         elif isinstance(value, list) and not any(isinstance(item, (list, dict)) for item in value):
-            flags += [flag, *(str(item) for item in value)]
-        elif isinstance(value, dict) and flag in json_flags:
+            is_repeated = flag in repeatable
+            flags += [f"{flag}={item}" for item in value] if is_repeated else [flag, *map(str, value)]
+        elif isinstance(value, dict) and flag in taking_json:
             flags.append(f"{flag}={_as_json(value, f'{path}: {key!r}')}")
         elif isinstance(value, (list, dict)) or value is None:
-            takes = "a mapping or its JSON" if flag in json_flags else "a plain value or a list of them"
+            takes = "a mapping or its JSON" if flag in taking_json else "a plain value or a list of them"
             raise ConfigError(f"{path}: {key!r} is {value!r}; this flag takes {takes}")
         else:
             flags.append(f"{flag}={value}")

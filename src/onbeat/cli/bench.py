@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import signal
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +71,7 @@ def _serve(args: argparse.Namespace) -> int:
     output = options.output
     if output.result_dir is not None and not output.saves_under_name:
         raise ConfigError("--result-dir needs --save-result")
+    _check_outputs(output)
     bench = bench_config(options)
     runs = planned_runs(options.dataset, options.load, title=output.label or "")
     console = Console(stderr=True)
@@ -78,11 +81,10 @@ def _serve(args: argparse.Namespace) -> int:
     if not results:
         console.print("interrupted before anything was measured")
         return INTERRUPTED
-    _show(output, results)
-    _save(output, bench, results, console)
-    if output.report is not None:
-        _report(output.report, output, results, _shown_settings(args))
-        console.print(f"saved {output.report}", highlight=False)
+    try:
+        _save(output, bench, results, _shown_settings(args), console)
+    finally:
+        _show(output, results)
     code = _exit_code(results)
     return _check(promise, results[0]) if promise is not None and code == 0 else code
 
@@ -110,7 +112,7 @@ def _exit_code(results: list[BenchResult]) -> int:
     if any(result.is_interrupted for result in results):
         return INTERRUPTED
     counts = [result.summary.counts for result in results]
-    return FAILED if any(own.num_failed == own.num_offered for own in counts) else 0
+    return FAILED if any(own.num_failed + own.num_expired == own.num_offered for own in counts) else 0
 
 
 def _load_tokenizer(path: Path | None) -> Tokenizer | None:
@@ -172,8 +174,25 @@ def _show(output: OutputOptions, results: list[BenchResult]) -> None:
         console.print("interrupted: this is a partial result", style="bold yellow")
 
 
-def _save(output: OutputOptions, bench: BenchConfig, results: list[BenchResult], console: Console) -> None:
+def _check_outputs(output: OutputOptions) -> None:
+    """Find out before the load whether its results can be saved."""
+    from onbeat.cli.outputs import check_writable
+
+    named = None
+    if output.saves_under_name:
+        named = (output.result_dir or Path()) / (output.result_filename or "result.json")
+    check_writable({"--json": output.json, "--report": output.report, "--result-dir": named})
+
+
+def _save(
+    output: OutputOptions,
+    bench: BenchConfig,
+    results: list[BenchResult],
+    settings: dict[str, Any],
+    console: Console,
+) -> None:
     from onbeat.bench.saved import default_file_name, to_document
+    from onbeat.cli.outputs import save_all
     from onbeat.report.result import write_document
 
     document = to_document(results, detailed=output.save_detailed)
@@ -181,9 +200,12 @@ def _save(output: OutputOptions, bench: BenchConfig, results: list[BenchResult],
     if output.saves_under_name:
         name = output.result_filename or default_file_name(bench, results)
         paths.append((output.result_dir or Path()) / name)
-    for path in paths:
-        write_document(path, document, append=output.append_result)
-        console.print(f"saved {path}", highlight=False)
+    writers: dict[Path, Callable[[], None]] = {
+        path: partial(write_document, path, document, append=output.append_result) for path in paths
+    }
+    if output.report is not None:
+        writers[output.report] = partial(_report, output.report, output, results, settings)
+    save_all(writers, lambda path: console.print(f"saved {path}", highlight=False, markup=False))
 
 
 def _report(path: Path, output: OutputOptions, results: list[BenchResult], settings: dict[str, Any]) -> None:

@@ -75,8 +75,9 @@ class ServerOptions:
         ConfigError : a value is wrong.
         """
         headers = _pairs("--header", self.header)
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers.setdefault("Authorization", f"Bearer {key}")
+        key = os.environ.get("OPENAI_API_KEY")
+        if key and "authorization" not in map(str.lower, headers):
+            headers["Authorization"] = f"Bearer {key}"
         return TargetConfig(
             base_url=self.base_url or f"http://{self.host}:{self.port}",
             api=BACKENDS[self.backend],
@@ -193,7 +194,8 @@ class OutputOptions:
     @property
     def saves_under_name(self) -> bool:
         """Whether the result gets a file that is named after the settings, or as --result-filename says."""
-        return bool(self.save_result or self.append_result or self.result_filename)
+        appends = self.append_result and self.json is None  # else to the file of --json
+        return bool(self.save_result or self.result_filename or appends)
 
     def table_metrics(self) -> list[str]:
         """Return the metrics to show, each once.

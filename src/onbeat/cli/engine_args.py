@@ -55,6 +55,7 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
     Raises
     ------
     ModelLoadError : it cannot be found.
+    ConfigError : a revision is given of what has none.
     """
     from onbeat.cli.models import show_progress
     from onbeat.hub.resolve import resolve_model
@@ -62,6 +63,8 @@ def find_model(args: argparse.Namespace) -> ModelFiles:
 
     with show_progress() as progress:
         if args.load_format == "stand-in":
+            if args.revision is not None:
+                raise ConfigError("--revision is for models of the hub; a stand-in takes none: leave it out")
             tokenizer = getattr(args, "tokenizer", None)  # not every command that loads models makes text
             return find_stand_in(model_name(args), tokenizer=tokenizer, progress=progress)
         return resolve_model(

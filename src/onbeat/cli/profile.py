@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from onbeat.cli.args import add_config_flag, count
 from onbeat.cli.engine_args import add_model_arguments, check_packages, engine_config, find_model
 from onbeat.cli.options import add_options
+from onbeat.cli.outputs import check_writable
 from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 
@@ -69,9 +69,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=args.quiet)
     if not args.seconds > 0:
         raise ConfigError(f"--seconds is {args.seconds:g}; it must be above 0")
-    for path in (args.output, args.report):
-        if path is not None:
-            _check_writable(path)  # before minutes are spent
+    check_writable({"--output": args.output, "--report": args.report})  # before minutes are spent
     try:
         result = _measure(args, console)
         return _finish(args, result)
@@ -166,9 +164,3 @@ def _finish(args: argparse.Namespace, result: ProfileResult) -> int:
     write_report(report, result)
     print_summary(Console(highlight=False, soft_wrap=True), result, profile=path, report=report)
     return 0
-
-
-def _check_writable(path: Path) -> None:
-    folder = path.absolute().parent
-    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ConfigError(f"cannot write to {path}: the directory must exist and be writable; choose another")

@@ -30,6 +30,7 @@ from onbeat.cli.options import add_options, read_options
 from onbeat.cli.serve_args import API_KEY_VARIABLE, add_server_arguments, server_config
 from onbeat.cli.vllm_flags import take_vllm_flags
 from onbeat.cluster.config import FleetOptions
+from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -83,10 +84,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _find_model(args: argparse.Namespace, console: Console) -> ModelFiles:
-    files = find_model(args)
+    try:
+        files = find_model(args)
+    except ConfigError as error:
+        raise type(error)(f"{error}{_hint_to_repeat(args)}") from error
     if files.name != str(files.path) and args.load_format != "stand-in":
         console.print(f"model {files.name}: {files.path}", markup=False)
     return files
+
+
+def _hint_to_repeat(args: argparse.Namespace) -> str:
+    """Return what to do if what was taken for the model was meant as a second value of a flag."""
+    keys = ("api_key", "served_model_name", "allowed_origins")
+    given = [key for key in keys if getattr(args, key)]
+    if args.model_positional is None or not given:
+        return ""
+    flag = "--" + given[0].replace("_", "-")
+    model = args.model_positional
+    return f" (if {model!r} is a second value of {flag} and no model, give {flag} again before it)"
 
 
 async def _serve(

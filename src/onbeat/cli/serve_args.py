@@ -26,10 +26,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group = find_group(parser, "server")
     group.add_argument(
         "--api-key",
-        nargs="+",
+        action="append",
         default=[],
         metavar="KEY",
-        help=f"keys that open the API (also: one a line in --api-key-file, or ${API_KEY_VARIABLE})",
+        help=f"key that opens the API, repeatable (also: a line in --api-key-file, or ${API_KEY_VARIABLE})",
     )
     group.add_argument("--api-key-file", type=Path, metavar="FILE", help="file with one key a line")
     group.add_argument(

@@ -294,11 +294,21 @@ def arrival_plan(options: WorkloadOptions, *, is_timed: bool) -> ArrivalPlan | N
     Parameters
     ----------
     is_timed : whether the data set has times of its own: they are the default.
+
+    Raises
+    ------
+    ConfigError : flags that do not go together.
     """
     kind, rate = options.spread.kind, options.request_rate
     if kind is None and rate is None and options.max_concurrency is not None:
         if options.rate_scale != 1.0:
             raise ConfigError("--max-concurrency alone is a closed loop: it has no rate to scale")
+        for each in settings_of(ArrivalOptions):
+            if getattr(options.spread, each.name) != each.default:
+                raise ConfigError(
+                    f"{each.flag} spreads arrivals; --max-concurrency alone is a closed loop without any: "
+                    "give --request-rate too"
+                )
         return None
     if kind is None:
         kind = "replay" if is_timed and rate is None else "gamma"

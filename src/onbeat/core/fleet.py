@@ -120,6 +120,8 @@ class ReplicaLoad:
     """Until the step under way is expected to end."""
     num_running: int = 0
     num_waiting: int = 0
+    num_kept_slots: int = 0
+    """Slots of the batch that are kept for requests on their way here or from here."""
     num_free_blocks: int = 0
     """KV blocks that nobody uses, those of the prefix cache included."""
     num_wanted_blocks: int = 0

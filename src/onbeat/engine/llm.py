@@ -18,7 +18,7 @@ from onbeat.hub.known import DEFAULT_MODEL
 from onbeat.hub.resolve import resolve_model
 from onbeat.hub.stand_in import find_stand_in
 from onbeat.text.chat_template import load_chat_template
-from onbeat.text.stream import TextStream
+from onbeat.text.stream import TextStream, holds_text
 from onbeat.text.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -106,13 +106,9 @@ class LLM:
         RequestRejected : a prompt cannot be served; none has been run.
         EngineError : the engine failed on a prompt.
         """
-        sampling = sampling or SamplingParams()
-        if not ignore_eos:
-            ends = (*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)
-            sampling = replace(sampling, stop_token_ids=ends)
-        sampling.check_vocabulary(self.info.vocab_size)
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return _OfflineRun(self, token_ids, sampling, stop).run()
+        sampling = self._checked(sampling, ignore_eos=ignore_eos)
+        return _OfflineRun(self, token_ids, sampling, stop, continues_prompts=True).run()
 
     def chat(
         self,
@@ -130,26 +126,40 @@ class LLM:
         if self._chat_template is None:
             raise InvalidRequest("this model has no chat template; use generate with a plain prompt")
         prompt = self._chat_template.render([dict(message) for message in messages])
-        token_ids = self.tokenizer.encode(prompt, add_special_tokens=False)
-        return self.generate([token_ids], sampling, stop=stop)[0]
+        token_ids = self._encode(self.tokenizer.encode(prompt, add_special_tokens=False))
+        sampling = self._checked(sampling, ignore_eos=False)
+        return _OfflineRun(self, [token_ids], sampling, stop, continues_prompts=False).run()[0]
+
+    def _checked(self, sampling: SamplingParams | None, *, ignore_eos: bool) -> SamplingParams:
+        sampling = sampling or SamplingParams()
+        if not ignore_eos:
+            ends = (*sampling.stop_token_ids, *self.tokenizer.eos_token_ids)
+            sampling = replace(sampling, stop_token_ids=ends)
+        sampling.check_vocabulary(self.info.vocab_size)
+        return sampling
 
     def _encode(self, prompt: Prompt) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return tuple(self.tokenizer.encode(prompt))
-        for token_id in prompt:
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        for token_id in token_ids:
             if not 0 <= token_id < self.info.vocab_size:
                 raise InvalidRequest(
                     f"token id {token_id} is outside the vocabulary of {self.info.vocab_size} tokens",
                     param="prompt",
                 )
-        return tuple(prompt)
+        return tuple(token_ids)
 
 
 class _OfflineRun:
-    """One call of `generate`: adds the requests, steps until they end, gathers text."""
+    """One call of `generate` or `chat`: adds the requests, steps until they end, gathers text."""
 
     def __init__(
-        self, llm: LLM, prompts: Sequence[tuple[int, ...]], sampling: SamplingParams, stop: Sequence[str]
+        self,
+        llm: LLM,
+        prompts: Sequence[tuple[int, ...]],
+        sampling: SamplingParams,
+        stop: Sequence[str],
+        *,
+        continues_prompts: bool,
     ) -> None:
         self._core = llm._core
         self._streams: dict[str, TextStream] = {}
@@ -165,7 +175,12 @@ class _OfflineRun:
                     arrival=time.monotonic(),
                 )
             )
-            self._streams[request_id] = TextStream(llm.tokenizer, stop=stop, min_tokens=sampling.min_tokens)
+            self._streams[request_id] = TextStream(
+                llm.tokenizer,
+                continues_text=continues_prompts and holds_text(prompt, llm.tokenizer),
+                stop=stop,
+                min_tokens=sampling.min_tokens,
+            )
             self._generations[request_id] = Generation(prompt)
         llm._num_requests += len(prompts)
 

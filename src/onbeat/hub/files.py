@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
+
+_INDEX = "model.safetensors.index.json"
+_WEIGHTS = ("safetensors", "bin", "pt", "pth")
+_PART = re.compile(r".+-\d+-of-0*(?!1\.)[1-9]\d*\.safetensors")
+"""A file of weights that is one of several; a single one needs no index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +52,24 @@ def missing_from(directory: Path, *, weights: bool) -> list[str]:
         opening them explains why they are refused.
     """
     missing = [name for name in ("config.json", "tokenizer.json") if not (directory / name).is_file()]
-    has_weights = any(
-        next(directory.glob(f"*.{suffix}"), None) for suffix in ("safetensors", "bin", "pt", "pth")
-    )
-    if weights and not has_weights:
-        missing.append("*.safetensors")
-    return missing
+    return missing + _missing_weights(directory) if weights else missing
+
+
+def _missing_weights(directory: Path) -> list[str]:
+    index = directory / _INDEX
+    if index.is_file():
+        missing = [name for name in _indexed_files(index) if not (directory / name).is_file()]
+        return [*missing[:3], f"{len(missing) - 3} more weight files"] if len(missing) > 4 else missing
+    found = [path for suffix in _WEIGHTS for path in directory.glob(f"*.{suffix}")]
+    if not found:
+        return ["*.safetensors"]
+    # the file of several parts is there before its index where a download was interrupted
+    return [_INDEX] if any(_PART.fullmatch(path.name) for path in found) else []
+
+
+def _indexed_files(index: Path) -> list[str]:
+    """Return the files that an index names; none of one that is damaged: opening it says what is wrong."""
+    try:
+        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []

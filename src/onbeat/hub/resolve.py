@@ -30,7 +30,7 @@ def resolve_model(
     Parameters
     ----------
     name : a path, a known model's name, or a hub id.
-    revision : branch, tag or commit of a hub model.
+    revision : branch, tag or commit of a hub model; other models have none.
     offline : True fetches nothing; None does as `HF_HUB_OFFLINE` says for hub models.
     needs_weights : False for random weights, which need a configuration and a tokenizer only.
     progress : called while files are fetched.
@@ -40,6 +40,11 @@ def resolve_model(
     ModelLoadError : no such model, it lacks files, or it cannot be fetched; within seconds.
     """
     path = Path(name).expanduser()
+    if revision is not None and (path.exists() or name in KNOWN_MODELS):
+        what = "a path of this machine" if path.exists() else "a known model, of which there is one version"
+        raise ModelLoadError(
+            f"revision {revision!r} is for models of the hub, and {name} is {what}; leave it out"
+        )
     if path.is_dir():
         return _directory(path, name, needs_weights=needs_weights)
     if path.is_file():

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from onbeat.metrics.distribution import percentile_name
 from onbeat.metrics.summary import LatencyStatistic, RunSummary
@@ -75,7 +76,7 @@ def latency_rows(
     rows = []
     for metric in metrics:
         statistics = result.latencies[metric].statistics_ms
-        rows.append((METRIC_TITLES[metric], *(number(statistics[column]) for column in columns)))
+        rows.append((METRIC_TITLES[metric], *(number(statistics.get(column)) for column in columns)))
     return rows
 
 
@@ -173,7 +174,7 @@ def rows_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
     for place, column in enumerate(columns):
         table.add_column(column, justify="right" if place else "left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))  # names of tenants are not markup
     return table
 
 
@@ -183,7 +184,8 @@ def error_table(errors: Sequence[ErrorGroup]) -> Table:
     for name in ("status", "cause", "count", "example"):
         table.add_column(name, justify="right" if name == "count" else "left", overflow="fold")
     for error in errors:
-        table.add_row(error.status, error.cause, number(error.count), str(error.example)[:120])
+        cells = (error.status, error.cause, number(error.count), str(error.example)[:120])
+        table.add_row(*map(Text, cells))  # what a server says is not markup
     return table
 
 
@@ -219,8 +221,8 @@ def sweep_columns(results: Sequence[AnyResult]) -> list[tuple[str, list[float | 
 
 
 def num_not_completed(summary: RunSummary) -> int:
-    """Return how many requests failed or were rejected."""
-    return summary.counts.num_failed + summary.counts.num_rejected
+    """Return how many requests failed, were rejected or expired."""
+    return summary.counts.num_offered - summary.counts.num_completed
 
 
 def sweep_table(results: Sequence[AnyResult]) -> Table:
@@ -240,5 +242,5 @@ def sweep_table(results: Sequence[AnyResult]) -> Table:
         cells = [number(values[place]) for _, values in columns]
         if has_goodput:
             cells.append(percent(result.summary.score.attainment, digits=0))
-        table.add_row(result.title, done, *cells)
+        table.add_row(Text(result.title), done, *cells)
     return table

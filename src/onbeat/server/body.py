@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,8 +35,8 @@ _MOST_MARKS = (
 """What a body is counted by before it is read, with the most of it: what takes time in JSON is not text."""
 
 
-async def read_body(request: Request, model: type[_Model]) -> _Model:
-    """Return the body of a request as a checked model.
+async def read_body(request: Request, model: type[_Model], *, unused: Collection[str] = ()) -> _Model:
+    """Return the body of a request as a checked model; fields that are `unused` are taken, and dropped.
 
     The request's context gets the time of its arrival and the names of the fields that are ignored.
 
@@ -50,7 +50,7 @@ async def read_body(request: Request, model: type[_Model]) -> _Model:
     context = context_of(request.scope)
     body = await _read_json_object(request)
     context.arrival = time.monotonic()
-    kept, ignored = check_fields(body, model.model_fields)
+    kept, ignored = check_fields(body, model.model_fields, unused)
     context.ignored_fields += ignored
     try:
         # models add what they ignore inside of objects

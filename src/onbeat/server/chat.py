@@ -66,6 +66,10 @@ class ChatCompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def continues_prompt(self) -> bool:
+        return bool(self.continue_final_message)
+
 
 def _check_chat(body: ChatCompletionRequest, config: ServerConfig) -> None:
     """Check the fields that only chat has.

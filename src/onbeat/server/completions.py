@@ -92,6 +92,10 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def continues_prompt(self) -> bool:
+        return True
+
 
 def _check_completion(body: CompletionRequest, config: ServerConfig) -> None:
     """Check the fields that only text completions have.
@@ -223,7 +227,7 @@ class CompletionFormat:
 def _json_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the `logprobs` object of a text completion."""
     return {
-        "tokens": [tokenizer.token_text(token.token_id) for token in tokens],
+        "tokens": [_token_name(token.token_id, tokenizer) for token in tokens],
         "token_logprobs": [max(token.known_logprobs.logprob, LOWEST_LOGPROB) for token in tokens],
         "top_logprobs": [_top_logprobs(token.known_logprobs, tokenizer) for token in tokens],
         "text_offset": [token.text_offset for token in tokens],
@@ -231,6 +235,16 @@ def _json_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[s
 
 
 def _top_logprobs(values: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    top = dict(zip(map(tokenizer.token_text, values.top_token_ids), values.top_logprobs, strict=True))
-    top.setdefault(tokenizer.token_text(values.token_id), values.logprob)
-    return {text: max(logprob, LOWEST_LOGPROB) for text, logprob in top.items()}
+    names = [_token_name(token_id, tokenizer) for token_id in values.top_token_ids]
+    top = dict(zip(names, values.top_logprobs, strict=True))
+    top.setdefault(_token_name(values.token_id, tokenizer), values.logprob)
+    return {name: max(logprob, LOWEST_LOGPROB) for name, logprob in top.items()}
+
+
+def _token_name(token_id: int, tokenizer: Tokenizer) -> str:
+    """Return a token's text; of one that is no whole characters its bytes, as OpenAI names it."""
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + data.decode("ascii", errors="backslashreplace")

@@ -65,15 +65,19 @@ class ServerConfig:
     served_model_names: tuple[str, ...] = _option(
         (),
         flag="--served-model-name",
+        many="append",
         metavar="NAME",
-        help="names in /v1/models and requests, the first in responses (default: the engine's own)",
+        help="name in /v1/models and requests; repeatable, the first is in responses (default: the engine's)",
     )
     api_keys: tuple[str, ...] = ()
     """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
     ssl_keyfile: Path | None = _option(None, metavar="FILE", help="TLS key, PEM")
     ssl_certfile: Path | None = _option(None, metavar="FILE", help="TLS certificate, PEM")
     allowed_origins: tuple[str, ...] = _option(
-        (), metavar="ORIGIN", help="web origins whose pages may call the server (CORS); * is every origin"
+        (),
+        many="append",
+        metavar="ORIGIN",
+        help="web origin whose pages may call the server (CORS), * is every origin; repeatable",
     )
     connections: ConnectionLimits = part(ConnectionLimits)
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")

@@ -66,7 +66,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_body_bytes = 0  # received since the body was last looked at
         self._timer: asyncio.TimerHandle | None = None
         self._refusal = MALFORMED
-        self._is_refused = False
+        self._is_refused = False  # what comes from here on is thrown away
 
     # --- what asyncio calls ---------------------------------------------------------------------------
 
@@ -104,6 +104,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_head = True
 
     def on_headers_complete(self) -> None:
+        if self._is_answering():
+            self._end_after_answer()
+        if self._is_refused:
+            return
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > self._limits.max_head_bytes:
             self._refusal = HEAD_TOO_LARGE
@@ -114,11 +118,15 @@ class BoundedConnection(HttpToolsProtocol):
         self._unwatch()
 
     def on_body(self, body: bytes) -> None:
+        if self._is_refused:
+            return
         self._num_loose_bytes = 0
         self._num_body_bytes += len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._is_refused:
+            return
         self._is_in_body = False
         self._num_loose_bytes = 0
         self._unwatch()
@@ -165,11 +173,20 @@ class BoundedConnection(HttpToolsProtocol):
     def _is_answering(self) -> bool:
         """Whether an answer is owed to a whole request, or has begun."""
         if self._is_in_body:
-            begun = self.cycle.response_started and not self.cycle.response_complete
-            return bool(self.pipeline) or begun
+            return bool(self.cycle.response_started and not self.cycle.response_complete)
         return self.cycle is not None and not self.cycle.response_complete
 
     # --- the end --------------------------------------------------------------------------------------
+
+    def _end_after_answer(self) -> None:
+        """Drop a request that came before the answer to the one before it, and let that answer be the last.
+
+        uvicorn would queue it and stop reading, and so not see that the client leaves until the answer ends.
+        """
+        self._unwatch()
+        self._is_refused = True
+        self._on_refused("pipelined_request")
+        self.cycle.keep_alive = False
 
     def _refuse(self, refusal: Refusal) -> None:
         self._unwatch()

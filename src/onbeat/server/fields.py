@@ -116,13 +116,16 @@ _MOST_UNKNOWN = 32
 """Unknown names in one place of a request: each is compared with all known ones, and named in a header."""
 
 
-def check_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[dict[str, Any], list[str]]:
+def check_fields(
+    body: Mapping[str, Any], honoured: Collection[str], unused: Collection[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
     """Return the honoured fields of a body, and the names of those that are ignored.
 
     Parameters
     ----------
     body : the parsed JSON object.
     honoured : fields that the endpoint understands.
+    unused : fields that it knows and does not need; dropped.
 
     Raises
     ------
@@ -136,7 +139,7 @@ def check_fields(body: Mapping[str, Any], honoured: Collection[str]) -> tuple[di
         elif name in NO_OP_VALUES:
             if not _is_unused(name, body):
                 _check_no_op(name, value, NO_OP_VALUES[name])
-        elif name not in HARMLESS:
+        elif name not in HARMLESS and name not in unused:
             unknown.append(name)
     if "chat_template_kwargs" in honoured and _asks_not_to_think(body):
         variables = kept.get("chat_template_kwargs")

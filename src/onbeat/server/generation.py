@@ -17,7 +17,7 @@ from onbeat.core.slo import ShedMode
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.errors import unattainable
 from onbeat.server.lifecycle import Lifecycle
-from onbeat.text.stream import TextStream
+from onbeat.text.stream import TextStream, holds_text
 
 
 @dataclass(slots=True)
@@ -93,6 +93,8 @@ class TextOptions:
     skip_special_tokens: bool = True
     min_tokens: int = 0
     """No stop string ends the text within this many tokens."""
+    continues_prompt: bool = False
+    """Whether the answer goes on where the prompt ends, and is no text of its own."""
 
 
 class _ChoiceText:
@@ -104,6 +106,8 @@ class _ChoiceText:
         self._include_stop = options.include_stop
         self._stream = TextStream(
             tokenizer,
+            continues_text=options.continues_prompt
+            and holds_text(choice.request.prompt_token_ids, tokenizer),
             stop=options.stop,
             include_stop=options.include_stop,
             skip_special_tokens=options.skip_special_tokens,

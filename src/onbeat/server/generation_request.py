@@ -157,6 +157,11 @@ class GenerationRequest(ObjectiveFields):
         """Alternatives of each token whose log-probabilities are wanted; None where not even its own is."""
 
     @property
+    @abstractmethod
+    def continues_prompt(self) -> bool:
+        """Whether the answer goes on where the prompt ends, and is no text of its own."""
+
+    @property
     def text_options(self) -> TextOptions:
         """How the caller wants its text."""
         return TextOptions(
@@ -164,6 +169,7 @@ class GenerationRequest(ObjectiveFields):
             include_stop=bool(self.include_stop_str_in_output),
             skip_special_tokens=self.skip_special_tokens is not False,
             min_tokens=self.min_tokens or 0,
+            continues_prompt=self.continues_prompt,
         )
 
     @property
@@ -204,11 +210,6 @@ def check_common(
             "--scheduling-policy priority or leave it out",
             param="priority",
         )
-    if body.truncate_prompt_tokens == 0:
-        raise InvalidRequest(
-            "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
-            param="truncate_prompt_tokens",
-        )
     _check_lists(body, num_prompts * body.num_choices)
     check_token_ids(body.stop_token_ids or (), info.vocab_size, "stop_token_ids")
     check_token_ids(body.logit_bias or (), info.vocab_size, "logit_bias")
@@ -234,16 +235,43 @@ def _check_lists(body: GenerationRequest, num_choices: int) -> None:
 
 
 def encode_options(body: GenerationRequest, max_model_len: int) -> EncodeOptions:
-    """Return how the prompts of a request become tokens."""
+    """Return how the prompts of a request become tokens.
+
+    Raises
+    ------
+    InvalidRequest : truncation leaves nothing of them.
+    """
     special = body.add_special_tokens
-    truncate_to = body.truncate_prompt_tokens
-    if truncate_to == -1:
-        truncate_to = max(max_model_len - (body.asked_max_tokens or 1), 1)
     return EncodeOptions(
         add_special_tokens=body.default_add_special_tokens if special is None else special,
-        truncate_to=truncate_to,
+        truncate_to=truncate_to(
+            body.truncate_prompt_tokens,
+            max_tokens=body.asked_max_tokens or body.default_max_tokens,
+            max_model_len=max_model_len,
+        ),
         param=body.prompt_field,
     )
+
+
+def truncate_to(asked: int | None, *, max_tokens: int | None, max_model_len: int) -> int | None:
+    """Return how many of a prompt's last tokens are kept; None is all.
+
+    Parameters
+    ----------
+    asked : `truncate_prompt_tokens`; -1 is what fits.
+    max_tokens : output tokens for which room is kept then; None is one.
+    max_model_len : most tokens of prompt and output.
+
+    Raises
+    ------
+    InvalidRequest : none would be kept.
+    """
+    if asked == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens is 0, which leaves no prompt; give a number, or -1 for what fits",
+            param="truncate_prompt_tokens",
+        )
+    return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked
 
 
 def engine_requests(

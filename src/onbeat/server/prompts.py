@@ -47,7 +47,7 @@ class PromptEncoder:
     Parameters
     ----------
     tokenizer : the model's.
-    vocab_size : token ids of prompts must be below.
+    vocab_size : the model's; token ids of prompts must be below.
     max_model_len : most tokens of a request.
     """
 
@@ -82,13 +82,9 @@ class PromptEncoder:
         return await self.off_loop(size, lambda: [self._token_ids(prompt, options) for prompt in prompts])
 
     def _token_ids(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
-        if isinstance(prompt, str):
-            token_ids = self._encode(prompt, options)
-        else:
-            check_token_ids(prompt, self._vocab_size, options.param)
-            token_ids = prompt
-        if options.truncate_to is not None:
-            token_ids = token_ids[-options.truncate_to :]
+        token_ids = self._encode(prompt, options) if isinstance(prompt, str) else _truncated(prompt, options)
+        # of a text too: its tokenizer may know tokens that were added behind the model's embedding
+        check_token_ids(token_ids, self._vocab_size, options.param)
         if not token_ids:
             raise InvalidRequest(
                 f"{options.param} is empty and the model has no start token; send some text",
@@ -134,7 +130,8 @@ class PromptEncoder:
     def _encode(self, text: str, options: EncodeOptions) -> list[int]:
         if len(text) > _SUSPECT_CHARACTERS:
             self._check_length(text, options.param)
-        return self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+        token_ids = self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
+        return _truncated(token_ids, options)
 
     def _check_length(self, text: str, param: str) -> None:
         """Refuse a text that cannot fit before minutes are spent on tokenizing it, be it to truncate it."""
@@ -148,6 +145,10 @@ class PromptEncoder:
                 "with the answer. Shorten it",
                 param=param,
             )
+
+
+def _truncated(token_ids: list[int], options: EncodeOptions) -> list[int]:
+    return token_ids if options.truncate_to is None else token_ids[-options.truncate_to :]
 
 
 def check_token_ids(token_ids: Collection[int], vocab_size: int, param: str) -> None:

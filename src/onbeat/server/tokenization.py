@@ -12,7 +12,10 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.body import read_body
+from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import ChatMessages, render_chat
+from onbeat.server.completions import CompletionRequest
+from onbeat.server.generation_request import WHOLE, truncate_to
 from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services
@@ -36,7 +39,15 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
+    """What truncation to what fits leaves room for; so the next."""
+    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     return_token_strs: bool | None = None
+
+
+_OF_ANSWERS = ChatCompletionRequest.model_fields.keys() - TokenizeRequest.model_fields.keys()
+"""What else the body of a chat may hold: it says how to answer, and changes nothing about the prompt."""
 
 
 class DetokenizeRequest(BaseModel):
@@ -59,14 +70,14 @@ def tokenizer_routes(services: Services) -> APIRouter:
     )
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or chat."""
-        body = await read_body(request, TokenizeRequest)
+        body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
         services.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         text = body.prompt
         if text is None:
             text = await render_chat(body, encoder, services.chat_template)
-        token_ids = await encoder.encode_text(text, _encode_options(body))
+        token_ids = await encoder.encode_text(text, _encode_options(body, services.info.max_model_len))
         strs = None
         if body.return_token_strs:
             strs = await encoder.off_loop(len(token_ids), lambda: list(map(tokenizer.token_text, token_ids)))
@@ -97,7 +108,16 @@ def tokenizer_routes(services: Services) -> APIRouter:
     return router
 
 
-def _encode_options(body: TokenizeRequest) -> EncodeOptions:
-    if body.prompt is None:
-        return EncodeOptions(add_special_tokens=bool(body.add_special_tokens), param="messages")
-    return EncodeOptions(add_special_tokens=body.add_special_tokens is not False)
+def _encode_options(body: TokenizeRequest, max_model_len: int) -> EncodeOptions:
+    """Return how the endpoint that answers would encode the text."""
+    kind = ChatCompletionRequest if body.prompt is None else CompletionRequest
+    special, max_tokens = body.add_special_tokens, body.max_completion_tokens or body.max_tokens
+    return EncodeOptions(
+        add_special_tokens=kind.default_add_special_tokens if special is None else special,
+        truncate_to=truncate_to(
+            body.truncate_prompt_tokens,
+            max_tokens=max_tokens or kind.default_max_tokens,
+            max_model_len=max_model_len,
+        ),
+        param=kind.prompt_field,
+    )

@@ -46,7 +46,8 @@ class ChatTemplate:
         eos_token: str,
         renderer: Callable[[str], Renderer] = SandboxedTemplate,
     ) -> None:
-        self._variables = {"bos_token": bos_token, "eos_token": eos_token}
+        # the last two as transformers passes them: templates ask whether they are none
+        self._variables = {"bos_token": bos_token, "eos_token": eos_token, "tools": None, "documents": None}
         self._knows_developer = "developer" in source
         self._renderer = renderer(source)
 

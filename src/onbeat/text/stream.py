@@ -23,15 +23,22 @@ class TextDelta:
     """For each new token, the character of the whole text at which its own text begins."""
 
 
+def holds_text(token_ids: Sequence[int], tokenizer: Tokenizer) -> bool:
+    """Return whether some token is not special: what follows then continues a text."""
+    return any(token_id not in tokenizer.special_token_ids for token_id in token_ids)
+
+
 class TextStream:
     """Decodes one request's output tokens as they come.
 
     Tokens stand for bytes, and a character may be spread over several tokens, so the bytes go through an
-    incremental UTF-8 decoder. Joined deltas equal `tokenizer.decode` of all tokens.
+    incremental UTF-8 decoder. Joined deltas equal `tokenizer.decode` of all tokens; of tokens that continue a
+    text, what they add to the text of those before.
 
     Parameters
     ----------
     tokenizer : the model's.
+    continues_text : whether text goes before; a leading space is then part of it, whatever the vocabulary.
     stop : strings that end the text; the one that ends earliest counts, of several that end together the
         longest.
     include_stop : whether the stop string is part of the text.
@@ -43,6 +50,7 @@ class TextStream:
         self,
         tokenizer: Tokenizer,
         *,
+        continues_text: bool = False,
         stop: Sequence[str] = (),
         include_stop: bool = False,
         skip_special_tokens: bool = True,
@@ -55,7 +63,7 @@ class TextStream:
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._min_tokens = min_tokens
         self._decoder = _UTF8_DECODER(errors="replace")
-        self._strips_space = tokenizer.strips_leading_space
+        self._strips_space = tokenizer.strips_leading_space and not continues_text
         """Whether the next character, if it is a space, is dropped."""
         self._num_chars = 0
         """Characters decoded so far, held ones included."""

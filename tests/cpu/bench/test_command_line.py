@@ -258,6 +258,89 @@ def test_sampling_flags_and_key_reach_the_server(server: Background, monkeypatch
     assert server.fake.headers[0]["X-Team"] == "a"
 
 
+def test_a_header_of_ones_own_replaces_the_key(server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+
+    bench(server, *SMALL, "--num-prompts", "1", "--header", "authorization=Bearer own")
+
+    headers = {name.lower(): value for name, value in server.fake.headers[0].items()}
+    assert headers["authorization"] == "Bearer own"
+
+
+def test_what_a_server_says_is_not_markup(
+    server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.fake.fail_every, server.fake.message = 2, "a prompt ends with [/INST], not with [red]"
+
+    bench(server, *SMALL, "--num-prompts", "4", "--label", "[/x]", "--json", str(tmp_path / "r.json"))
+
+    assert server.fake.message in capsys.readouterr().out
+    assert load(tmp_path / "r.json")["failed"] == 2
+
+
+def test_expired_requests_are_missing_in_a_sweep(
+    server: Background, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.fake.fail_every, server.fake.fault = 2, "status:504"
+
+    assert bench(server, *SMALL, "--num-prompts", "4", "--sweep-concurrency", "1,2") == 0
+
+    assert capsys.readouterr().out.count("2 (-2)") == 2
+
+
+def test_a_gateway_without_a_server_is_a_failure(server: Background) -> None:
+    server.fake.fail_every, server.fake.fault = 1, "status:504"
+
+    assert bench(server, *SMALL, "--num-prompts", "3") == 1
+
+
+def test_lengths_are_counted_by_a_server_that_calls_the_text_content(
+    server: Background, tmp_path: Path
+) -> None:
+    server.fake.text_field = "content"
+
+    assert bench(server, *SMALL, "--num-prompts", "2", "--json", str(tmp_path / "r.json")) == 0
+
+    assert load(tmp_path / "r.json")["prompt_length_source"] == "server"
+
+
+def test_a_server_that_counts_nothing_leaves_lengths_estimated(server: Background, tmp_path: Path) -> None:
+    server.fake.text_field = "text"
+
+    assert bench(server, *SMALL, "--num-prompts", "2", "--json", str(tmp_path / "r.json")) == 0
+
+    assert load(tmp_path / "r.json")["prompt_length_source"] == "estimate"
+
+
+def test_percentiles_of_some_metrics_make_a_report_too(server: Background, tmp_path: Path) -> None:
+    flags = ["--percentile-metrics", "ttft,tpot", "--report", str(tmp_path / "r.html")]
+
+    assert bench(server, *SMALL, "--num-prompts", "2", *flags) == 0
+
+    assert "<!doctype html>" in (tmp_path / "r.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--json", "/proc/nowhere/r.json"], ["--save-result", "--result-dir", "/proc/nowhere"]]
+)
+def test_a_result_that_cannot_be_saved_is_found_out_before_the_load(
+    server: Background, flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench(server, *SMALL, "--num-prompts", "2", *flags) == 2
+
+    assert f"{flags[-2]}: cannot write /proc/nowhere/" in capsys.readouterr().err
+    assert server.fake.num_completions == 0
+
+
+def test_lines_are_added_to_the_named_file_alone(server: Background, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    for _ in range(2):
+        bench(server, *SMALL, "--num-prompts", "2", "--json", str(path), "--append-result")
+
+    assert list(tmp_path.iterdir()) == [path]
+    assert main(["bench", "compare", str(path), str(path)]) == 0
+
+
 def test_a_trace_is_found_by_its_header_and_replayed(server: Background, tmp_path: Path) -> None:
     trace, path = tmp_path / "t.jsonl", tmp_path / "r.json"
     trace.write_text(

@@ -26,6 +26,7 @@ from tests.fake_openai import FakeOpenAI
         ("cut", "broken stream", "in mid-answer"),
         ("end", "broken stream", "without a finish reason"),
         ("error", "error in stream", "the engine failed"),
+        ("odd", "malformed chunk", "not an OpenAI chunk"),
         ("empty", "no text", "finish reason: length"),
     ],
 )

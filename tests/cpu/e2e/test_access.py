@@ -46,7 +46,7 @@ def test_tls_and_keys(tiny_directory: Path, tmp_path: Path) -> None:
 
 
 def test_ipv6_and_several_names(tiny_directory: Path) -> None:
-    names = ("--served-model-name", "it's mine", "other")
+    names = ("--served-model-name", "it's mine", "--served-model-name", "other")
     with serving(tiny_directory, *TINY, "--host", "::1", *names) as server:
         assert server.url.startswith("http://[::1]:")
         answer = json.loads(try_example(server).stdout)

@@ -15,6 +15,7 @@ from onbeat.core.errors import ConfigError, EngineError, InvalidRequest, ModelLo
 from onbeat.core.request import FinishReason
 from tests.cpu.e2e.program import ServerProgram
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.fakes_engine import BOS, LeadingSpaceTokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 PROMPTS = ["The capital of France is", "Once upon a time", "def add(a, b):", "1, 2, 3, 4,"]
@@ -117,6 +118,14 @@ def test_logprobs(tiny: LLM) -> None:
         assert entry.logprob == entry.top_logprobs[0] >= entry.top_logprobs[1]
 
 
+def test_what_goes_on_keeps_its_leading_space(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "tokenizer", LeadingSpaceTokenizer())
+    spaces = SamplingParams(max_tokens=3, allowed_token_ids=(ord(" "),))
+    assert tiny.generate("so", spaces)[0].text == "   "
+    assert tiny.generate([[BOS]], spaces)[0].text == "  "
+    assert tiny.chat([{"role": "user", "content": "hi"}], spaces).text == "  "
+
+
 def test_seeds(tiny: LLM) -> None:
     def tokens(seed: int) -> list[list[int]]:
         sampling = SamplingParams(seed=seed, max_tokens=20)
@@ -136,6 +145,19 @@ def test_a_rejected_prompt_leaves_nothing_behind(tiny: LLM) -> None:
         tiny.generate([[]], GREEDY)
     check_nothing_is_left(tiny)
     assert len(tiny.generate("go on", GREEDY, ignore_eos=True)[0].token_ids) == 8
+
+
+def test_tokens_that_the_model_lacks(tmp_path: Path) -> None:
+    """Its tokenizer knows `<|stop|>`, its embedding does not: no text may hold it, no answer ends with it."""
+    path = write_tiny_directory(tmp_path / "model", vocab_size=258)
+    with LLM(str(path), **TINY, kv_cache_memory_bytes=2**22) as llm:
+        with pytest.raises(InvalidRequest, match="token id 258 is outside the vocabulary of 258 tokens"):
+            llm.generate(["good", "a <|stop|> b"], GREEDY)
+        with pytest.raises(InvalidRequest, match="token id 258"):
+            llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+        check_nothing_is_left(llm)
+        sampling = SamplingParams(temperature=0, max_tokens=8, min_tokens=4)
+        assert len(llm.generate("good", sampling)[0].token_ids) == 8
 
 
 def test_a_failed_step_leaves_nothing_behind(tiny: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

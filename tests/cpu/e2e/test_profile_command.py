@@ -70,7 +70,7 @@ def test_ctrl_c_leaves_no_half_profile(tiny_directory, env, tmp_path):
     ("arguments", "expected"),
     [
         (("--seconds", "0"), "--seconds is 0"),
-        (("--output", "/no/such/place/p.json"), "cannot write to /no/such/place/p.json"),
+        (("--output", "/proc/nowhere/p.json"), "--output: cannot write /proc/nowhere/p.json"),
         (("--second", "3"), "did you mean --seconds"),
     ],
 )

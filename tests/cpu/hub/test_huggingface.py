@@ -134,3 +134,15 @@ def test_half_cached_model_counts_as_absent(empty_cache: Path) -> None:
     with pytest.raises(ModelLoadError, match="is not in the cache"):
         resolve_model("owner/model", offline=True)
     assert resolve_model("owner/model", offline=True, needs_weights=False).kind == "hf"
+
+
+def test_interrupted_download_counts_as_absent(empty_cache: Path) -> None:
+    index, first, second = (f"model{name}" for name in (".safetensors.index.json", "-1-of-2", "-2-of-2"))
+    snapshot = write_snapshot(empty_cache, "config.json", "tokenizer.json", f"{first}.safetensors")
+    for _ in ("without its index", "with it"):
+        with pytest.raises(ModelLoadError, match="is not in the cache"):
+            resolve_model("owner/model", offline=True)
+        names = {"a": f"{first}.safetensors", "b": f"{second}.safetensors"}
+        (snapshot / index).write_text(json.dumps({"weight_map": names}))
+    (snapshot / f"{second}.safetensors").write_text("{}")
+    assert resolve_model("owner/model", offline=True).path.resolve() == snapshot.resolve()

@@ -117,7 +117,12 @@ def parse_events(body: bytes) -> list[Any]:
 
 
 def make_app(
-    engine: FakeEngine, config: ServerConfig, *, has_template: bool = True, has_fleet: bool = False
+    engine: FakeEngine,
+    config: ServerConfig,
+    *,
+    tokenizer: ByteTokenizer | None = None,
+    has_template: bool = True,
+    has_fleet: bool = False,
 ) -> FastAPI:
     fleet = cast("FleetClient", engine) if has_fleet else None
     telemetry = Telemetry(
@@ -128,16 +133,21 @@ def make_app(
     )
     engine.add_observer(telemetry.tracker)
     template = ChatTemplate(TEMPLATE, bos_token="<bos>", eos_token="<eos>") if has_template else None
-    return create_app(engine, ByteTokenizer(), template, config, telemetry, fleet=fleet)
+    return create_app(engine, tokenizer or ByteTokenizer(), template, config, telemetry, fleet=fleet)
 
 
 @asynccontextmanager
 async def serving(
-    engine: FakeEngine, *, has_template: bool = True, has_fleet: bool = False, **fields: Any
+    engine: FakeEngine,
+    *,
+    tokenizer: ByteTokenizer | None = None,
+    has_template: bool = True,
+    has_fleet: bool = False,
+    **fields: Any,
 ) -> AsyncIterator[Served]:
     """Serve an engine; with `has_fleet` it is the client of a fleet."""
     config = ServerConfig(port=0, **fields)
-    app = make_app(engine, config, has_template=has_template, has_fleet=has_fleet)
+    app = make_app(engine, config, tokenizer=tokenizer, has_template=has_template, has_fleet=has_fleet)
     sock = bind(config)
     # connections inherit it: a client that does not read then stops its stream soon
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)

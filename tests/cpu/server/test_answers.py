@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from onbeat.server.chat import ChatCompletionRequest
 from tests.cpu.server.running import HELLO, Served, serving
-from tests.fakes_engine import BOS, EOS, FakeEngine
+from tests.fakes_engine import BOS, EOS, FakeEngine, LeadingSpaceTokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -99,7 +100,11 @@ async def test_prompts_of_all_kinds(served: Served, engine: FakeEngine) -> None:
 async def test_truncation_keeps_the_end(served: Served, engine: FakeEngine) -> None:
     await ask_text(served, prompt=[1, 2, 3, 4], truncate_prompt_tokens=2)
     await ask_text(served, prompt=[5] * 5000, truncate_prompt_tokens=-1, max_tokens=48)
-    assert [len(request.prompt_token_ids) for request in engine.requests] == [2, 2000]
+    await ask_text(served, prompt=[5] * 5000, truncate_prompt_tokens=-1)
+    long_chat = [{"role": "user", "content": "a" * 5000}]
+    await ask_chat(served, messages=long_chat, truncate_prompt_tokens=-1)
+    sizes = [(len(request.prompt_token_ids), request.sampling.max_tokens) for request in engine.requests]
+    assert sizes == [(2, 16), (2000, 48), (2032, 16), (2047, 1)]
     assert engine.requests[0].prompt_token_ids == (3, 4)
 
 
@@ -122,13 +127,36 @@ async def test_echo_shows_what_truncation_left(served: Served) -> None:
     assert body["choices"][0]["text"] == "abcHe"
 
 
+async def test_what_goes_on_keeps_its_leading_space(engine: FakeEngine) -> None:
+    """Vocabularies that strip a text's first space: an answer to a chat is a text, a continuation is none."""
+    engine.script.text = " Paris"
+    async with serving(engine, tokenizer=LeadingSpaceTokenizer()) as served:
+        (choice,) = (await ask_text(served, prompt="is", echo=True))["choices"]
+        assert choice["text"] == "is Paris"
+        (choice,) = (await ask_text(served, prompt="is", logprobs=0))["choices"]
+        assert choice["text"] == "".join(choice["logprobs"]["tokens"]) == " Paris"
+        assert choice["logprobs"]["text_offset"] == [0, 1, 2, 3, 4, 5]
+        (choice,) = (await ask_text(served, prompt="is", stop=[" Paris"]))["choices"]
+        assert (choice["text"], choice["stop_reason"]) == ("", " Paris")
+        (choice,) = (await ask_text(served, prompt=[BOS]))["choices"]
+        assert choice["text"] == "Paris", "nothing goes before it"
+        (choice,) = (await ask_chat(served))["choices"]
+        assert choice["message"]["content"] == "Paris"
+        messages = [*HELLO, {"role": "assistant", "content": "is"}]
+        go_on = {"add_generation_prompt": False, "continue_final_message": True}
+        (choice,) = (await ask_chat(served, messages=messages, **go_on))["choices"]
+        assert choice["message"]["content"] == " Paris"
+
+
 async def test_completion_logprobs_have_the_legacy_form(served: Served, engine: FakeEngine) -> None:
     engine.script.text = "é!"
     body = await ask_text(served, logprobs=4, max_tokens=3)
     logprobs = body["choices"][0]["logprobs"]
-    assert logprobs["tokens"] == ["\ufffd", "\ufffd", "!"]
+    assert logprobs["tokens"] == [r"bytes:\xc3", r"bytes:\xa9", "!"]
     assert logprobs["token_logprobs"] == pytest.approx([-0.5] * 3)
     assert logprobs["text_offset"] == [0, 0, 1]
+    parts = [r"bytes:\xc3", r"bytes:\xc4", r"bytes:\xc5", r"bytes:\xc6"]
+    assert list(logprobs["top_logprobs"][0]) == parts, "each has a name of its own"
     assert logprobs["top_logprobs"][2] == pytest.approx({"!": -0.5, '"': -1.5, "#": -2.5, "$": -9999.0})
 
 
@@ -233,6 +261,9 @@ async def test_tokenize_and_back(served: Served) -> None:
         {"add_generation_prompt": False, "continue_final_message": True},
         {"chat_template_kwargs": {"loud": True}},
         {"reasoning_effort": "none", "max_tokens": 3, "temperature": 0, "seed": 1, "tools": []},
+        {"skip_special_tokens": False, "return_token_ids": True, "stop": ["x"], "n": 2, "slo": {}},
+        {"truncate_prompt_tokens": 4, "max_completion_tokens": 2},
+        {"truncate_prompt_tokens": -1, "max_completion_tokens": 2030},
     ],
     ids=str,
 )
@@ -245,11 +276,21 @@ async def test_tokenize_counts_what_chat_takes(
     assert list(engine.requests[0].prompt_token_ids) == tokens
 
 
+async def test_tokenize_takes_the_fields_of_a_chat_without_a_word(served: Served) -> None:
+    fields = dict.fromkeys(ChatCompletionRequest.model_fields)
+    answer = await served.post("/tokenize", {**fields, "messages": HELLO})
+    assert answer.status == 200, answer.body
+    assert "x-onbeat-ignored-fields" not in answer.headers
+    answer = await served.post("/tokenize", {"messages": HELLO, "add_special_token": True})
+    assert (answer.status, answer.error["code"]) == (400, "unknown_parameter")
+
+
 async def test_tokenize_refuses_what_chat_refuses(served: Served) -> None:
     for fields, param in (
         ({"continue_final_message": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"tools": [{}]}, "tools"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ):
         answer = await served.post("/tokenize", {"messages": HELLO, **fields})
         assert (answer.status, answer.error["param"]) == (400, param)

@@ -15,7 +15,9 @@ from tests.fakes_engine import FakeEngine
 CHAT = "/v1/chat/completions"
 
 
-async def send(served: Served, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def send(
+    served: Served, body: dict[str, Any], *, times: int = 1
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     host, port = served.url.removeprefix("http://").split(":")
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**14)
@@ -23,8 +25,8 @@ async def send(served: Served, body: dict[str, Any]) -> tuple[asyncio.StreamRead
     # a small limit, so that a client that does not read soon stops its connection
     reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
     data = json.dumps(body).encode()
-    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode())
-    writer.write(b"content-length: %d\r\n\r\n" % len(data) + data)
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    writer.write((head + b"content-length: %d\r\n\r\n" % len(data) + data) * times)
     await writer.drain()
     return reader, writer
 
@@ -55,6 +57,31 @@ async def test_leaving_aborts_the_requests(
     metrics = (await served.get("/metrics")).body.decode()
     assert f'onbeat_requests_total{{finish_reason="abort"}} {n}.0' in metrics
     assert (await served.get("/load")).json == {"server_load": 0}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_leaving_with_a_second_request_under_way_aborts(
+    served: Served, slow_engine: FakeEngine, stream: bool
+) -> None:
+    _, writer = await send(served, {"messages": HELLO, "stream": stream}, times=3)
+    await until(lambda: slow_engine.running_ids)
+    await asyncio.sleep(0.05)
+    await leave(writer)
+    await until(lambda: not slow_engine.running_ids)
+    assert len(slow_engine.requests) == 1
+
+
+async def test_a_request_before_the_answer_to_the_last_one_ends_the_connection_with_it(
+    served: Served, engine: FakeEngine
+) -> None:
+    engine.script.seconds_per_step = 0.01
+    reader, writer = await send(served, {"messages": HELLO}, times=2)
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    assert json.loads(body)["choices"][0]["message"]["content"] == "Hello, world!"
+    metrics = (await served.get("/metrics")).body.decode()
+    assert 'onbeat_http_connections_refused_total{reason="pipelined_request"} 1.0' in metrics
+    await leave(writer)
 
 
 async def test_leaving_before_the_first_token_aborts(

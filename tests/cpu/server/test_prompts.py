@@ -15,7 +15,7 @@ from onbeat.server.chat_prompt import chat_prompt
 from onbeat.server.generation_request import fit_max_tokens
 from onbeat.server.prompts import EncodeOptions, PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
-from tests.fakes_engine import VOCAB_SIZE, ByteTokenizer
+from tests.fakes_engine import BOS, VOCAB_SIZE, ByteTokenizer
 
 PLAIN = EncodeOptions(add_special_tokens=False)
 
@@ -63,6 +63,17 @@ async def test_texts_that_cannot_fit_are_not_tokenized(
         await encoder.encode("x" * 300_000, cut)
     assert tokenizer.threads == []
     assert len(await encoder.encode("x" * 200_000, cut)) == 7
+
+
+async def test_a_text_whose_tokens_the_model_lacks_is_refused(tokenizer: WatchedTokenizer) -> None:
+    """Tokens that were added to the tokenizer alone: in the engine they would fail all requests of a step."""
+    encoder = PromptEncoder(tokenizer, vocab_size=BOS, max_model_len=1000)
+    with pytest.raises(
+        InvalidRequest, match="prompt holds the token id 257; this model's vocabulary is 0 to 256"
+    ):
+        await encoder.encode("text", EncodeOptions(add_special_tokens=True))
+    assert await encoder.encode("ab", PLAIN) == [97, 98]
+    encoder.close()
 
 
 async def test_many_short_prompts_are_tokenized_off_the_event_loop(

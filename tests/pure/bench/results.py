@@ -61,12 +61,13 @@ def make_result(
     interrupted: bool = False,
     model: str = "org/model",
     bench: dict[str, Any] | None = None,
+    dataset: DatasetConfig | None = None,
     **run_options: Any,
 ) -> BenchResult:
     records = make_records(30) if records is None else records
     options: dict[str, Any] = {"target": TargetConfig(), "summary": SummaryOptions(objectives={"ttft": 0.2})}
     run = RunConfig(
-        dataset=DatasetConfig(),
+        dataset=dataset or DatasetConfig(),
         load=load or LoadConfig(max_concurrency=4),
         num_prompts=len(records),
         **run_options,

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from onbeat.bench.compare import Comparison, Row, compare, comparison_table
-from onbeat.bench.config import LoadConfig
+from onbeat.bench.config import DatasetConfig, LoadConfig, RampConfig
 from onbeat.bench.saved import SavedRun, read_runs, to_document
 from onbeat.core.errors import ConfigError
 from tests.pure.bench.results import failure, make_records, make_result
@@ -68,6 +68,38 @@ def test_differing_settings_are_said(tmp_path: Path) -> None:
     [comparison] = quickly(first, second)
 
     assert comparison.differences == ("max_concurrency: 4 against 8",)
+
+
+def test_differing_lengths_and_loads_are_said(tmp_path: Path) -> None:
+    slow, quick = (
+        LoadConfig(ramp=RampConfig(shape="linear", start_rate=1.0, end_rate=end)) for end in (2.0, 8.0)
+    )
+    short = saved(tmp_path / "a.json", make_result(load=slow))
+    long = saved(tmp_path / "b.json", make_result(load=quick, dataset=DatasetConfig(input_len=10)))
+    [comparison] = quickly(short, long)
+
+    assert comparison.differences == (
+        "dataset.input_len: 1024 against 10",
+        "load.ramp: {'shape': 'linear', 'start_rate': 1.0, 'end_rate': 2.0} against "
+        "{'shape': 'linear', 'start_rate': 1.0, 'end_rate': 8.0}",
+    )
+
+
+def test_a_level_that_comes_twice_is_compared_in_order(tmp_path: Path) -> None:
+    twice = [make_result(make_records(30, slowdown=slow), title=f"{slow:g}") for slow in (1.0, 10.0)]
+    runs = saved(tmp_path / "a.json", *twice)
+
+    compared = quickly(runs, runs)
+    ratios = [row.ratio for comparison in compared for row in comparison.rows if row.name == "mean_ttft_ms"]
+    assert ([comparison.title for comparison in compared], ratios) == (["1", "10"], [1.0, 1.0])
+
+
+def test_results_that_were_added_a_line_each_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    documents = [to_document([make_result(title=name)], detailed=False) for name in ("first", "second")]
+    path.write_bytes(b"\n".join(map(orjson.dumps, documents)) + b"\n")
+
+    assert [run.title for run in read_runs(path)] == ["first", "second"]
 
 
 def test_sweeps_are_compared_level_by_level(tmp_path: Path) -> None:

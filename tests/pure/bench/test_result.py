@@ -86,6 +86,8 @@ OWN_KEYS = {
     "median_retry_after_ms",
     "slo_sent",
     "server_verdicts",
+    "dataset",
+    "load",
     "groups",
     "max_dispatch_lag_ms",
     "p99_dispatch_lag_ms",

@@ -47,12 +47,62 @@ def test_reasoning_counts_as_output(key: str) -> None:
         (event({"error": {"message": "boom"}}), "error in stream"),
         (b"data: {broken\n\n", "malformed chunk"),
         (b"data: 5\n\n", "malformed chunk"),
+        (event({"choices": [None]}), "malformed chunk"),
+        (event({"choices": 5}), "malformed chunk"),
+        (event({"choices": [{"delta": {"content": 5}}]}), "malformed chunk"),
+        (event({"choices": [{"delta": "text"}]}), "malformed chunk"),
+        (event({"object": "error", "message": "boom", "code": 500}), "error in stream"),
+        (b'event: error\ndata: {"message": "boom"}\n\n', "error in stream"),
+        (b"event: error\n\n", "error in stream"),
+        (b'error: {"message": "boom"}\n\n', "error in stream"),
     ],
 )
 def test_bad_events_end_the_stream(data: bytes, cause: str) -> None:
     with pytest.raises(StreamError) as caught:
         AnswerStream().feed(data, 1.0)
     assert caught.value.cause == cause
+
+
+@pytest.mark.parametrize(
+    "data", [b'event: error\ndata: {"error": {"message": "boom"}}\n\n', b'error: {"message": "boom"}\n\n']
+)
+def test_an_event_that_is_an_error_says_what_the_server_said(data: bytes) -> None:
+    with pytest.raises(StreamError, match=r"^boom$"):
+        AnswerStream().feed(chat("a") + data, 1.0)
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_the_server_gave_up_is_a_failure(reason: str) -> None:
+    stream = AnswerStream()
+    stream.feed(chat("a") + chat(None, reason) + b"data: [DONE]\n\n", 1.0)
+
+    with pytest.raises(StreamError, match="after 1 chunks") as caught:
+        stream.finish(1.0)
+    assert caught.value.cause == "ended by the server"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        [{"type": "text", "text": "hm"}],
+        [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}],
+        ["h", {"type": "text", "text": "m"}],
+    ],
+)
+def test_text_in_parts_counts_as_output(content: list[object]) -> None:
+    stream = AnswerStream()
+
+    stream.feed(event({"choices": [{"delta": {"content": content}}]}), 1.0)
+
+    assert stream.texts == ["hm"]
+
+
+def test_usage_of_another_kind_is_passed_over() -> None:
+    stream = AnswerStream()
+    stream.feed(event({"choices": [], "usage": {"completion_tokens": 3}}), 1.0)
+    stream.feed(event({"choices": [], "usage": 5}), 1.0)
+
+    assert stream.usage == {"completion_tokens": 3}
 
 
 def test_an_end_without_finish_reason_is_a_broken_stream() -> None:

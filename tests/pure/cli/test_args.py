@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.cli.args import count, normalise, parse
-from onbeat.cli.engine_args import model_name
+from onbeat.cli.engine_args import find_model, model_name
 from onbeat.cli.main import COMMANDS, build_parser, main
 from onbeat.core.errors import ConfigError
 from onbeat.hub.known import DEFAULT_MODEL
@@ -51,6 +51,31 @@ def test_help_shows_defaults_of_zero_and_no_false_ones() -> None:
     assert "decides lengths, arrivals and classes (default: 0)" in text
     assert "default: False" not in text
     assert "default: None" not in text
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name", "--allowed-origins"])
+def test_the_model_may_follow_a_flag_that_can_be_given_again(flag: str) -> None:
+    args = serve(flag, "one", flag, "two", "my.gguf", "--port", "9000")
+    assert model_name(args) == "my.gguf"
+    assert getattr(args, flag[2:].replace("-", "_")) == ["one", "two"]
+
+
+def test_two_values_behind_one_flag_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "serve", "my.gguf", "--api-key", "one", "two")
+    assert "unexpected argument 'two'; --api-key takes one value, give it again for another" in error
+    error = refusal(capsys, "serve", "my.gguf", "--port", "0", "two")
+    assert "unexpected argument 'two' (see" in error
+    error = refusal(capsys, "serve", "--port", "0", "--served-model-name", "one", "two")
+    assert "unknown model 'two'" in error
+    assert (
+        "is a second value of --served-model-name and no model, give --served-model-name again before it"
+        in error
+    )
+
+
+def test_a_stand_in_has_no_revision() -> None:
+    with pytest.raises(ConfigError, match="--revision is for models of the hub; a stand-in takes none"):
+        find_model(serve("any", "--load-format", "stand-in", "--revision", "v2"))
 
 
 def test_every_flag_of_serve_is_explained() -> None:

@@ -56,6 +56,16 @@ def test_a_flag_that_takes_json_takes_a_mapping(command: list[str], tmp_path: Pa
     assert (given.method, given.prompt_lookup_max) == ("ngram", 3)
 
 
+def test_a_list_is_a_flag_for_each_value(tmp_path: Path) -> None:
+    path = tmp_path / "lists.yaml"
+    path.write_text("api-key: [one, -two]\nallowed-origins: []\nmodel: a.gguf\n")
+    args = serve("--config", path)
+    assert (args.api_key, args.allowed_origins, args.model_positional) == (["one", "-two"], [], None)
+    assert serve("--config", path, "--api-key=three").api_key == ["three"]
+    path.write_text("model: any\nbackend: openai\nheader: [a=b, c=d]\n")
+    assert parse(build_parser(), ["bench", "serve", "--config", str(path)]).header == ["a=b", "c=d"]
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_the_command_line_wins(file: Path, order: str) -> None:
     flags: list[str] = ["--max-model-len", "128", "--log-requests", "--served-model-name", "mine"]

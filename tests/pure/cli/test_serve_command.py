@@ -38,7 +38,7 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
     file = tmp_path / "keys"
     file.write_text("# team\nfrom-file \n\nsecond\n")
     monkeypatch.setenv(API_KEY_VARIABLE, "from-environment")
-    keys = config("--api-key", "one", "two", "--api-key-file", str(file)).api_keys
+    keys = config("--api-key", "one", "--api-key", "two", "--api-key-file", str(file)).api_keys
     assert keys == ("one", "two", "from-file", "second", "from-environment")
 
 

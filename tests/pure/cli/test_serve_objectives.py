@@ -62,7 +62,9 @@ def test_the_classes_file_names_classes_and_keys(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("TEAM_A_KEY", "team-a")
     file = tmp_path / "classes.yaml"
     file.write_text("classes: [{name: chat, ttft_ms: 800}]\napi_keys: [{key_env: TEAM_A_KEY, class: chat}]")
-    given = defaults("--slo-classes", str(file), "--slo-class", "chat", "--api-key", "team-a", "team-b")
+    given = defaults(
+        "--slo-classes", str(file), "--slo-class", "chat", "--api-key", "team-a", "--api-key", "team-b"
+    )
     assert given.classes["chat"].slo == SLO(ttft=0.8)
     assert given.keys == {key_digest("team-a"): KeyDefaults(slo_class="chat")}
     with pytest.raises(ConfigError, match="an API key that opens nothing here"):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,32 @@ def test_what_a_directory_lacks_is_named(directory: Path, name: str) -> None:
     (directory / name).unlink()
     with pytest.raises(ModelLoadError, match="lacks " + name.replace("model.", r"\*.")):
         resolve_model(str(directory))
+
+
+def test_weights_in_parts_need_all_parts_and_their_index(directory: Path) -> None:
+    """An interrupted download leaves some."""
+    parts = [f"model-0000{k}-of-00009.safetensors" for k in range(1, 10)]
+    (directory / "model.safetensors").rename(directory / parts[3])
+    with pytest.raises(ModelLoadError, match=r"lacks model\.safetensors\.index\.json$"):
+        resolve_model(str(directory))
+    index = {"weight_map": {str(k): part for k, part in enumerate(parts)}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelLoadError, match=f"lacks {', '.join(parts[:3])}, 5 more weight files$"):
+        resolve_model(str(directory))
+    assert resolve_model(str(directory), needs_weights=False).kind == "hf"
+    for part in parts:
+        (directory / part).write_text("{}")
+    assert resolve_model(str(directory)).kind == "hf"
+
+
+def test_a_damaged_index_gets_as_far_as_its_own_error(directory: Path) -> None:
+    (directory / "model.safetensors.index.json").write_text("[]")
+    assert resolve_model(str(directory)).kind == "hf"
+
+
+def test_a_single_part_needs_no_index(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00001.safetensors")
+    assert resolve_model(str(directory)).kind == "hf"
 
 
 def test_random_weights_need_no_weight_files(directory: Path) -> None:
@@ -82,6 +109,13 @@ def test_known_model_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with path.open("wb") as file:
         file.truncate(model.file_bytes)
     assert resolve_model(DEFAULT_MODEL, offline=True).path == path
+
+
+def test_what_has_no_revisions_refuses_one(directory: Path) -> None:
+    (directory / "model.gguf").write_bytes(b"GGUF")
+    for name in (str(directory), str(directory / "model.gguf"), DEFAULT_MODEL):
+        with pytest.raises(ModelLoadError, match=r"revision 'v2' is for models of the hub.*leave it out"):
+            resolve_model(name, revision="v2")
 
 
 def test_table_is_well_formed() -> None:

@@ -34,7 +34,7 @@ def record(request, tmp_path):
         fleet_changes=CHANGES,
         fleet_times=FleetTimes(start=1.0, drain=1.0),
     )
-    load = random_load(200, rate=20.0, seed=3)
+    load = random_load(200, rate=40.0, seed=3)
     fleet = {"drain_seconds": config.fleet_times.drain}
     with fleet_record(path, {"router": config.router, "seed": config.seed, "fleet": fleet}) as on_decision:
         result = simulate(load, config, linear_time(), on_decision=on_decision)

@@ -120,6 +120,8 @@ class Driver(EngineLoop):
         self.first_scheduled: list[str] = []
         self.blocks: dict[str, list[int]] = {}
         self.known_tokens: dict[str, int] = {}
+        self.breaking: set[str] = set()
+        """Requests whose next token is no number."""
 
     def add(self, request: Request) -> None:
         self.scheduler.add(request)
@@ -131,12 +133,17 @@ class Driver(EngineLoop):
 
     def collect(self) -> None:
         scheduled = self.in_flight.popleft()
-        sampled = []
+        sampled: list[list[int]] = []
+        failed = {}
         for row in scheduled.rows:
             position = row.num_computed_tokens + row.num_new_tokens
-            if row.samples:
+            if row.samples and row.request_id in self.breaking:
+                failed[row.request_id] = "no number"
+                sampled.append([])
+            elif row.samples:
                 sampled.append([token_of(row.request_id, position)])
-        self.receive(self.scheduler.update(scheduled, ModelRunnerOutput(sampled), self.now))
+        result = ModelRunnerOutput(sampled, failed=failed or None)
+        self.receive(self.scheduler.update(scheduled, result, self.now))
 
     def check_step(self, scheduled: SchedulerOutput) -> None:
         config = self.scheduler.config

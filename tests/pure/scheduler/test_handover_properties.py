@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -236,3 +238,18 @@ class MovingMachine(RuleBasedStateMachine):
 
 TestMovingMachine = MovingMachine.TestCase
 TestMovingMachine.settings = examples(150, stateful_step_count=40)
+
+
+def test_a_stream_that_began_before_the_clock_of_its_new_replica_has_run() -> None:
+    """Its times are told by the clock of the replica that it is on, and this one's may have begun since."""
+    source, destination = (Replica(name, make_config("slo"), depth=1) for name in "sd")
+    source.add(make_request("r", 20, 4, slo=SLO(ttft=1.0, tbt=0.1)))
+    source.step()
+    source.scheduler.handover.detach("r")
+    (answer,) = source.scheduler.handover.take_detached()
+    assert answer.detached is not None
+    assert destination.reserve("r", 40)
+    destination.pull(source, "r", answer.detached.block_ids, 0)
+    destination.adopt(source.requests["r"], replace(answer.detached, scheduled_time=-400.0))
+    destination.run()
+    assert destination.finished == {"r": FinishReason.LENGTH}

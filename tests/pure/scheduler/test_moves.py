@@ -163,6 +163,20 @@ def test_a_freeze_that_cannot_be_taken_back_is_undone_once_it_is_answered(ok, th
     assert not move.moves.is_under_way("q")
 
 
+def test_a_freeze_that_is_answered_late_is_given_up_once() -> None:
+    move = OneMove(is_patient=True)
+    move.answer()
+    freeze = move.steps[-1]
+    for now in (ANSWER_SECONDS, ANSWER_SECONDS + 0.1):
+        move.moves.on_tick(now)
+    assert [step.verb for step in move.steps] == [RESERVE, FREEZE, RELEASE]
+    assert move.outcomes == [Outcome.FAILED]
+    assert move.moves.next_time == inf
+    move.moves.on_answer(Answered("s", freeze.move, FREEZE, ok=True), ANSWER_SECONDS + 1.0)
+    assert move.steps[-1].verb is REATTACH
+    assert not move.moves.is_under_way("q")
+
+
 @pytest.mark.parametrize("verb", [RESERVE, HOLD, FREEZE, ADOPT])
 def test_the_death_of_the_source_or_the_end_of_the_request_gives_the_room_back(verb) -> None:
     for end in (lambda moves: moves.on_lost("s"), lambda moves: moves.drop("q")):

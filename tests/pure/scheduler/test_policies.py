@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from onbeat.core.errors import ConfigError, InvalidRequest, PromptTooLong
-from onbeat.core.request import FinishReason, SamplingParams
-from onbeat.core.step import ModelRunnerOutput
+from onbeat.core.request import FinishReason, RequestOutput, SamplingParams
+from onbeat.core.step import BatchShape, ModelRunnerOutput, SchedulerOutput
 from onbeat.scheduler.config import BASELINES, SERVING_POLICIES
 from onbeat.scheduler.replica.policies import POLICIES, default_token_budget, make_policy
+from onbeat.scheduler.replica.scheduler import Scheduler
+from tests.fake_step_time import LinearStepTime
 from tests.pure.scheduler.driver import Driver, make_config, make_request
 
 
@@ -254,6 +256,97 @@ def test_blocks_of_a_failed_request_are_not_found_again():
     driver.add(make_request("b", 100, 2, salt="s"))
     scheduler.schedule(10.0)
     assert scheduler.num_prefix_hits == 0
+
+
+@pytest.mark.parametrize(("failing", "num_learnt"), [(["a", "b"], 0), (["a"], 1)])
+def test_a_step_that_fails_as_a_whole_tells_nothing_of_step_times(failing, num_learnt):
+    class Learner(LinearStepTime):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[float] = []
+
+        def observe(self, shape: BatchShape, seconds: float) -> None:
+            self.seen.append(seconds)
+
+    model = Learner()
+    scheduler = Scheduler(make_config("sarathi"), model)
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, 8, 4))
+    scheduled = scheduler.schedule(1.0)
+    assert scheduled is not None
+    result = ModelRunnerOutput([[], []], failed=dict.fromkeys(failing, "out of memory"))
+    if len(failing) == 1:
+        result = ModelRunnerOutput([[], [1]], failed=result.failed)
+    scheduler.update(scheduled, result, 1.001)
+    assert len(model.seen) == num_learnt
+    scheduler.add(make_request("c", 8, 4))
+    scheduled = scheduler.schedule(1.5)
+    assert scheduled is not None
+    scheduler.update(scheduled, ModelRunnerOutput([[1]] * len(scheduled.rows)), 2.0)
+    assert model.seen[-1] == 0.5
+
+
+class TestSharersOfAFailedRequest:
+    """Two steps are planned ahead: who fails is known one step late."""
+
+    def joined(self, num_prompt: int) -> tuple[Driver, SchedulerOutput, SchedulerOutput]:
+        """Return the step with the first token of `a`, and the next, in which `b` joins on its KV."""
+        driver = Driver(make_config("sarathi"), depth=2)
+        driver.add(make_request("a", 66, 20, salt="s"))
+        for _ in range(3):
+            driver.step()
+        scheduled = driver.in_flight.popleft()
+        assert [row.samples for row in scheduled.rows] == [True]
+        driver.add(make_request("b", num_prompt, 4, salt="s"))
+        after = driver.scheduler.schedule(9.0)
+        assert after is not None
+        driver.check_step(after)
+        assert {row.request_id: row.num_computed_tokens for row in after.rows}["b"] == 64
+        return driver, scheduled, after
+
+    def fail(self, driver: Driver, scheduled: SchedulerOutput) -> list[RequestOutput]:
+        result = ModelRunnerOutput([[]], failed={"a": "no number"})
+        outputs = driver.scheduler.update(scheduled, result, 9.5)
+        driver.scheduler.check_invariants()
+        return outputs
+
+    def test_whoever_has_joined_since_computes_all_of_it_itself(self):
+        driver, scheduled, after = self.joined(110)
+        outputs = self.fail(driver, scheduled)
+        assert [output.request_id for output in outputs] == ["a"]
+        assert driver.scheduler.num_preemptions == 1
+        assert driver.scheduler.update(after, ModelRunnerOutput([[1]]), 10.0) == []
+        again = driver.scheduler.schedule(11.0)
+        assert again is not None
+        assert [row.num_computed_tokens for row in again.rows] == [0]
+
+    def test_whoever_has_a_token_under_way_ends_with_it(self):
+        driver, scheduled, after = self.joined(70)
+        outputs = self.fail(driver, scheduled)
+        assert {output.request_id: output.finish_reason for output in outputs} == {
+            "a": FinishReason.ERROR,
+            "b": FinishReason.ERROR,
+        }
+        assert driver.scheduler.update(after, ModelRunnerOutput([[1], [1]]), 10.0) == []
+        assert driver.scheduler.num_unfinished == 0
+        assert driver.scheduler.kv.pool.num_used_blocks == 0
+
+    def test_blocks_by_which_another_had_its_token_are_sound(self):
+        driver = driver_with("sarathi", make_request("first", 64, 50, salt="s"))
+        for _ in range(3):
+            driver.step()
+        for name in ("a", "b"):
+            driver.add(make_request(name, 80, 20, salt="s"))
+        for _ in range(2):
+            driver.step()
+        driver.breaking.add("a")
+        driver.run()
+        assert driver.finished == {
+            "a": FinishReason.ERROR,
+            "b": FinishReason.LENGTH,
+            "first": FinishReason.LENGTH,
+        }
+        assert driver.scheduler.num_preemptions == 0
 
 
 class TestPriority:

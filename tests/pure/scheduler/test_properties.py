@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver = Driver(config, depth=depth)
         self.requests: dict[str, tuple[int, int]] = {}
         self.aborted: set[str] = set()
+        self.is_shared: dict[str, bool] = {}
 
     @rule(
         num_prompt=st.integers(1, 200),
@@ -70,6 +71,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             )
         )
         self.requests[request_id] = (num_prompt, max_tokens)
+        self.is_shared[request_id] = shared
 
     @rule(pick=st.randoms(use_true_random=False))
     def abort(self, pick):
@@ -78,6 +80,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request_id not in self.driver.finished:
                 self.driver.abort(request_id)
                 self.aborted.add(request_id)
+
+    @rule(pick=st.randoms(use_true_random=False))
+    def break_one(self, pick):
+        """Its next token is no number, and those who share its KV may fail with it."""
+        if self.requests:
+            self.driver.breaking.add(pick.choice(sorted(self.requests)))
 
     @rule(count=st.integers(1, 12))
     def run_steps(self, count):
@@ -103,7 +111,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert tokens == [token_of(request_id, num_prompt + i) for i in range(len(tokens))]
             if request_id in self.aborted:
                 assert self.driver.finished[request_id] is FinishReason.ABORT
+            elif self.driver.finished[request_id] is FinishReason.ERROR:
+                assert self.driver.breaking
+                assert request_id in self.driver.breaking or self.is_shared[request_id]
             else:
+                assert request_id not in self.driver.breaking or len(tokens) == expected
                 assert self.driver.finished[request_id] is FinishReason.LENGTH
                 assert len(tokens) == expected
 

@@ -98,6 +98,14 @@ class TestPrediction:
         for name in ("r0", "r1", "r2", "r3"):
             assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
 
+    @pytest.mark.parametrize("cap", [64, 256])
+    def test_with_less_tokens_a_step_than_time_would_allow(self, cap):
+        driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-4), max_num_batched_tokens=cap)
+        slo = SLO(ttft=4.0, tbt=0.5)
+        driver.serve([make_request(f"r{i}", 700, 20, slo=slo) for i in range(3)])
+        for name in ("r0", "r1", "r2"):
+            assert driver.predicted[name] == pytest.approx(driver.ttft(name), rel=0.25), name
+
     def test_a_step_under_way_counts(self):
         driver = Watch()
         driver.add(make_request("first", 1000, 3, slo=SLO(ttft=2.0)))
@@ -117,6 +125,73 @@ class TestPrediction:
         driver.serve([*crowd, make_request("last", 500, 2, arrival=now)])
         assert max(driver.times[f"r{i}"][0] for i in range(10)) <= driver.times["last"][0]
         assert driver.predicted["last"] == pytest.approx(driver.ttft("last"), rel=0.25)
+
+
+USUAL = SLO(ttft=1.0, tbt=0.1)
+BY_SLOTS = {"max_num_seqs": 4}
+BY_BLOCKS = {"num_blocks": 64}
+"""Four of the prompts below hold 52, and grow."""
+
+
+class TestFullMachine:
+    """Streams have all slots, or all blocks: what is promised is held against when they end."""
+
+    def full(self, num_ended: int = 0, *, slo: SLO | None = USUAL, **changes: int) -> Watch:
+        """Let four streams run that may have 500 tokens, after some answers of 60."""
+        driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-5, per_pair=0.0), **changes)
+        for index in range(num_ended):
+            driver.serve([make_request(f"h{index}", 20, 60, arrival=driver.now)])
+        for index in range(4):
+            driver.add(make_request(f"s{index}", 200, 500, slo=slo))
+            driver.step()
+        return driver
+
+    @pytest.mark.parametrize("bound", [BY_SLOTS, {"num_blocks": 100}], ids=["slots", "blocks"])
+    def test_as_many_are_taken_as_will_find_room(self, bound):
+        """An answer takes 0.6 s: of four streams one ends every 0.15 s."""
+        driver = Watch(FakeStepTime(fixed=1e-2, per_token=1e-5, per_pair=0.0), **bound)
+        fields = {"slo": SLO(ttft=0.3, tbt=0.1), "shed": ShedMode.REJECT}
+        driver.serve([make_request(f"h{i}", 20, 60) for i in range(16)])
+        start = driver.now
+        arrivals = [start + 0.02 * i for i in range(600)]
+        driver.serve([make_request(f"r{i}", 200, 60, arrival=at, **fields) for i, at in enumerate(arrivals)])
+        served = [name for name in driver.requests if name[0] == "r" and driver.times.get(name)]
+        num_taken = 600 - len(driver.rejected)
+        assert len(driver.expired) <= 0.1 * num_taken, "who is refused is told at once"
+        assert all(driver.ttft(name) <= 0.3 for name in served)
+        assert len(served) >= 0.9 * (driver.now - start) / 0.155, "slots do not stand empty"
+
+    @pytest.mark.parametrize("bound", [BY_SLOTS, BY_BLOCKS], ids=["slots", "blocks"])
+    def test_the_refusal_says_when_there_will_be_room(self, bound):
+        driver = self.full(20, **bound)
+        refusal = driver.ask("new", 200, slo=SLO(ttft=0.1, tbt=0.1))
+        assert "predicted" in str(refusal)
+        driver.step()
+        assert driver.ask("patient", 200, slo=SLO(ttft=10.0, tbt=0.1)) is None
+        assert 0.1 < refusal.predicted_ttft == pytest.approx(0.6, rel=0.15), "all have 60 tokens"
+
+    def test_of_unknown_lengths_some_are_taken_to_end_soon(self):
+        driver = self.full(**BY_SLOTS)
+        taken = [driver.ask(f"r{i}", 200, max_tokens=500, slo=USUAL) is None for i in range(8)]
+        assert sum(taken) in (1, 2)
+        assert taken[0]
+
+    @pytest.mark.parametrize("bound", [BY_SLOTS, BY_BLOCKS], ids=["slots", "blocks"])
+    def test_whoever_would_be_preempted_holds_nobody_up(self, bound):
+        driver = self.full(slo=None, **bound)
+        assert driver.ask("new", 200, slo=SLO(ttft=0.2, tbt=0.1)) is None
+        driver.serve([], watch="new")
+        assert driver.ttft("new") <= 0.2
+
+    def test_who_will_be_given_up_takes_no_room(self):
+        """They would be first, but cannot be in time: whoever can is promised the slot that ends next."""
+        driver = self.full(20, **BY_SLOTS)
+        for index in range(12):
+            slo = SLO(ttft=0.2, tbt=0.1)
+            driver.add(
+                make_request(f"w{index}", 200, 60, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
+            )
+        assert driver.ask("new", 200, slo=SLO(ttft=0.8, tbt=0.1)) is None
 
 
 class TestRefusal:

@@ -202,6 +202,18 @@ def test_a_wait_for_a_slot_is_known_from_the_pace():
     assert view.room_wait(5.0, 0, 1.1) == pytest.approx(fourth - 0.1, rel=0.2)
 
 
+def test_a_slot_that_is_kept_is_not_free():
+    driver = Watch(max_num_seqs=2)
+    driver.serve([make_request("a", 20, 400)], until=0.1)
+    assert driver.scheduler.handover.reserve("coming", 100, lease_end=99.0) is not None
+    told = driver.scheduler.load(driver.now)
+    assert (told.num_running, told.num_kept_slots) == (1, 1)
+    view = LoadView(limits(max_num_seqs=2))
+    view.on_report(told, driver.now)
+    view.on_report(told, driver.now + 0.5)
+    assert view.room_wait(5.0, 2, driver.now + 0.5) > 0.0
+
+
 def test_of_requests_that_are_added_up_each_takes_a_slot():
     view = view_of_full_slots(num_waiting=0, until=0.5)
     view.on_report(load(num_running=64, num_decodes=64, num_waiting=9, backlog=((0.9, 0.09, 9),)), 1.0)

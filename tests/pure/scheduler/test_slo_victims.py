@@ -9,6 +9,7 @@ import pytest
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_MODES
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.victims import Victims
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
@@ -81,13 +82,67 @@ class TestMakeRoom:
         assert names(plan.victims) == ORDER[:1]
         assert plan.num_slots_left == 1
 
-    def test_whoever_is_in_a_step_in_flight_stays(self):
+    def test_whoever_is_held_stays(self):
         plan, victims = started(*SIX)
-        states = by_name(plan)
-        states["best effort, later"].is_in_flight = True
-        states["best effort"].num_in_flight_tokens = 1
+        by_name(plan)["best effort, later"].is_in_flight = True
         assert victims.make_room(make_state(make_request("new", 400, 1)), plan.running)
-        assert names(plan.victims) == ["rich"]
+        assert names(plan.victims) == ["best effort"]
+
+    @pytest.mark.parametrize("depth", [1, 2])
+    def test_steps_that_are_planned_ahead_keep_nobody_from_it(self, depth):
+        """Then every stream has a token in flight whenever a step is planned."""
+        driver = TimedDriver(make_config(max_num_seqs=4), MODEL, depth=depth)
+        for index in range(4):
+            driver.add(make_request(f"bulk {index}", 50, 200))
+        for _ in range(10):
+            driver.step()
+        driver.add(make_request("p", 50, 2, arrival=driver.now, slo=SLO(ttft=0.5, tbt=0.1)))
+        driver.serve([])
+        assert driver.times["p"][0] <= driver.requests["p"].arrival + 0.5
+        assert driver.scheduler.num_preemptions == 1
+        assert all(len(tokens) == 200 for name, tokens in driver.outputs.items() if name != "p")
+
+
+class TestWhoeverRoomIsMadeFor:
+    """Finds it: what is asked for is what an admission asks for."""
+
+    @pytest.mark.parametrize(
+        ("num_wanted", "num_gone"), [(255, 0), (256, 1), (262, 1), (263, 2), (290, 5), (300, 6)]
+    )
+    def test_above_the_watermark_unless_all_are_gone(self, num_wanted, num_gone):
+        """258 of 300 blocks are free, of which 3 are to stay free; each victim brings 7."""
+        plan, victims = started(*SIX, num_blocks=300)
+        new = make_state(make_request("new", 16 * num_wanted, 1))
+        assert victims.make_room(new, plan.running)
+        assert len(plan.victims) == num_gone
+        assert admits(plan, new)
+
+    def test_with_a_prefix_that_lies_idle_in_the_cache(self):
+        """It counts as free space already, and is taken out of it."""
+        driver = TimedDriver(make_config(), MODEL)
+        driver.serve([make_request("prime", 16 * 20, 2, salt="shared")])
+        driver.scheduler.kv.pool.allocate(512 - 20 - 30)
+        for request in SIX[:2]:  # 7 blocks each, of 50
+            driver.add(request)
+        driver.step()
+        plan = driver.scheduler._new_plan(driver.now)
+        new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
+        assert len(plan.match(new)) == 20
+        assert Victims(plan, WORK, lambda state: 1.0).make_room(new, plan.running)
+        assert len(plan.victims) == 1
+        assert admits(plan, new)
+
+    def test_with_a_prefix_that_a_victim_holds(self):
+        """What the victim gives back is what the prompt takes."""
+        first = make_request("first", 16 * 20, 50, salt="shared")
+        plan, victims = started(first)
+        new = make_state(make_request("new", 16 * 65, 1, salt="shared"))
+        assert not victims.make_room(new, plan.running)
+        assert plan.victims == []
+
+
+def admits(plan: StepPlan, state: RequestState) -> bool:
+    return plan.admit(state, plan.match(state), 1, RESERVATION)
 
 
 class TestSlack:

@@ -214,6 +214,21 @@ class TestRoom:
         fits = 512 + 100 - 10
         assert room.share == pytest.approx(work.seconds(fits, 0) / 0.11, rel=0.01)
 
+    @pytest.mark.parametrize(("cap", "ttft"), [(64, inf), (64, 2.0), (600, inf), (600, 50.0)])
+    def test_a_cap_of_tokens_bounds_a_step_as_a_limit_does(self, cap, ttft):
+        """Such a step takes as long as the model says, whatever would be better without the cap."""
+        model = FakeStepTime(fixed=1e-2, per_token=1e-4, per_pair=0.0, per_context=0.0)
+        room = PrefillWork(model, None, cap).room_beside(decodes(10), inf, ttft)
+        assert room.chunk == cap - 10
+        assert room.length == pytest.approx(1e-2 + 1e-4 * cap)
+        assert room.share == pytest.approx(1e-4 * (cap - 10) / room.length)
+
+    def test_a_cap_that_nothing_reaches_changes_nothing(self):
+        work = PrefillWork(FakeStepTime(), None, 8192)
+        assert work.room_beside(decodes(10), inf, 0.5) == work_of(FakeStepTime()).room_beside(
+            decodes(10), inf, 0.5
+        )
+
     def test_some_time_is_counted_on_however_little_is_left(self):
         model = FakeStepTime(per_context=0.0)
         shape = decodes(50)

@@ -38,6 +38,12 @@ def test_variables_reach_the_template():
     assert template("{{ tone }}").render(CHAT, tone="calm") == "calm"
 
 
+def test_tools_and_documents_are_none_as_transformers_passes_them():
+    source = "{% if tools is not none or documents is not none %}wrong{% else %}right{% endif %}"
+    assert template(source).render(CHAT) == "right"
+    assert template("{{ tools is defined and documents is defined }}").render(CHAT) == "True"
+
+
 def test_developer_is_system_unless_the_template_knows_it():
     chat = [{"role": "developer", "content": "x"}]
     assert template(SIMPLE).render(chat, add_generation_prompt=False) == "<s><system>x</s>"

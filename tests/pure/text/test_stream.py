@@ -6,19 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onbeat.text.stream import TextStream
-from tests.fakes_engine import EOS, THINK, ByteTokenizer
+from onbeat.text.stream import TextStream, holds_text
+from tests.fakes_engine import BOS, EOS, THINK, ByteTokenizer, LeadingSpaceTokenizer
 
 TOKENIZER = ByteTokenizer()
-
-
-class LeadingSpaceTokenizer(ByteTokenizer):
-    """Loses the first space of a text, as SentencePiece vocabularies do."""
-
-    strips_leading_space = True
-
-    def decode(self, token_ids, *, skip_special_tokens=True):
-        return super().decode(token_ids, skip_special_tokens=skip_special_tokens).removeprefix(" ")
 
 
 def run(token_ids, *, pieces=None, tokenizer=TOKENIZER, **options):
@@ -45,6 +36,27 @@ def test_pieces_join_to_the_whole_text(tokenizer, text, pieces):
     assert text_of(deltas) == tokenizer.decode(ids)
     if "\ufffd" not in text:
         assert all("\ufffd" not in delta.text for delta in deltas), "a split character"
+
+
+@given(text=st.text(" ab", max_size=10), pieces=st.lists(st.integers(1, 7), max_size=10))
+def test_a_text_that_goes_on_keeps_its_leading_space(text, pieces):
+    deltas, _ = run(
+        list(text.encode()), pieces=pieces, tokenizer=LeadingSpaceTokenizer(), continues_text=True
+    )
+    assert text_of(deltas) == text
+
+
+def test_a_stop_string_finds_the_leading_space_of_a_text_that_goes_on():
+    options = {"tokenizer": LeadingSpaceTokenizer(), "stop": [" Paris"]}
+    deltas, stream = run(list(b" Paris."), continues_text=True, **options)
+    assert (text_of(deltas), stream.num_consumed_tokens) == ("", 6)
+    assert text_of(run(list(b" Paris."), **options)[0]) == "Paris."
+
+
+def test_special_tokens_are_no_text_to_go_on_from():
+    assert not holds_text([BOS, THINK], TOKENIZER)
+    assert not holds_text([], TOKENIZER)
+    assert holds_text([BOS, *b"a"], TOKENIZER)
 
 
 @given(ids=st.lists(st.integers(0, 259), max_size=40), pieces=st.lists(st.integers(1, 7), max_size=30))

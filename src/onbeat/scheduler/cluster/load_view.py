@@ -142,7 +142,7 @@ class LoadView:
         num_blocks : that its prompt wants.
         """
         load, sent = self.load, self.sent
-        num_free = self.limits.max_num_seqs - load.num_running
+        num_free = self.limits.max_num_seqs - load.num_running - load.num_kept_slots
         num_lacking: float = load.num_queued_blocks - load.num_free_blocks
         num_waiting = load.num_waiting
         has_slot = num_free > num_waiting + len(sent)

@@ -337,7 +337,7 @@ class Moves:
         if move.destination:
             self._tell(move, MoveVerb.RELEASE, move.destination)
         if move.waits_for is MoveVerb.FREEZE:
-            move.is_cancelled = True
+            move.is_cancelled, move.until = True, inf
         else:
             self._forget(move)
             stands_still = move.is_frozen or move.is_stopped

@@ -43,7 +43,9 @@ class LoadReporter:
         self._budget = config.max_num_batched_tokens
         self._own_work = None if model is None or policy.slo is not None else PrefillWork(model, None)
 
-    def take(self, now: float, *, num_taken: int, busy: float, num_ended: int = 0) -> ReplicaLoad:
+    def take(
+        self, now: float, *, num_taken: int, busy: float, num_ended: int = 0, num_kept_slots: int = 0
+    ) -> ReplicaLoad:
         """Return how things stand.
 
         Parameters
@@ -51,6 +53,7 @@ class LoadReporter:
         num_taken : requests that came so far.
         busy : seconds until the step under way is expected to end.
         num_ended : of a step that is run several times, the runs that have ended and are not counted yet.
+        num_kept_slots : of the batch, for requests on their way.
         """
         work = self._work()
         table = self._table
@@ -91,6 +94,7 @@ class LoadReporter:
             busy=busy,
             num_running=len(running),
             num_waiting=len(waiting),
+            num_kept_slots=num_kept_slots,
             num_free_blocks=num_free,
             num_wanted_blocks=max(0, num_wanted - num_free),
             num_queued_blocks=kv.num_blocks_for(waiting.ranked.num_tokens + waiting.best_effort.num_tokens),

@@ -133,6 +133,12 @@ class RequestState:
         """Tokens that it has to compute, and the sum of what they attend to, as of when it began to wait."""
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
+        """Seconds; of a stream that came from elsewhere before this clock began, if need be."""
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has been in a batch, here or before it came."""
+        return self.admitted_step_id >= 0
 
     @property
     def num_output_tokens(self) -> int:

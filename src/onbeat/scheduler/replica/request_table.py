@@ -55,7 +55,7 @@ class RequestTable:
         for admission in plan.admissions:
             self.waiting.remove(admission.state)
         for state in plan.preempted:
-            self._preempt(state)
+            self.preempt(state)
         # Before any allocation: an eviction must not take a prefix that this step has counted on.
         for admission in plan.admissions:
             self.kv.pool.hold(admission.cached_block_ids)
@@ -154,7 +154,7 @@ class RequestTable:
         self._rank(state)
         self.waiting.push(state)
 
-    def _preempt(self, state: RequestState) -> None:
+    def preempt(self, state: RequestState) -> None:
         """Take a request out of the batch; its tokens are computed again later (recompute preemption)."""
         assert state.status is RequestStatus.RUNNING
         state.num_preemptions += 1
@@ -181,9 +181,10 @@ class RequestTable:
             state.sort_key = (state.slo.rank, *state.sort_key[1:])
 
     def _count_admission(self, state: RequestState, now: float, step_id: int) -> None:
+        is_first = not state.has_run
         state.status = RequestStatus.RUNNING
         state.admitted_step_id = step_id
-        if state.scheduled_time < 0:
+        if is_first:
             state.scheduled_time = now
             state.num_cached_tokens = min(state.num_computed_tokens, state.num_prompt_tokens)
             self.num_prefix_queries += state.num_prompt_tokens

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 from onbeat.core.errors import ConfigError, InvalidRequest
@@ -40,6 +40,7 @@ from onbeat.scheduler.replica.verification import (
     take_back_rejected,
 )
 
+_SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
 _ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
 """Of requests that get no more tokens."""
 
@@ -75,7 +76,7 @@ class Scheduler:
         self._slo = self._policy.slo
         if self._slo is not None:
             assert step_time_model is not None
-            self._slo.start(step_time_model)
+            self._slo.start(step_time_model, config.max_num_batched_tokens)
         self._on_deliveries = note_deliveries if self._slo is None else self._slo.tracker.on_deliveries
         """Holds deliveries against their deadlines."""
         self._work = None if self._slo is None else self._slo.work
@@ -197,7 +198,13 @@ class Scheduler:
         """
         if self._load_reporter is None:
             self._load_reporter = LoadReporter(self.config, self._policy, self._table, self.step_time_model)
-        return self._load_reporter.take(now, num_taken=self._num_taken, busy=busy, num_ended=num_ended)
+        return self._load_reporter.take(
+            now,
+            num_taken=self._num_taken,
+            busy=busy,
+            num_ended=num_ended,
+            num_kept_slots=self.handover.num_slots_kept,
+        )
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
         """Drop requests and free their blocks; unknown or finished ids are ignored."""
@@ -275,12 +282,13 @@ class Scheduler:
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
         self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
-        self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends)
+        failed = result.failed or {}
+        outputs = self._let_go_of_sharers(states, scheduled, failed) if failed else []
+        has_run = not failed or _has_run(states, failed)
+        self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends, has_run=has_run)
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
-        outputs: list[RequestOutput] = []
         delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
-        failed = result.failed or {}
         sampled = sampled_rows(result)
         running = RequestStatus.RUNNING  # to look a member up takes as long as a call
         for state, row in zip(states, scheduled.rows, strict=True):
@@ -443,17 +451,20 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def _learn(self, shape: BatchShape, planned_at: float, ends: Sequence[float]) -> None:
+    def _learn(
+        self, shape: BatchShape, planned_at: float, ends: Sequence[float], *, has_run: bool = True
+    ) -> None:
         """Let the step-time model, and who plans with it, learn from the runs of a step.
 
         Parameters
         ----------
         shape : of the last run; each before read a token less of every row's context.
         ends : when the runs ended, seconds; those that `run_again` was told of among them.
+        has_run : whether the step came to its end; else its time says nothing.
         """
         last_update, self._last_update = self._last_update, ends[-1]
         observe_run = self._observe_run
-        if observe_run is None:
+        if observe_run is None or not has_run:
             return
         work, begun = self._work, planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
@@ -493,6 +504,38 @@ class Scheduler:
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
+    def _let_go_of_sharers(
+        self, states: list[RequestState], scheduled: SchedulerOutput, failed: Mapping[str, str]
+    ) -> list[RequestOutput]:
+        """Preempt those who share KV with a request that has failed, or end them and return their outputs.
+
+        What was not finite in it is so by now, and nobody else would fail by it: neither who joined after the
+        step was planned, nor who had no token of it. Blocks by which another had one are sound.
+        """
+        unsound: set[int] = set()
+        sound: set[int] = set()
+        lost: set[str] = set()
+        for state, row in zip(states, scheduled.rows, strict=True):
+            if state.status is not RequestStatus.RUNNING or state.admitted_step_id > scheduled.step_id:
+                continue  # it has other blocks than the row had, or none
+            if state.request_id in failed:
+                lost.add(state.request_id)
+                unsound.update(state.block_ids)
+            elif row.samples:
+                sound.update(state.block_ids)
+        unsound -= sound
+        outputs = []
+        for state in list(self.running):
+            is_lost = state.status is not RequestStatus.RUNNING or state.request_id in lost
+            if is_lost or unsound.isdisjoint(state.block_ids):
+                continue
+            if state.num_in_flight_tokens:  # they would be delivered
+                outputs.append(self._fail(state, _SHARED_KV))
+            else:
+                self.kv.pool.unregister(state.block_ids)
+                self._table.preempt(state)
+        return outputs
+
     def _fail(self, state: RequestState, message: str) -> RequestOutput:
         """End one request with an error; the others of its step go on, and nobody reuses its KV."""
         self.kv.pool.unregister(state.block_ids)
@@ -515,3 +558,12 @@ class Scheduler:
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):
             self._table.drop(state)
+
+
+def _has_run(states: list[RequestState], failed: Mapping[str, str]) -> bool:
+    """Whether a step came to its end: one that raises fails all of its requests.
+
+    Of those that had ended before nobody hears, and a replay does not know that they failed too.
+    """
+    left = [state.request_id for state in states if state.status not in _ENDED]
+    return not left or any(request_id not in failed for request_id in left)

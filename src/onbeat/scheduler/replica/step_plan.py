@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -141,10 +141,27 @@ class StepPlan:
         num_running = self.num_kept - len(self.victims) + len(self.admissions)
         return min(self.max_num_seqs - num_running, self.num_rows_left)
 
-    def num_blocks_missing(self, state: RequestState) -> int:
-        """Return the blocks that a waiting request lacks, not counting what the prefix cache holds for it."""
-        num_hit_tokens = self.num_hit_tokens.get(state.request_id, state.num_hit_tokens)
-        return self._kv.num_blocks_for(state.num_tokens - num_hit_tokens) - self.num_blocks_left
+    def has_blocks_for(
+        self, state: RequestState, reservation: Reservation, without: Sequence[RequestState] = ()
+    ) -> bool:
+        """Whether a waiting request finds its blocks, as `admit` asks.
+
+        Parameters
+        ----------
+        without : running requests, taken as preempted.
+        """
+        freed_ids = {block_id for other in without for block_id in self._freed_by(other)}
+        num_left = self.num_blocks_left + len(freed_ids) - self._num_spare_blocks(reservation, len(without))
+        num_reserved = reservation.num_tokens(state)
+        if self._kv.num_blocks_for(num_reserved) <= num_left:
+            return True  # whatever the prefix cache holds
+        cached_block_ids = self._kv.match(state)
+        num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
+        return num_needed + len(freed_ids.intersection(cached_block_ids)) <= num_left
+
+    def num_blocks_wanted(self, state: RequestState, reservation: Reservation) -> int:
+        """Return the free space that admitting a waiting request takes, the watermark left out."""
+        return self._num_new_blocks(self._kv.match(state), reservation.num_tokens(state))
 
     @property
     def num_rows_left(self) -> int:
@@ -157,7 +174,7 @@ class StepPlan:
 
     def num_freed_by(self, state: RequestState) -> int:
         """Return the blocks that preempting a request would free."""
-        return len(self._kv.pool.exclusive_ids(state.block_ids))
+        return len(self._freed_by(state))
 
     @property
     def block_size(self) -> int:
@@ -265,9 +282,12 @@ class StepPlan:
 
     def _give_back_blocks(self, state: RequestState) -> None:
         """Count what a preempted request frees."""
-        freed_ids = self._kv.pool.exclusive_ids(state.block_ids)
+        freed_ids = self._freed_by(state)
         self._freed_block_ids.update(freed_ids)
         self.num_blocks_left += len(freed_ids)
+
+    def _freed_by(self, state: RequestState) -> list[int]:
+        return self._kv.pool.exclusive_ids(state.block_ids)
 
     def make_room_for_waiting(self, order: QueueOrder, reservation: Reservation) -> None:
         """Preempt running requests of strictly lower rank for the head of the queue, if that makes it fit.
@@ -328,9 +348,14 @@ class StepPlan:
         num_freed = len(self._freed_block_ids.intersection(cached_block_ids))
         return num_new + self._kv.pool.num_idle(cached_block_ids) + num_freed
 
-    def _num_spare_blocks(self, reservation: Reservation) -> int:
-        """Return the watermark; an empty batch waives it, or a large request could never start."""
-        if self.num_kept == 0 and not self.admissions:
+    def _num_spare_blocks(self, reservation: Reservation, num_gone: int = 0) -> int:
+        """Return the watermark; an empty batch waives it, or a large request could never start.
+
+        Parameters
+        ----------
+        num_gone : running requests that are taken as preempted.
+        """
+        if self.num_kept - len(self.victims) == num_gone and not self.admissions:
             return 0
         return reservation.num_spare_blocks(self._config.num_blocks)
 

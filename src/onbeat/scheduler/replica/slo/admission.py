@@ -17,6 +17,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import SHORTEST_RETRY, Backlog
 from onbeat.scheduler.replica.slo.outlook import Triage, longest_wait_seconds, seconds_before
 from onbeat.scheduler.replica.slo.triage import Job
+from onbeat.scheduler.replica.slo.turnover import Turnover
 from onbeat.scheduler.replica.slo.view import MOST_JOBS, PromptJob, RunningView, decode_shape, prefill_jobs
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
@@ -162,8 +163,31 @@ class Admission:
         wait = room.finish_seconds(until_done, seconds + sum(job.seconds for job in jobs))
         if plan.running or jobs:
             wait = max(wait, longest_wait_seconds(until_done, room))
+        if not place.runs_as_best_effort and start + wait <= own.deadline:  # else it is late by work alone
+            wait = max(wait, self._until_room(own, queue, until_done))
         ttft = start - state.request.arrival + wait
         return Outlook(ttft, place.delays_others, self._slows_streams(state, view), place.runs_as_best_effort)
+
+    def _until_room(self, own: PromptJob, queue: _Queue, until_done: float) -> float:
+        """Return the seconds until an arrival that waits for slot or memory is done; 0 where they are there.
+
+        Streams go on while the prompts before it are worked on, so their steps come on top of all work.
+
+        Parameters
+        ----------
+        until_done : seconds of work with its own.
+        """
+        plan = queue.plan
+        ahead = [job for job in queue.jobs if job.deadline <= own.deadline and not job.state.block_ids]
+        turnover = Turnover(plan, self._work, self._tracker.lengths)
+        room_wait = turnover.wait(own.state, ahead, queue.start)
+        if not room_wait:
+            return 0.0
+        if len(queue.jobs) >= MOST_JOBS:  # those at which no plan looks yet get theirs first, too
+            num_before = plan.waiting.num_below(nextafter(own.state.slo.rank, inf))
+            room_wait *= max(1.0, (num_before + 1) / (len(ahead) + 1))
+        # Room comes free at the end of a step.
+        return room_wait + until_done + 0.5 * queue.room.length
 
     def _place(self, own: PromptJob, queue: _Queue) -> _Place:
         """Return where an arrival stands among the prompts."""

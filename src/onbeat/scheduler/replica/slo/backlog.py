@@ -123,7 +123,7 @@ class Backlog:
         return [
             state
             for state in states
-            if state.scheduled_time < 0 and not state.output_token_ids and _waits_since(state) < latest
+            if not state.has_run and not state.output_token_ids and _waits_since(state) < latest
         ]
 
     def refusal(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> Overloaded | None:

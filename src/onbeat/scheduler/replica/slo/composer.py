@@ -13,7 +13,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission
 from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS, Backlog, QueueBound
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.filler import StepFiller
+from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.victims import Victims
@@ -89,9 +89,9 @@ class SLOComposer:
         self.quantile = GAP_QUANTILE if mode == "gap" else None
         self._earned_share = EARNED_SHARE if mode == "stream" else 0.0
 
-    def start(self, model: StepTimeModel) -> None:
-        """Take the model that predicts steps. Called once, before anything is planned."""
-        self.work = PrefillWork(model, self.quantile)
+    def start(self, model: StepTimeModel, most_step_tokens: int) -> None:
+        """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
+        self.work = PrefillWork(model, self.quantile, most_step_tokens)
         self.backlog = Backlog(self.tracker, self.work, self._bound)
         self.admission = Admission(self.backlog, self.work, self.shed_order, self.limit)
 
@@ -363,7 +363,11 @@ class _Step:
         """
         plan, policy = self._plan, self._policy
         first = next((job for job in jobs if not job.state.block_ids), None)
-        if first is None or (plan.num_slots_left > 0 and plan.num_blocks_missing(first.state) <= 0):
+        if first is None:
+            return
+        running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
+        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
+        if not pool or (plan.num_slots_left > 0 and plan.has_blocks_for(first.state, RESERVATION)):
             return
         decodes = self._view.decode_shape()
         limit = policy.limit(self._view, self._work.of(decodes), plan.now)
@@ -373,8 +377,6 @@ class _Step:
         first = next((job for job in kept if not job.state.block_ids), None)
         if first is None or not policy.must_begin(first, room, plan.now):
             return
-        running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
-        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
         self._victims().make_room(first.state, pool)
 
     def _has_slots_for(self, jobs: list[PromptJob]) -> bool:

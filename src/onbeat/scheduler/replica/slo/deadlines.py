@@ -74,6 +74,8 @@ class SLOState:
     ) -> None:
         """Set the deadlines of a new request, or of one that is resumed with tokens that it has sent.
 
+        Called before it is served; again where it is known better how long its answer will be.
+
         Parameters
         ----------
         now : seconds.
@@ -81,6 +83,7 @@ class SLOState:
         expected_output_tokens : see `due_times`.
         """
         slo = request.slo
+        self.is_best_effort = False
         self.is_paced = slo is not None and slo.e2e is not None and slo.tbt is None
         # A pace is no objective: what one gap takes too long others make up for.
         self._is_gap_mode = mode == "gap" and not self.is_paced

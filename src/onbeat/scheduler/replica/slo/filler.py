@@ -12,6 +12,8 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
+RESERVATION = ReservePrompt()
+"""The blocks that a prompt has to find."""
 _NOTHING_DUE: Mapping[str, float] = MappingProxyType({})
 
 
@@ -42,7 +44,6 @@ class StepFiller:
         self._limit = limit
         self._due = due
         self._num_left = min(most_chunk_tokens, plan.num_tokens_left)
-        self._reservation = ReservePrompt()
         self._is_blocked = plan.ran_out_of_blocks
         """Whether a prompt waits for a slot or for memory."""
 
@@ -88,7 +89,7 @@ class StepFiller:
         num_new = self._chunk(num_cached, num_wanted)
         if num_new == 0:
             return False
-        if not plan.admit(state, cached_block_ids, num_new, self._reservation):
+        if not plan.admit(state, cached_block_ids, num_new, RESERVATION):
             self._is_blocked = True
             return True
         self._count(state, num_cached, num_new)

@@ -108,7 +108,7 @@ class SLOTracker:
 
     def on_drop(self, state: RequestState) -> None:
         """Forget a request, however it ended."""
-        if state.scheduled_time < 0:
+        if not state.has_run:
             self._tenants.on_leave(state.request.tenant)
 
     def reject(self, reason: str) -> None:

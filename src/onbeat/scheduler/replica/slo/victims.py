@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.triage import Worth
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan, needs_block
@@ -56,11 +57,11 @@ class Victims:
         Returns whether that is so.
         """
         plan = self._plan
-        pool = [state for state in pool if not state.num_in_flight_tokens and not state.is_in_flight]
-        if not pool or sum(map(plan.num_freed_by, pool)) < plan.num_blocks_missing(prompt):
+        pool = [state for state in pool if not state.is_in_flight]
+        if not pool or not plan.has_blocks_for(prompt, RESERVATION, without=pool):
             return False
         pool.sort(key=self._loss)
-        while plan.num_slots_left < 1 or plan.num_blocks_missing(prompt) > 0:
+        while plan.num_slots_left < 1 or not plan.has_blocks_for(prompt, RESERVATION):
             if not pool:
                 return False
             plan.preempt(pool.pop())

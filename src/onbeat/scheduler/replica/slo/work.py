@@ -58,6 +58,7 @@ class PrefillWork:
     Parameters
     ----------
     model, quantile : predicts steps; the quantile to plan with, None is the mean.
+    most_step_tokens : that a step may have; infinite where time alone bounds it.
 
     Attributes
     ----------
@@ -69,9 +70,10 @@ class PrefillWork:
     base_seconds : of a step of decodes alone, what does not grow with them.
     """
 
-    def __init__(self, model: StepTimeModel, quantile: float | None) -> None:
+    def __init__(self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf) -> None:
         self._model = model
         self._quantile = quantile
+        self._most_step_tokens = most_step_tokens
         self._num_left = _REFRESH_STEPS
         """Steps until the coefficients are taken again."""
         self._chunks = _timers(model, _CHUNKS, quantile)
@@ -162,7 +164,8 @@ class PrefillWork:
         A step of length L spends `step_seconds` / L of the time on what each step costs, and lets whoever
         arrives meanwhile wait for a part of L / ttft of its objective. The sum of both shares is least at
         L = sqrt(step_seconds ttft). A step is as long as that, or as an efficient chunk makes it; decodes do
-        not count, since what longer steps save on them the streams then lack.
+        not count, since what longer steps save on them the streams then lack. No step has more tokens than it
+        may.
 
         Where the limit cuts an efficient chunk short, the share is that of what fits. It may be far less than
         in proportion: short chunks read all weights, of experts nearly as many as long ones.
@@ -172,7 +175,8 @@ class PrefillWork:
         limit : seconds that the step may take at most.
         ttft : the shortest TTFT objective of the prompts, seconds; infinite without any.
         """
-        chunk = self.efficient_chunk
+        most = max(self._most_step_tokens - decodes.num_new_tokens, 1)
+        chunk = int(min(self.efficient_chunk, most))
         trial = decodes.copy()
         trial.add(0, chunk, samples=True)
         length = self.of(trial)
@@ -183,8 +187,9 @@ class PrefillWork:
         fixed = max(0.0, length - work)
         best = sqrt(self.step_seconds * ttft) if ttft < inf else 0.0
         if best > length:
-            chunk += int((best - length) * chunk / work)
-            length = best
+            longer = chunk + int((best - length) * chunk / work)
+            length = best if longer <= most else length + (most - chunk) * work / chunk
+            chunk = int(min(longer, most))
         length = min(length, limit)
         return Room(chunk, length, max(1 - fixed / length if length > 0 else 0.0, LEAST_SHARE))
 
