@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-_INDEX = "model.safetensors.index.json"
+from onbeat.core.errors import ModelLoadError
+
+WEIGHT_INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("safetensors", "bin", "pt", "pth")
 _PART = re.compile(r".+-\d+-of-0*(?!1\.)[1-9]\d*\.safetensors")
 """A file of weights that is one of several; a single one needs no index."""
@@ -56,20 +58,36 @@ def missing_from(directory: Path, *, weights: bool) -> list[str]:
 
 
 def _missing_weights(directory: Path) -> list[str]:
-    index = directory / _INDEX
+    index = directory / WEIGHT_INDEX
     if index.is_file():
-        missing = [name for name in _indexed_files(index) if not (directory / name).is_file()]
+        try:
+            names = indexed_files(index)
+        except ModelLoadError:
+            return []  # opening it says what is wrong
+        missing = [name for name in names if not (directory / name).is_file()]
         return [*missing[:3], f"{len(missing) - 3} more weight files"] if len(missing) > 4 else missing
     found = [path for suffix in _WEIGHTS for path in directory.glob(f"*.{suffix}")]
     if not found:
         return ["*.safetensors"]
     # the file of several parts is there before its index where a download was interrupted
-    return [_INDEX] if any(_PART.fullmatch(path.name) for path in found) else []
+    return [WEIGHT_INDEX] if any(_PART.fullmatch(path.name) for path in found) else []
 
 
-def _indexed_files(index: Path) -> list[str]:
-    """Return the files that an index names; none of one that is damaged: opening it says what is wrong."""
+def indexed_files(index: Path) -> list[str]:
+    """Return the files that an index of weights names.
+
+    Raises
+    ------
+    ModelLoadError : it cannot be read, is damaged, or names a file outside of its directory.
+    """
     try:
-        return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []
+        weight_map = json.loads(index.read_bytes())["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {index}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{index} is not a valid weight index: {error!r}") from error
+    for name in names:
+        if Path(name).name != name:
+            raise ModelLoadError(f"{index} names the file {name!r}, which is outside of its directory")
+    return names

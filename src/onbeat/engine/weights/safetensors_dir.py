@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,8 +14,8 @@ from onbeat.core.errors import ModelLoadError
 from onbeat.engine.model_config import ModelConfig
 from onbeat.engine.weights.checkpoint import check_parameters
 from onbeat.engine.weights.parameters import parameter_shapes
+from onbeat.hub.files import WEIGHT_INDEX, indexed_files
 
-_INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl")
 _FLOAT_TYPES = frozenset({"F64", "F32", "F16", "BF16"})
@@ -98,8 +97,8 @@ def weight_files(directory: Path) -> list[Path]:
     ------
     ModelLoadError : there are none, or only pickled ones.
     """
-    if (directory / _INDEX).exists():
-        return [directory / name for name in _indexed_files(directory / _INDEX)]
+    if (directory / WEIGHT_INDEX).exists():
+        return [directory / name for name in indexed_files(directory / WEIGHT_INDEX)]
     if (directory / _SINGLE).exists():
         return [directory / _SINGLE]
     found = sorted(directory.glob("*.safetensors"))
@@ -107,7 +106,7 @@ def weight_files(directory: Path) -> list[Path]:
         return found
     if found:
         raise ModelLoadError(
-            f"{directory} has {len(found)} safetensors files but no {_INDEX} to say what is in them"
+            f"{directory} has {len(found)} safetensors files but no {WEIGHT_INDEX} to say what is in them"
         )
     pickles = [path.name for pattern in _PICKLES for path in sorted(directory.glob(pattern))]
     if pickles:
@@ -115,18 +114,4 @@ def weight_files(directory: Path) -> list[Path]:
             f"{directory} has pickled weights only ({pickles[0]}). Unpickling can run any code, so "
             "onbeat refuses; convert them to safetensors (transformers: load the model, then save_pretrained)"
         )
-    raise ModelLoadError(f"{directory} has no weights: neither {_SINGLE} nor {_INDEX}")
-
-
-def _indexed_files(index: Path) -> list[str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {index}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelLoadError(f"{index} is not a valid weight index: {error!r}") from error
-    for name in names:
-        if Path(name).name != name:
-            raise ModelLoadError(f"{index} names the file {name!r}, which is outside of its directory")
-    return names
+    raise ModelLoadError(f"{directory} has no weights: neither {_SINGLE} nor {WEIGHT_INDEX}")
