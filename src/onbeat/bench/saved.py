@@ -258,15 +258,13 @@ def _documents(content: bytes) -> list[Any]:
     try:
         return [orjson.loads(content)]
     except orjson.JSONDecodeError:
-        lines = content.splitlines()
         try:
-            orjson.loads(lines[0] if lines else b"")
+            documents = [orjson.loads(line) for line in content.splitlines()]
         except orjson.JSONDecodeError:
-            pass  # not one a line: the error of the whole says more
-        else:
-            if len(lines) > 1:
-                return [orjson.loads(line) for line in lines]
-        raise
+            documents = []
+        if not documents:
+            raise  # the error of the whole says more than that of a line
+        return documents
 
 
 def _is_run(run: Any) -> bool:

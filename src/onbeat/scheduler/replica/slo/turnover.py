@@ -13,7 +13,7 @@ from onbeat.scheduler.replica.slo.view import PromptJob, decode_shape, may_be_gi
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-_GOLDEN = 0.6180339887498949
+_GOLDEN = (5**0.5 - 1) / 2
 """Its multiples spread evenly over the unit interval, however many of them there are."""
 
 
