@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -100,7 +101,8 @@ async def test_a_stopped_engine_is_seen_until_it_goes_on(
             assert (await request).status == 200
     lines = [record.getMessage() for record in caplog.records if "engine" in record.getMessage()]
     assert len(lines) == 2
-    assert "the engine hangs: it has said nothing for 2 s" in lines[0]
+    # seconds in whole numbers: how late the look came depends on what else the machine does
+    assert re.match(r"the engine hangs: it has said nothing for \d s;", lines[0])
     assert lines[1] == "the engine goes on"
 
 
