@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import pytest
 import zmq
 
+from onbeat.engine import step_wait
 from onbeat.engine.step_wait import StepWait
 
 
@@ -22,13 +23,20 @@ class Wiring:
         self.inbox.bind("inproc://messages")
         self.outbox.connect("inproc://messages")
         self.wait = StepWait(self.inbox)
-        self.read: list[tuple[float, bytes]] = []
+        self.read: list[bytes] = []
         self.num_calls = 0
 
     def read_inbox(self):
         self.num_calls += 1
         while self.inbox.poll(0):
-            self.read.append((time.monotonic(), self.inbox.recv()))
+            self.read.append(self.inbox.recv())
+
+    def is_read(self, count: int, *, within: float) -> bool:
+        """Wait until so many messages were read; return whether they were."""
+        end = time.monotonic() + within
+        while len(self.read) < count and time.monotonic() < end:
+            time.sleep(0.001)
+        return len(self.read) >= count
 
     def close(self):
         self.wait.close()
@@ -55,20 +63,27 @@ def test_a_step_that_has_ended_is_not_waited_for(wiring):
     assert wiring.num_calls == 0
 
 
-def test_messages_are_read_when_they_come(wiring):
+def test_messages_are_read_when_they_come(wiring, monkeypatch):
+    """The step ends only after the second message, and that is sent only after the first was read."""
+    monkeypatch.setattr(step_wait, "WAKE_SECONDS", 60.0)  # nothing but the messages wakes it in time
     step: Future[None] = Future()
-    start = time.monotonic()
-    timers = [end_later(step, 0.3)]
-    for index, delay in enumerate((0.05, 0.15)):
-        timers.append(threading.Timer(delay, wiring.outbox.send, (b"%d" % index,)))
-        timers[-1].start()
+    was_read: list[bool] = []
+
+    def send_and_end() -> None:
+        for count in (1, 2):
+            time.sleep(0.05)  # by then the other thread waits
+            wiring.outbox.send(b"%d" % count)
+            was_read.append(wiring.is_read(count, within=10.0))
+        step.set_result(None)
+
+    sender = threading.Thread(target=send_and_end)
+    sender.start()
     wiring.wait.until_done(step, wiring.read_inbox)
-    assert time.monotonic() - start >= 0.29
-    assert [text for _, text in wiring.read] == [b"0", b"1"]
-    assert [moment - start for moment, _ in wiring.read] == pytest.approx([0.05, 0.15], abs=0.06)
+    assert step.done()
+    sender.join()
+    assert was_read == [True, True]
+    assert wiring.read == [b"1", b"2"]
     assert wiring.num_calls <= 3, "it asks again and again"
-    for timer in timers:
-        timer.join()
 
 
 def test_a_late_bell_does_not_end_the_next_wait(wiring):
