@@ -5,6 +5,7 @@
     python benchmarks/slo_study.py report [--write] [selection]
     python benchmarks/slo_study.py disturb [--minutes 20] [--jobs 2] [--seeds 5] [--capacity 8.5] [--write]
     python benchmarks/slo_study.py ablate [--minutes 10] [--jobs 2] [--seeds 2]
+        [--in-all-cells slo/half-a-step-early [--study TAG]]
     python benchmarks/slo_study.py bound [--minutes 30] [--jobs 2] [--seeds 2] [--write]
 
 A cell is a set-up (model and device), a workload, objectives and what keeping a TBT objective means. A load
@@ -31,7 +32,14 @@ from harness.store import Results, deadline_in, run_missing
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from slo_study.ablation import CELLS as ABLATION_CELLS
-from slo_study.ablation import ablation_runs, ablation_table
+from slo_study.ablation import (
+    VARIANTS,
+    ablation_runs,
+    ablation_table,
+    compared_runs,
+    compared_table,
+    lasting,
+)
 from slo_study.cells import (
     CELLS,
     OBJECTIVES,
@@ -150,13 +158,13 @@ def disturb(args: argparse.Namespace) -> None:
 
 
 def ablate(args: argparse.Namespace) -> None:
-    results = Results(args.results, args.tag)
-    run_missing(
-        ablation_runs(ABLATION_CELLS, args.seeds),
-        results,
-        jobs=args.jobs,
-        deadline=deadline_in(args.minutes),
-    )
+    results, deadline = Results(args.results, args.tag), deadline_in(args.minutes)
+    if args.in_all_cells:
+        own = lasting(scored_runs(Results(LINES, args.study)))
+        run_missing(compared_runs(own, args.in_all_cells), results, jobs=args.jobs, deadline=deadline)
+        print(compared_table(own, args.in_all_cells, results))
+        return
+    run_missing(ablation_runs(ABLATION_CELLS, args.seeds), results, jobs=args.jobs, deadline=deadline)
     print(ablation_table(ABLATION_CELLS, args.seeds, results))
 
 
@@ -222,6 +230,14 @@ def _parser() -> argparse.ArgumentParser:
     each.set_defaults(command=disturb)
     each = commands.add_parser("ablate", parents=[slices], help="what each part of the policy is worth")
     each.add_argument("--seeds", type=int, default=2, help="how many, from 0")
+    each.add_argument(
+        "--in-all-cells",
+        nargs="+",
+        choices=(SUBJECT, *VARIANTS),
+        metavar="PART",
+        help="only these parts, one seed, in each cell, at the highest rates that keep 90 and 99 %%",
+    )
+    each.add_argument("--study", default="10", metavar="TAG", help="whose rates these are (default 10)")
     each.add_argument("--results", type=Path, default=RESULTS.joinpath("slo-ablation.jsonl"))
     each.set_defaults(command=ablate)
     each = commands.add_parser("bound", parents=[slices], help="how far from a bound, and for want of what")

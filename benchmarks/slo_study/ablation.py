@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -22,7 +22,9 @@ from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SPENT_SHARE, SLOC
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
-from slo_study.trial import Question, Runner, longest_request
+from slo_study.criteria import CRITERIA, rate_at
+from slo_study.scored import RateRun, Scored, curves
+from slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
 
 
 class ByDeadline(SLOComposer):
@@ -37,18 +39,18 @@ class ByDeadline(SLOComposer):
         return jobs, 0
 
 
-class TriagedAtOnce(SLOComposer):
-    """Prompts are planned to be done at their deadlines, not half a step before."""
+class EndsInProportion(SLOComposer):
+    """Prompts are planned to end where their share of the time is over, whatever their last steps cost."""
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
-        return super().in_turn(jobs, room._replace(length=0.0), now)
+        return super().in_turn(jobs, room, now - room.fixed_seconds)
 
 
-class HalfAStepForAll(SLOComposer):
-    """The first prompt, too, is planned to be done half a step before its deadline."""
+class HalfAStepEarly(SLOComposer):
+    """Prompts are planned to be done half a step early."""
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
-        return super().in_turn(jobs, room._replace(length=0.0), now + 0.5 * room.length)
+        return super().in_turn(jobs, room, now - room.fixed_seconds + 0.5 * room.length)
 
 
 class InProportion(SLOComposer):
@@ -172,8 +174,8 @@ class LongestWait(SLOComposer):
 
 VARIANTS: dict[str, type[SLOComposer]] = {
     "slo/no-triage": ByDeadline,
-    "slo/no-half-step": TriagedAtOnce,
-    "slo/half-a-step-for-all": HalfAStepForAll,
+    "slo/no-fixed-time": EndsInProportion,
+    "slo/half-a-step-early": HalfAStepEarly,
     "slo/in-proportion": InProportion,
     "slo/ends-by-tbt-alone": EndsByTBTAlone,
     "slo/never-sits-out": NeverSitsOut,
@@ -266,6 +268,57 @@ def ablation_table(cells: Mapping[Cell, float], num_seeds: int, results: Results
     return "\n\n".join(parts)
 
 
+def lasting(study: Iterable[Scored]) -> dict[str, list[Scored]]:
+    """Return criterion -> the policy's run of each cell at the highest rate at which it keeps it, first seed.
+
+    Parameters
+    ----------
+    study : runs of the study.
+    """
+    own = {each.run: each for each in study if each.run.policy == SUBJECT and each.run.seed == 0}
+    known = sorted(curves(own.values()).items(), key=lambda each: str(each[0]))
+    found: dict[str, list[Scored]] = {"90 %": [], "99 %": []}
+    for name, runs in found.items():
+        for (cell, policy, seed), curve in known:
+            kept = curve.bracket(CRITERIA[name]).kept
+            if kept is not None:
+                runs.append(own[RateRun(cell=cell, policy=policy, seed=seed, index=kept)])
+    return found
+
+
+def _beside(own: RateRun, variant: str) -> AblationRun:
+    return AblationRun(cell=own.cell, policy=variant, rate=rate_at(own.index), seed=own.seed)
+
+
+def compared_runs(own: Mapping[str, Sequence[Scored]], variants: Sequence[str]) -> Iterator[AblationRun]:
+    """Yield the runs of variants beside the policy's own."""
+    for runs in own.values():
+        for each in runs:
+            for variant in variants:
+                yield _beside(each.run, variant)
+
+
+def compared_table(own: Mapping[str, Sequence[Scored]], variants: Sequence[str], results: Results) -> str:
+    """Return what variants have more than the policy, over all cells where they ran."""
+    rows = []
+    for variant in variants:
+        for criterion, runs in own.items():
+            pairs = [
+                (each.score, found) for each in runs if (found := results.get(_beside(each.run, variant)))
+            ]
+            if not pairs:
+                continue
+            good = [100 * (found["good"] - score.good) for score, found in pairs]
+            worst = [100 * (found["worst"] - min(score.deciles)) for score, found in pairs]
+            last = sum(found["growth"] <= MOST_GROWTH for _, found in pairs)
+            span = f"{min(good):+.2f} to {max(good):+.2f}"
+            rows.append(
+                [variant, criterion, f"{len(pairs)}", _signed(good, 2), span, _signed(worst, 2), f"{last}"]
+            )
+    header = ["policy", "rates of", "cells", "points", "least and most", "worst decile, points", "still last"]
+    return markdown_table(header, rows)
+
+
 def _row(policy: str, runs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> list[str]:
     points = [(each["good"] - base["good"]) * 100 for each, base in zip(runs, own, strict=False)]
     means = {name: float(np.mean([each[name] for each in runs])) for name in runs[0]}
@@ -279,8 +332,8 @@ def _row(policy: str, runs: Sequence[Mapping[str, Any]], own: Sequence[Mapping[s
     ]
 
 
-def _signed(points: Sequence[float]) -> str:
+def _signed(points: Sequence[float], digits: int = 1) -> str:
     interval = mean_interval(points)
     if len(points) == 1:
-        return f"{interval.mean:+.1f}"
-    return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
+        return f"{interval.mean:+.{digits}f}"
+    return f"{interval.mean:+.{digits}f} [{interval.low:+.{digits}f}, {interval.high:+.{digits}f}]"

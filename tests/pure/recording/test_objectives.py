@@ -276,7 +276,7 @@ def test_a_replay_leaves_behind_whom_the_record_did(path: Path) -> None:
     config = make_config("slo", shed_order="longest-wait", max_num_batched_tokens=256)
     run = start_run(path, config, model=model)
     for name, num_tokens in (("long", 200), *((f"short {index}", 40) for index in range(4))):
-        request = make_request(name, run.now, slo=SLO(ttft=1.5))
+        request = make_request(name, run.now, slo=SLO(ttft=1.7))
         run.add(replace(request, prompt_token_ids=range(num_tokens)))
     run.finish()
     assert Replay(Recording(path), model).run().is_identical

@@ -262,6 +262,18 @@ class TestTriage:
         one = FakeStepTime().idle_seconds(900, 0)
         assert self.num_good("slo") >= int(0.5 / one) - 1
 
+    @pytest.mark.parametrize("ttft", [0.128, 0.144, 0.148])
+    def test_those_that_a_step_ended_for_them_lets_be_in_time_are_kept(self, ttft):
+        """Two take 0.142 s; a third one fills what is left of steps, and would make either late."""
+        driver = Watch()
+        pair = [
+            make_request(name, 500, 1, slo=SLO(ttft=due), shed=ShedMode.RELEGATE)
+            for name, due in (("first", ttft - 0.001), ("second", ttft))
+        ]
+        driver.serve([*pair, make_request("later", 1000, 1, slo=SLO(ttft=9.0))])
+        good = [driver.is_good(name) for name in ("first", "second", "later")]
+        assert sum(good) == (3 if ttft > 0.142 else 2)
+
     def test_while_all_have_time_they_go_by_deadline(self):
         driver = Watch(max_num_batched_tokens=256)
         driver.serve([make_request("before", 1, 1)])

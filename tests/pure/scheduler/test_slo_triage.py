@@ -56,15 +56,6 @@ def test_with_equal_worths_no_other_choice_has_more_in_time(pairs, start, share)
     assert sorted(kept + left_behind, key=jobs.index) == jobs
 
 
-@given(sizes, st.integers(0, 5))
-def test_with_a_margin_all_but_the_first_are_early(pairs, margin):
-    jobs = make_jobs(pairs)
-    kept, _ = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of, margin=margin)
-    early = [job if job is jobs[0] else job._replace(deadline=job.deadline - margin) for job in kept]
-    assert all_in_time(early)
-    assert margin or len(kept) == most_in_time(jobs, 0.0, 1.0)
-
-
 weight_lists = st.lists(st.sampled_from([0.5, 1.0, 4.0]), min_size=8, max_size=8)
 
 

@@ -242,6 +242,12 @@ class TestRoom:
         assert work.room_beside(decodes(num), factor * limit, inf).share >= share - 1e-12
         assert work.room_beside(decodes(2 * num), limit, inf).share <= share + 1e-12
 
+    @given(st.floats(1e-4, 10.0), st.floats(1e-3, 1.0), st.floats(0.05, 1.0))
+    def test_work_is_done_by_its_share_of_the_time_and_one_fixed_part_more(self, seconds, length, share):
+        room = Room(100, length, share)
+        latest = seconds / share + room.fixed_seconds
+        assert seconds / share * (1 - 1e-9) <= room.drain_seconds(seconds) <= latest * (1 + 1e-9)
+
     def test_draining_counts_each_step_that_it_takes(self):
         assert Room(100, 0.1, 0.5).drain_seconds(0.5) == pytest.approx(0.5 + 10 * 0.05)
         assert Room(100, 0.1, 0.5).drain_seconds(0.51) == pytest.approx(0.51 + 11 * 0.05)

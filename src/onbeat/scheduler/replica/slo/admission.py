@@ -202,12 +202,12 @@ class Admission:
         if is_behind_all:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
-        margin = 0.5 * room.length  # as the policy plans
+        start = queue.start + room.fixed_seconds  # as the policy plans
         if own.state.request.shed is ShedMode.REJECT:
             # Accepted requests stay: the arrival must find its place among them.
-            end = queue.start + margin + before / room.share
+            end = start + before / room.share
             return _Place(before, delays_others=self._delays_others(own, everyone[index + 1 :], end, room))
-        triage = Triage(queue.start, room.share, self._tracker.worth, margin, self._shed_order)
+        triage = Triage(start, room.share, self._tracker.worth, self._shed_order)
         turn = seconds_before(own, everyone, triage, by_deadline=before)
         if turn is None:
             return _Place(self._all_work(queue), runs_as_best_effort=True)

@@ -177,15 +177,12 @@ class SLOComposer:
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         """Return prompts in the order in which they are served, and how many are left behind at its end."""
-        # A prompt that is done within a step waits for its end: half a step on average. The first does not,
-        # since `due` ends the step for it.
         kept, left_behind = select_feasible(
             jobs,
-            start=now,
+            start=now + room.fixed_seconds,  # whatever part of its last step a prompt needs
             share=room.share,
             worth=self.tracker.worth,
             order=self.shed_order,
-            margin=0.5 * room.length,
         )
         # Time that the others leave is theirs before it is best effort's.
         return kept + left_behind, len(left_behind)

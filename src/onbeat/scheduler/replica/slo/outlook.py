@@ -20,7 +20,6 @@ class Triage(NamedTuple, Generic[PromptT]):
     start: float
     share: float
     worth: Worth[PromptT]
-    margin: float
     order: ShedOrder = "most"
 
 
@@ -35,10 +34,8 @@ def seconds_before(
     everyone : it and the prompts with deadlines, by deadline.
     by_deadline : seconds of work of those that are due before it, whether they can all be in time or not.
     """
-    start, share, worth, margin, order = triage
-    _, left_behind = select_feasible(
-        everyone, start=start, share=share, worth=worth, order=order, margin=margin
-    )
+    start, share, worth, order = triage
+    _, left_behind = select_feasible(everyone, start=start, share=share, worth=worth, order=order)
     if own in left_behind:
         return None
     return max(0.0, by_deadline - sum(job.seconds for job in left_behind if job.deadline < own.deadline))

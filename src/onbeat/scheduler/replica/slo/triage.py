@@ -56,7 +56,6 @@ def select_feasible(
     share: float,
     worth: Worth[PromptT],
     order: ShedOrder = "most",
-    margin: float = 0.0,
 ) -> tuple[list[Job[PromptT]], list[Job[PromptT]]]:
     """Split jobs into those to serve, in order of their deadlines, and those to leave behind.
 
@@ -71,7 +70,6 @@ def select_feasible(
     jobs : by ascending deadline.
     start : when the first begins, seconds.
     share : of the machine's time that goes into this work, in (0, 1].
-    margin : by which all but the first have to be early, seconds.
     """
     heap: list[tuple[float, int]] = []
     left_behind: set[int] = set()
@@ -80,8 +78,6 @@ def select_feasible(
     keeps_turn, by_work = ShedMode.OFF, order == "most"
     for index, (deadline, seconds, state) in enumerate(jobs):
         taken = seconds / share
-        if index:
-            deadline -= margin
         is_droppable = state.request.shed is not keeps_turn
         if end - droppable + taken > deadline:  # whichever others go
             if is_droppable:

@@ -34,9 +34,18 @@ class Room(NamedTuple):
     share: float
     """Of the time that goes into prefill work, in (0, 1]."""
 
+    @property
+    def fixed_seconds(self) -> float:
+        """Seconds of the step that do not go into prefill work.
+
+        Work w takes ceil(w / (share length)) steps, each with this time beside it. Where the last is ended
+        for it, it is done after w / share + `fixed_seconds` at the latest.
+        """
+        return self.length * (1 - self.share)
+
     def drain_seconds(self, seconds: float) -> float:
         """Return how long so much prefill work takes in steps like this."""
-        return seconds + self._num_steps(seconds) * self.length * (1 - self.share)
+        return seconds + self._num_steps(seconds) * self.fixed_seconds
 
     def finish_seconds(self, seconds: float, all_seconds: float) -> float:
         """Return when the first so much of all work is done: at the end of its last step.
