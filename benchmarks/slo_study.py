@@ -69,9 +69,10 @@ LINES = RESULTS / "slo-study.jsonl"
 IMAGES = REPOSITORY / "docs" / "images"
 DISTURBED_NOTE = """
 Mistral-7B on one A100-80G, Poisson arrivals, lengths of the Azure conversation trace, 1 s and 100 ms, stream;
-five minutes of arrivals, of which the first is thrown away. A policy that plans with step times begins with
-the undisturbed model and learns from the steps that it sees. Loads are multiples of the capacity (90 % good)
-of `slo` undisturbed. Of static budgets with triage the best with the first seed stands for all.
+16 minutes of arrivals, of which the first four are thrown away: in them each disturbance comes for the first
+time. A policy that plans with step times begins with the undisturbed model and learns from the steps that it
+sees. Loads are multiples of the capacity (90 % good, of loads that last) of `slo` undisturbed. Of static
+budgets with triage the best with the first seed stands for all.
 """
 
 BOUND_NOTE = """

@@ -109,25 +109,26 @@ class EarnsMore(SLOComposer):
 class SpendsNothing(SLOComposer):
     """No step takes more than the tightest TBT objective, however far ahead its streams are."""
 
-    def objective_limit(self, view: RunningView, ahead: float) -> float:  # noqa: ARG002
+    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
         return self.tightest_limit(view.tightest)
 
 
 class SpendsHalf(SLOComposer):
     """In `stream` mode a step may take half of the time that the most urgent stream has in hand."""
 
-    def objective_limit(self, view: RunningView, ahead: float) -> float:
+    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
         if self.mode == "gap":
             return self.tightest_limit(view.tightest)
-        return max(self.tightest_limit(view.tightest), min(ahead / 2, LONGEST_GAP * view.tightest))
+        in_hand = (view.due - start) / 2
+        return max(self.tightest_limit(view.tightest), min(in_hand, LONGEST_GAP * view.tightest))
 
 
 class AnyGap(SLOComposer):
     """A step may take a quarter of the time in hand, however long that is."""
 
-    def objective_limit(self, view: RunningView, ahead: float) -> float:
+    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
         tightest = self.tightest_limit(view.tightest)
-        return tightest if self.mode == "gap" else max(tightest, SPENT_SHARE * ahead)
+        return tightest if self.mode == "gap" else max(tightest, SPENT_SHARE * (view.due - start))
 
 
 class EfficientChunk(SLOComposer):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +15,9 @@ from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
 from onbeat.perfmodel.predictor import Predictor
+from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.composer import SLOComposer
 from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import RateStep, step_arrivals
@@ -25,37 +28,43 @@ from slo_study.loads import LoadKey, make_load
 from slo_study.trial import config_of, longest_request
 
 SET_UP, WORKLOAD, SLO_NAME, MODE = "mistral", "poisson", "1s-100ms", "stream"
-WARM_SECONDS, SECONDS = 60.0, 300.0
-"""Of arrivals: thrown away, and in all."""
+WARM_SECONDS, SECONDS = 240.0, 960.0
+"""Of arrivals: thrown away, in which each disturbance has come once, and in all. 4,000 requests count."""
 MOST_POINTS_BELOW = 1.0
 TRIAGE = "static+triage"
 RIVALS = (SIMPLE, *FAMILIES[TRIAGE])
 ABUSER = "abuser"
 
-Change = Callable[[int, float], tuple[float, float]]
-"""From a step's number and the time that the device has been busy to a factor and seconds beside it."""
+Change = Callable[[int, float, float], tuple[float, float]]
+"""From a step's number and the times that the device had been busy before it and before the last one, to a
+factor and seconds beside it."""
 
 
 def _stall(seconds: float, every: int) -> Change:
-    return lambda step, _busy: (1.0, seconds if step % every == every - 1 else 0.0)
+    return lambda step, _busy, _before: (1.0, seconds if step % every == every - 1 else 0.0)
+
+
+def _stall_in_time(seconds: float, every: float) -> Change:
+    """Return what stalls as time passes, however many steps that takes: as often under each policy."""
+    return lambda _step, busy, before: (1.0, seconds if busy // every > before // every else 0.0)
 
 
 def _slow(factor: float) -> Change:
-    return lambda _step, _busy: (factor, 0.0)
+    return lambda _step, _busy, _before: (factor, 0.0)
 
 
-def _spells(_step: int, busy: float) -> tuple[float, float]:
+def _spells(_step: int, busy: float, _before: float) -> tuple[float, float]:
     return (1.5 if busy % 100.0 < 20.0 else 1.0), 0.0
 
 
-def _drift(_step: int, busy: float) -> tuple[float, float]:
+def _drift(_step: int, busy: float, _before: float) -> tuple[float, float]:
     return 1.0 + 0.3 * min(1.0, busy / SECONDS), 0.0
 
 
 DEVICES: dict[str, Change] = {
     "stalls of 0.1 s, every 100th step": _stall(0.1, 100),
     "stalls of 0.3 s, every 1,000th step": _stall(0.3, 1000),
-    "stalls of 2 s, every 2,000th step": _stall(2.0, 2000),
+    "stalls of 2 s, every 150 s": _stall_in_time(2.0, 150.0),
     "slow spells (20 of 100 s at 1.5 times the time)": _spells,
     "drift to 1.3 times the time": _drift,
     "20 % slower than predicted": _slow(1.2),
@@ -78,6 +87,18 @@ FACTORS: dict[str, tuple[float, float]] = {OVERLOAD: (2.0, 5.0), BURSTS: (0.5, 0
 """Rates as multiples of a capacity, where they are not `_FACTORS`. Bursts have a mean of 1.4 times theirs."""
 
 
+class ForgetsStalls(SLOComposer):
+    """Streams earn no more after a stall than before."""
+
+    def refresh(self, running: Iterable[RequestState], now: float) -> None:  # noqa: ARG002
+        assert self.work is not None
+        self.work.take()
+
+
+POLICIES["slo/no-stalls"] = lambda: make_slo_policy(ForgetsStalls())
+"""Stands among the policies while the study runs, in each process."""
+
+
 class DisturbedDevice:
     """A device whose steps take something else than its model says; who plans with the model has to learn it.
 
@@ -90,7 +111,7 @@ class DisturbedDevice:
         self._model = model
         self._change = change
         self._num_steps = 0
-        self._busy = 0.0
+        self._busy = self._before = 0.0
 
     def with_learning(self) -> Predictor:
         """Return what a scheduler is given."""
@@ -98,10 +119,10 @@ class DisturbedDevice:
 
     def step_time(self, shape: BatchShape, q: float | None = None) -> float:
         """Return what the next step takes; it is asked for each step once."""
-        factor, more = self._change(self._num_steps, self._busy)
+        factor, more = self._change(self._num_steps, self._busy, self._before)
         seconds = self._model.step_time(shape, q) * factor + more
         self._num_steps += 1
-        self._busy += seconds
+        self._before, self._busy = self._busy, self._busy + seconds
         return seconds
 
     def max_chunk_tokens(

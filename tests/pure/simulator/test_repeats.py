@@ -93,7 +93,7 @@ OBJECTIVES = st.sampled_from(
     mode=st.sampled_from(["stream", "gap"]),
     num_blocks=st.integers(16, 40),
     num_replicas=st.integers(1, 2),
-    noise=st.sampled_from([0.0, 0.3]),
+    noise=st.sampled_from([0.0, 0.3, 2.0]),
     context=st.sampled_from([4.7e-8, 2e-5]),
 )
 @examples(200)

@@ -81,6 +81,8 @@ class Scheduler:
         """Holds deliveries against their deadlines."""
         self._work = None if self._slo is None else self._slo.work
         """What prompts cost; None where nobody asks."""
+        self._stalls = None if self._slo is None else self._slo.stalls
+        """What streams should have in hand for them; None where nobody keeps deadlines."""
         self._quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=self._quantile)
@@ -463,10 +465,10 @@ class Scheduler:
         has_run : whether the step came to its end; else its time says nothing.
         """
         last_update, self._last_update = self._last_update, ends[-1]
-        observe_run = self._observe_run
-        if observe_run is None or not has_run:
+        observe_run, model = self._observe_run, self.step_time_model
+        if observe_run is None or model is None or not has_run:
             return
-        work, begun = self._work, planned_at
+        begun = planned_at
         # Steps wait for one another, save for those of a pipeline, which run side by side.
         if begun < last_update and self.config.num_micro_batches == 1:
             begun = last_update
@@ -474,13 +476,24 @@ class Scheduler:
         if ends[0] <= self._last_run:
             new_ends = [end for end in ends if end > self._last_run]
         shape.decode_context_tokens -= len(new_ends) * num_rows
-        taken_after = 0 if work is None else work.count(len(new_ends))
-        if taken_after and work is not None:
-            observe_run(shape, begun, new_ends[:taken_after])
-            work.take()
-            begun, new_ends = new_ends[taken_after - 1], new_ends[taken_after:]
-        if new_ends:
-            observe_run(shape, begun, new_ends)
+        slo, work, stalls = self._slo, self._work, self._stalls
+        while new_ends:
+            run = new_ends
+            # Hardly any step takes as long, and to ask would be a call a step.
+            if stalls is not None and run[-1] - begun > stalls.shortest and stalls.may_be_in(begun, run):
+                run = run[:1]  # each is held against what was learnt before it
+                shape.decode_context_tokens += num_rows
+                stalls.note(begun, run[0], model.step_time(shape))
+                shape.decode_context_tokens -= num_rows
+            new_ends = new_ends[len(run) :]
+            taken_after = 0 if work is None else work.count(len(run))
+            if taken_after and slo is not None:
+                observe_run(shape, begun, run[:taken_after])
+                begun, run = run[taken_after - 1], run[taken_after:]
+                slo.refresh(self.running, begun)
+            if run:
+                observe_run(shape, begun, run)
+                begun = run[-1]
 
     def _note_drafts(
         self,

@@ -61,6 +61,7 @@ class StepPlan:
         "running",
         "slack",
         "step_id",
+        "tightest",
         "victims",
         "waiting",
     )
@@ -86,6 +87,8 @@ class StepPlan:
         self.slack: float | None = None
         """Time until the earliest deadline of a running stream, at least the budget, seconds; None where
         nobody looked. Drafts may take it; prompts leave what is above the budget to the streams."""
+        self.tightest = inf
+        """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None
         """The request whose deadline set the budget."""
         self._config = config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from onbeat.core.slo import ShedMode, ShedOrder, SLOMode
@@ -14,6 +14,7 @@ from onbeat.scheduler.replica.slo.admission import Admission
 from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS, Backlog, QueueBound
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller
+from onbeat.scheduler.replica.slo.stalls import Stalls, streams_of
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.victims import Victims
@@ -62,6 +63,7 @@ class SLOComposer:
     quantile : of the step time, to plan with; None is the mean.
     work : what prompts cost; None until `start`.
     backlog : how long those wait who are not in time; None until `start`.
+    stalls : what streams should have in hand for the next step that takes far longer than predicted.
 
     References
     ----------
@@ -73,6 +75,7 @@ class SLOComposer:
         self.tracker = SLOTracker()
         self.work: PrefillWork | None = None
         self.backlog: Backlog | None = None
+        self.stalls = Stalls()
         self.admission: Admission | None = None
         self.configure("stream", "most")
 
@@ -105,7 +108,20 @@ class SLOComposer:
         assert plan.predicted_wait is not None
         assert self.backlog is not None
         self.tracker.predicted_wait = plan.predicted_wait
+        stalls = self.stalls
+        stalls.tightest, stalls.shortest = plan.tightest, LONGEST_GAP * plan.tightest
+        if stalls.since is None:
+            stalls.since = plan.now
         self.backlog.on_plan(plan)
+
+    def refresh(self, running: Iterable[RequestState], now: float) -> None:
+        """Take anew what plans lean on from what was learnt."""
+        assert self.work is not None
+        self.work.take()
+        if self.stalls.size and self.mode == "stream":
+            streams = streams_of(running, self.tracker.lengths)
+            limit = self.tightest_limit(min([each.tbt for each in streams], default=inf))
+            self.stalls.weigh(streams, self.work, limit, now)
 
     def on_arrival(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
         """Predict what an arrival may expect, and learn of the load.
@@ -146,19 +162,21 @@ class SLOComposer:
         """Return the time that a step may take, seconds; infinite where no stream has an objective."""
         ahead = view.due - start
         pace = max(view.pace, decode_seconds / (1 - PACED_SHARE))
-        return min(self.objective_limit(view, ahead), max(ahead, decode_seconds), pace)
+        objective = self.objective_limit(view, decode_seconds, start)
+        return min(objective, max(ahead, decode_seconds), pace)
 
-    def objective_limit(self, view: RunningView, ahead: float) -> float:
-        """Return what TBT objectives allow a step, seconds; infinite without any.
-
-        Parameters
-        ----------
-        ahead : seconds until the earliest deadline, infinite without one.
-        """
-        tightest = self.tightest_limit(view.tightest)
-        if self.mode == "gap":
-            return tightest
-        return max(tightest, min(SPENT_SHARE * ahead, LONGEST_GAP * view.tightest))
+    def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
+        """Return what TBT objectives allow a step, seconds; infinite without any."""
+        limit = self.tightest_limit(view.tightest)
+        if self.mode == "gap" or limit == inf:
+            return limit
+        ahead = view.due - start
+        stalls = self.stalls
+        if stalls.share:
+            # Not at once: many streams that were begun with longer steps would leave prompts nothing.
+            limit = min(limit, max(limit * (1 - stalls.share), (limit + decode_seconds) / 2))
+            ahead -= stalls.reserve(start)
+        return max(limit, min(SPENT_SHARE * ahead, LONGEST_GAP * view.tightest))
 
     def tightest_limit(self, tightest: float) -> float:
         """Return what TBT objectives allow without time in hand, seconds; infinite without any.
@@ -201,7 +219,10 @@ class SLOComposer:
         start : when the next step may start, seconds.
         """
         slo = state.request.slo
-        return due - start > SPARE_TOKENS * state.slo.tbt and slo is not None and slo.e2e is None
+        spare = SPARE_TOKENS * state.slo.tbt
+        if self.stalls.share:
+            spare += self.stalls.reserve(start)
+        return due - start > spare and slo is not None and slo.e2e is None
 
     def must_begin(self, job: PromptJob, room: Room, now: float) -> bool:
         """Whether a prompt is late if it waits for another step."""
@@ -249,6 +270,7 @@ class _Step:
             self._make_room(jobs, best_effort)
         rows = self._not_victims(view.decodes)
         shape = decode_shape(rows) if plan.victims else view.decode_shape()
+        plan.tightest = view.tightest
         limit, decode_seconds = inf, 0.0
         if view.streams:  # else nothing is due, and nobody asks how long the decodes take
             decode_seconds = self._work.of(shape)
