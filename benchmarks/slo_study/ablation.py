@@ -18,7 +18,7 @@ from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import QueueBound
-from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SPENT_SHARE, SLOComposer
+from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SPENT_SHARE, LongSteps, SLOComposer
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
@@ -131,6 +131,20 @@ class AnyGap(SLOComposer):
         return tightest if self.mode == "gap" else max(tightest, SPENT_SHARE * (view.due - start))
 
 
+class NoLongSteps(SLOComposer):
+    """All steps beside streams that may not fall behind are alike."""
+
+    def long_steps(
+        self,
+        view: RunningView,  # noqa: ARG002
+        decodes: BatchShape,  # noqa: ARG002
+        room: Room,  # noqa: ARG002
+        limit: float,  # noqa: ARG002
+        start: float,  # noqa: ARG002
+    ) -> LongSteps | None:
+        return None
+
+
 class EfficientChunk(SLOComposer):
     """No step holds more than an efficient chunk."""
 
@@ -187,6 +201,7 @@ VARIANTS: dict[str, type[SLOComposer]] = {
     "slo/spends-nothing": SpendsNothing,
     "slo/spends-half": SpendsHalf,
     "slo/any-gap": AnyGap,
+    "slo/no-long-steps": NoLongSteps,
     "slo/efficient-chunk": EfficientChunk,
     "slo/no-preemption": NoPreemption,
     "slo/no-best-effort-turn": NoTurn,

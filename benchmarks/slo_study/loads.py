@@ -39,6 +39,7 @@ DRAWN = {
 """Lengths drawn from a file, with replacement."""
 MADE = {
     "chat": ((1.0, 200, 200),),
+    "short-answers": ((1.0, 350, 60),),
     "documents": ((1.0, 8000, 200),),
     "bimodal": ((0.95, 300, 200), (0.05, 12_000, 200)),
     "long-outputs": ((1.0, 500, 1500),),

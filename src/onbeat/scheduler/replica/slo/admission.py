@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode, ShedOrder
+from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import SHORTEST_RETRY, Backlog
 from onbeat.scheduler.replica.slo.outlook import Triage, longest_wait_seconds, seconds_before
@@ -26,8 +27,8 @@ _TRY_AGAIN_SECONDS = 30.0
 """How often an idle replica takes a request that it predicts to be infeasible: otherwise a model that is too
 pessimistic would reject what could correct it."""
 
-StepLimit = Callable[[RunningView, float, float], float]
-"""(running requests, seconds of their decodes, start) -> seconds that a step may take."""
+FindRoom = Callable[[RunningView, BatchShape, float, float, float], Room]
+"""(running requests, decodes, seconds of work, shortest TTFT objective, start) -> what prompts get."""
 
 
 class Outlook(NamedTuple):
@@ -76,15 +77,17 @@ class Admission:
     Parameters
     ----------
     backlog : how long these wait.
-    limit : what bounds a step's time, as the policy plans it.
+    find_room : what prompts get of steps, as the policy plans them.
     """
 
-    def __init__(self, backlog: Backlog, work: PrefillWork, shed_order: ShedOrder, limit: StepLimit) -> None:
+    def __init__(
+        self, backlog: Backlog, work: PrefillWork, shed_order: ShedOrder, find_room: FindRoom
+    ) -> None:
         self._tracker = backlog.tracker
         self._backlog = backlog
         self._work = work
         self._shed_order = shed_order
-        self._limit = limit
+        self._find_room = find_room
         self._last_try = -inf
 
     def decide(self, state: RequestState, plan: StepPlan, busy_until: float) -> None:
@@ -152,15 +155,16 @@ class Admission:
         # By the time that it is served, those ahead of it decode, too.
         ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
         decodes = decode_shape([*view.decodes, *ahead]) if ahead else view.decode_shape()
-        limit = self._limit(view, work.of(decodes), start) if view.streams else inf
-        room = work.room_beside(decodes, limit, state.slo.ttft_deadline - state.request.arrival)
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
+        all_seconds = seconds + sum([job.seconds for job in jobs])
+        ttft = state.slo.ttft_deadline - state.request.arrival
+        room = self._find_room(view, decodes, all_seconds, ttft, start)
         queue = _Queue(plan, view, jobs, start, room)
         own = Job(state.slo.ttft_deadline, seconds, state)
         place = self._place(own, queue)
         until_done = place.seconds_before + seconds
-        wait = room.finish_seconds(until_done, seconds + sum(job.seconds for job in jobs))
+        wait = room.finish_seconds(until_done, all_seconds)
         if plan.running or jobs:
             wait = max(wait, longest_wait_seconds(until_done, room))
         if not place.runs_as_best_effort and start + wait <= own.deadline:  # else it is late by work alone

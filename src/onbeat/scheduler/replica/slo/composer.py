@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
+from math import ceil, inf
+from typing import NamedTuple
 
 from onbeat.core.slo import ShedMode, ShedOrder, SLOMode
 from onbeat.core.step import BatchShape, SchedulerState
@@ -19,10 +20,10 @@ from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.triage import select_feasible
 from onbeat.scheduler.replica.slo.victims import Victims
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import CERTAIN, PrefillWork, Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-GAP_QUANTILE = 0.99
+GAP_QUANTILE = CERTAIN
 """Of the step time, to plan with in `gap` mode: nothing earned makes up for a longer step there, and one in a
 hundred is what a request's P99 gap allows. In `stream` mode longer and shorter steps even out: the mean."""
 EARNED_SHARE = 1 / 32
@@ -39,6 +40,15 @@ SPARE_TOKENS = 20
 """A stream that has the time of so many tokens in hand may sit out a step for prompts that would be late."""
 MOST_BEST_EFFORT = 32
 """Best-effort prompts that a plan looks at: more than a step holds."""
+
+
+class LongSteps(NamedTuple):
+    """Steps of decodes alone, and a long one with prompts behind them."""
+
+    room: Room
+    """What prompts get of all of them together."""
+    limit: float
+    """What the next one may take, seconds: no more than its decodes, if it is one of decodes alone."""
 
 
 class SLOComposer:
@@ -96,7 +106,7 @@ class SLOComposer:
         """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
         self.work = PrefillWork(model, self.quantile, most_step_tokens)
         self.backlog = Backlog(self.tracker, self.work, self._bound)
-        self.admission = Admission(self.backlog, self.work, self.shed_order, self.limit)
+        self.admission = Admission(self.backlog, self.work, self.shed_order, self.find_room)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
@@ -192,6 +202,69 @@ class SLOComposer:
         assert self.work is not None
         ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
         return self.work.room_beside(decodes, limit, min(ttfts, default=inf))
+
+    def find_room(
+        self, view: RunningView, decodes: BatchShape, seconds: float, ttft: float, start: float
+    ) -> Room:
+        """Return what prompts get of steps from some time on.
+
+        Parameters
+        ----------
+        seconds : of prefill work.
+        ttft : the shortest objective of the prompts, seconds; infinite without any.
+        """
+        assert self.work is not None
+        limit = self.limit(view, self.work.of(decodes), start) if view.streams else inf
+        room = self.work.room_beside(decodes, limit, ttft)
+        if seconds <= room.share * room.length:
+            return room
+        long = self.long_steps(view, decodes, room, limit, start)
+        return room if long is None else long.room
+
+    def long_steps(
+        self, view: RunningView, decodes: BatchShape, room: Room, limit: float, start: float
+    ) -> LongSteps | None:
+        """Return how prompts get more if they are in long steps, and decodes run alone before each.
+
+        A step with prompts costs something beside them, and where decodes take less time alone than beside
+        prompts more still. Steps of decodes alone, each shorter than the objective, earn the time for one
+        that takes about two objectives. At least one has to, and as many as make the long step certain to
+        end in time.
+
+        Parameters
+        ----------
+        room : what prompts get if all steps are alike.
+        limit : of such a step, seconds.
+        start : when the next step may start, seconds.
+
+        Returns
+        -------
+        None where they get no more, or where no stream can earn.
+        """
+        work = self.work
+        assert work is not None
+        if self.mode == "gap" or view.tightest == inf or view.pace < inf:
+            return None
+        decode_seconds = work.of(decodes)
+        longest = LONGEST_GAP * self.tightest_limit(view.tightest)
+        length = longest - decode_seconds
+        if length <= limit or limit < self.objective_limit(view, decode_seconds, start):
+            return None  # steps are as long, or somebody is behind
+        long = work.room_beside(decodes, length, inf)
+        seconds, prompt_seconds = decode_seconds + long.length, long.share * long.length
+        if prompt_seconds <= room.share * seconds:
+            return None
+        spread, ahead = work.spread(), view.due - start - self.stalls.reserve(start)
+        missing = spread * long.length - ahead
+        if missing > 0:
+            if missing == inf:
+                return None
+            num_more = ceil(missing / (view.tightest - decode_seconds)) - 1
+            seconds += num_more * decode_seconds
+            if prompt_seconds <= room.share * seconds:
+                return None
+        room = Room(long.chunk, seconds, prompt_seconds / seconds)
+        return LongSteps(room, decode_seconds if missing > 0 else min(longest, ahead / spread))
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         """Return prompts in the order in which they are served, and how many are left behind at its end."""
@@ -318,7 +391,17 @@ class _Step:
                 shape = decode_shape(rows)
                 room = policy.room(shape, limit, jobs)
                 in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
-            plan.predicted_wait = sum([job.seconds for job in jobs]) / room.share
+            seconds = sum([job.seconds for job in jobs])
+            if (best_effort or seconds > room.share * room.length) and not (
+                sitting_out or is_for_best_effort
+            ):
+                long = policy.long_steps(self._view, shape, room, limit, plan.now)
+                if long is not None:
+                    others, num_others = policy.in_turn(jobs, long.room, plan.now)
+                    if num_others <= num_left_behind:
+                        room, limit, in_turn, num_left_behind = *long, others, num_others
+                        plan.budget = max(limit, plan.budget or 0.0)
+            plan.predicted_wait = seconds / room.share
             due = policy.due(in_turn[: len(in_turn) - num_left_behind], plan.now)
             most_chunk_tokens = room.chunk
         shape = self._decode(rows, shape)

@@ -7,6 +7,7 @@ from functools import partial
 from math import ceil, inf, sqrt
 from typing import NamedTuple
 
+from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import USUAL_CONTEXT, PrefillCosts
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import BatchTimer, StepTimeModel
@@ -19,6 +20,8 @@ _NEAR_BEST = 1.05
 _REFRESH_STEPS = 16
 """Steps after which the coefficients are taken again from a model that has learnt meanwhile: some 15
 questions, which take a few per cent of the time that these steps are planned in."""
+CERTAIN = 0.99
+"""Quantile of what a step is certain to take no longer than: one token in a hundred may be late."""
 LEAST_SHARE = 0.05
 """Share of the time that prompts are counted on to get, however little is left beside the decodes: without a
 bound the predicted wait would be infinite."""
@@ -134,6 +137,14 @@ class PrefillWork:
         num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
         context = max(0.0, (many - short) / num_fewer)
         self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
+
+    def spread(self) -> float:
+        """Return what 99 of 100 steps take no longer than, over the mean; infinite where nobody knows."""
+        shape = _CHUNKS[_SIZES.index(self.efficient_chunk)]
+        try:
+            return self._model.step_time(shape, CERTAIN) / self._model.step_time(shape)
+        except ConfigError:  # the model's error was never measured
+            return inf
 
     @property
     def costs(self) -> PrefillCosts:
