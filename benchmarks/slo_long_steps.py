@@ -29,7 +29,7 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.simulator.setup import ReplicaSettings
 
-WORKLOADS = ("short-answers", "chat")
+WORKLOAD = "short-answers"
 SLO_NAME = "1s-50ms"
 BESIDE = (0.0, 2.5e-3, 5e-3, 10e-3)
 """Seconds that a step costs for having prompts in it."""
@@ -40,7 +40,7 @@ NOISE = 0.15
 MAX_MODEL_LEN = 4096
 
 
-def make_runner(policy: str, workload: str, beside: float) -> Runner:
+def make_runner(policy: str, beside: float) -> Runner:
     """Return what runs a policy on a device."""
     name, _, budget = policy.partition("-") if policy not in VARIANTS else (policy, "", "")
     settings = make(
@@ -55,7 +55,7 @@ def make_runner(policy: str, workload: str, beside: float) -> Runner:
         max_queue_seconds=0.0,
         step_noise=NOISE,
     )
-    runner = Runner(settings, workload, MAX_MODEL_LEN)
+    runner = Runner(settings, WORKLOAD, MAX_MODEL_LEN)
     simulation = runner.simulation
     form = make_form(
         "nnls",
@@ -78,23 +78,22 @@ def main() -> None:
     )
     parser.add_argument("--write", action="store_true", help="write the page of results")
     args = parser.parse_args()
-    cases = [(workload, beside) for workload in WORKLOADS for beside in BESIDE]
     rows = []
-    for workload, beside in track(cases, description="capacities"):
+    for beside in track(BESIDE, description="capacities"):
         for criterion in CRITERIA:
             found: dict[str, float] = {}
             for policy in POLICIES:
                 start = max(found.values(), default=4.0) or 4.0
-                runner = make_runner(policy, workload, beside)
+                runner = make_runner(policy, beside)
                 found[policy] = find_capacity(runner, Question(SLO_NAME, "stream"), criterion, start=start)
             best = max(found[policy] for policy in POLICIES if policy.startswith("sarathi"))
             over = [f"{found['slo'] / each:.2f}" if each else "-" for each in (found[WITHOUT], best)]
-            rows.append([workload, f"{beside * 1e3:g}", criterion, *found.values(), *over])
-            print(rows[-1], flush=True)
-    header = ["workload", "beside prompts, ms", "attainment", *POLICIES, "over none", "over budgets"]
+            rows.append([f"{beside * 1e3:g}", criterion, *found.values(), *over])
+    header = ["beside prompts, ms", "attainment", *POLICIES, "over none", "over budgets"]
     title = "Long steps where prompts cost something beside their work"
     objectives = ", ".join(str(each.slo) for each in OBJECTIVES[SLO_NAME])
-    text = f"Capacity, requests per second; one seed; {objectives}.\n\n{markdown_table(header, rows)}"
+    what_it_is = f"Capacity, requests per second; {WORKLOAD}, one seed; {objectives}."
+    text = f"{what_it_is}\n\n{markdown_table(header, rows)}"
     what = "\n".join((__doc__ or "").split("\n")[4:])
     command = "`python benchmarks/slo_long_steps.py`"
     publish(f"# {title}\n\n{command}\n{what}\n{text}\n", "long-steps", write=args.write)
