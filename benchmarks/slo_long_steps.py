@@ -18,13 +18,12 @@ from dataclasses import replace
 from harness.pages import markdown_table, publish
 from rich.progress import track
 from slo_study.ablation import VARIANTS
-from slo_study.cells import OBJECTIVES
+from slo_study.cells import OBJECTIVES, split_policy
 from slo_study.search import find_capacity
 from slo_study.trial import Question, Runner
 
 from onbeat.core.options import make
-from onbeat.perfmodel.fitted import make_form
-from onbeat.perfmodel.nnls import FEATURES, PAIRS, PASSES
+from onbeat.perfmodel.nnls import FEATURES, PAIRS, PASSES, NNLSForm
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
 from onbeat.simulator.setup import ReplicaSettings
@@ -34,6 +33,7 @@ SLO_NAME = "1s-50ms"
 BESIDE = (0.0, 2.5e-3, 5e-3, 10e-3)
 """Seconds that a step costs for having prompts in it."""
 WITHOUT = "slo/no-long-steps"
+assert WITHOUT in VARIANTS  # which stand among the policies once they are imported
 POLICIES = ("slo", WITHOUT, "sarathi-256", "sarathi-512")
 CRITERIA = ("90 %", "99 %")
 NOISE = 0.15
@@ -42,13 +42,13 @@ MAX_MODEL_LEN = 4096
 
 def make_runner(policy: str, beside: float) -> Runner:
     """Return what runs a policy on a device."""
-    name, _, budget = policy.partition("-") if policy not in VARIANTS else (policy, "", "")
+    name, budget = split_policy(policy)
     settings = make(
         ReplicaSettings,
         model="HuggingFaceTB/SmolLM2-135M-Instruct",
         device="l4",  # names one; the steps' times are this script's
         policy=name,
-        max_num_batched_tokens=int(budget) if budget else None,
+        max_num_batched_tokens=budget,
         max_num_seqs=32,
         max_model_len=MAX_MODEL_LEN,
         num_blocks=8192,
@@ -56,19 +56,11 @@ def make_runner(policy: str, beside: float) -> Runner:
         step_noise=NOISE,
     )
     runner = Runner(settings, WORKLOAD, MAX_MODEL_LEN)
-    simulation = runner.simulation
-    form = make_form(
-        "nnls",
-        model=simulation.model,
-        device=simulation.device,
-        parallelism=simulation.parallelism,
-        precision=simulation.precision,
-    )
     costs = dict.fromkeys((*FEATURES, PAIRS, *PASSES, "lowest"), 0.0)
     costs |= {"fixed": 1e-3, "num_new_tokens": 0.15e-3, "num_sequences": 0.75e-3, "has_chunks": beside}
     costs |= {"decode_context_tokens": 0.2e-6, "chunk_cached_tokens": 0.2e-6}
-    model = Predictor(form.closure(costs), ResidualModel.log_normal(NOISE))
-    runner.simulation = replace(simulation, step_time=model)
+    model = Predictor(NNLSForm().closure(costs), ResidualModel.log_normal(NOISE))
+    runner.simulation = replace(runner.simulation, step_time=model)
     return runner
 
 
@@ -94,7 +86,7 @@ def main() -> None:
     objectives = ", ".join(str(each.slo) for each in OBJECTIVES[SLO_NAME])
     what_it_is = f"Capacity, requests per second; {WORKLOAD}, one seed; {objectives}."
     text = f"{what_it_is}\n\n{markdown_table(header, rows)}"
-    what = "\n".join((__doc__ or "").split("\n")[4:])
+    what = "\n".join((__doc__ or "").split("\n")[3:])
     command = "`python benchmarks/slo_long_steps.py`"
     publish(f"# {title}\n\n{command}\n{what}\n{text}\n", "long-steps", write=args.write)
 
