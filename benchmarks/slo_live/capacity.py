@@ -123,7 +123,8 @@ def report(
     image = plots.save(draw(points, found, level), context.page.images / "slo-live-capacity.png")
     text = f"""{context.objectives}; prompts of 100 to 600 tokens, outputs of 20 to 100; Poisson arrivals;
 attainment in `{context.client.slo_mode}` mode. Each server climbs its own ladder of rates (6 % a rung), up
-after a run of at least {level:.0%}, else down; capacity is where the pooled attainment crosses {level:.0%}.
+after a run of at least {level:.0%}, else down, twice as far each time until runs lie on both sides; capacity
+is where the pooled attainment crosses {level:.0%}.
 
 {markdown_table(["server", "capacity, req/s", "with one round left out"], rows)}
 

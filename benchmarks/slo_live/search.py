@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 STEP = 1.06
 """Ratio of neighbouring rates on the ladder."""
-FAR_BELOW = 0.75
-"""An attainment below this is two rungs too high, not one."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,9 @@ class Capacity:
 class Ladder:
     """Rates in steps of about 6 %, climbed by a staircase: up after a run that kept the level, else down.
 
+    Until runs lie on both sides of the level each step is twice as long as the one before, so that a start
+    that is far off costs few runs.
+
     References
     ----------
     Dixon and Mood, "A Method for Obtaining and Analyzing Sensitivity Data", JASA 1948 (up and down method).
@@ -54,6 +55,9 @@ class Ladder:
         self._base = start
         self._level = level
         self._rung = 0
+        self._last = 0
+        """The step before, rungs; 0 at first."""
+        self._has_turned = False
 
     @property
     def rate(self) -> float:
@@ -62,10 +66,12 @@ class Ladder:
 
     def note(self, attainment: float) -> None:
         """Choose the next rate."""
-        if attainment >= self._level:
-            self._rung += 1
-        else:
-            self._rung -= 2 if attainment < FAR_BELOW else 1
+        step = 1 if attainment >= self._level else -1
+        self._has_turned |= self._last * step < 0
+        if self._last and not self._has_turned:
+            step = 2 * self._last
+        self._last = step
+        self._rung += step
 
 
 def crossing(points: Sequence[Point], *, level: float) -> Capacity:

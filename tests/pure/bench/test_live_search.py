@@ -95,6 +95,16 @@ def test_the_ladder_finds_a_crossing_from_either_side() -> None:
         assert all(3.0 / STEP**2 < rate < 3.0 * STEP**2 for rate in rates[-4:])
 
 
+@pytest.mark.parametrize("start", [0.7, 12.0])
+def test_a_start_that_is_far_off_costs_the_ladder_few_runs(start: float) -> None:
+    ladder, rates = Ladder(start, level=LEVEL), []
+    for _ in range(6):
+        rates.append(ladder.rate)
+        ladder.note(1.0 if ladder.rate < 3.0 else 0.5)
+
+    assert min(rates) < 3.0 < max(rates)
+
+
 def test_a_growing_load_shows_about_where_it_becomes_too_much() -> None:
     good = np.arange(200) < 120
 
