@@ -6,7 +6,7 @@ at the rate that the running streams leave to prefill.
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_right
 from collections.abc import Callable
 from math import inf, nextafter
 from typing import NamedTuple
@@ -154,7 +154,7 @@ class Admission:
         jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, work)
         # By the time that it is served, those ahead of it decode, too.
         ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
-        decodes = decode_shape([*view.decodes, *ahead]) if ahead else view.decode_shape()
+        decodes = view.decode_shape(ahead)
         num_cached = state.num_hit_tokens
         seconds = work.seconds(state.num_tokens - num_cached, num_cached)
         all_seconds = seconds + sum([job.seconds for job in jobs])
@@ -198,10 +198,9 @@ class Admission:
         jobs, room = queue.jobs, queue.room
         if own.deadline == inf:
             return _Place(self._all_work(queue), runs_as_best_effort=True)
-        everyone = list(jobs)
-        insort(everyone, own, key=lambda job: job.deadline)
-        index = next(index for index, job in enumerate(everyone) if job is own)
-        before = sum(job.seconds for job in everyone[:index])
+        index = bisect_right(jobs, own.deadline, key=lambda job: job.deadline)
+        everyone = [*jobs[:index], own, *jobs[index:]]
+        before = sum([job.seconds for job in everyone[:index]])
         is_behind_all = index == len(jobs) >= MOST_JOBS
         if is_behind_all:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.filler import RESERVATION
@@ -13,17 +12,16 @@ from onbeat.scheduler.replica.slo.view import PromptJob, decode_shape, may_be_gi
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
-_GOLDEN = (5**0.5 - 1) / 2
-"""Its multiples spread evenly over the unit interval, however many of them there are."""
+_End = tuple[float, float, float]
+"""When a request ends, in steps from now; the blocks that it had when that was drawn; and when it was drawn.
+There is one for each request that runs: to make one with named fields takes longer than the draw."""
 
 
 class Turnover:
     """Predicts how long a prompt waits for its slot and its blocks.
 
     Free room goes to prompts in their order, then that of requests without objectives, which are preempted
-    for it, then that of requests as they end. Of those some end sooner than is usual at their age and some
-    later: each has another quantile of its remaining tokens, and the quantiles are spread evenly. So the k-th
-    end comes about when it does in the median, and lengths that are known are taken as they are.
+    for it, then that of requests as they end.
 
     Parameters
     ----------
@@ -35,13 +33,13 @@ class Turnover:
         self._plan = plan
         self._work = work
         self._lengths = lengths
+        self._block_size = plan.block_size
         self._num_slots = plan.max_num_seqs - len(plan.running)
         self._num_blocks: float = plan.num_blocks_left - RESERVATION.num_spare_blocks(plan.num_blocks)
         self._passed = 0.0
         """Steps from now."""
         self._ends: list[_End] = []
         """A heap."""
-        self._num_drawn = 0
 
     def wait(self, own: RequestState, ahead: Sequence[PromptJob], start: float) -> float:
         """Return the seconds until a prompt with a deadline has its room; 0 where that is there.
@@ -51,70 +49,50 @@ class Turnover:
         ahead : waiting prompts that get theirs first, unless it comes too late for them.
         start : when the next step may start, seconds.
         """
-        plan, size = self._plan, self._plan.block_size
+        plan, size = self._plan, self._block_size
         wanted = [-(-job.state.queued_work[0] // size) for job in ahead]
         most = sum(wanted) + -(-own.num_tokens // size)
         if self._num_slots > len(ahead) and self._num_blocks >= most:
             return 0.0
-        self._look_at_running()
+        staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
+        draws = self._lengths.spread([*staying, *[job.state for job in ahead]])
+        self._look_at_running(staying, draws)
         step = self._work.of(decode_shape(plan.running))
-        for job, num_blocks in zip(ahead, wanted, strict=True):
-            self._wait_for(num_blocks)
-            begins = start + self._passed * step
-            if self._passed and begins + job.seconds > job.deadline and may_be_given_up(job.state):
+        for job, num_blocks, num_left in zip(ahead, wanted, draws, strict=True):
+            if self._num_slots < 1 or self._num_blocks < num_blocks:
+                self._wait_for(num_blocks)
+            passed = self._passed
+            if passed and start + passed * step + job.seconds > job.deadline and may_be_given_up(job.state):
                 continue
             self._num_slots -= 1
             self._num_blocks -= num_blocks
-            heappush(self._ends, self._end_of(job.state, num_blocks))
+            heappush(self._ends, (passed + num_left, num_blocks, passed))
         self._wait_for(plan.num_blocks_wanted(own, RESERVATION))
         return self._passed * step
 
-    def _look_at_running(self) -> None:
-        """Draw when running requests end, and take those as gone that are preempted for prompts."""
-        plan = self._plan
-        num_held = sum([len(state.block_ids) for state in plan.running])
-        # Of blocks that several share, each gives back its part.
-        part = min((plan.num_blocks - plan.num_blocks_left) / max(num_held, 1), 1.0)
-        for state in plan.running:
-            num_blocks = part * len(state.block_ids)
-            if state.slo.has_objective or state.num_preemptions:
-                self._ends.append(self._end_of(state, num_blocks))
-            else:
-                self._num_slots += 1
-                self._num_blocks += num_blocks
-        heapify(self._ends)
+    def _look_at_running(self, staying: Sequence[RequestState], draws: Iterator[int]) -> None:
+        """Note when running requests end, and take those as gone that are preempted for prompts.
 
-    def _end_of(self, state: RequestState, num_blocks: float) -> _End:
-        """Draw when a request ends that runs, or begins to."""
-        quantile = (0.5 + self._num_drawn * _GOLDEN) % 1.0
-        self._num_drawn += 1
-        num_left = self._lengths.remaining(
-            state.request.slo_class,
-            state.num_output_tokens,
-            q=quantile,
-            limit=state.max_total_tokens - state.num_tokens,
-        )
-        return _End(self._passed + num_left, self._num_drawn, num_blocks, self._passed)
+        Parameters
+        ----------
+        draws : the tokens that those which stay will still generate.
+        """
+        plan = self._plan
+        num_held = [len(state.block_ids) for state in staying]
+        num_held_by_all = sum([len(state.block_ids) for state in plan.running])
+        # Of blocks that several share, each gives back its part.
+        part = min((plan.num_blocks - plan.num_blocks_left) / max(num_held_by_all, 1), 1.0)
+        self._ends = [(num_left, part * num, 0.0) for num, num_left in zip(num_held, draws, strict=False)]
+        heapify(self._ends)
+        self._num_slots += len(plan.running) - len(staying)
+        self._num_blocks += part * (num_held_by_all - sum(num_held))
 
     def _wait_for(self, num_blocks: float) -> None:
         """Let requests end until there is a slot, and so many blocks; or all have."""
-        while self._ends and (self._num_slots < 1 or self._num_blocks < num_blocks):
-            end = heappop(self._ends)
-            num_tokens = (end.passed - self._passed) * (len(self._ends) + 1)
-            num_back = end.num_blocks + (end.passed - end.begun) / self._plan.block_size
-            self._num_blocks += num_back - num_tokens / self._plan.block_size
+        ends, block_size = self._ends, self._block_size
+        while ends and (self._num_slots < 1 or self._num_blocks < num_blocks):
+            passed, num_held, begun = heappop(ends)
+            num_tokens = (passed - self._passed) * (len(ends) + 1)
+            self._num_blocks += num_held + (passed - begun - num_tokens) / block_size
             self._num_slots += 1
-            self._passed = end.passed
-
-
-class _End(NamedTuple):
-    """When a request ends, and what it gives back."""
-
-    passed: float
-    """Steps from now."""
-    number: int
-    """Of equal ones the first drawn is the first."""
-    num_blocks: float
-    """That it had when it was drawn."""
-    begun: float
-    """When that was, steps from now."""
+            self._passed = passed

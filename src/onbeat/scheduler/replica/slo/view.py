@@ -56,10 +56,11 @@ class RunningView:
         """Requests that want one token."""
         return [*self.streams, *self.best_effort_decodes]
 
-    def decode_shape(self) -> BatchShape:
-        """Return the shape of a step with one token for each that wants one."""
-        num = len(self.streams) + len(self.best_effort_decodes)
-        return BatchShape.of_decodes(num, self.context_tokens + num)
+    def decode_shape(self, others: Sequence[RequestState] = ()) -> BatchShape:
+        """Return the shape of a step with one token for each that wants one, and for others."""
+        num = len(self.streams) + len(self.best_effort_decodes) + len(others)
+        context = self.context_tokens + sum([state.num_computed_tokens for state in others])
+        return BatchShape.of_decodes(num, context + num)
 
     def _look(self, running: Iterable[RequestState], start: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
