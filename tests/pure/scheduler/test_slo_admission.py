@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, RequestOutput
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.slo import turnover
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
 
 ROOMY = {"num_blocks": 4096, "max_num_seqs": 64}
+PATIENT = SLO(ttft=600.0, tbt=0.1)
 INFEASIBLE = SLO(ttft=2e-3, tbt=0.1)
 """Shorter than the prompts here take on an idle machine."""
 
@@ -192,6 +195,30 @@ class TestFullMachine:
                 make_request(f"w{index}", 200, 60, slo=slo, shed=ShedMode.RELEGATE, arrival=driver.now)
             )
         assert driver.ask("new", 200, slo=SLO(ttft=0.8, tbt=0.1)) is None
+
+    @pytest.mark.parametrize(
+        "bound",
+        [{"num_blocks": 8192, "max_num_seqs": 150}, {"num_blocks": 1400, "max_num_seqs": 300}],
+        ids=["slots", "blocks"],
+    )
+    def test_where_many_wait_one_stands_for_several(self, bound, monkeypatch):
+        found = []
+        for num_ends in (1000, turnover.NUM_ENDS):
+            monkeypatch.setattr(turnover, "NUM_ENDS", num_ends)
+            model = FakeStepTime(fixed=1e-2, per_token=1e-5, per_pair=0.0)
+            driver = Watch(model, max_num_batched_tokens=1024, **bound)
+            for index in range(150):
+                driver.add(make_request(f"s{index}", 20, 200 + index % 7 * 40, slo=PATIENT))
+                driver.step()
+            for index in range(200):
+                num_prompt = 20 + index % 5 * 30
+                driver.add(make_request(f"w{index}", num_prompt, 400, slo=PATIENT, arrival=driver.now))
+            assert len(driver.scheduler.running) >= 2 * 64
+            found.append(driver.scheduler.waiting.first_below(inf, 1000)[-1].slo.predicted_ttft)
+        one_by_one, in_groups = found
+        assert one_by_one > 1.0
+        assert in_groups == pytest.approx(one_by_one, rel=0.1)
+        assert in_groups != one_by_one
 
 
 class TestRefusal:

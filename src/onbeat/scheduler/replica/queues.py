@@ -39,6 +39,12 @@ class QueuedWork:
         self.num_tokens += sign * num_tokens
         self.num_pairs += sign * num_pairs
 
+    def add(self, other: QueuedWork, sign: int) -> None:
+        """Count the work of several in (1) or out (-1)."""
+        self.num_requests += sign * other.num_requests
+        self.num_tokens += sign * other.num_tokens
+        self.num_pairs += sign * other.num_pairs
+
 
 class _Bucket(QueuedWork):
     """Some requests in a row, and the sums of their work."""
@@ -113,23 +119,30 @@ class WaitingQueue:
 
     def num_below(self, rank: float) -> int:
         """Return how many requests have a lower rank."""
-        index = self._bucket_of_rank(rank)
-        num = sum([len(bucket.items) for bucket in self._buckets[:index]])
-        if index < len(self._buckets):
-            num += bisect_left(self._buckets[index].items, rank, key=_rank)
-        return num
+        return self._below(rank).num_requests
 
     def work_below(self, rank: float) -> tuple[int, float]:
         """Return the work of the requests of a lower rank: the sums of `RequestState.queued_work`."""
+        below = self._below(rank)
+        return below.num_tokens, below.num_pairs
+
+    def _below(self, rank: float) -> QueuedWork:
+        """Return the work of the requests of a lower rank, counted from the nearer end."""
+        below, buckets = QueuedWork(), self._buckets
         index = self._bucket_of_rank(rank)
-        num_tokens = sum([bucket.num_tokens for bucket in self._buckets[:index]])
-        num_pairs = sum([bucket.num_pairs for bucket in self._buckets[:index]], 0.0)
-        if index < len(self._buckets):
-            items = self._buckets[index].items
+        if 2 * index <= len(buckets):
+            for bucket in buckets[:index]:
+                below.add(bucket, 1)
+        else:
+            below.add(self.ranked, 1)
+            below.add(self.best_effort, 1)
+            for bucket in buckets[index:]:
+                below.add(bucket, -1)
+        if index < len(buckets):
+            items = buckets[index].items
             for state in items[: bisect_left(items, rank, key=_rank)]:
-                num_tokens += state.queued_work[0]
-                num_pairs += state.queued_work[1]
-        return num_tokens, num_pairs
+                below.count(state, 1)
+        return below
 
     def push(self, state: RequestState) -> None:
         """Let a request wait at its place."""

@@ -13,15 +13,18 @@ from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 _End = tuple[float, float, float]
-"""When a request ends, in steps from now; the blocks that it had when that was drawn; and when it was drawn.
-There is one for each request that runs: to make one with named fields takes longer than the draw."""
+"""When a request ends, or several for which one stands, in steps from now; the blocks that they had when that
+was drawn; and when it was. To make one with named fields takes longer than the draw."""
+
+NUM_ENDS = 64
+"""That are waited for one by one. Of more, one stands for several: their number evens out what they are."""
 
 
 class Turnover:
     """Predicts how long a prompt waits for its slot and its blocks.
 
     Free room goes to prompts in their order, then that of requests without objectives, which are preempted
-    for it, then that of requests as they end.
+    for it, then that of requests as they end. Where many are ahead, one request stands for several.
 
     Parameters
     ----------
@@ -38,6 +41,8 @@ class Turnover:
         self._num_blocks: float = plan.num_blocks_left - RESERVATION.num_spare_blocks(plan.num_blocks)
         self._passed = 0.0
         """Steps from now."""
+        self._each = 1
+        """Requests that one stands for."""
         self._ends: list[_End] = []
         """A heap."""
 
@@ -54,45 +59,52 @@ class Turnover:
         most = sum(wanted) + -(-own.num_tokens // size)
         if self._num_slots > len(ahead) and self._num_blocks >= most:
             return 0.0
-        staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
-        draws = self._lengths.spread([*staying, *[job.state for job in ahead]])
-        self._look_at_running(staying, draws)
+        self._each = each = max(1, min(len(ahead), len(plan.running)) // NUM_ENDS)
+        ahead, wanted = ahead[each // 2 :: each], wanted[each // 2 :: each]
+        draws = self._look_at_running(ahead)
         step = self._work.of(decode_shape(plan.running))
         for job, num_blocks, num_left in zip(ahead, wanted, draws, strict=True):
+            num_blocks *= each
             if self._num_slots < 1 or self._num_blocks < num_blocks:
                 self._wait_for(num_blocks)
             passed = self._passed
             if passed and start + passed * step + job.seconds > job.deadline and may_be_given_up(job.state):
                 continue
-            self._num_slots -= 1
+            self._num_slots -= each
             self._num_blocks -= num_blocks
             heappush(self._ends, (passed + num_left, num_blocks, passed))
         self._wait_for(plan.num_blocks_wanted(own, RESERVATION))
         return self._passed * step
 
-    def _look_at_running(self, staying: Sequence[RequestState], draws: Iterator[int]) -> None:
+    def _look_at_running(self, ahead: Sequence[PromptJob]) -> Iterator[int]:
         """Note when running requests end, and take those as gone that are preempted for prompts.
 
-        Parameters
-        ----------
-        draws : the tokens that those which stay will still generate.
+        Returns
+        -------
+        The tokens that each of those ahead will generate.
         """
-        plan = self._plan
-        num_held = [len(state.block_ids) for state in staying]
-        num_held_by_all = sum([len(state.block_ids) for state in plan.running])
+        plan, each = self._plan, self._each
+        staying = [state for state in plan.running if state.num_preemptions or state.slo.has_objective]
+        num_held = sum([len(state.block_ids) for state in plan.running])
         # Of blocks that several share, each gives back its part.
-        part = min((plan.num_blocks - plan.num_blocks_left) / max(num_held_by_all, 1), 1.0)
-        self._ends = [(num_left, part * num, 0.0) for num, num_left in zip(num_held, draws, strict=False)]
-        heapify(self._ends)
+        part = min((plan.num_blocks - plan.num_blocks_left) / max(num_held, 1), 1.0)
         self._num_slots += len(plan.running) - len(staying)
-        self._num_blocks += part * (num_held_by_all - sum(num_held))
+        self._num_blocks += part * (num_held - sum([len(state.block_ids) for state in staying]))
+        sample = staying[each // 2 :: each]
+        draws = self._lengths.spread([*sample, *[job.state for job in ahead]])
+        self._ends = [
+            (num_left, part * len(state.block_ids) * each, 0.0)
+            for state, num_left in zip(sample, draws, strict=False)
+        ]
+        heapify(self._ends)
+        return draws
 
     def _wait_for(self, num_blocks: float) -> None:
         """Let requests end until there is a slot, and so many blocks; or all have."""
-        ends, block_size = self._ends, self._block_size
+        ends, each, block_size = self._ends, self._each, self._block_size
         while ends and (self._num_slots < 1 or self._num_blocks < num_blocks):
             passed, num_held, begun = heappop(ends)
-            num_tokens = (passed - self._passed) * (len(ends) + 1)
-            self._num_blocks += num_held + (passed - begun - num_tokens) / block_size
-            self._num_slots += 1
+            num_tokens = passed - begun - (passed - self._passed) * (len(ends) + 1)
+            self._num_blocks += num_held + num_tokens * each / block_size
+            self._num_slots += each
             self._passed = passed
