@@ -315,10 +315,9 @@ class SLOComposer:
         assert self.backlog is not None
         view = RunningView(plan.running, plan.now)
         waiting = plan.waiting
-        num_waiting = len(waiting) - waiting.num_below(BEST_EFFORT_RANK)
         return self.tracker.report(
             plan.now,
-            num_best_effort=num_waiting + len(view.best_effort_decodes),
+            num_best_effort=waiting.best_effort.num_requests + len(view.best_effort_decodes),
             num_relegated=num_relegated,
             queue_seconds=self.backlog.wait(waiting),
             slacks=[due - plan.now for due in view.deadlines],

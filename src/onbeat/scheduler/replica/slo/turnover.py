@@ -65,8 +65,7 @@ class Turnover:
         step = self._work.of(decode_shape(plan.running))
         for job, num_blocks, num_left in zip(ahead, wanted, draws, strict=True):
             num_blocks *= each
-            if self._num_slots < 1 or self._num_blocks < num_blocks:
-                self._wait_for(num_blocks)
+            self._wait_for(num_blocks)
             passed = self._passed
             if passed and start + passed * step + job.seconds > job.deadline and may_be_given_up(job.state):
                 continue
