@@ -280,8 +280,10 @@ class Scheduler:
         goes_on : whether it is under way once more, as it would be if it were planned again now. It stays in
             flight then.
         """
-        step_id, states, _, planned_at = self._in_flight[0] if goes_on else self._in_flight.popleft()
+        step_id, states, _, planned_at, _ = self._in_flight[0] if goes_on else self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
+        if self._in_flight and not goes_on:  # errors of predictions must not add up
+            self._busy_until = now + sum([step.seconds for step in self._in_flight])
         self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
         failed = result.failed or {}
@@ -375,12 +377,14 @@ class Scheduler:
         shape = BatchShape()
         rows, states, admitted = commit_rows(plan, self._table, shape, now=now, step_id=step_id)
         released_ids = self._table.take_released_ids()
-        in_flight = new_tuple(StepInFlight, (step_id, states, tuple(rows), now))
+        seconds = 0.0
+        if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
+            seconds = self.step_time_model.step_time(shape)
+            self._busy_until = plan.now + seconds
+        in_flight = new_tuple(StepInFlight, (step_id, states, tuple(rows), now, seconds))
         self._in_flight.append(in_flight)
         if self.config.num_micro_batches > 1:
             self._table.mark_in_flight(states, is_in_flight=True)
-        if self._slo is not None and self.step_time_model is not None and self.config.num_micro_batches == 1:
-            self._busy_until = plan.now + self.step_time_model.step_time(shape)
         max_repeats = 1
         if may_repeat and len(self._in_flight) == 1:
             max_repeats = count_repeats(plan.decodes, shape, self.kv)

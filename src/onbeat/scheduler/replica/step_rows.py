@@ -22,11 +22,13 @@ class StepInFlight(NamedTuple):
     rows: tuple[ScheduledRequest, ...]
     planned_at: float
     """Seconds."""
+    seconds: float
+    """That it was predicted to take; 0 where nobody asks."""
 
 
 def oldest_row(in_flight: Iterable[StepInFlight], state: RequestState) -> ScheduledRequest | None:
     """Return the first row in flight of a request since it was last admitted; None where it has none."""
-    for step_id, states, rows, _ in in_flight:
+    for step_id, states, rows, *_ in in_flight:
         if step_id >= state.admitted_step_id:
             for other, row in zip(states, rows, strict=True):
                 if other is state:
