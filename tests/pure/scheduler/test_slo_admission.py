@@ -73,6 +73,17 @@ class LearningModel(FakeStepTime):
 
 
 class TestPrediction:
+    @pytest.mark.parametrize("num_late", [0, 1, 100])
+    def test_behind_more_than_a_plan_looks_at(self, num_late):
+        """Of those that it looks at some cannot be in time any more."""
+        driver = Watch()
+        driver.crowd(400, 300, slo=SLO(ttft=100.0, tbt=1.0))
+        for i in range(num_late):
+            driver.add(make_request(f"late{i}", 300, 2, slo=INFEASIBLE, shed=ShedMode.RELEGATE))
+        driver.add(make_request("r", 300, 4, slo=SLO(ttft=110.0, tbt=1.0), shed=ShedMode.RELEGATE))
+        driver.serve([], watch="r")
+        assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.1 if num_late < 100 else 0.4)
+
     @pytest.mark.parametrize("num_prompt", [1, 100, 500, 1000])
     @pytest.mark.parametrize("slo", [SLO(ttft=2.0, tbt=0.1), SLO(ttft=2.0), None], ids=str)
     def test_on_an_idle_replica(self, num_prompt, slo):

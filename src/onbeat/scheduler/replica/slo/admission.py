@@ -54,10 +54,15 @@ class _Queue(NamedTuple):
     plan: StepPlan
     view: RunningView
     jobs: list[PromptJob]
-    """Prompts with deadlines that a plan looks at."""
+    """Prompts with deadlines that a plan looks at, without those that cannot be in time any more."""
     start: float
     """When their work begins, seconds."""
     room: Room
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether more prompts with deadlines wait than a plan looks at."""
+        return self.plan.waiting.ranked.num_requests > MOST_JOBS
 
 
 class _Place(NamedTuple):
@@ -150,7 +155,7 @@ class Admission:
 
     def _look(self, state: RequestState, plan: StepPlan, start: float) -> Outlook:
         work = self._work
-        view = RunningView(plan.running, start)
+        view = RunningView(plan.running, start, work.alone_seconds)
         jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, work)
         # By the time that it is served, those ahead of it decode, too.
         ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
@@ -187,7 +192,7 @@ class Admission:
         room_wait = turnover.wait(own.state, ahead, queue.start)
         if not room_wait:
             return 0.0
-        if len(queue.jobs) >= MOST_JOBS:  # those at which no plan looks yet get theirs first, too
+        if queue.is_cut:  # those at which no plan looks yet get theirs first, too
             num_before = plan.waiting.num_below(nextafter(own.state.slo.rank, inf))
             room_wait *= max(1.0, (num_before + 1) / (len(ahead) + 1))
         # Room comes free at the end of a step.
@@ -201,8 +206,7 @@ class Admission:
         index = bisect_right(jobs, own.deadline, key=lambda job: job.deadline)
         everyone = [*jobs[:index], own, *jobs[index:]]
         before = sum([job.seconds for job in everyone[:index]])
-        is_behind_all = index == len(jobs) >= MOST_JOBS
-        if is_behind_all:  # those in the queue at which no plan looks yet count, too
+        if index == len(jobs) and queue.is_cut:  # those in the queue at which no plan looks yet count, too
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
         start = queue.start + room.fixed_seconds  # as the policy plans
