@@ -56,6 +56,22 @@ def test_a_flood_is_taken_up_to_the_bound_and_no_further(num_output, slo):
     assert 0.7 * BOUND < longest < 1.4 * BOUND + SECONDS
 
 
+@pytest.mark.parametrize("slo", [None, SLO(ttft=1.0)], ids=["best effort", "deadlines"])
+def test_an_idle_time_after_those_who_waited_have_left_is_nobodys_wait(slo):
+    driver = make_driver(60.0)
+    flood(driver, 4 * SLOTS, max_tokens=40, slo=slo)
+    for _ in range(20):
+        driver.step()
+    for name in driver.requests:
+        driver.abort(name)
+    driver.now += 600.0
+    flood(driver, 1)
+    for _ in range(3):
+        driver.step()
+    flood(driver, 3 * SLOTS)
+    assert queue_of(driver) < 5 * 3 * SLOTS * SECONDS
+
+
 def test_without_a_bound_all_are_taken():
     driver = make_driver(None)
     assert not flood(driver, 200)

@@ -74,26 +74,34 @@ class TestDueTimes:
         assert due_times(make_request("r", 100, 10, slo=slo, arrival=ARRIVAL)) == expected
 
     def test_an_e2e_objective_alone_gives_a_third_to_the_prompt_and_two_thirds_to_the_tokens(self):
-        request = make_request("r", 100, 40, slo=SLO(e2e=6.0), arrival=ARRIVAL)
+        request = make_request("r", 100, 41, slo=SLO(e2e=6.0), arrival=ARRIVAL)
         assert due_times(request) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.1))
+
+    def test_a_single_token_may_take_all_of_the_e2e_objective(self):
+        request = make_request("r", 100, 1, slo=SLO(e2e=6.0), arrival=ARRIVAL)
+        assert due_times(request)[0] == pytest.approx(ARRIVAL + 6.0)
+
+    def test_what_the_tokens_of_a_short_answer_cannot_need_is_the_prompts(self):
+        request = make_request("r", 100, 5, slo=SLO(e2e=6.0), arrival=ARRIVAL)
+        assert due_times(request, longest_pace=0.1) == (pytest.approx(ARRIVAL + 5.6), 0.1)
 
     def test_expected_lengths_are_better_than_the_most_that_is_allowed(self):
         request = make_request("r", 100, 40, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request, 8) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.5))
+        assert due_times(request, 9) == (pytest.approx(ARRIVAL + 2.0), pytest.approx(0.5))
 
     def test_a_request_that_may_go_on_for_ever_is_taken_to_be_usual(self):
         request = make_request("r", 100, 1_000_000, slo=SLO(e2e=6.0), arrival=ARRIVAL)
-        assert due_times(request)[1] == pytest.approx(4.0 / USUAL_OUTPUT_TOKENS)
+        assert due_times(request)[1] == pytest.approx(4.0 / (USUAL_OUTPUT_TOKENS - 1))
 
     def test_a_tighter_tbt_leaves_more_of_the_e2e_to_the_prompt(self):
-        request = make_request("r", 100, 40, slo=SLO(tbt=0.05, e2e=8.0), arrival=ARRIVAL)
+        request = make_request("r", 100, 41, slo=SLO(tbt=0.05, e2e=8.0), arrival=ARRIVAL)
         assert due_times(request) == (pytest.approx(ARRIVAL + 8.0 - 40 * 0.05), 0.05)
 
     def test_of_two_deadlines_the_earlier_counts(self):
         ttft_first = SLO(ttft=1.0, tbt=5.0, e2e=6.0)
         e2e_first = SLO(ttft=7.0, tbt=0.14, e2e=6.0)
-        assert due_times(make_request("r", 100, 40, slo=ttft_first)) == (1.0, pytest.approx(0.1))
-        assert due_times(make_request("r", 100, 40, slo=e2e_first)) == (
+        assert due_times(make_request("r", 100, 41, slo=ttft_first)) == (1.0, pytest.approx(0.1))
+        assert due_times(make_request("r", 100, 41, slo=e2e_first)) == (
             pytest.approx(2.0),
             pytest.approx(0.1),
         )
@@ -284,7 +292,7 @@ def test_a_prediction_is_told_once():
 
 
 def test_the_pace_of_an_e2e_objective_is_counted_from_the_first_token_in_gap_mode_too():
-    state = make_state(SLO(e2e=6.0), "gap", max_tokens=40)
+    state = make_state(SLO(e2e=6.0), "gap", max_tokens=41)
     state.note_delivery(ARRIVAL + 0.5)
     due = state.next_deadline
     state.note_delivery(ARRIVAL + 0.6)

@@ -279,6 +279,21 @@ class TestRunningView:
         assert view.streams == [last, late]
         assert view.deadlines == pytest.approx([3.05, 1.1])
 
+    @pytest.mark.parametrize("paced_first", [False, True])
+    def test_a_pace_counts_whatever_the_order(self, paced_first):
+        paced = self.make_stream("paced", SLO(e2e=6.0))
+        tight = self.make_stream("tight", SLO(ttft=1.0, tbt=0.05))
+        view = RunningView([paced, tight] if paced_first else [tight, paced], 0.0)
+        assert (view.tightest, view.pace) == (0.05, paced.slo.tbt)
+        assert view.pace > view.tightest
+
+    def test_an_objective_that_no_step_can_keep_binds_none(self):
+        fast, paced = self.make_stream("fast", SLO(ttft=1.0, tbt=0.01)), self.make_stream("p", SLO(e2e=0.1))
+        usual = self.make_stream("usual", SLO(ttft=2.0, tbt=0.05))
+        view = RunningView([fast, usual, paced], 0.0, shortest=0.02)
+        assert (view.streams, view.best_effort_decodes) == ([usual, paced], [fast])
+        assert view.tightest == 0.05
+
     def test_who_has_no_deadline_is_loose_and_who_wants_more_is_a_prefill(self):
         loose, missed = self.make_stream("loose", None), self.make_stream("missed", SLO(ttft=1.0, tbt=0.1))
         missed.slo.relegate()

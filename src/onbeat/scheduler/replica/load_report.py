@@ -60,7 +60,7 @@ class LoadReporter:
         running, waiting, kv = table.running, table.waiting, table.kv
         num_decodes = num_context = 0
         num_free = kv.pool.num_free_blocks
-        tightest = inf
+        tightest, shortest = inf, 0.0 if work is None else work.alone_seconds
         prefills: list[RequestState] = []
         for state in running:
             num_computed = state.num_computed_tokens
@@ -72,7 +72,7 @@ class LoadReporter:
                     num_blocks = kv.num_blocks_for(num_computed + num_ended)
                     num_free -= max(0, num_blocks - len(state.block_ids))
                 slo = state.slo
-                if slo.tbt < tightest and not (slo.is_best_effort or slo.is_paced):
+                if shortest <= slo.tbt < tightest and not (slo.is_best_effort or slo.is_paced):
                     tightest = slo.tbt
             elif wanted > 1:
                 prefills.append(state)

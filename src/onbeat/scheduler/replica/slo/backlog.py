@@ -103,6 +103,16 @@ class Backlog:
         self._some_wait = len(plan.waiting) > len(plan.admissions)
         self._some_best_effort_waits = num_best_effort > 0
 
+    def on_arrival(self, waiting: WaitingQueue) -> None:
+        """Hear of an arrival that does not wait yet. Where nobody does, nobody has since the last plan.
+
+        Those who waited then have left (aborted, or ended for being late), and the time since says nothing of
+        how fast prompts are begun.
+        """
+        if not waiting.best_effort.num_requests:
+            self._some_best_effort_waits = False
+            self._some_wait &= waiting.ranked.num_requests > 0
+
     def wait(self, waiting: WaitingQueue) -> float:
         """Return how long best effort that came now would wait until it is begun, seconds."""
         best_effort, ranked = self._seconds(waiting.best_effort), self._seconds(waiting.ranked)

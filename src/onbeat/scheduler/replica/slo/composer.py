@@ -32,7 +32,7 @@ SPENT_SHARE = 1 / 4
 """Of the time that the most urgent stream has in hand, what one step may take."""
 LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
-E2E_QUANTILE = 0.99
+LENGTH_QUANTILE = 0.99
 """Of output lengths, to spread an e2e objective over: of the answers that are longer most are late."""
 PACED_SHARE = 2 / 3
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
@@ -129,7 +129,7 @@ class SLOComposer:
         assert self.work is not None
         self.work.take()
         if self.stalls.size and self.mode == "stream":
-            streams = streams_of(running, self.tracker.lengths)
+            streams = streams_of(running, self.tracker.lengths, self.work.alone_seconds)
             limit = self.tightest_limit(min([each.tbt for each in streams], default=inf))
             self.stalls.weigh(streams, self.work, limit, now)
 
@@ -145,23 +145,26 @@ class SLOComposer:
         ------
         SLOUnattainable, Overloaded : see `Admission.decide`.
         """
-        work, admission, tracker = self.work, self.admission, self.tracker
+        work, admission, backlog, tracker = self.work, self.admission, self.backlog, self.tracker
         assert work is not None
         assert admission is not None
+        assert backlog is not None
+        backlog.on_arrival(plan.waiting)
         if not plan.running:
             work.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
         slo_class, num_sent = state.request.slo_class, state.num_output_tokens
         limit = state.max_total_tokens - state.num_tokens
         num_output = tracker.lengths.remaining(slo_class, num_sent, q=0.5, limit=limit)
-        if state.request.slo is not None and state.request.slo.e2e is not None:
-            expected = tracker.lengths.remaining(slo_class, num_sent, q=E2E_QUANTILE, limit=limit)
+        if state.slo.has_objective:
+            expected = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
             state.slo.begin(
                 state.request,
                 self.mode,
                 now=plan.now,
                 max_output_tokens=num_sent + limit,
                 expected_output_tokens=num_sent + expected,
+                longest_pace=work.efficient_seconds + len(plan.running) * work.decode_seconds,
             )
         seconds = work.seconds(state.num_tokens - state.num_hit_tokens, state.num_hit_tokens)
         tracker.load.on_arrival(plan.now, seconds + num_output * work.decode_seconds)
@@ -313,7 +316,8 @@ class SLOComposer:
         plan : the queues as they are, at the time when the next step may start.
         """
         assert self.backlog is not None
-        view = RunningView(plan.running, plan.now)
+        assert self.work is not None
+        view = RunningView(plan.running, plan.now, self.work.alone_seconds)
         waiting = plan.waiting
         return self.tracker.report(
             plan.now,
@@ -331,7 +335,7 @@ class _Step:
         self._policy = policy
         self._plan = plan
         self._work = work
-        self._view = RunningView(plan.running, plan.now)
+        self._view = RunningView(plan.running, plan.now, work.alone_seconds)
         self._jobs, plan.late = prefill_jobs(plan.now, self._view.prefills, plan.waiting, work)
 
     def compose(self) -> None:

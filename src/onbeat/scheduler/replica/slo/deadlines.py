@@ -71,6 +71,7 @@ class SLOState:
         now: float,
         max_output_tokens: int,
         expected_output_tokens: int | None = None,
+        longest_pace: float = inf,
     ) -> None:
         """Set the deadlines of a new request, or of one that is resumed with tokens that it has sent.
 
@@ -80,15 +81,16 @@ class SLOState:
         ----------
         now : seconds.
         max_output_tokens : that it may have.
-        expected_output_tokens : see `due_times`.
+        expected_output_tokens, longest_pace : see `due_times`. One in a hundred of so many may be late.
         """
         slo = request.slo
         self.is_best_effort = False
         self.is_paced = slo is not None and slo.e2e is not None and slo.tbt is None
         # A pace is no objective: what one gap takes too long others make up for.
         self._is_gap_mode = mode == "gap" and not self.is_paced
-        self._num_late_allowed = max_output_tokens // LATE_TOKENS_IN
-        self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens)
+        # Of an answer that may be as long as the context hardly any is.
+        self._num_late_allowed = (expected_output_tokens or max_output_tokens) // LATE_TOKENS_IN
+        self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens, longest_pace)
         self.next_deadline = self.ttft_deadline
         if request.resumed_token_ids:
             self._resume(request, now)
@@ -230,16 +232,19 @@ class SLOState:
         return min(num_tokens, max(1, ceil((now - self.next_deadline - TOLERANCE) / self.tbt)))
 
 
-def due_times(request: Request, expected_output_tokens: int | None = None) -> tuple[float, float]:
+def due_times(
+    request: Request, expected_output_tokens: int | None = None, longest_pace: float = inf
+) -> tuple[float, float]:
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
 
-    An e2e objective becomes deadlines too: the expected tokens would end in time if they took two thirds of
-    it, or less where the TBT objective asks for that, and the prompt the remainder.
+    An e2e objective becomes deadlines too: the expected tokens would end in time if those behind the first
+    took two thirds of it, or less where that is enough for them, and the prompt the remainder.
 
     Parameters
     ----------
     expected_output_tokens : to spread an e2e objective over; None is `max_tokens`, but not more than a
         usual answer has.
+    longest_pace : seconds that a token of an answer has to wait at most, whatever e2e objectives leave.
     """
     slo, arrival = request.slo, request.arrival
     if slo is None:
@@ -248,8 +253,9 @@ def due_times(request: Request, expected_output_tokens: int | None = None) -> tu
     first = inf if slo.ttft is None else arrival + slo.ttft
     if slo.e2e is not None:
         num_tokens = expected_output_tokens or min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
-        tbt = min(tbt, _ANSWER_SHARE * slo.e2e / num_tokens)
-        first = min(first, arrival + slo.e2e - tbt * num_tokens)
+        num_gaps = num_tokens - 1
+        tbt = min(tbt, longest_pace, _ANSWER_SHARE * slo.e2e / max(num_gaps, 1))
+        first = min(first, arrival + slo.e2e - tbt * num_gaps)
     return first, tbt
 
 

@@ -19,7 +19,7 @@ class Stream(NamedTuple):
     """A request with tokens to come, as a stall meets it."""
 
     tbt: float
-    """Objective, seconds; infinite without one, or where it is missed or a pace alone."""
+    """Objective, seconds; infinite without one, or where it is missed, a pace alone, or cannot be kept."""
     slack: float
     """That it had with its first token, seconds."""
     num_tokens: int
@@ -28,8 +28,15 @@ class Stream(NamedTuple):
     """Tokens that it has in the KV cache on average."""
 
 
-def streams_of(running: Iterable[RequestState], lengths: OutputLengths) -> list[Stream]:
-    """Return the requests that decode."""
+def streams_of(
+    running: Iterable[RequestState], lengths: OutputLengths, shortest: float = 0.0
+) -> list[Stream]:
+    """Return the requests that decode.
+
+    Parameters
+    ----------
+    shortest : of a step, seconds; see `RunningView`.
+    """
     streams = []
     for state in running:
         slo = state.slo
@@ -39,7 +46,7 @@ def streams_of(running: Iterable[RequestState], lengths: OutputLengths) -> list[
         num_tokens = lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
         streams.append(
             Stream(
-                tbt=inf if slo.is_best_effort or slo.is_paced else slo.tbt,
+                tbt=inf if slo.is_best_effort or slo.is_paced or slo.tbt < shortest else slo.tbt,
                 slack=0.0 if slo.ttft_deadline == inf else max(0.0, slo.ttft_deadline - slo.first_delivery),
                 num_tokens=num_tokens,
                 context=state.num_prompt_tokens + 0.5 * num_tokens,

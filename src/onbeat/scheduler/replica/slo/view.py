@@ -27,12 +27,15 @@ class RunningView:
     ----------
     running : all of them.
     start : when the step to plan starts, seconds.
+    shortest : of a step with a token, seconds. A TBT objective below it no step can keep, whatever is left
+        out of it, so that it binds none: others would wait for nothing.
 
     Attributes
     ----------
     streams : requests that want one token and have a deadline for it.
     deadlines : that deadline of each stream.
-    best_effort_decodes : requests that want one token and have none: no objective, or one that was missed.
+    best_effort_decodes : requests that want one token and have none: no objective, one that was missed, or
+        one that cannot be kept.
     prefills : requests in the middle of their prompt.
     due : the earliest deadline of `streams`, even if it has passed; infinite without any.
     due_state : whose it is.
@@ -41,7 +44,7 @@ class RunningView:
     context_tokens : that requests which want one token have in the KV cache.
     """
 
-    def __init__(self, running: Iterable[RequestState], start: float) -> None:
+    def __init__(self, running: Iterable[RequestState], start: float, shortest: float = 0.0) -> None:
         self.streams: list[RequestState] = []
         self.deadlines: list[float] = []
         self.best_effort_decodes: list[RequestState] = []
@@ -49,7 +52,7 @@ class RunningView:
         self.due = self.tightest = self.pace = inf
         self.due_state: RequestState | None = None
         self.context_tokens = 0
-        self._look(running, start)
+        self._look(running, start, shortest)
 
     @property
     def decodes(self) -> list[RequestState]:
@@ -62,7 +65,7 @@ class RunningView:
         context = self.context_tokens + sum([state.num_computed_tokens for state in others])
         return BatchShape.of_decodes(num, context + num)
 
-    def _look(self, running: Iterable[RequestState], start: float) -> None:
+    def _look(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         streams, best_effort_decodes = self.streams, self.best_effort_decodes
         due, tightest = self.due, self.tightest
         deadlines, pace, context = self.deadlines, inf, 0
@@ -80,7 +83,7 @@ class RunningView:
             context += num_computed
             slo = state.slo
             deadline = slo.next_deadline
-            if deadline == inf:
+            if deadline == inf or (slo.tbt < shortest and not slo.is_paced):
                 best_effort_decodes.append(state)
                 continue
             streams.append(state)
@@ -89,11 +92,10 @@ class RunningView:
             deadlines.append(deadline)
             if deadline < due:
                 due, self.due_state = deadline, state
-            if slo.tbt < tightest:
-                if slo.is_paced:
-                    pace = min(pace, slo.tbt)
-                else:
-                    tightest = slo.tbt
+            if slo.is_paced:
+                pace = min(pace, slo.tbt)
+            elif slo.tbt < tightest:
+                tightest = slo.tbt
         self.due, self.tightest, self.pace, self.context_tokens = due, tightest, pace, context
 
 

@@ -80,6 +80,7 @@ class PrefillWork:
     decode_seconds : what one more decode of a usual context adds to a step.
     context_seconds : of that, what a token of its context adds.
     base_seconds : of a step of decodes alone, what does not grow with them.
+    alone_seconds : of a step of one decode of a usual context; no step with a token takes less.
     """
 
     def __init__(self, model: StepTimeModel, quantile: float | None, most_step_tokens: float = inf) -> None:
@@ -134,6 +135,7 @@ class PrefillWork:
         few, many, short = [time() for time in self._decodes]
         self.decode_seconds = max(0.0, (many - few) / 16)
         self.base_seconds = max(0.0, few - 16 * self.decode_seconds)
+        self.alone_seconds = self.base_seconds + self.decode_seconds
         num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
         context = max(0.0, (many - short) / num_fewer)
         self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
@@ -145,6 +147,11 @@ class PrefillWork:
             return self._model.step_time(shape, CERTAIN) / self._model.step_time(shape)
         except ConfigError:  # the model's error was never measured
             return inf
+
+    @property
+    def efficient_seconds(self) -> float:
+        """Seconds of a step of an efficient chunk: without objectives hardly any takes more."""
+        return self.idle_seconds(self.efficient_chunk, 0)
 
     @property
     def costs(self) -> PrefillCosts:
