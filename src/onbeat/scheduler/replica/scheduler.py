@@ -282,8 +282,6 @@ class Scheduler:
         """
         step_id, states, _, planned_at, _ = self._in_flight[0] if goes_on else self._in_flight.popleft()
         assert step_id == scheduled.step_id, "steps are updated in the order in which they were scheduled"
-        if self._in_flight and not goes_on:  # errors of predictions must not add up
-            self._busy_until = now + sum([step.seconds for step in self._in_flight])
         self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
         failed = result.failed or {}
@@ -407,6 +405,8 @@ class Scheduler:
             if self._policy.release.holds_finished:
                 self._release_batch()
             self.handover.settle()
+            if self._in_flight:  # errors of predictions must not add up
+                self._busy_until = now + sum([step.seconds for step in self._in_flight])
             return
         shape.decode_context_tokens += shape.num_lm_head_rows
         self._last_plan = now
