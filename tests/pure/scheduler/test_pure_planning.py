@@ -8,11 +8,27 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
+from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.scheduler.replica.step_plan import StepPlan
+from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.examples import examples
 from tests.pure.scheduler.digest import attributes, digest
+from tests.pure.scheduler.speculating import SpeculatingDriver
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
+
+
+def check_pure(scheduler: Scheduler, now: float) -> bool:
+    """Plan a step twice, if there is one to plan; return whether there is."""
+    if not (scheduler.running or len(scheduler.waiting)):
+        return False
+    start = max(now, scheduler._busy_until) if scheduler._in_flight else now
+    before = digest(scheduler)
+    first, second = scheduler._compose(start), scheduler._compose(start)
+    assert digest(scheduler) == before, "planning has changed something"
+    other = dict(attributes(second))
+    for name, value in attributes(first):
+        assert digest(value) == digest(other[name]), f"{name} differs"
+    return True
 
 
 class PureDriver(TimedDriver):
@@ -21,27 +37,19 @@ class PureDriver(TimedDriver):
     num_checked = 0
 
     def step(self) -> bool:
-        scheduler = self.scheduler
-        if len(self.in_flight) < self.depth and (scheduler.running or len(scheduler.waiting)):
-            self.check_pure()
+        if len(self.in_flight) < self.depth:
+            self.num_checked += check_pure(self.scheduler, self.now)
         return super().step()
 
-    def check_pure(self) -> None:
-        scheduler = self.scheduler
-        before = digest(scheduler)
-        first, second = self.compose(), self.compose()
-        assert digest(scheduler) == before, "planning has changed something"
-        other = dict(attributes(second))
-        for name, value in attributes(first):
-            assert digest(value) == digest(other[name]), f"{name} differs"
-        self.num_checked += 1
 
-    def compose(self) -> StepPlan:
-        scheduler = self.scheduler
-        start = max(self.now, scheduler._busy_until) if self.in_flight else self.now
-        plan = scheduler._new_plan(start)
-        scheduler._policy.composer.compose(plan, scheduler._order)
-        return plan
+class PureSpeculatingDriver(SpeculatingDriver):
+    """The same, where drafts are planned too."""
+
+    num_checked = 0
+
+    def step(self) -> bool:
+        self.num_checked += check_pure(self.scheduler, self.now + 1.0)
+        return super().step()
 
 
 slos = st.sampled_from(
@@ -77,7 +85,7 @@ def loads(draw: st.DrawFn) -> list[Request]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@examples(60)
+@examples(20)
 @given(
     load=loads(),
     mode=st.sampled_from(SLO_MODES),
@@ -100,6 +108,33 @@ def test_planning_twice_gives_the_same_plan_and_changes_nothing(
     driver = PureDriver(config, FakeStepTime(), depth=depth)
     driver.serve(load)
     assert driver.num_checked or driver.rejected
+
+
+@pytest.mark.parametrize("draft_length", ["fixed", "adaptive"])
+@pytest.mark.parametrize("max_catch_up_tokens", [None, 20], ids=["looked up", "by a model"])
+@examples(20)
+@given(
+    load=loads(),
+    policy=st.sampled_from(["sarathi", "slo"]),
+    depth=st.sampled_from([1, 2]),
+    num_blocks=st.sampled_from([64, 512]),
+    seed=st.integers(0, 1000),
+)
+def test_so_does_planning_drafts(
+    draft_length, max_catch_up_tokens, load, policy, depth, num_blocks, seed
+) -> None:
+    speculation = SpeculationConfig(
+        num_speculative_tokens=4,
+        draft_length=draft_length,
+        runs_model=max_catch_up_tokens is not None,
+        max_catch_up_tokens=max_catch_up_tokens or 0,
+    )
+    config = make_config(policy, num_blocks=num_blocks, speculation=speculation)
+    driver = PureSpeculatingDriver(config, depth=depth, seed=seed)
+    for request in load:
+        driver.add(request)
+    driver.run()
+    assert driver.num_checked
 
 
 def test_a_change_anywhere_is_seen():

@@ -362,6 +362,8 @@ class Scheduler:
         preempts = bool(plan.preempted)
         may_repeat = plan.is_repeatable and not (plan.admissions or preempts)
         self._policy.composer.commit(plan)
+        if self._drafting is not None and plan.decodes:
+            self._drafting.commit(plan)
         for request_id, num_hit_tokens in plan.num_hit_tokens.items():
             self._states[request_id].note_hits(num_hit_tokens)
         if plan.late or plan.overdue:

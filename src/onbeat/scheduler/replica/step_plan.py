@@ -59,6 +59,7 @@ class StepPlan:
         "ran_out_of_blocks",
         "repeat_limit",
         "running",
+        "seconds_without_drafts",
         "slack",
         "step_id",
         "tightest",
@@ -115,6 +116,8 @@ class StepPlan:
         """Forward passes, one after another, in which a proposer's model makes them."""
         self.catch_ups: list[tuple[int, int]] = []
         """What that model reads before: tokens of a request that it has read, and those that it reads now."""
+        self.seconds_without_drafts = 0.0
+        """Predicted, of the steps since the last drafts that could have had some, this one included."""
         self.expected_tokens = 0.0
         """Output tokens that `decodes` should deliver; kept where drafts are planned."""
         self.chunks: list[tuple[RequestState, int]] = []

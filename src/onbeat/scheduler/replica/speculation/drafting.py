@@ -20,8 +20,12 @@ class Drafting(Protocol):
         """Set `plan.num_drafts`, one number for each of `plan.decodes`, and `plan.expected_tokens`.
 
         It comes last: rows, chunks and admissions are settled. Drafts take what they leave: tokens
-        (`num_tokens_left`), KV blocks (`take_block`), and time (`budget`).
+        (`num_tokens_left`), KV blocks (`take_block`), and time (`budget`). Nothing but the plan changes.
         """
+        ...
+
+    def commit(self, plan: StepPlan) -> None:
+        """Hear that a step with decodes is carried out as planned."""
         ...
 
     def observe(

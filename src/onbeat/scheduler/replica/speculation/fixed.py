@@ -28,14 +28,18 @@ class FixedDrafts:
 
     def plan(self, plan: StepPlan) -> None:
         """Give each row its drafts, first come first."""
-        self._acceptance.begin_step()
         num_drafts = []
         for state in plan.decodes:
             most = max(0, min(most_drafts(state, self._config.num_speculative_tokens), plan.num_tokens_left))
             num_drafts.append(fit_blocks(plan, state, most))
             plan.num_tokens_left -= num_drafts[-1]
         set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
-        self._reading.count(plan, compress(plan.decodes, num_drafts))
+        plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
+
+    def commit(self, plan: StepPlan) -> None:
+        """Count a step, and what is read for it."""
+        self._acceptance.begin_step()
+        self._reading.count(compress(plan.decodes, plan.num_drafts), plan.block_size)
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None

@@ -222,8 +222,8 @@ class GoodputDrafts:
 
     def plan(self, plan: StepPlan) -> None:
         """Choose the drafts of each decode row. See `Drafting.plan`."""
-        self._acceptance.begin_step()
         most = self._most(plan)
+        plan.seconds_without_drafts = self._without
         num_drafts = [0] * len(most)
         if any(most):
             num_drafts = self._choose(plan, most)
@@ -234,10 +234,16 @@ class GoodputDrafts:
         plan.num_tokens_left -= sum(num_drafts)
         set_drafts(plan, num_drafts, self._acceptance, runs_model=self._config.runs_model)
         if plan.num_drafts:
-            self._without = 0.0
+            plan.seconds_without_drafts = 0.0
             if plan.slack is not None and plan.budget is not None:
                 plan.budget = plan.slack
-            self._reading.count(plan, compress(plan.decodes, num_drafts))
+            plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
+
+    def commit(self, plan: StepPlan) -> None:
+        """Count a step, what is read for it, and the time without drafts. See `Drafting.commit`."""
+        self._acceptance.begin_step()
+        self._without = plan.seconds_without_drafts
+        self._reading.count(compress(plan.decodes, plan.num_drafts), plan.block_size)
 
     def _most(self, plan: StepPlan) -> list[int]:
         """Return how many drafts each decode row may have."""
@@ -254,7 +260,7 @@ class GoodputDrafts:
     def _choose(self, plan: StepPlan, most: list[int]) -> list[int]:
         """Return the drafts of each decode row, blocks aside."""
         cost, alone = self._costs(plan)
-        self._without += cost.plain
+        plan.seconds_without_drafts += cost.plain
         far = [
             bool(num) and self._reading.is_far(state, plan.block_size)
             for state, num in zip(plan.decodes, most, strict=True)
@@ -340,7 +346,7 @@ class GoodputDrafts:
         states = [state for state, num in zip(plan.decodes, most, strict=True) if num]
         if self._reading.most:
             states = self._reading.fitting(states)
-        self._add(plan, states, num_drafts, cost, most_seconds=PROBE_SHARE * self._without)
+        self._add(plan, states, num_drafts, cost, most_seconds=PROBE_SHARE * plan.seconds_without_drafts)
 
     def _add(
         self,

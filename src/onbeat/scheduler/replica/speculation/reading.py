@@ -11,7 +11,6 @@ from collections.abc import Iterable
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.lengths import OutputLengths
-from onbeat.scheduler.replica.step_plan import StepPlan
 
 
 class DraftReading:
@@ -83,18 +82,23 @@ class DraftReading:
             sums.add_catch_up(num_read, num_tokens)
         return sums.num_catch_up_tokens, sums.catch_up_pairs
 
-    def count(self, plan: StepPlan, states: Iterable[RequestState]) -> None:
-        """Count what the draft model reads of the requests that a step plans drafts for.
+    def catch_ups(self, states: Iterable[RequestState], block_size: int) -> list[tuple[int, int]]:
+        """Return what a step with drafts for these has the draft model read first: see `StepPlan.catch_ups`.
 
-        `plan.catch_ups` gets what is read of those that are more than a block behind.
+        Only those that are more than a block behind are read so.
         """
+        if not self.most:
+            return []
+        return [(num_read, num_tokens) for _, num_read, num_tokens in self._chunks(states, block_size)]
+
+    def count(self, states: Iterable[RequestState], block_size: int) -> None:
+        """Count what the draft model reads in a step with drafts for these, which is carried out."""
         if not self.most:
             return
         states = list(states)
-        far = self._chunks(states, plan.block_size)
-        plan.catch_ups += [(num_read, num_tokens) for _, num_read, num_tokens in far]
+        far = self._chunks(states, block_size)
         for state in states:
-            if not self.is_far(state, plan.block_size):
+            if not self.is_far(state, block_size):
                 _set_num_read(state, _num_read(state) + self.num_behind(state))
         for state, num_read, num_tokens in far:
             _set_num_read(state, num_read + num_tokens)
