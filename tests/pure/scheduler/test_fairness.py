@@ -169,7 +169,10 @@ def test_no_counter_falls_and_nobody_who_waits_lies_below_a_new_tenant(calls: li
     for call, index in calls:
         tenant = str(index)
         if call == "arrive":
+            least = min((before[str(each)] for each in range(8) if waiting[each]), default=None)
             counters.on_arrival(tenant)
+            if least is not None and not waiting[index]:
+                assert counters.counter("new") == least
             waiting[index] += 1
         elif call == "leave" and waiting[index]:
             counters.on_leave(tenant)
@@ -187,6 +190,36 @@ def test_no_counter_falls_and_nobody_who_waits_lies_below_a_new_tenant(calls: li
             for name in backlogged:
                 assert counters.share(name) == pytest.approx((after[name] - mean) / 8192)
                 assert after[name] >= counters.counter("new")
+
+
+def test_an_arrival_looks_at_few_of_those_that_wait() -> None:
+    """Each of many tenants is looked at once for each time that it was served."""
+    looked = 0
+
+    class Counted(dict[str | None, float]):
+        def __getitem__(self, tenant: str | None) -> float:
+            nonlocal looked
+            looked += 1
+            return super().__getitem__(tenant)
+
+    counters = TenantCounters()
+    for index in range(1000):
+        counters.on_arrival(f"t{index}")
+        counters.on_prefill(f"t{index}", index)
+    counters._counters = Counted(counters._counters)
+    for index in range(100):
+        counters.on_arrival(f"new{index}")
+        counters.on_leave(f"new{index}")
+    assert looked < 2000
+
+
+def test_those_who_have_left_are_not_kept_for_ever() -> None:
+    counters = TenantCounters(max_idle_tenants=10)
+    counters.on_arrival("first")
+    for index in range(1000):
+        counters.on_arrival(f"t{index}")
+        counters.on_leave(f"t{index}")
+    assert len(counters._heap) < 30
 
 
 def test_remembers_few_of_those_that_are_away() -> None:

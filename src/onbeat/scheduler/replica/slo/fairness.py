@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import count
+
 from onbeat.core.errors import ConfigError
 
 
@@ -36,12 +39,15 @@ class TenantCounters:
         "_backlogged_sum",
         "_counters",
         "_full_excess",
+        "_heap",
+        "_in_heap",
         "_input_weight",
         "_last_to_leave",
         "_level",
         "_max_idle_tenants",
         "_num_waiting",
         "_output_weight",
+        "_places",
     )
 
     def __init__(
@@ -66,6 +72,12 @@ class TenantCounters:
         self._level = 0.0
         """What a new tenant is lifted to, as of the last time that one came or left."""
         self._last_to_leave: str | None = None
+        self._heap: list[tuple[float, int, str | None]] = []
+        """Backlogged tenants, and some that are so no more, each once: by a counter that it had. Counters
+        only grow, so that the least one is found by bringing the head up to date."""
+        self._in_heap: set[str | None] = set()
+        self._places = count()
+        """Of equal counters the one that came first."""
 
     def __len__(self) -> int:
         """Return the number of tenants remembered."""
@@ -78,6 +90,9 @@ class TenantCounters:
             self._raise_level()
             counter = self._counters[tenant] = max(self.counter(tenant), self._level)
             self._backlogged_sum += counter
+            if tenant not in self._in_heap:
+                self._in_heap.add(tenant)
+                heappush(self._heap, (counter, next(self._places), tenant))
         self._num_waiting[tenant] = num_waiting + 1
         if len(self._counters) - len(self._num_waiting) > self._max_idle_tenants:
             self._forget()
@@ -124,9 +139,22 @@ class TenantCounters:
 
     def _raise_level(self) -> None:
         if self._num_waiting:
-            self._level = min(map(self._counters.__getitem__, self._num_waiting))
+            self._level = self._least_backlogged()
         else:
             self._level = max(self._level, self.counter(self._last_to_leave))
+
+    def _least_backlogged(self) -> float:
+        """Return the least counter of the backlogged tenants, of which there is one."""
+        heap = self._heap
+        while True:
+            known, place, tenant = heap[0]
+            if tenant not in self._num_waiting:
+                heappop(heap)
+                self._in_heap.remove(tenant)
+            elif (counter := self._counters[tenant]) > known:
+                heapreplace(heap, (counter, place, tenant))
+            else:
+                return counter
 
     def _forget(self) -> None:
         """Forget tenants that are not backlogged: those at the level, and more until half are left."""
@@ -136,6 +164,9 @@ class TenantCounters:
             if place >= num_surplus and self._counters[tenant] > self._level:
                 break
             del self._counters[tenant]
+        self._heap = [(self._counters[tenant], next(self._places), tenant) for tenant in self._num_waiting]
+        heapify(self._heap)
+        self._in_heap = set(self._num_waiting)
 
     def _order_to_forget(self, tenant: str | None) -> tuple[float, bool, str]:
         return (self._counters[tenant], tenant is not None, tenant or "")
