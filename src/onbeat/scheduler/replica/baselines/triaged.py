@@ -34,7 +34,7 @@ class TriagedBudget:
         plan.is_repeatable = False
         work = self._work or _new_work(plan)
         decodes, prefills = split_running(plan.running)
-        jobs, plan.late = prefill_jobs(plan.now, prefills, plan.waiting, work)
+        jobs, plan.late = prefill_jobs(plan, plan.now, prefills, work)
         decode(plan, decodes, victims=plan.running)
         shape = decode_shape(plan.decodes)
         limit, chunk = inf, plan.num_tokens_left

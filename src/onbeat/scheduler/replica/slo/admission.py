@@ -156,7 +156,7 @@ class Admission:
     def _look(self, state: RequestState, plan: StepPlan, start: float) -> Outlook:
         work = self._work
         view = RunningView(plan.running, start, work.alone_seconds)
-        jobs, _ = prefill_jobs(start, view.prefills, plan.waiting, work)
+        jobs, _ = prefill_jobs(plan, start, view.prefills, work)
         # By the time that it is served, those ahead of it decode, too.
         ahead = [job.state for job in jobs if job.deadline <= state.slo.ttft_deadline]
         decodes = view.decode_shape(ahead)

@@ -336,7 +336,7 @@ class _Step:
         self._plan = plan
         self._work = work
         self._view = RunningView(plan.running, plan.now, work.alone_seconds)
-        self._jobs, plan.late = prefill_jobs(plan.now, self._view.prefills, plan.waiting, work)
+        self._jobs, plan.late = prefill_jobs(plan, plan.now, self._view.prefills, work)
 
     def compose(self) -> None:
         plan, policy, view, jobs = self._plan, self._policy, self._view, self._jobs

@@ -7,11 +7,11 @@ from math import inf
 
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.queues import WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.triage import Job
 from onbeat.scheduler.replica.slo.work import PrefillWork
+from onbeat.scheduler.replica.step_plan import StepPlan
 
 MOST_JOBS = 128
 """Waiting prompts with deadlines that a plan looks at, those that are due first: a plan takes the same time
@@ -109,18 +109,21 @@ def decode_shape(states: Iterable[RequestState]) -> BatchShape:
 
 
 def prefill_jobs(
-    now: float, prefills: Sequence[RequestState], waiting: WaitingQueue, work: PrefillWork
+    plan: StepPlan, now: float, prefills: Sequence[RequestState], work: PrefillWork
 ) -> tuple[list[PromptJob], list[RequestState]]:
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
-    A prompt is late for certain once not even an idle machine would be in time. One that may not be judged
-    (`ShedMode.OFF`), or that has delivered tokens before it was preempted, keeps its turn.
+    A prompt is late for certain once not even an idle machine would be in time, which counts what others have
+    left in the prefix cache since it arrived. One that may not be judged (`ShedMode.OFF`), or that has
+    delivered tokens before it was preempted, keeps its turn.
 
     Parameters
     ----------
+    plan : knows who waits, and what the prefix cache holds; it remembers what was found.
     now : when the step to plan starts, seconds.
     prefills : running requests in the middle of their prompts.
     """
+    waiting = plan.waiting
     jobs: list[PromptJob] = []
     late: list[RequestState] = []
     if not (prefills or len(waiting)):
@@ -134,9 +137,14 @@ def prefill_jobs(
         seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
         deadline = state.slo.next_deadline
         if earliest + seconds > deadline and may_be_given_up(state):
-            late.append(state)
-        else:
-            jobs.append(Job(deadline, seconds, state))
+            num_found = 0 if state.block_ids else len(plan.match(state)) * plan.block_size
+            if num_found > num_cached:
+                plan.num_hit_tokens[state.request_id] = num_found
+                seconds = work.seconds(state.num_tokens - num_found, num_found)
+            if num_found <= num_cached or earliest + seconds > deadline:
+                late.append(state)
+                continue
+        jobs.append(Job(deadline, seconds, state))
     if started:
         jobs.sort(key=_deadline)
     return jobs, late
