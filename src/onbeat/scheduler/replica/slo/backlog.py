@@ -26,7 +26,7 @@ _MEMORY_SECONDS = 30.0
 _PRIOR_SECONDS = 0.1
 """What "prompts get all the time" weighs before anything was seen."""
 BEST_EFFORT_STEPS = 100
-"""In one step of so many best effort goes before prompts with deadlines: it never starves."""
+"""In one step of so many best effort goes before prompts with deadlines: it never starves for time."""
 _SLOWEST = 1 / BEST_EFFORT_STEPS
 """The pace of best effort however busy it is."""
 OVERDUE = 1.5
