@@ -24,14 +24,14 @@ lasts: at least 4,000 requests and ten minutes of arrivals are measured after a 
 in requests and in prompt tokens (late and unfinished in the last quarter less the second, over the arrivals
 in between). A capacity lies between two rates at most 10 % apart (worst decile and tail: 22 %), one of
 which keeps the criterion, read off a straight line over the logarithm of the rate (of the share's odds).
-Intervals are Student's t of the logarithms of ratios of pairs: equal requests, seed by seed. Families
-(`static`, `static+triage`, `edf+triage`: budgets of 256 to 8,192) count by the best of them in each cell,
-criterion and seed; after the first seed only the two best go on. On traces a seed is where the window
-starts, with its own times squeezed to the rate; a window that comes to the trace's end goes on at its
-start, without shared prefixes, so that windows of the code trace overlap. Requests that an idle machine
-with an empty prefix cache could not serve in time count neither way; those that do not fit the context are
-not offered. A capacity of less than a tenth of where others lie is taken as that tenth; where neither of two
-policies has more, they are not compared.
+Intervals are Student's t of the logarithms of ratios of pairs: equal requests, seed by seed, or, of means of
+one seed, cell by cell. Families (`static`, `static+triage`, `edf+triage`: budgets of 256 to 8,192) count by
+the best of them in each cell, criterion and seed; after the first seed only the two best go on. On traces a
+seed is where the window starts, with its own times squeezed to the rate; a window that comes to the trace's
+end goes on at its start, without shared prefixes, so that windows of the code trace overlap. Requests that an
+idle machine with an empty prefix cache could not serve in time count neither way; those that do not fit the
+context are not offered. A capacity of less than a tenth of where others lie is taken as that tenth; where
+neither of two policies has more, they are not compared.
 """
 
 
@@ -135,20 +135,23 @@ class Study:
         return [(cell, *ratio) for cell, ratio in found if ratio is not None]
 
     def mean(self, rival: str, criterion: str, group: str) -> tuple[Interval, int] | None:
-        """Return the geometric mean over cells, with its interval over the seeds, and the number of cells."""
+        """Return the geometric mean over cells, with its interval, and the number of cells.
+
+        The interval is over the seeds; where all have but one, over the cells.
+        """
         by_cell = self.ratios(rival, criterion, group)
         if not by_cell:
             return None
         cells = [cell for cell, _, _ in by_cell]
-        middle = geometric_mean([interval.mean for _, interval, _ in by_cell])
+        of_cells = [interval.mean for _, interval, _ in by_cell]
+        middle = geometric_mean(of_cells)
         of_seeds = []
         for seed in self.seeds:
             pairs = [self.pair(cell, rival, criterion, seed) for cell in cells]
             if None not in pairs:
                 of_seeds.append(geometric_mean([own / other for own, other in filter(None, pairs)]))
-        spread = ratio_interval(of_seeds, [1.0] * len(of_seeds)) if of_seeds else None
-        if spread is None:
-            return Interval(middle, -np.inf, np.inf), len(cells)
+        found = of_seeds if len(of_seeds) > 1 else of_cells
+        spread = ratio_interval(found, [1.0] * len(found))
         return Interval(middle, spread.low, spread.high), len(cells)
 
 
@@ -224,13 +227,13 @@ def _worse(study: Study) -> Iterator[str]:
             for cell, interval, count in study.ratios(rival, criterion, "all")
             if count > 1 and interval.high < LEAST
         ]
-        single = sum(
+        single = [
             interval.mean < LEAST
             for criterion in CRITERIA
             for _, interval, count in study.ratios(rival, criterion, "all")
             if count == 1
-        )
-        more = f"; of those with one seed {single} are below" if single else ""
+        ]
+        more = f"; of {len(single)} with one seed {sum(single)} are below" if any(single) else ""
         shown = "; ".join(worse) or "none"
         yield f"Cells whose interval against `{rival}` lies wholly below {LEAST}: {shown}{more}."
 
