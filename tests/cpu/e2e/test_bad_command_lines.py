@@ -177,7 +177,9 @@ def test_a_tokenizer_that_is_no_json(weights_directory: Path, tmp_path: Path) ->
     assert "tokenizer.json" in refusal(path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.001, pytest.param(0.5, marks=pytest.mark.slow), 0.999])
+@pytest.mark.parametrize(
+    "share", [0.0, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.001, 0.5)), 0.999]
+)
 def test_a_truncated_gguf(smollm2_gguf: Path, tmp_path: Path, share: float) -> None:
     file = tmp_path / "model.gguf"
     with smollm2_gguf.open("rb") as whole:
@@ -245,7 +247,11 @@ def test_a_vocabulary_that_does_not_fit_together(tmp_path: Path) -> None:
             "is below max_num_seqs",
             marks=pytest.mark.slow,
         ),
-        (["--policy", "orca", "--max-model-len", "4096", "--max-num-batched-tokens", "512"], "orca"),
+        pytest.param(
+            ["--policy", "orca", "--max-model-len", "4096", "--max-num-batched-tokens", "512"],
+            "orca",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_limits_that_cannot_be_kept(tiny_directory: Path, arguments: list[str], expected: str) -> None:
