@@ -114,7 +114,7 @@ class Admission:
             return
         outlook = self._look(state, plan, max(plan.now, busy_until))
         slo = state.slo
-        slo.predicted_ttft = outlook.ttft
+        slo.note_prediction(outlook.ttft)
         objective = slo.ttft_deadline - state.request.arrival
         keeps_turn = state.request.shed is ShedMode.OFF and objective < inf
         if outlook.runs_as_best_effort or (keeps_turn and outlook.ttft > objective):

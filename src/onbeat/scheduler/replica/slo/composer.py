@@ -33,7 +33,8 @@ SPENT_SHARE = 1 / 4
 LONGEST_GAP = 2.0
 """The longest step that time in hand may be spent on, TBT objectives."""
 LENGTH_QUANTILE = 0.99
-"""Of output lengths, to spread an e2e objective over: of the answers that are longer most are late."""
+"""Of output lengths, what an answer is taken to have at most: to spread an e2e objective over it, as most of
+those that are longer come late, and to allow one late token in a hundred."""
 PACED_SHARE = 2 / 3
 """Of a step, what is left to prompts whatever e2e objectives ask for: a prompt that waits has one too."""
 SPARE_TOKENS = 20

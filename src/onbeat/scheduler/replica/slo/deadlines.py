@@ -22,7 +22,10 @@ BEST_EFFORT_RANK = 1e15
 
 
 class SLOState:
-    """Where a request stands with its objectives. Written here alone.
+    """Where a request stands with its objectives.
+
+    Written here alone, but for the `last_delivery` of a request that has none: `SLOTracker` sets it itself,
+    as to say so would be a call a token.
 
     Attributes
     ----------
@@ -213,6 +216,10 @@ class SLOState:
             self.next_deadline = due
         self.last_delivery = ends[-1]
         return has_missed
+
+    def note_prediction(self, seconds: float) -> None:
+        """Remember the TTFT that was predicted at the arrival."""
+        self.predicted_ttft = seconds
 
     def take_prediction(self) -> float | None:
         """Return the predicted TTFT the first time, then None."""
