@@ -13,6 +13,7 @@ from slo_study.cells import CELLS, FAMILIES, MIXES, OLD_CELLS, SIMPLE, STATIC, S
 from slo_study.criteria import CRITERIA, Curve, rate_at
 from slo_study.scored import Scored, curves
 from slo_study.tasks import ONLY_SHARES, SHARES
+from slo_study.trial import Score
 
 LEAST = 0.97
 """A cell whose interval lies wholly below this is one in which the subject is worse."""
@@ -256,36 +257,33 @@ def _means(study: Study) -> Iterator[str]:
 def _who_pays(study: Study) -> Iterator[str]:
     """Yield who is good and who waits longest at the subject's own capacity at 90 %."""
     yield (
-        f"Means over cells and seeds at the rates next below `{study.subject}`'s capacity at 90 % (of a "
-        "family the best budget, where it ran to its end at that rate): share of good requests by decile of "
-        "prompt length, shortest first, and the longest TTFT of each decile, s (mean of the runs' longest)."
+        f"Means over cells and seeds at the rates next below `{study.subject}`'s capacity at 90 %, of each "
+        f"rival beside those of `{study.subject}` under the same loads (of a family the best budget, where "
+        "it ran to its end at that rate): share of good requests by decile of prompt length, shortest first, "
+        "and the longest TTFT of each decile, s (mean of the runs' longest)."
     )
-    goods: dict[str, list[list[float]]] = {}
-    waits: dict[str, list[list[float]]] = {}
+    pairs: dict[str, list[tuple[Score, Score]]] = {}
     for (cell, name, seed), curve in study.curves.items():
         if name != study.subject or (kept := curve.bracket(CRITERIA["90 %"]).kept) is None:
             continue
-        for policy in study.policies:
+        own = curve[kept]
+        if len(own.deciles) != 10:
+            continue
+        for rival in study.policies:
             scores = [
                 found[kept]
-                for member in members_of(policy)
+                for member in members_of(rival)
                 if (found := study.curves.get((cell, member, seed))) and kept in found
             ]
             scores = [score for score in scores if not score.is_lost and len(score.deciles) == 10]
-            if scores:
-                best = max(scores, key=lambda score: score.good)
-                goods.setdefault(policy, []).append(best.deciles)
-                waits.setdefault(policy, []).append(best.longest)
-    rows = [
-        [
-            f"`{policy}`",
-            what,
-            str(len(found[policy])),
-            *(f"{x:.{digits}f}" for x in np.mean(found[policy], 0)),
-        ]
-        for policy in goods
-        for what, found, digits in (("good", goods, 3), ("longest, s", waits, 1))
-    ]
+            if scores and rival != study.subject:
+                pairs.setdefault(rival, []).append((own, max(scores, key=lambda score: score.good)))
+    rows = []
+    for rival, found in pairs.items():
+        for what, digits, of in (("good", 3, "deciles"), ("longest, s", 1, "longest")):
+            for name, place in ((study.subject, 0), (rival, 1)):
+                means = np.mean([getattr(pair[place], of) for pair in found], 0)
+                rows.append([f"`{name}`", what, str(len(found)), *(f"{x:.{digits}f}" for x in means)])
     yield markdown_table(["policy", "", "runs", *(str(decile) for decile in range(1, 11))], rows)
 
 
