@@ -68,7 +68,7 @@ def copy(directory: Path, target: Path, **config: Any) -> Path:
         pytest.param(["--host", "192.0.2.1"], "cannot listen on 192.0.2.1", marks=pytest.mark.slow),
         (["--ssl-certfile", "/no/cert.pem", "--ssl-keyfile", "/no/key.pem"], "/no/cert.pem"),
         pytest.param(["--api-key-file", os.devnull], "holds no API key", marks=pytest.mark.slow),
-        (["--chat-template", "/no/template.jinja"], "/no/template.jinja"),
+        pytest.param(["--chat-template", "/no/template.jinja"], "/no/template.jinja", marks=pytest.mark.slow),
         (["--tokenizer", "/no/tokenizer"], "/no/tokenizer"),
         (["--timeline", "/no/such/folder/t.json"], "cannot write the timeline to /no/such/folder/t.json"),
         pytest.param(["--threads", "0"], "threads is 0", marks=pytest.mark.slow),
@@ -187,7 +187,10 @@ def test_a_truncated_gguf(smollm2_gguf: Path, tmp_path: Path, share: float) -> N
     assert "model.gguf" in refusal(file)
 
 
-@pytest.mark.parametrize("content", [b"not a gguf file at all", b"GGUF" + b"\xff" * 64])
+@pytest.mark.parametrize(
+    "content",
+    [pytest.param(b"not a gguf file at all", marks=pytest.mark.slow), b"GGUF" + b"\xff" * 64],
+)
 def test_what_is_no_gguf(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "model.gguf"
     file.write_bytes(content)

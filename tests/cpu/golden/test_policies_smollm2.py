@@ -105,19 +105,32 @@ def check(
     return outcome
 
 
+WHOLE_PROMPTS = Setting(policy="static")
+CHUNKS = Setting(policy="sarathi", budget=64, arrivals=2, depth=2)
+OBJECTIVES = Setting(policy="slo", arrivals=2, depth=2)
+
+
+@pytest.mark.parametrize("make_forward", ["native"], indirect=True)
 @pytest.mark.parametrize(
     "setting",
     [
-        Setting(policy="static"),
+        WHOLE_PROMPTS,
         Setting(policy="orca", arrivals=2),
         Setting(policy="prefill-first", arrivals=2),
-        Setting(policy="sarathi", budget=64, arrivals=2, depth=2),
-        Setting(policy="slo", arrivals=2, depth=2),
+        CHUNKS,
+        OBJECTIVES,
         Setting(policy="fastserve", arrivals=2),
     ],
     ids=str,
 )
 def test_some_prompts(reference: Reference, make_forward: MakeForward, setting: Setting):
+    check(reference, make_forward, FAST_LENGTHS, setting)
+
+
+@pytest.mark.parametrize("make_forward", ["torch"], indirect=True)
+@pytest.mark.parametrize("setting", [WHOLE_PROMPTS, CHUNKS, OBJECTIVES], ids=str)
+def test_some_prompts_with_torch(reference: Reference, make_forward: MakeForward, setting: Setting):
+    """A kind of step each: its policies all run with the tiny models, and the others in the slow test."""
     check(reference, make_forward, FAST_LENGTHS, setting)
 
 
