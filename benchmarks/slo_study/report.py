@@ -262,6 +262,7 @@ def _who_pays(study: Study) -> Iterator[str]:
         "it ran to its end at that rate): share of good requests by decile of prompt length, shortest first, "
         "and the longest TTFT of each decile, s (mean of the runs' longest)."
     )
+    rivals = [name for name in study.policies if name != study.subject]
     pairs: dict[str, list[tuple[Score, Score]]] = {}
     for (cell, name, seed), curve in study.curves.items():
         if name != study.subject or (kept := curve.bracket(CRITERIA["90 %"]).kept) is None:
@@ -269,14 +270,14 @@ def _who_pays(study: Study) -> Iterator[str]:
         own = curve[kept]
         if len(own.deciles) != 10:
             continue
-        for rival in study.policies:
+        for rival in rivals:
             scores = [
                 found[kept]
                 for member in members_of(rival)
                 if (found := study.curves.get((cell, member, seed))) and kept in found
             ]
             scores = [score for score in scores if not score.is_lost and len(score.deciles) == 10]
-            if scores and rival != study.subject:
+            if scores:
                 pairs.setdefault(rival, []).append((own, max(scores, key=lambda score: score.good)))
     rows = []
     for rival, found in pairs.items():

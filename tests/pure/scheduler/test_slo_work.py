@@ -274,7 +274,7 @@ class TestRunningView:
     def test_the_earliest_deadline_is_due_even_if_it_has_passed(self):
         late = self.make_stream("late", SLO(ttft=1.0, tbt=0.1))
         last = self.make_stream("last", SLO(ttft=3.0, tbt=0.05))
-        view = RunningView([last, late], 1.5)
+        view = RunningView([last, late], 1.5, 0.0)
         assert view.due == pytest.approx(1.1)
         assert view.due_state is late
         assert view.tightest == 0.05
@@ -285,7 +285,7 @@ class TestRunningView:
     def test_a_pace_counts_whatever_the_order(self, paced_first):
         paced = self.make_stream("paced", SLO(e2e=6.0))
         tight = self.make_stream("tight", SLO(ttft=1.0, tbt=0.05))
-        view = RunningView([paced, tight] if paced_first else [tight, paced], 0.0)
+        view = RunningView([paced, tight] if paced_first else [tight, paced], 0.0, 0.0)
         assert (view.tightest, view.pace) == (0.05, paced.slo.tbt)
         assert view.pace > view.tightest
 
@@ -301,7 +301,7 @@ class TestRunningView:
         missed.slo.relegate()
         prefill = self.make_stream("prefill", SLO(ttft=1.0))
         prefill.num_computed_tokens = 3
-        view = RunningView([loose, prefill, missed], 0.0)
+        view = RunningView([loose, prefill, missed], 0.0, 0.0)
         assert (view.streams, view.best_effort_decodes, view.prefills) == ([], [loose, missed], [prefill])
         assert view.due == view.tightest == inf
         assert view.due_state is None
@@ -310,7 +310,7 @@ class TestRunningView:
     def test_a_token_in_flight_counts_as_delivered_when_the_step_starts(self, mode, due):
         state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), mode=mode, delivered=0.5)
         state.num_in_flight_tokens, state.num_computed_tokens = 1, 11
-        assert RunningView([state], 0.55).due == pytest.approx(due)
+        assert RunningView([state], 0.55, 0.0).due == pytest.approx(due)
 
     @pytest.mark.parametrize(("mode", "due"), [("stream", 1.2), ("gap", 0.65)])
     def test_drafts_in_flight_do_not(self, mode, due):
@@ -318,13 +318,13 @@ class TestRunningView:
         state = self.make_stream("a", SLO(ttft=1.0, tbt=0.1), mode=mode, delivered=0.5)
         state.num_in_flight_tokens, state.num_in_flight_drafts = 4, 3
         state.num_computed_tokens = 14
-        assert RunningView([state], 0.55).due == pytest.approx(due)
+        assert RunningView([state], 0.55, 0.0).due == pytest.approx(due)
 
     def test_whoever_waits_for_its_step_or_has_its_last_token_in_flight_is_left_out(self):
         held, full = (self.make_stream(name, SLO(tbt=0.1)) for name in ("held", "full"))
         held.is_in_flight = True
         full.num_tokens, full.num_computed_tokens, full.num_in_flight_tokens = 59, 59, 1
-        view = RunningView([held, full], 0.0)
+        view = RunningView([held, full], 0.0, 0.0)
         assert (view.streams, view.best_effort_decodes, view.prefills) == ([], [], [])
 
 

@@ -114,8 +114,8 @@ class StepPlan:
         """Drafts of each of `decodes` beside its token; empty where none are planned."""
         self.num_draft_passes = 0
         """Forward passes, one after another, in which a proposer's model makes them."""
-        self.catch_ups: list[tuple[int, int]] = []
-        """What that model reads before: tokens of a request that it has read, and those that it reads now."""
+        self.catch_ups: list[tuple[RequestState, int, int]] = []
+        """What that model reads before: a request, its tokens read so far, and those that it reads now."""
         self.seconds_without_drafts = 0.0
         """Predicted, of the steps since the last drafts that could have had some, this one included."""
         self.expected_tokens = 0.0

@@ -61,7 +61,7 @@ def commit_rows(
     if plan.num_drafts:
         rows = advance_with_drafts(states, plan.num_drafts, table.kv, shape)
         shape.num_draft_passes = plan.num_draft_passes
-        for num_read, num_tokens in plan.catch_ups:
+        for _, num_read, num_tokens in plan.catch_ups:
             shape.add_catch_up(num_read, num_tokens)
     else:
         rows = decode_rows(states, table.kv, shape)

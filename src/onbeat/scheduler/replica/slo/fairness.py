@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from heapq import heapify, heappop, heappush, heapreplace
-from itertools import count
 
 from onbeat.core.errors import ConfigError
 
@@ -47,7 +46,6 @@ class TenantCounters:
         "_max_idle_tenants",
         "_num_waiting",
         "_output_weight",
-        "_places",
     )
 
     def __init__(
@@ -72,12 +70,10 @@ class TenantCounters:
         self._level = 0.0
         """What a new tenant is lifted to, as of the last time that one came or left."""
         self._last_to_leave: str | None = None
-        self._heap: list[tuple[float, int, str | None]] = []
-        """Backlogged tenants, and some that are so no more, each once: by a counter that it had. Counters
+        self._heap: list[tuple[tuple[float, bool, str], str | None]] = []
+        """Backlogged tenants, and some that are so no more, each once: in the `_order` that it had. Counters
         only grow, so that the least one is found by bringing the head up to date."""
         self._in_heap: set[str | None] = set()
-        self._places = count()
-        """Of equal counters the one that came first."""
 
     def __len__(self) -> int:
         """Return the number of tenants remembered."""
@@ -92,7 +88,7 @@ class TenantCounters:
             self._backlogged_sum += counter
             if tenant not in self._in_heap:
                 self._in_heap.add(tenant)
-                heappush(self._heap, (counter, next(self._places), tenant))
+                heappush(self._heap, (self._order(tenant), tenant))
         self._num_waiting[tenant] = num_waiting + 1
         if len(self._counters) - len(self._num_waiting) > self._max_idle_tenants:
             self._forget()
@@ -147,26 +143,26 @@ class TenantCounters:
         """Return the least counter of the backlogged tenants, of which there is one."""
         heap = self._heap
         while True:
-            known, place, tenant = heap[0]
+            known, tenant = heap[0]
             if tenant not in self._num_waiting:
                 heappop(heap)
                 self._in_heap.remove(tenant)
-            elif (counter := self._counters[tenant]) > known:
-                heapreplace(heap, (counter, place, tenant))
+            elif (order := self._order(tenant)) > known:
+                heapreplace(heap, (order, tenant))
             else:
-                return counter
+                return order[0]
 
     def _forget(self) -> None:
         """Forget tenants that are not backlogged: those at the level, and more until half are left."""
-        idle = sorted(self._counters.keys() - self._num_waiting.keys(), key=self._order_to_forget)
+        idle = sorted(self._counters.keys() - self._num_waiting.keys(), key=self._order)
         num_surplus = len(idle) - self._max_idle_tenants // 2
         for place, tenant in enumerate(idle):
             if place >= num_surplus and self._counters[tenant] > self._level:
                 break
             del self._counters[tenant]
-        self._heap = [(self._counters[tenant], next(self._places), tenant) for tenant in self._num_waiting]
+        self._heap = [(self._order(tenant), tenant) for tenant in self._num_waiting]
         heapify(self._heap)
         self._in_heap = set(self._num_waiting)
 
-    def _order_to_forget(self, tenant: str | None) -> tuple[float, bool, str]:
+    def _order(self, tenant: str | None) -> tuple[float, bool, str]:
         return (self._counters[tenant], tenant is not None, tenant or "")

@@ -28,9 +28,7 @@ class Stream(NamedTuple):
     """Tokens that it has in the KV cache on average."""
 
 
-def streams_of(
-    running: Iterable[RequestState], lengths: OutputLengths, shortest: float = 0.0
-) -> list[Stream]:
+def streams_of(running: Iterable[RequestState], lengths: OutputLengths, shortest: float) -> list[Stream]:
     """Return the requests that decode.
 
     Parameters

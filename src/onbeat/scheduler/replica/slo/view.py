@@ -44,7 +44,7 @@ class RunningView:
     context_tokens : that requests which want one token have in the KV cache.
     """
 
-    def __init__(self, running: Iterable[RequestState], start: float, shortest: float = 0.0) -> None:
+    def __init__(self, running: Iterable[RequestState], start: float, shortest: float) -> None:
         self.streams: list[RequestState] = []
         self.deadlines: list[float] = []
         self.best_effort_decodes: list[RequestState] = []

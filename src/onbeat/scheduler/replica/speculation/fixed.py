@@ -39,7 +39,7 @@ class FixedDrafts:
     def commit(self, plan: StepPlan) -> None:
         """Count a step, and what is read for it."""
         self._acceptance.begin_step()
-        self._reading.count(compress(plan.decodes, plan.num_drafts), plan.block_size)
+        self._reading.count(plan)
 
     def observe(
         self, state: RequestState, *, num_drafted: int, num_accepted: int, num_available: int | None

@@ -243,7 +243,7 @@ class GoodputDrafts:
         """Count a step, what is read for it, and the time without drafts. See `Drafting.commit`."""
         self._acceptance.begin_step()
         self._without = plan.seconds_without_drafts
-        self._reading.count(compress(plan.decodes, plan.num_drafts), plan.block_size)
+        self._reading.count(plan)
 
     def _most(self, plan: StepPlan) -> list[int]:
         """Return how many drafts each decode row may have."""

@@ -7,10 +7,12 @@ behind, it reads instead, so many tokens in a step. That takes time, which the p
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import compress
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.lengths import OutputLengths
+from onbeat.scheduler.replica.step_plan import StepPlan
 
 
 class DraftReading:
@@ -78,33 +80,27 @@ class DraftReading:
     def sums(self, states: Iterable[RequestState], block_size: int) -> tuple[int, int]:
         """Return what a step reads of these, as `BatchShape.num_catch_up_tokens` and `catch_up_pairs`."""
         sums = BatchShape()
-        for _, num_read, num_tokens in self._chunks(states, block_size):
+        for _, num_read, num_tokens in self.catch_ups(states, block_size):
             sums.add_catch_up(num_read, num_tokens)
         return sums.num_catch_up_tokens, sums.catch_up_pairs
 
-    def catch_ups(self, states: Iterable[RequestState], block_size: int) -> list[tuple[int, int]]:
-        """Return what a step with drafts for these has the draft model read first: see `StepPlan.catch_ups`.
-
-        Only those that are more than a block behind are read so.
-        """
-        if not self.most:
-            return []
-        return [(num_read, num_tokens) for _, num_read, num_tokens in self._chunks(states, block_size)]
-
-    def count(self, states: Iterable[RequestState], block_size: int) -> None:
-        """Count what the draft model reads in a step with drafts for these, which is carried out."""
+    def count(self, plan: StepPlan) -> None:
+        """Count what the draft model reads in a step that is carried out."""
         if not self.most:
             return
-        states = list(states)
-        far = self._chunks(states, block_size)
-        for state in states:
-            if not self.is_far(state, block_size):
+        for state in compress(plan.decodes, plan.num_drafts):
+            if not self.is_far(state, plan.block_size):
                 _set_num_read(state, _num_read(state) + self.num_behind(state))
-        for state, num_read, num_tokens in far:
+        for state, num_read, num_tokens in plan.catch_ups:
             _set_num_read(state, num_read + num_tokens)
 
-    def _chunks(self, states: Iterable[RequestState], block_size: int) -> list[tuple[RequestState, int, int]]:
-        """Return (request, tokens read before, tokens read now) of those far behind, nearest first."""
+    def catch_ups(
+        self, states: Iterable[RequestState], block_size: int
+    ) -> list[tuple[RequestState, int, int]]:
+        """Return what a step with drafts for these has the draft model read first: see `StepPlan.catch_ups`.
+
+        Of those that are more than a block behind, nearest first.
+        """
         num_left, chunks = self.most, []
         far = [state for state in states if self.is_far(state, block_size)]
         for state in sorted(far, key=self.num_behind):
