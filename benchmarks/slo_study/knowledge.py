@@ -61,7 +61,7 @@ class Foresight(SLOComposer):
     """(arrival, deadline, prompt tokens, cached tokens) of each request of the load, by arrival."""
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
-        start = now + 0.5 * room.length
+        start = now + room.fixed_seconds
         dropped = self._dropped(jobs, room, start, now)
         if not dropped:
             return super().in_turn(jobs, room, now)

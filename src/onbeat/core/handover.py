@@ -56,6 +56,8 @@ class StreamDeadlines:
     """Minus infinity before the first, as is the next."""
     last_delivery: float
     num_late_tokens: int
+    num_late_allowed: int | None = None
+    """Late tokens with which its objective is still kept; None, of older records: as a new request has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

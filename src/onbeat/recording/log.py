@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 5, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 6, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -25,6 +25,8 @@ not.
 5  ``handover``: what takes KV, and requests with theirs, to other replicas and from them; ``add`` of one that
    came so (`AddCall.adoption`, `AddCall.num_external_tokens`). Files by an older onbeat could have it of KV
    that came after the admission, or was kept beyond the end; they are refused
+6  of a request that came from another replica, how many late tokens it may have
+   (`StreamDeadlines.num_late_allowed`)
 == ==================================================================================================
 """
 
@@ -40,8 +42,8 @@ from onbeat.core.slo import ShedMode
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 5
-READABLE_VERSIONS = (1, 2, 3, 4, 5)
+SCHEMA_VERSION = 6
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
 TRAILER = "end"
 
 HandoverVerb = Literal["hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free"]

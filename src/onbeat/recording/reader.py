@@ -206,9 +206,10 @@ def _adoption(
 ) -> RecordedAdoption:
     deadlines = None
     if stood is not None:
-        values = dict(zip(DEADLINES, stood, strict=True))
+        # Files before version 6 lack the last one, which has a default.
+        values = dict(zip(DEADLINES[: len(stood)], stood, strict=True))
         for name, value in values.items():
-            if value is None:
+            if value is None and name != DEADLINES[-1]:
                 values[name] = -inf if name.endswith("_delivery") else inf
         deadlines = StreamDeadlines(**values)
     return RecordedAdoption(handover_id, scheduled_time, num_cached_tokens, num_preemptions, deadlines)

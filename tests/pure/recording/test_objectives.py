@@ -221,7 +221,7 @@ class TestVersions:
             run.step()
         run.finish()
         lines = lines_of(path)
-        assert lines[0]["schema_version"] == 5
+        assert lines[0]["schema_version"] == 6
         lines[0]["schema_version"] = 1
         later = (
             *("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens"),
@@ -231,6 +231,31 @@ class TestVersions:
             del lines[0]["scheduler"][name]
         write_lines(path, lines)
         assert Replay(Recording(path)).run().is_identical
+
+    def test_in_files_of_version_5_a_stream_that_moved_may_have_late_tokens_as_a_new_one(
+        self, path: Path
+    ) -> None:
+        run = start_run(path, make_config(policy="slo"), model=LinearStepTime())
+        run.add(make_request("a", run.now, slo=SLO(tbt=0.5)))
+        for _ in range(5):
+            run.step()
+        run.scheduler.handover.detach("a")
+        run.writer.handover("detach", "a", run.tick())
+        run.take_detached()
+        run.adopt("one", "a", run.tick())
+        run.has_handovers = True
+        run.finish()
+        assert run.num_adopted == 1
+        lines = lines_of(path)
+        lines[0]["schema_version"] = 5
+        adoption = next(line for line in lines if "adoption" in line)["adoption"]
+        assert adoption[-1].pop() == 0, "late tokens that it may have"
+        write_lines(path, lines)
+        adds = [call for call in Recording(path).calls() if isinstance(call, AddCall)]
+        (adopted,) = [call.adoption for call in adds if call.adoption is not None]
+        assert adopted.deadlines is not None
+        assert adopted.deadlines.num_late_allowed is None
+        assert Replay(Recording(path), LinearStepTime()).run().is_identical
 
     @pytest.mark.parametrize(
         "changes", [{"num_external_tokens": 7}, {"keeps_kv": True}, {"call": "handover", "verb": "fetch"}]
@@ -251,10 +276,10 @@ class TestVersions:
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)
-        lines[0]["schema_version"] = 6
+        lines[0]["schema_version"] = 7
         write_lines(path, lines)
         with pytest.raises(
-            ConfigError, match=r"version 6, this onbeat reads 1, 2, 3, 4 and 5; replay it with onbeat"
+            ConfigError, match=r"version 7, this onbeat reads 1, 2, 3, 4, 5 and 6; replay it with onbeat"
         ):
             Recording(path)
 

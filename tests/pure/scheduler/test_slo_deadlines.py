@@ -298,3 +298,20 @@ def test_the_pace_of_an_e2e_objective_is_counted_from_the_first_token_in_gap_mod
     state.note_delivery(ARRIVAL + 0.6)
     assert state.next_deadline == pytest.approx(due + 0.1), "what it is ahead it keeps"
     assert make_state(SLO(tbt=0.1, e2e=6.0), "gap").tbt == 0.1
+
+
+def test_a_stream_that_moves_may_have_as_many_late_tokens_as_where_it_was():
+    """Where it goes nothing is known of the lengths of its class."""
+    there, here = (make_state(SLO(tbt=0.1), max_tokens=50 * LATE_TOKENS_IN) for _ in range(2))
+    request = make_request("r", 100, 50 * LATE_TOKENS_IN, slo=SLO(tbt=0.1), arrival=ARRIVAL)
+    there.begin(
+        request,
+        "stream",
+        now=ARRIVAL,
+        max_output_tokens=50 * LATE_TOKENS_IN,
+        expected_output_tokens=LATE_TOKENS_IN,
+    )
+    there.note_delivery(ARRIVAL + 0.1)
+    here.go_on(there.deadlines())
+    missed = [here.note_delivery(ARRIVAL + 5.0) for _ in range(2)]
+    assert missed == [False, True]

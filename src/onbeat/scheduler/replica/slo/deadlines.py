@@ -127,6 +127,7 @@ class SLOState:
             first_delivery=self.first_delivery,
             last_delivery=self.last_delivery,
             num_late_tokens=self._num_late_tokens,
+            num_late_allowed=self._num_late_allowed,
         )
 
     def go_on(self, deadlines: StreamDeadlines) -> None:
@@ -136,6 +137,8 @@ class SLOState:
         self.is_best_effort, self.is_paced = deadlines.is_best_effort, deadlines.is_paced
         self.first_delivery, self.last_delivery = deadlines.first_delivery, deadlines.last_delivery
         self._num_late_tokens = deadlines.num_late_tokens
+        if deadlines.num_late_allowed is not None:
+            self._num_late_allowed = deadlines.num_late_allowed
 
     @property
     def has_objective(self) -> bool:
