@@ -24,6 +24,8 @@ MIXING = ("orca", "sarathi", "slo", "simple", "sarathi-triage", "edf-triage", "e
 """Policies that put prompts beside decodes in one step."""
 PREEMPTING = tuple(name for name in POLICIES if name not in ("static", "orca"))
 """Those that reserve a prompt's blocks alone; the others can always finish what they have admitted."""
+BLIND = ("static", "orca", "prefill-first", "sarathi", "hybrid-only", "chunk-only", "fastserve")
+"""Policies that no objective changes."""
 SETTINGS = [
     *(
         Setting(policy=policy, budget=64 if policy in CHUNKED else None, arrivals=2, depth=depth)
@@ -44,6 +46,12 @@ OBJECTIVES = (
     SLO(ttft=0.03, tbt=0.004),
 )
 """Loose and tight ones, an impossible one and none, in turn; a step takes 2 ms and 0.1 ms a token."""
+WITH_OBJECTIVES = [
+    # One family says enough of a policy that does not look at them.
+    pytest.param(name, policy, marks=[pytest.mark.slow] if policy in BLIND and name != "llama3" else [])
+    for policy in POLICIES
+    for name in FAMILIES
+]
 
 
 def run(engine: TinyEngine, name: str, setting: Setting, lengths=PROMPT_LENGTHS) -> Outcome:
@@ -81,8 +89,7 @@ def test_forced_preemption_changes_nothing(engine: TinyEngine, name: str, policy
     assert outcome.num_preemptions > 0
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("name", "policy"), WITH_OBJECTIVES)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_objectives_change_no_token(engine: TinyEngine, name: str, policy: str, depth: int):
     plain = Setting(

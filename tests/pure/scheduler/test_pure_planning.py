@@ -85,7 +85,7 @@ def loads(draw: st.DrawFn) -> list[Request]:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@examples(20)
+@examples(10)
 @given(
     load=loads(),
     mode=st.sampled_from(SLO_MODES),
