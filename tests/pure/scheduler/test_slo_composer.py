@@ -360,14 +360,16 @@ class TestExpectedLength:
 class TestSittingOut:
     slo = SLO(ttft=2.0, tbt=0.05)
 
-    def serve(self, ttft: float) -> tuple[Watch, list[SchedulerOutput]]:
+    def serve(
+        self, ttft: float, *, num_tokens: int = 200, num_blocks: int = 8192
+    ) -> tuple[Watch, list[SchedulerOutput]]:
         """40 streams that are far ahead, one that has just begun, and four prompts at once.
 
         Returns the steps with prompts in which not all streams decode, too.
         """
-        driver = Watch()
-        streams = [make_request(f"s{i}", 10, 200, slo=self.slo) for i in range(40)]
-        fresh = make_request("fresh", 10, 200, slo=SLO(ttft=0.05, tbt=0.05), arrival=0.47)
+        driver = Watch(num_blocks=num_blocks)
+        streams = [make_request(f"s{i}", 10, num_tokens, slo=self.slo) for i in range(40)]
+        fresh = make_request("fresh", 10, num_tokens, slo=SLO(ttft=0.05, tbt=0.05), arrival=0.47)
         prompts = [
             make_request(f"r{i}", 600, 2, slo=SLO(ttft=ttft), arrival=0.5, shed=ShedMode.RELEGATE)
             for i in range(4)
@@ -405,6 +407,14 @@ class TestSittingOut:
         driver, steps = self.serve(5.0)
         assert steps == []
         assert self.num_good(driver) == 4
+
+    def test_nobody_sits_out_where_prompts_wait_for_memory(self):
+        """Who sits out keeps its blocks for that much longer."""
+        for num_blocks, may_sit_out in ((600, True), (390, False)):  # 152 for the prompts
+            driver, steps = self.serve(0.38, num_tokens=130, num_blocks=num_blocks)
+            assert driver.scheduler.num_preemptions == 0
+            early = [step for step in steps if driver.planned_at[step.step_id] < 0.62]  # none has left
+            assert bool(early) == may_sit_out
 
     def test_nobody_sits_out_in_vain(self):
         """Prompts cannot all be in time, but memory is what they lack."""

@@ -165,6 +165,12 @@ class StepPlan:
         num_needed = self._num_new_blocks(cached_block_ids, num_reserved)
         return num_needed + len(freed_ids.intersection(cached_block_ids)) <= num_left
 
+    def has_blocks_for_all(self, states: Iterable[RequestState]) -> bool:
+        """Whether the prompts of waiting requests fit together, with the prefixes found so far."""
+        num_blocks_for = self._kv.num_blocks_for
+        needed = [num_blocks_for(state.num_tokens - state.num_hit_tokens) for state in states]
+        return sum(needed) <= self.num_blocks_left
+
     def num_blocks_wanted(self, state: RequestState, reservation: Reservation) -> int:
         """Return the free space that admitting a waiting request takes, the watermark left out."""
         return self._num_new_blocks(self._kv.match(state), reservation.num_tokens(state))

@@ -59,7 +59,7 @@ class SLOComposer:
        their deadlines; a stream that is behind has decodes run alone until it has caught up. While all are
        far ahead (`stream` mode), a step may take up to two objectives.
     2. All streams decode. Where even that does not fit, those with the most slack sit out; and where prompts
-       would be left behind although there are slots for them, those that have plenty.
+       would be left behind although there are slots and memory for them, those that have plenty.
     3. Prompts go by deadline. Those that cannot all be in time are sorted out (Moore and Hodgson); what time
        the others leave goes to them, and then to best effort.
     4. A step holds an efficient chunk, or what `PrefillWork.room_beside` finds best; more gains nothing. One
@@ -389,7 +389,7 @@ class _Step:
         if jobs:
             room = policy.room(shape, limit, jobs)
             in_turn, num_left_behind = policy.in_turn(jobs, room, plan.now)
-            if num_left_behind and not is_for_best_effort and self._has_slots_for(jobs):
+            if num_left_behind and not is_for_best_effort and self._can_admit_all(jobs):
                 rows, sitting_out = self._split(rows, room)
             if sitting_out:
                 shape = decode_shape(rows)
@@ -485,9 +485,10 @@ class _Step:
             return
         self._victims().make_room(first.state, pool)
 
-    def _has_slots_for(self, jobs: list[PromptJob]) -> bool:
-        """Whether all prompts can be admitted: who sits out keeps its slot, and others wait for it."""
-        return sum([not job.state.block_ids for job in jobs]) <= self._plan.num_slots_left
+    def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
+        """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
+        waiting = [job.state for job in jobs if not job.state.block_ids]
+        return len(waiting) <= self._plan.num_slots_left and self._plan.has_blocks_for_all(waiting)
 
     def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
         """Return the rows that decode and those that may sit out.
