@@ -79,9 +79,10 @@ BOUND_NOTE = """
 Capacities of `slo` in loads that last, as in the study, and what they are multiplied by if it knows more. It
 knows nothing: requests declare 4,096 output tokens and steps vary by 30 % around what is predicted.
 `lengths`: requests declare exactly their output. `step times`: steps take what is predicted. `arrivals`: the
-prompts that will come are counted when those that cannot all be in time are sorted out. `bound`: a rate that
-no policy can carry for ever, as in a load that lasts what is left over may not grow
-(`slo_study/bound.py`); bursts, which all policies suffer from, do not count in it.
+prompts that will come are counted when those that cannot all be in time are sorted out. `and no bursts`:
+lengths and step times are known, and requests come at equal distances. `bound`: a rate that no policy can
+carry for ever, as in a load that lasts what is left over may not grow (`slo_study/bound.py`); bursts, which
+all policies suffer from, do not count in it.
 """
 
 

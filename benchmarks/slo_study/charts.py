@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isfinite, log10
+from math import log10
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
@@ -12,6 +12,8 @@ from slo_study.cells import SIMPLE, STATIC
 from slo_study.report import Study
 
 CRITERIA = ("90 %", "99 %")
+_LEAST_SEEDS = 3
+"""For an interval: that of two is as wide as the chart."""
 _TICKS = (0.5, 0.7, 1, 1.4, 2, 3, 5, 10)
 
 
@@ -26,8 +28,8 @@ def ratio_chart(study: Study) -> go.Figure:
             found = study.ratios(rival, criterion, "all")
             means = [interval.mean for _, interval, _ in found]
             ends = [
-                (each.high - each.mean, each.mean - each.low) if isfinite(each.high) else (0.0, 0.0)
-                for _, each, _ in found
+                (each.high - each.mean, each.mean - each.low) if num_seeds >= _LEAST_SEEDS else (0.0, 0.0)
+                for _, each, num_seeds in found
             ]
             figure.add_scatter(
                 x=means,

@@ -40,6 +40,8 @@ DECLARED_TOKENS = 4096
 NOISE = 0.3
 """Standard deviation of the logarithm of a step's time, where nobody tells it."""
 LENGTHS, STEPS, ARRIVALS, BOUND = "lengths", "step times", "arrivals", "bound"
+EVEN = "even"
+"""No knowledge, but requests that come at equal distances: what bursts cost is left out, as in the bound."""
 NOTHING = "nothing"
 KNOWLEDGE: dict[str, frozenset[str]] = {
     NOTHING: frozenset(),
@@ -47,6 +49,7 @@ KNOWLEDGE: dict[str, frozenset[str]] = {
     STEPS: frozenset({STEPS}),
     ARRIVALS: frozenset({ARRIVALS}),
     "all three": frozenset({LENGTHS, STEPS, ARRIVALS}),
+    "and no bursts": frozenset({LENGTHS, STEPS, EVEN}),
 }
 """Row of the table -> what the policy knows."""
 FORESIGHT = "slo/foresight"
@@ -167,7 +170,8 @@ class KnowledgeRun:
         curve = Curve()
 
         def ask(index: int) -> None:
-            curve[index] = runner.run(rate_at(index), self.seed, [question], prepare=prepare)[question]
+            scores = runner.run(rate_at(index), self.seed, [question], prepare=prepare, is_even=EVEN in knows)
+            curve[index] = scores[question]
 
         start = index_near(FIRST_GUESS * self._bound(runner, SHARES[0], limit))
         for share in SHARES:

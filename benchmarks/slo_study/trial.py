@@ -282,14 +282,18 @@ class Runner:
         *,
         ends_early: bool = True,
         prepare: Prepare | None = None,
+        is_even: bool = False,
     ) -> Mapping[Question, Score]:
         """Run a load that lasts and score it by each question; more than one only where none is looked at.
 
         Parameters
         ----------
         prepare : changes the configuration for the load of the first question.
+        is_even : whether requests come at equal distances, in place of the workload's.
         """
         bare = lasting(self._workload, rate=rate, seed=seed, max_model_len=self._limit)
+        if is_even:
+            bare = bare.with_arrivals(np.linspace(0.0, _arrivals(bare)[-1], len(bare)))
         step_time = self.simulation.step_time
         start = warm_seconds(rate)
         scored = {}
