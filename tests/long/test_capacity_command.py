@@ -117,7 +117,7 @@ def saved(tmp_path: Path) -> Any:
 
 
 def test_is_a_command() -> None:
-    assert COMMANDS["capacity"] == "onbeat.cli.capacity"
+    assert COMMANDS["capacity"].module == "onbeat.cli.capacity"
     assert EXIT_INFEASIBLE == 3
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from onbeat.core.protocols import Tokenizer
     from onbeat.planner.plan_file import Promise
 
-NAME = "bench"
-HELP = "load any OpenAI-compatible server and report its latency"
 FAILED = 1
 BROKEN = 3
 """A promise."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from onbeat.cli.capacity_plan import PlannedCase
     from onbeat.planner.frontier import FrontierPoint
 
-NAME = "capacity"
-HELP = "find the highest request rate that keeps an objective, without the hardware"
 INFEASIBLE = 3
 INTERRUPTED = 130
 SHORT_LOAD = 30.0

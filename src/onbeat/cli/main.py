@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 from onbeat import __version__
 from onbeat.cli.args import Parser, parse, print_error
 from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
 
+
+class Command(NamedTuple):
+    """What `--help` says of a sub-command, and the module with its `add_arguments` and `run`."""
+
+    module: str
+    help: str
+
+
 COMMANDS = {
-    "serve": "onbeat.cli.serve",
-    "top": "onbeat.cli.top",
-    "bench": "onbeat.cli.bench",
-    "simulate": "onbeat.cli.simulate",
-    "profile": "onbeat.cli.profile",
-    "capacity": "onbeat.cli.capacity",
-    "plan": "onbeat.cli.plan",
-    "replay": "onbeat.cli.replay",
-    "models": "onbeat.cli.models",
+    "serve": Command("onbeat.cli.serve", "serve a model behind an OpenAI-compatible API"),
+    "top": Command("onbeat.cli.top", "watch a running server: queues, classes, steps and plans"),
+    "bench": Command("onbeat.cli.bench", "load any OpenAI-compatible server and report its latency"),
+    "simulate": Command("onbeat.cli.simulate", "run the scheduler on virtual hardware under a virtual clock"),
+    "profile": Command(
+        "onbeat.cli.profile", "measure a model's step times on this machine, and fit what predicts them"
+    ),
+    "capacity": Command(
+        "onbeat.cli.capacity", "find the highest request rate that keeps an objective, without the hardware"
+    ),
+    "plan": Command(
+        "onbeat.cli.plan", "find the cheapest fleet of GPUs that keeps an objective, without the hardware"
+    ),
+    "replay": Command(
+        "onbeat.cli.replay", "repeat a recorded run's decisions, and compare its latencies with a simulation"
+    ),
+    "models": Command("onbeat.cli.models", "list the models that onbeat knows by name, or fetch one"),
 }
 
 EXIT_FAILED = 1
@@ -29,23 +46,31 @@ EXIT_INFEASIBLE = 3
 EXIT_INTERRUPTED = 130
 
 
-def build_parser() -> Parser:
-    """Return the parser with every sub-command."""
+def build_parser(argv: Collection[str] = tuple(COMMANDS)) -> Parser:
+    """Return the parser of the program.
+
+    Parameters
+    ----------
+    argv : the command line, or names of sub-commands. Only those that it names get their flags: the modules
+        of all take a second to import.
+    """
     parser = Parser(prog="onbeat", description="Serve large language models to a latency objective.")
     parser.add_argument("--version", action="version", version=f"onbeat {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True, parser_class=Parser)
-    for name, module_name in COMMANDS.items():
-        module = _load(module_name)
-        command = commands.add_parser(name, help=module.HELP, description=module.HELP)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    for name, (module_name, help_text) in COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        if name in argv:
+            module = _load(module_name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 done, 1 failed, 2 bad input, 3 infeasible or 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        args = parse(build_parser(), sys.argv[1:] if argv is None else argv)
+        args = parse(build_parser(argv), argv)
         return int(args.run(args))
     except OnbeatError as error:
         print_error(str(error))

@@ -15,9 +15,6 @@ from onbeat.hub.files import FetchStatus, Progress
 from onbeat.hub.known import DEFAULT_MODEL, KNOWN_MODELS, KnownModel, cached_file, models_dir
 from onbeat.hub.resolve import resolve_model
 
-NAME = "models"
-HELP = "list the models that onbeat knows by name, or fetch one"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions of the command; without one it lists."""

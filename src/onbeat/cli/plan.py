@@ -14,8 +14,6 @@ from onbeat.cli.args import require_jobs
 if TYPE_CHECKING:
     from onbeat.cli.plan_output import PlanReport
 
-NAME = "plan"
-HELP = "find the cheapest fleet of GPUs that keeps an objective, without the hardware"
 INFEASIBLE = 3
 INTERRUPTED = 130
 STAGES = (1, 2, 4)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from onbeat.engine.load import LoadedModel
     from onbeat.engine.profiling.profiler import ProfileResult, ProfileSettings
 
-NAME = "profile"
-HELP = "measure a model's step times on this machine, and fit what predicts them"
 
 EXIT_INTERRUPTED = 130
 _PACKAGES = ("gguf", "safetensors", "torch")

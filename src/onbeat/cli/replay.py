@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from onbeat.simulator.replay.forecast import Forecast
     from onbeat.simulator.replay.report import ReplayReport
 
-NAME = "replay"
-HELP = "repeat a recorded run's decisions, and compare its latencies with a simulation"
 
 EXIT_DIFFERS = 1
 EXIT_INTERRUPTED = 130

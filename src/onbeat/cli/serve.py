@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from onbeat.core.protocols import EngineInfo
     from onbeat.engine.core import EngineCore
 
-NAME = "serve"
-HELP = "serve a model behind an OpenAI-compatible API"
 
 SERVE_PACKAGES = (
     *("fastapi", "fastapi_offline", "gguf", "jinja2", "msgspec", "prometheus_client", "pydantic"),

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from onbeat.cli.simulate_output import SimulatedRun
     from onbeat.simulator.setup import ReplicaSettings, Simulation
 
-NAME = "simulate"
-HELP = "run the scheduler on virtual hardware under a virtual clock"
 INTERRUPTED = 130
 OUTPUTS = ("json", "records", "report", "timeline", "record")
 """Flags that name a file."""

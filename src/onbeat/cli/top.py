@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from onbeat.cli.top_source import MetricsSource
     from onbeat.metrics.exposition import Scrape
 
-NAME = "top"
-HELP = "watch a running server: queues, classes, steps and plans"
 DEFAULT_URL = "http://127.0.0.1:8000"
 SHORTEST_INTERVAL = 0.1
 

@@ -11,7 +11,6 @@ from dataclasses import asdict, fields
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import least_squares
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -43,6 +42,8 @@ class RooflineForm:
 
     def fit(self, matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[str, float]:
         """Return the calibrated fields of `RooflineParameters`."""
+        from scipy.optimize import least_squares  # slow to import, and few commands fit
+
         defaults = asdict(default_parameters(self._device))
         names = list(defaults)
         start = np.array([defaults[name] for name in names])

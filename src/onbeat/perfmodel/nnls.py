@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
@@ -80,6 +79,8 @@ def fit_nnls(matrix: NDArray[np.float64], seconds: NDArray[np.float64]) -> dict[
     -------
     By feature, and `fixed`; `lowest` bounds the prediction from below where all of a batch's terms are 0.
     """
+    from scipy.optimize import nnls  # slow to import, and few commands fit
+
     features = _features(matrix)
     # Columns of like size: the solver's tolerance is absolute, and pairs are a million times the sequences.
     scale = features.max(axis=0)

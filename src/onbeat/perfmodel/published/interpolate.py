@@ -8,8 +8,6 @@ from math import log2
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.interpolate import LinearNDInterpolator, NearestNDInterpolator
-from scipy.optimize import nnls
 
 _MOST_KNOTS = 96
 _LEAST_CONSTANT = 1e-3
@@ -113,6 +111,8 @@ def _median_by(
 
 
 def _fit_terms(terms: NDArray[np.float64], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.optimize import nnls  # slow to import, and few commands read tables
+
     scale = terms.max(axis=0)
     scale[scale == 0] = 1.0
     coefficients, _ = nnls(terms / scale / values[:, None], np.ones(len(values)))
@@ -138,6 +138,8 @@ def _on_grid(
     knots_y: NDArray[np.float64],
 ) -> NDArray[np.float64]:
     """Interpolate scattered values to a grid, [x, y]; outside their hull the nearest one counts."""
+    from scipy.interpolate import LinearNDInterpolator, NearestNDInterpolator  # slow to import, as above
+
     grid = np.stack(np.meshgrid(knots_x, knots_y, indexing="ij"), axis=-1)
     nearest = np.asarray(NearestNDInterpolator(places, values)(grid), dtype=np.float64)
     if np.linalg.matrix_rank(places - places[0]) < 2:
