@@ -44,7 +44,7 @@ def import_all(modules: list[str]) -> str:
 
 
 def test_pure_packages_load_no_framework() -> None:
-    modules = [*modules_of(*PURE_PACKAGES), "onbeat.cli.main"]
+    modules = modules_of(*PURE_PACKAGES, "cli")
     assert len(modules) > 20
     assert not modules_after(import_all(modules)) & FRAMEWORKS
 
@@ -59,15 +59,20 @@ def refuse_serve_extra() -> str:
 
 
 def test_bench_works_without_the_serve_extra() -> None:
-    modules_after(
-        refuse_serve_extra() + import_all([*modules_of("core", "workload", "bench"), "onbeat.cli.main"])
-    )
+    modules_after(refuse_serve_extra() + import_all(modules_of("core", "workload", "bench", "cli")))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["bench", "serve", "--help"], ["serve", "--help"]]
+    ("arguments", "slow_to_import"),
+    [
+        (["--help"], {"numpy"}),
+        (["--version"], {"numpy"}),
+        (["bench", "serve", "--help"], {"scipy"}),
+        (["simulate", "--help"], {"scipy"}),
+        (["serve", "--help"], {"numpy"}),
+    ],
 )
-def test_help_loads_no_framework(arguments: list[str]) -> None:
+def test_a_command_loads_only_what_it_needs(arguments: list[str], slow_to_import: set[str]) -> None:
     code = f"""
 from onbeat.cli.main import main
 try:
@@ -76,7 +81,11 @@ except SystemExit as exit:
     code = exit.code
 assert code in (0, None), code
 """
-    assert not modules_after(code) & FRAMEWORKS
+    assert not modules_after(code) & (FRAMEWORKS | slow_to_import)
+
+
+def test_an_engine_with_a_profile_does_without_scipy() -> None:
+    assert "scipy" not in modules_after("import onbeat.engine.build")
 
 
 def test_importing_onbeat_loads_only_the_standard_library() -> None:
