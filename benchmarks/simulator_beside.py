@@ -1,13 +1,13 @@
 """How fast the simulator is beside another version of it: two processes take turns on one core.
 
     git worktree add ../other COMMIT
-    python benchmarks/simulator_beside.py --tree ../other --shared DIR [--starts 5] [--turns 60]
+    python benchmarks/simulator_beside.py --tree ../other --shared DIR [--policy slo [--objectives]]
 
 A run of the simulator scatters by a third on a shared host, since others take its caches and its clock for
 seconds at a time; two processes that take turns of a tenth of a second are slowed alike. In a turn each
-simulates the first requests of the trace of `simulator_speed.py` (policy sarathi) once, with this version's
-set-up; CPU seconds count. The ratio is the median over turns, then over starts of the two processes, whose
-memory lies elsewhere each time.
+simulates the first requests of the trace of `simulator_speed.py` once, with this version's set-up; CPU
+seconds count. The ratio is the median over turns, then over starts of the two processes, whose memory lies
+elsewhere each time.
 """
 
 from __future__ import annotations
@@ -24,19 +24,24 @@ from statistics import median
 
 import numpy as np
 from harness.pages import REPOSITORY, middle
-from simulator_speed import make_replica, read_load
+from simulator_speed import make_replica, read_load, under_slo
 
+from onbeat.core.slo import SLO
 from onbeat.simulator.config import SimulationConfig
 from onbeat.simulator.simulate import simulate
+from onbeat.workload.slo_classes import SLOClass
 
+OBJECTIVE = SLOClass(name="all", slo=SLO(ttft=1.0, tbt=0.1))
 LAST_CORE = max(os.sched_getaffinity(0))
 
 
-def work(shared: Path, num_requests: int) -> None:
+def work(shared: Path, num_requests: int, policy: str, *, has_objectives: bool) -> None:
     """Simulate once for each line that comes, and answer with the CPU seconds that it took."""
     scheduler, step_time = make_replica()
     load = read_load(shared).take(np.arange(num_requests))
-    config = SimulationConfig(scheduler=scheduler)
+    if has_objectives:
+        load = load.with_classes([OBJECTIVE], seed=0)
+    config = SimulationConfig(scheduler=under_slo(scheduler) if policy == "slo" else scheduler)
     for _ in sys.stdin:
         before = time.process_time()
         simulate(load, config, step_time)
@@ -71,6 +76,9 @@ def started(tree: Path, args: argparse.Namespace) -> Iterator[Worker]:
         str(args.shared),
         "--requests",
         str(args.requests),
+        "--policy",
+        args.policy,
+        *(["--objectives"] if args.objectives else []),
     ]
     # The threads of BLAS wait in a loop, which counts as CPU time.
     environment = os.environ | {"PYTHONPATH": str(tree / "src"), "OPENBLAS_NUM_THREADS": "1"}
@@ -108,12 +116,14 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=5)
     parser.add_argument("--turns", type=int, default=60)
     parser.add_argument("--requests", type=int, default=400, help="of the trace, in each turn")
+    parser.add_argument("--policy", choices=("sarathi", "slo"), default="sarathi")
+    parser.add_argument("--objectives", action="store_true", help="each request has one, of 1 s and 100 ms")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.shared is None:
         parser.error("give --shared or set ONBEAT_SHARED: the folder with data/traces")
     if args.work:
-        work(Path(args.shared), args.requests)
+        work(Path(args.shared), args.requests, args.policy, has_objectives=args.objectives)
         return
     if args.tree is None:
         parser.error("give --tree: a checkout of the version to compare with")
