@@ -18,7 +18,8 @@ from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.policies import POLICIES, Policy, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.backlog import QueueBound
-from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SPENT_SHARE, LongSteps, SLOComposer
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.rules import LONGEST_GAP, SPENT_SHARE, LongSteps, StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
 from slo_study.cells import SUBJECT, Cell, settings_of
@@ -27,7 +28,7 @@ from slo_study.scored import RateRun, Scored, curves
 from slo_study.trial import MOST_GROWTH, Question, Runner, longest_request
 
 
-class ByDeadline(SLOComposer):
+class ByDeadline(StepRules):
     """No triage: whoever is due first is served first."""
 
     def in_turn(
@@ -39,21 +40,21 @@ class ByDeadline(SLOComposer):
         return jobs, 0
 
 
-class EndsInProportion(SLOComposer):
+class EndsInProportion(StepRules):
     """Prompts are planned to end where their share of the time is over, whatever their last steps cost."""
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         return super().in_turn(jobs, room, now - room.fixed_seconds)
 
 
-class HalfAStepEarly(SLOComposer):
+class HalfAStepEarly(StepRules):
     """Prompts are planned to be done half a step early."""
 
     def in_turn(self, jobs: list[PromptJob], room: Room, now: float) -> tuple[list[PromptJob], int]:
         return super().in_turn(jobs, room, now - room.fixed_seconds + 0.5 * room.length)
 
 
-class InProportion(SLOComposer):
+class InProportion(StepRules):
     """A step that the limit cuts short is counted on to hold as much of its chunk as of its time."""
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
@@ -64,56 +65,56 @@ class InProportion(SLOComposer):
         return free._replace(length=limit, share=max(share, LEAST_SHARE))
 
 
-class EndsByTBTAlone(SLOComposer):
+class EndsByTBTAlone(StepRules):
     """A step that ends a prompt is as long as any other, whether the prompt is late by it or not."""
 
     def due(self, kept: Sequence[PromptJob], now: float) -> dict[str, float]:  # noqa: ARG002
         return {}
 
 
-class NeverSitsOut(SLOComposer):
+class NeverSitsOut(StepRules):
     """All streams decode in each step."""
 
     def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:  # noqa: ARG002
         return False
 
 
-class SitsOutSoon(SLOComposer):
+class SitsOutSoon(StepRules):
     """Streams sit out that have the time of one token in hand."""
 
     def may_sit_out(self, state: RequestState, due: float, start: float) -> bool:
         return due - start > state.slo.tbt
 
 
-class ByTightestTBT(SLOComposer):
+class ByTightestTBT(StepRules):
     """A step takes the tightest TBT objective, whether streams are behind their deadlines or not."""
 
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
         return self.tightest_limit(view.tightest)
 
 
-class EarnsNothing(SLOComposer):
+class EarnsNothing(StepRules):
     """Steps leave nothing of the TBT objective to streams."""
 
     def tightest_limit(self, tightest: float) -> float:
         return tightest
 
 
-class EarnsMore(SLOComposer):
+class EarnsMore(StepRules):
     """Steps leave a tenth of the TBT objective to streams."""
 
     def tightest_limit(self, tightest: float) -> float:
         return 0.9 * tightest
 
 
-class SpendsNothing(SLOComposer):
+class SpendsNothing(StepRules):
     """No step takes more than the tightest TBT objective, however far ahead its streams are."""
 
     def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
         return self.tightest_limit(view.tightest)
 
 
-class SpendsHalf(SLOComposer):
+class SpendsHalf(StepRules):
     """In `stream` mode a step may take half of the time that the most urgent stream has in hand."""
 
     def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
@@ -123,7 +124,7 @@ class SpendsHalf(SLOComposer):
         return max(self.tightest_limit(view.tightest), min(in_hand, LONGEST_GAP * view.tightest))
 
 
-class AnyGap(SLOComposer):
+class AnyGap(StepRules):
     """A step may take a quarter of the time in hand, however long that is."""
 
     def objective_limit(self, view: RunningView, decode_seconds: float, start: float) -> float:  # noqa: ARG002
@@ -131,7 +132,7 @@ class AnyGap(SLOComposer):
         return tightest if self.mode == "gap" else max(tightest, SPENT_SHARE * (view.due - start))
 
 
-class NoLongSteps(SLOComposer):
+class NoLongSteps(StepRules):
     """All steps beside streams that may not fall behind are alike."""
 
     def long_steps(
@@ -145,7 +146,7 @@ class NoLongSteps(SLOComposer):
         return None
 
 
-class EfficientChunk(SLOComposer):
+class EfficientChunk(StepRules):
     """No step holds more than an efficient chunk."""
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:  # noqa: ARG002
@@ -153,14 +154,14 @@ class EfficientChunk(SLOComposer):
         return self.work.room_beside(decodes, limit, inf)
 
 
-class NoPreemption(SLOComposer):
+class NoPreemption(StepRules):
     """A prompt that lacks a slot or memory waits."""
 
     def must_begin(self, job: PromptJob, room: Room, now: float) -> bool:  # noqa: ARG002
         return False
 
 
-class NoTurn(SLOComposer):
+class NoTurn(StepRules):
     """Best effort gets what is left over, and nothing where nothing is."""
 
     def is_for_best_effort(self, step_id: int) -> bool:  # noqa: ARG002
@@ -187,7 +188,7 @@ class LongestWait(SLOComposer):
         super().configure(mode, "longest-wait", bound)
 
 
-VARIANTS: dict[str, type[SLOComposer]] = {
+VARIANTS: dict[str, type[StepRules | SLOComposer]] = {
     "slo/no-triage": ByDeadline,
     "slo/no-fixed-time": EndsInProportion,
     "slo/half-a-step-early": HalfAStepEarly,
@@ -211,11 +212,11 @@ VARIANTS: dict[str, type[SLOComposer]] = {
 """Name -> composition; they stand among the policies while the study runs, in each process."""
 
 
-def _policy(composer: type[SLOComposer]) -> Policy:
-    return make_slo_policy(composer())
+def _policy(variant: type[StepRules | SLOComposer]) -> Policy:
+    return make_slo_policy(SLOComposer(variant) if issubclass(variant, StepRules) else variant())
 
 
-POLICIES.update({name: partial(_policy, composer) for name, composer in VARIANTS.items()})
+POLICIES.update({name: partial(_policy, variant) for name, variant in VARIANTS.items()})
 
 CELLS = {
     Cell("mistral", "poisson", "1s-100ms", "stream"): 8.0,

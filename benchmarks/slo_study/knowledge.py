@@ -21,6 +21,7 @@ from harness.store import Results
 
 from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
 from onbeat.scheduler.replica.slo.composer import SLOComposer
+from onbeat.scheduler.replica.slo.rules import StepRules
 from onbeat.scheduler.replica.slo.view import PromptJob
 from onbeat.scheduler.replica.slo.work import PrefillWork, Room
 from onbeat.simulator.config import SimulationConfig
@@ -57,7 +58,7 @@ FIRST_GUESS = 0.8
 """Of the bound."""
 
 
-class Foresight(SLOComposer):
+class Foresight(StepRules):
     """Counts the prompts that will come, too, when it sorts out those that cannot all be in time."""
 
     to_come: ClassVar[list[tuple[float, float, int, int]]] = []
@@ -137,7 +138,7 @@ def _first_late(
     return None
 
 
-POLICIES[FORESIGHT] = lambda: make_slo_policy(Foresight())  # in each process
+POLICIES[FORESIGHT] = lambda: make_slo_policy(SLOComposer(Foresight))  # in each process
 
 CELLS = [
     *(cell for cell in _ABLATION_CELLS if cell.mode == "stream" and cell.set_up != "32-slots"),

@@ -8,9 +8,9 @@ import pytest
 
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.scheduler.replica.slo import composer
+from onbeat.scheduler.replica.slo import rules
 from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS
-from onbeat.scheduler.replica.slo.composer import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
+from onbeat.scheduler.replica.slo.rules import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 
@@ -386,7 +386,7 @@ class TestSittingOut:
         driver, steps = self.serve(0.38)
         assert len(steps) > 2
         assert self.num_good(driver) == 4
-        monkeypatch.setattr(composer, "SPARE_TOKENS", inf)
+        monkeypatch.setattr(rules, "SPARE_TOKENS", inf)
         driver, steps = self.serve(0.38)
         assert steps == []
         assert self.num_good(driver) < 4
@@ -398,7 +398,7 @@ class TestSittingOut:
             planned = driver.planned_at[step.step_id]
             num_out = sum(time <= planned for time in driver.times["fresh"])
             in_hand = 0.52 + num_out * 0.05 - planned
-            if in_hand <= composer.SPARE_TOKENS * 0.05:
+            if in_hand <= rules.SPARE_TOKENS * 0.05:
                 num_close += 1
                 assert "fresh" in {row.request_id for row in step.rows}
         assert num_close > 2

@@ -10,7 +10,7 @@ import pytest
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
-from onbeat.scheduler.replica.slo.composer import LONGEST_GAP, SLOComposer
+from onbeat.scheduler.replica.slo.rules import LONGEST_GAP, StepRules
 from onbeat.scheduler.replica.slo.work import CERTAIN
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
@@ -63,7 +63,7 @@ def overloaded(
 
 def alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let all steps be alike."""
-    monkeypatch.setattr(SLOComposer, "long_steps", lambda *_: None)
+    monkeypatch.setattr(StepRules, "long_steps", lambda *_: None)
 
 
 def long_ones(run: Watch) -> list[tuple[int, SchedulerOutput]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape
-from onbeat.scheduler.replica.slo.composer import EARNED_SHARE
+from onbeat.scheduler.replica.slo.rules import EARNED_SHARE
 from onbeat.scheduler.replica.slo.stalls import Stalls, Stream
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.slo_watch import Watch

@@ -14,8 +14,8 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.scheduler import Scheduler
-from onbeat.scheduler.replica.slo.composer import GAP_QUANTILE
 from onbeat.scheduler.replica.slo.deadlines import SLOState
+from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE
 from tests.pure.scheduler.driver import Driver
 
 MOST_TOKENS = 1 << 20

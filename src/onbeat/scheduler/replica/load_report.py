@@ -189,7 +189,7 @@ class LoadReporter:
         """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
             decodes = BatchShape.of_decodes(num_decodes, num_context)
-            room = work.room_beside(decodes, self._slo.tightest_limit(tightest), inf)
+            room = work.room_beside(decodes, self._slo.rules.tightest_limit(tightest), inf)
             return room.length, room.share
         seconds = work.seconds(max(self._budget - num_decodes, 1), 0)
         length = seconds + work.step_seconds + num_decodes * work.decode_seconds

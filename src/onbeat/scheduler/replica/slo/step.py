@@ -1,0 +1,256 @@
+"""One step of the SLO policy, top down: who decodes, which prompts come in, who has to go."""
+
+from __future__ import annotations
+
+from math import inf
+
+from onbeat.core.slo import ShedMode
+from onbeat.core.step import BatchShape
+from onbeat.scheduler.replica.request_state import RequestState
+from onbeat.scheduler.replica.slo.backlog import Backlog
+from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
+from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller
+from onbeat.scheduler.replica.slo.rules import StepRules
+from onbeat.scheduler.replica.slo.triage import Worth
+from onbeat.scheduler.replica.slo.victims import Victims
+from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
+from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from onbeat.scheduler.replica.step_plan import StepPlan
+
+MOST_BEST_EFFORT = 32
+"""Best-effort prompts that a plan looks at: more than a step holds."""
+
+
+class StepComposition:
+    """Fills a plan; nothing else changes.
+
+    Parameters
+    ----------
+    rules : what the step may take.
+    backlog : who has waited for too long.
+    worth : of keeping a request's objective.
+    """
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        rules: StepRules,
+        work: PrefillWork,
+        backlog: Backlog,
+        worth: Worth[RequestState],
+    ) -> None:
+        self._rules = rules
+        self._backlog = backlog
+        self._worth = worth
+        self._plan = plan
+        self._work = work
+        self._view = RunningView(plan.running, plan.now, work.alone_seconds)
+        self._jobs, plan.late = prefill_jobs(plan, plan.now, self._view.prefills, work)
+
+    def compose(self) -> None:
+        plan, rules, view, jobs = self._plan, self._rules, self._view, self._jobs
+        left_over = plan.waiting.first_from(BEST_EFFORT_RANK, MOST_BEST_EFFORT)
+        best_effort = self._best_effort(left_over)
+        if jobs:
+            self._make_room(jobs, best_effort)
+        rows = self._not_victims(view.decodes)
+        shape = decode_shape(rows) if plan.victims else view.decode_shape()
+        plan.tightest = view.tightest
+        limit, decode_seconds = inf, 0.0
+        if view.streams:  # else nothing is due, and nobody asks how long the decodes take
+            decode_seconds = self._work.of(shape)
+            limit = rules.limit(view, decode_seconds, plan.now)
+            if rules.is_for_best_effort(plan.step_id):
+                limit = max(limit, decode_seconds)  # nobody sits out
+        if decode_seconds > limit or len(rows) > plan.max_rows:
+            rows, shape = self._fit_decodes(limit)
+        if view.due_state is not None:
+            plan.budget, plan.budget_request_id = limit, view.due_state.request_id
+            plan.slack = max(limit, view.due - plan.now)
+        if jobs or best_effort:
+            self._share_out(rows, shape, limit, best_effort)
+            plan.overdue = self._overdue(left_over)
+        else:
+            self._decode(rows, shape)
+            plan.predicted_wait = 0.0
+        if plan.is_repeatable:  # if anybody asks
+            plan.repeat_limit = rules.tightest_limit(view.tightest)
+            plan.is_repeatable = decode_seconds <= plan.repeat_limit and self._is_settled()
+
+    def _share_out(
+        self, rows: list[RequestState], shape: BatchShape, limit: float, best_effort: list[RequestState]
+    ) -> None:
+        """Fill the plan with decodes and prompts.
+
+        Parameters
+        ----------
+        rows, shape : the decodes that fit the limit.
+        limit : seconds that the step may take.
+        best_effort : prompts without a deadline that can be met.
+        """
+        plan, rules, jobs = self._plan, self._rules, self._jobs
+        is_for_best_effort = rules.is_for_best_effort(plan.step_id)
+        in_turn: list[PromptJob] = []
+        sitting_out: list[RequestState] = []
+        due: dict[str, float] = {}
+        plan.predicted_wait, most_chunk_tokens = 0.0, self._work.efficient_chunk
+        if jobs:
+            room = rules.room(shape, limit, jobs)
+            in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
+            if num_left_behind and not is_for_best_effort and self._can_admit_all(jobs):
+                rows, sitting_out = self._split(rows, room)
+            if sitting_out:
+                shape = decode_shape(rows)
+                room = rules.room(shape, limit, jobs)
+                in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
+            seconds = sum([job.seconds for job in jobs])
+            if (best_effort or seconds > room.share * room.length) and not (
+                sitting_out or is_for_best_effort
+            ):
+                long = rules.long_steps(self._view, shape, room, limit, plan.now)
+                if long is not None:
+                    others, num_others = rules.in_turn(jobs, long.room, plan.now)
+                    if num_others <= num_left_behind:
+                        room, limit, in_turn, num_left_behind = *long, others, num_others
+                        plan.budget = max(limit, plan.budget or 0.0)
+            plan.predicted_wait = seconds / room.share
+            due = rules.due(in_turn[: len(in_turn) - num_left_behind], plan.now)
+            most_chunk_tokens = room.chunk
+        shape = self._decode(rows, shape)
+        prompts = [job.state for job in in_turn]
+        prompts = best_effort + prompts if is_for_best_effort else prompts + best_effort
+        # Decodes alone may take longer than the limit: prompts then get nothing.
+        filler = StepFiller(
+            plan, self._work, shape, limit=limit, most_chunk_tokens=most_chunk_tokens, due=due
+        )
+        filler.fill(self._not_victims(prompts))
+        if sitting_out and not (plan.chunks or plan.admissions):  # in vain
+            self._decode(self._not_victims(sitting_out), shape)
+
+    def _is_settled(self) -> bool:
+        """Whether there is no prompt to work on, and all decode, so that they do until something happens."""
+        plan = self._plan
+        return (
+            len(plan.decodes) == len(plan.running)
+            and not len(plan.waiting)
+            # A first token gives its stream a deadline.
+            and min([state.slo.first_delivery for state in self._view.best_effort_decodes], default=0.0) >= 0
+        )
+
+    def _best_effort(self, left_over: list[RequestState]) -> list[RequestState]:
+        """Return the prompts without a deadline that can be met: running ones, then those that wait.
+
+        Parameters
+        ----------
+        left_over : those that wait as best effort already.
+        """
+        plan = self._plan
+        if not (plan.late or self._view.prefills):
+            return left_over
+        late = {id(state) for state in plan.late}
+        running = [
+            state for state in self._view.prefills if state.slo.next_deadline == inf or id(state) in late
+        ]
+        # Those who ask to be refused rather than served late end with this step.
+        waiting = [
+            state for state in plan.late if not state.block_ids and state.request.shed is not ShedMode.REJECT
+        ]
+        return running + waiting + left_over
+
+    def _overdue(self, left_over: list[RequestState]) -> list[RequestState]:
+        """Return the best effort that has waited for too long and is not begun by this plan either."""
+        plan, backlog = self._plan, self._backlog
+        assert backlog is not None
+        overdue = backlog.overdue(left_over, plan.now)
+        if not overdue:
+            return []
+        begun = {id(admission.state) for admission in plan.admissions}
+        return [state for state in overdue if id(state) not in begun]
+
+    def _make_room(self, jobs: list[PromptJob], best_effort: list[RequestState]) -> None:
+        """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
+
+        Only once it cannot wait for another step: until then somebody may end, and what is preempted is
+        computed again in time that others lack. For the same reason nobody is preempted who has missed an
+        objective already: under overload that would be work done twice for each prompt that is saved. Nobody
+        is preempted twice for this, so that everybody ends, and nobody for a prompt that is left behind.
+        """
+        plan, rules = self._plan, self._rules
+        first = next((job for job in jobs if not job.state.block_ids), None)
+        if first is None:
+            return
+        running = [*self._view.best_effort_decodes, *(state for state in best_effort if state.block_ids)]
+        pool = [state for state in running if not (state.slo.has_objective or state.num_preemptions)]
+        if not pool or (plan.num_slots_left > 0 and plan.has_blocks_for(first.state, RESERVATION)):
+            return
+        decodes = self._view.decode_shape()
+        limit = rules.limit(self._view, self._work.of(decodes), plan.now)
+        room = rules.room(decodes, limit, jobs)
+        in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
+        kept = in_turn[: len(in_turn) - num_left_behind]
+        first = next((job for job in kept if not job.state.block_ids), None)
+        if first is None or not rules.must_begin(first, room, plan.now):
+            return
+        self._victims().make_room(first.state, pool)
+
+    def _can_admit_all(self, jobs: list[PromptJob]) -> bool:
+        """Whether there are slots and memory for all prompts: who sits out keeps its own for longer."""
+        waiting = [job.state for job in jobs if not job.state.block_ids]
+        return len(waiting) <= self._plan.num_slots_left and self._plan.has_blocks_for_all(waiting)
+
+    def _split(self, rows: list[RequestState], room: Room) -> tuple[list[RequestState], list[RequestState]]:
+        """Return the rows that decode and those that may sit out.
+
+        Of streams only those with the tightest objective may: a stream that went at a slower pace of its own
+        would hold its slot and memory for that much longer.
+        """
+        view, may_sit_out = self._view, self._rules.may_sit_out
+        end = self._plan.now + room.length
+        away = {
+            id(state)
+            for state, due in zip(view.streams, view.deadlines, strict=True)
+            if state.slo.tbt <= view.tightest and may_sit_out(state, due, end)
+        }
+        staying = [state for state in rows if id(state) not in away]
+        return staying, [state for state in rows if id(state) in away]
+
+    def _fit_decodes(self, limit: float) -> tuple[list[RequestState], BatchShape]:
+        """Return the rows that fit a limit, those with the most slack left out, and their shape."""
+        view, plan = self._view, self._plan
+        by_due = [state for _, state in sorted(zip(view.deadlines, view.streams, strict=True), key=_due)]
+        rows = self._not_victims([*by_due, *view.best_effort_decodes])[: plan.max_rows]
+        low, high = 1, len(rows)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._work.of(decode_shape(rows[:middle])) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return rows[:low], decode_shape(rows[:low])
+
+    def _decode(self, rows: list[RequestState], shape: BatchShape) -> BatchShape:
+        """Give each request one token; where blocks run short, preempt. Returns the shape."""
+        plan = self._plan
+        num_growing = plan.num_growing(rows)
+        if num_growing > plan.num_blocks_left:
+            plan.ran_out_of_blocks = True
+            rows = self._victims().make_blocks_free(rows)
+            shape = decode_shape(rows)
+            num_growing = plan.num_growing(rows)
+        plan.num_blocks_left -= num_growing
+        plan.decodes += rows
+        plan.num_tokens_left -= len(rows)
+        return shape
+
+    def _victims(self) -> Victims:
+        return Victims(self._plan, self._work, self._worth)
+
+    def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
+        if not self._plan.victims:
+            return states
+        victims = {id(state) for state in self._plan.victims}
+        return [state for state in states if id(state) not in victims]
+
+
+def _due(pair: tuple[float, RequestState]) -> float:
+    return pair[0]
