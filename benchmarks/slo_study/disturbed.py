@@ -14,6 +14,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
 from onbeat.metrics.attainment import good_requests
+from onbeat.metrics.record import RequestRecord
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.scheduler.replica.policies import POLICIES, make_slo_policy
 from onbeat.scheduler.replica.request_state import RequestState
@@ -169,10 +170,10 @@ class DisturbedRun:
             (others if is_abuser else counted).append(record)
             if record.slo is None:
                 record.slo = OBJECTIVES[SLO_NAME][0].slo
-        found = {"good": float(good_requests(counted, mode=MODE).mean())}
-        found["longest"] = max(record.e2e if record.ttft is None else record.ttft for record in counted)
+        found = {"good": float(good_requests(counted, mode=MODE).mean()), "longest": _longest(counted)}
         if others:
             found["abuser"] = float(good_requests(others, mode=MODE).mean())
+            found["abuser_longest"] = _longest(others)
         return {name: round(value, 4) for name, value in found.items()}
 
     def _load(self) -> OfferedLoad:
@@ -200,6 +201,11 @@ class DisturbedRun:
     def _draw(self, count: int, seed: int) -> OfferedLoad:
         longest = longest_request(SET_UP)
         return make_load(LoadKey(workload=WORKLOAD, seed=seed, num_requests=count, max_model_len=longest))
+
+
+def _longest(records: Sequence[RequestRecord]) -> float:
+    """Return the longest TTFT, seconds; of who got no token the whole time."""
+    return max(record.e2e if record.ttft is None else record.ttft for record in records)
 
 
 def _with_abuser(load: OfferedLoad, abuse: OfferedLoad) -> OfferedLoad:
@@ -293,7 +299,26 @@ def disturbed_table(plan: DisturbedPlan, results: Results) -> str:
     return (
         markdown_table(header, rows)
         + f"\n\n{len(rows) - num_below} of {len(rows)} held: at most {MOST_POINTS_BELOW:g} point below."
+        + _tenants_table(plan, results)
     )
+
+
+def _tenants_table(plan: DisturbedPlan, results: Results) -> str:
+    """Return what nine tenants got, and the one who sends as many as they; nothing where it was not run."""
+    rows = [
+        [
+            f"{factor:g}x",
+            f"`{policy}`",
+            *(f"{np.mean([each[name] for each in runs]) * 100:.1f}" for name in ("good", "abuser")),
+            *(f"{max(each[name] for each in runs):.0f}" for name in ("longest", "abuser_longest")),
+        ]
+        for factor in FACTORS.get(TENANT, _FACTORS)
+        for policy, runs in _found_of(plan, results, TENANT, factor).items()
+    ]
+    if not rows:
+        return ""
+    header = ["load", "policy", "nine tenants, % good", "the tenth", "longest TTFT, s", "the tenth's"]
+    return f"\n\n{TENANT.capitalize()}:\n\n{markdown_table(header, rows)}"
 
 
 def _found_of(
