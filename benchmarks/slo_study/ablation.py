@@ -150,7 +150,6 @@ class EfficientChunk(StepRules):
     """No step holds more than an efficient chunk."""
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:  # noqa: ARG002
-        assert self.work is not None
         return self.work.room_beside(decodes, limit, inf)
 
 

@@ -79,7 +79,6 @@ class Foresight(StepRules):
         Served by deadline, each from its arrival on. Whenever one would be late, the one that costs most of
         those that were served since the machine was last idle is left behind.
         """
-        assert self.work is not None
         last = max((job.deadline for job in jobs), default=-inf)
         releases = [start] * len(jobs) + (coming := self._coming(now, last, self.work))[0]
         dues = [job.deadline for job in jobs] + coming[1]

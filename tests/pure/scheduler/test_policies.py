@@ -484,7 +484,7 @@ class TestBadInput:
         ):
             make_policy(make_config(policy, shed_order="longest-wait", max_num_batched_tokens=512))
         config = make_config("slo", shed_order="longest-wait")
-        assert make_policy(config).slo.rules.shed_order == "longest-wait"
+        assert make_policy(config).slo.shed_order == "longest-wait"
 
     def test_those_to_compare_with_are_policies(self):
         assert POLICIES.keys() == {*SERVING_POLICIES, *BASELINES}

@@ -188,6 +188,7 @@ class LoadReporter:
     ) -> tuple[float, float]:
         """Return the time of a step with prompts beside so many decodes, and the share that these take."""
         if self._slo is not None:
+            assert self._slo.rules is not None
             decodes = BatchShape.of_decodes(num_decodes, num_context)
             room = work.room_beside(decodes, self._slo.rules.tightest_limit(tightest), inf)
             return room.length, room.share

@@ -13,7 +13,7 @@ from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.admission import Admission
 from onbeat.scheduler.replica.slo.backlog import Backlog, QueueBound
 from onbeat.scheduler.replica.slo.rules import GAP_QUANTILE, LONGEST_GAP, StepRules
-from onbeat.scheduler.replica.slo.stalls import streams_of
+from onbeat.scheduler.replica.slo.stalls import Stalls, streams_of
 from onbeat.scheduler.replica.slo.step import StepComposition
 from onbeat.scheduler.replica.slo.tracker import SLOTracker
 from onbeat.scheduler.replica.slo.view import RunningView
@@ -48,8 +48,10 @@ class SLOComposer:
 
     Attributes
     ----------
-    rules : what a step may take, and what prompts get of it.
+    rules : what a step may take, and what prompts get of it; None until `start`.
     tracker : requests and tenants from arrival to end.
+    mode : what keeping a TBT objective means.
+    shed_order : whom to leave behind where not all can be in time.
     quantile : of the step time, to plan with; None is the mean.
     work : what prompts cost; None until `start`.
     backlog : how long those wait who are not in time; None until `start`.
@@ -63,11 +65,12 @@ class SLOComposer:
 
     def __init__(self, make_rules: type[StepRules] = StepRules) -> None:
         self.tracker = SLOTracker()
-        self.rules = make_rules(self.tracker.worth)
-        self.stalls = self.rules.stalls
+        self.stalls = Stalls()
+        self.rules: StepRules | None = None
         self.work: PrefillWork | None = None
         self.backlog: Backlog | None = None
         self.admission: Admission | None = None
+        self._make_rules = make_rules
         self.configure("stream", "most")
 
     def configure(self, mode: SLOMode, shed_order: ShedOrder, bound: QueueBound | None = None) -> None:
@@ -77,22 +80,22 @@ class SLOComposer:
         ----------
         bound : for how long those may have to wait.
         """
-        self.rules.mode, self.rules.shed_order = mode, shed_order
+        self.mode, self.shed_order = mode, shed_order
         self.quantile = GAP_QUANTILE if mode == "gap" else None
         self._bound = bound
 
     def start(self, model: StepTimeModel, most_step_tokens: int) -> None:
         """Take the model that predicts steps, and how many tokens one may have. Called once, first of all."""
-        rules = self.rules
-        self.work = rules.work = PrefillWork(model, self.quantile, most_step_tokens)
+        self.work = PrefillWork(model, self.quantile, most_step_tokens)
+        self.rules = self._make_rules(self.work, self.stalls, self.mode, self.shed_order, self.tracker.worth)
         self.backlog = Backlog(self.tracker, self.work, self._bound)
-        self.admission = Admission(self.backlog, self.work, rules.shed_order, rules.find_room)
+        self.admission = Admission(self.backlog, self.work, self.shed_order, self.rules.find_room)
 
     def compose(self, plan: StepPlan, order: QueueOrder) -> None:  # noqa: ARG002 (deadlines are the order)
         """Fill a plan; nothing else changes."""
-        assert self.work is not None, "start() comes first"
+        assert self.rules is not None, "start() comes first"
         assert self.backlog is not None
-        StepComposition(plan, self.rules, self.work, self.backlog, self.tracker.worth).compose()
+        StepComposition(plan, self.rules, self.backlog).compose()
 
     def commit(self, plan: StepPlan) -> None:
         """Remember what a plan that is carried out found."""
@@ -108,8 +111,9 @@ class SLOComposer:
     def refresh(self, running: Iterable[RequestState], now: float) -> None:
         """Take anew what plans lean on from what was learnt."""
         assert self.work is not None
+        assert self.rules is not None
         self.work.take()
-        if self.stalls.size and self.rules.mode == "stream":
+        if self.stalls.size and self.mode == "stream":
             streams = streams_of(running, self.tracker.lengths, self.work.alone_seconds)
             limit = self.rules.tightest_limit(min([each.tbt for each in streams], default=inf))
             self.stalls.weigh(streams, self.work, limit, now)
@@ -141,7 +145,7 @@ class SLOComposer:
             expected = tracker.lengths.remaining(slo_class, num_sent, q=LENGTH_QUANTILE, limit=limit)
             state.slo.begin(
                 state.request,
-                self.rules.mode,
+                self.mode,
                 now=plan.now,
                 max_output_tokens=num_sent + limit,
                 expected_output_tokens=num_sent + expected,

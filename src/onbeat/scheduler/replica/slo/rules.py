@@ -44,22 +44,23 @@ class StepRules:
 
     Parameters
     ----------
-    worth : of keeping a request's objective.
-
-    Attributes
-    ----------
+    work : what prompts cost.
+    stalls : what streams should have in hand for the next step that takes far longer than predicted.
     mode : what keeping a TBT objective means.
     shed_order : whom to leave behind where not all can be in time.
-    work : what prompts cost; None until the policy starts.
-    stalls : what streams should have in hand for the next step that takes far longer than predicted.
+    worth : of keeping a request's objective.
     """
 
-    def __init__(self, worth: Worth[RequestState]) -> None:
-        self.mode: SLOMode = "stream"
-        self.shed_order: ShedOrder = "most"
-        self.work: PrefillWork | None = None
-        self.stalls = Stalls()
-        self._worth = worth
+    def __init__(
+        self,
+        work: PrefillWork,
+        stalls: Stalls,
+        mode: SLOMode,
+        shed_order: ShedOrder,
+        worth: Worth[RequestState],
+    ) -> None:
+        self.work, self.stalls, self.worth = work, stalls, worth
+        self.mode, self.shed_order = mode, shed_order
 
     def limit(self, view: RunningView, decode_seconds: float, start: float) -> float:
         """Return the time that a step may take, seconds; infinite where no stream has an objective."""
@@ -92,7 +93,6 @@ class StepRules:
 
     def room(self, decodes: BatchShape, limit: float, jobs: Sequence[PromptJob]) -> Room:
         """Return what prompts get of a step beside some decodes, within a limit."""
-        assert self.work is not None
         ttfts = [job.state.slo.ttft_deadline - job.state.request.arrival for job in jobs]
         return self.work.room_beside(decodes, limit, min(ttfts, default=inf))
 
@@ -106,7 +106,6 @@ class StepRules:
         seconds : of prefill work.
         ttft : the shortest objective of the prompts, seconds; infinite without any.
         """
-        assert self.work is not None
         limit = self.limit(view, self.work.of(decodes), start) if view.streams else inf
         room = self.work.room_beside(decodes, limit, ttft)
         if seconds <= room.share * room.length:
@@ -135,7 +134,6 @@ class StepRules:
         None where they get no more, or where no stream can earn.
         """
         work = self.work
-        assert work is not None
         if self.mode == "gap" or view.tightest == inf or view.pace < inf:
             return None
         decode_seconds = work.of(decodes)
@@ -165,7 +163,7 @@ class StepRules:
             jobs,
             start=now + room.fixed_seconds,  # whatever part of its last step a prompt needs
             share=room.share,
-            worth=self._worth,
+            worth=self.worth,
             order=self.shed_order,
         )
         # Time that the others leave is theirs before it is best effort's.

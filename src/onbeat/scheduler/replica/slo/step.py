@@ -11,10 +11,9 @@ from onbeat.scheduler.replica.slo.backlog import Backlog
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.scheduler.replica.slo.filler import RESERVATION, StepFiller
 from onbeat.scheduler.replica.slo.rules import StepRules
-from onbeat.scheduler.replica.slo.triage import Worth
 from onbeat.scheduler.replica.slo.victims import Victims
 from onbeat.scheduler.replica.slo.view import PromptJob, RunningView, decode_shape, prefill_jobs
-from onbeat.scheduler.replica.slo.work import PrefillWork, Room
+from onbeat.scheduler.replica.slo.work import Room
 from onbeat.scheduler.replica.step_plan import StepPlan
 
 MOST_BEST_EFFORT = 32
@@ -28,22 +27,13 @@ class StepComposition:
     ----------
     rules : what the step may take.
     backlog : who has waited for too long.
-    worth : of keeping a request's objective.
     """
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        rules: StepRules,
-        work: PrefillWork,
-        backlog: Backlog,
-        worth: Worth[RequestState],
-    ) -> None:
-        self._rules = rules
-        self._backlog = backlog
-        self._worth = worth
+    def __init__(self, plan: StepPlan, rules: StepRules, backlog: Backlog) -> None:
         self._plan = plan
-        self._work = work
+        self._rules = rules
+        self._work = work = rules.work
+        self._backlog = backlog
         self._view = RunningView(plan.running, plan.now, work.alone_seconds)
         self._jobs, plan.late = prefill_jobs(plan, plan.now, self._view.prefills, work)
 
@@ -159,9 +149,8 @@ class StepComposition:
 
     def _overdue(self, left_over: list[RequestState]) -> list[RequestState]:
         """Return the best effort that has waited for too long and is not begun by this plan either."""
-        plan, backlog = self._plan, self._backlog
-        assert backlog is not None
-        overdue = backlog.overdue(left_over, plan.now)
+        plan = self._plan
+        overdue = self._backlog.overdue(left_over, plan.now)
         if not overdue:
             return []
         begun = {id(admission.state) for admission in plan.admissions}
@@ -243,7 +232,7 @@ class StepComposition:
         return shape
 
     def _victims(self) -> Victims:
-        return Victims(self._plan, self._work, self._worth)
+        return Victims(self._plan, self._work, self._rules.worth)
 
     def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
         if not self._plan.victims:
