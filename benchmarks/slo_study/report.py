@@ -18,8 +18,9 @@ from slo_study.trial import Score
 LEAST = 0.97
 """A cell whose interval lies wholly below this is one in which the subject is worse."""
 NOTE = """
-Made by `python benchmarks/slo_study.py run`, then `report --write`. Simulated replicas (uncalibrated
-roofline step times, as in `onbeat simulate`; every request declares exactly its output length). A load
+Made by `python benchmarks/slo_study.py run`, then `report --write`, both with `--tag`, the version that is
+studied. Simulated replicas (uncalibrated roofline step times, as in `onbeat simulate`; every request declares
+exactly its output length). A load
 lasts: at least 4,000 requests and ten minutes of arrivals are measured after a warm-up that is thrown away
 (two minutes, or 15 % of what is measured where that is more), and of what arrives at most 2 % is left over,
 in requests and in prompt tokens (late and unfinished in the last quarter less the second, over the arrivals

@@ -115,7 +115,7 @@ def prefill_jobs(
 
     A prompt is late for certain once not even an idle machine would be in time, which counts what others have
     left in the prefix cache since it arrived. One that may not be judged (`ShedMode.OFF`), or that has
-    delivered tokens before it was preempted, keeps its turn.
+    delivered tokens before it was preempted, is not given up.
 
     Parameters
     ----------
