@@ -223,6 +223,21 @@ class TestCapacity:
         assert driver.first_scheduled == ["first", "sooner", "r", "later"]
         assert "r" not in driver.rejected
 
+    @pytest.mark.parametrize("shed", ShedMode)
+    @pytest.mark.parametrize("order", ["most", "longest-wait"])
+    def test_an_overload_does_not_hold_it_up_for_being_late(self, shed, order):
+        driver = TimedDriver(make_slo_config(shed_order=order), FakeStepTime(fixed=8e-3, per_pair=0))
+        new = [
+            timed.make_request(f"n{i}", 400, 8, slo=self.SLO, shed=ShedMode.RELEGATE, arrival=i / 30)
+            for i in range(300)
+        ]
+        driver.serve(new[:150], until=5.0)
+        fields = {"slo": self.SLO, "shed": shed, "arrival": 0.0, "first_token_time": 0.3}
+        driver.add(resumed("r", 50, max_tokens=60, **fields))  # due at 3 s
+        driver.serve(new[150:], until=7.0)
+        assert driver.times["r"][0] < 5.5
+        assert len(driver.times["r"]) == 10
+
 
 def make_slo_config(**changes):
     return timed.make_config(**(ROOMY | changes))

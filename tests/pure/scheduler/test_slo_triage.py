@@ -120,6 +120,14 @@ def test_nobody_is_kept_in_vain_beside_those_whom_nobody_may_judge(fixed, others
             assert end <= job.deadline
 
 
+def test_a_stream_that_was_preempted_is_never_left_behind():
+    jobs = make_jobs([(1, 3), (10, 8), (10, 8)])
+    jobs[0].state.output_token_ids.append(7)
+    kept, left_behind = select_feasible(jobs, start=0.0, share=1.0, worth=weight_of)
+    assert kept == jobs[:1]
+    assert left_behind == jobs[1:]
+
+
 def test_nobody_is_left_behind_for_one_that_is_late_without_the_others():
     (late,) = make_jobs([(10, 12)], shed=ShedMode.OFF)
     jobs = [*make_jobs([(9, 2), (10, 3)]), late]

@@ -9,7 +9,6 @@ from math import exp, inf, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits, ReplicaLoad
-from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.slo.outlook import Triage, seconds_before
 from onbeat.scheduler.replica.slo.triage import Job, Prompt
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, Room
@@ -29,7 +28,7 @@ class _KnownByWork:
     """A prompt of which no more is known than its work and its deadline, as triage looks at it."""
 
     arrival: float = 0.0
-    shed: ShedMode = ShedMode.RELEGATE
+    keeps_turn: bool = False
 
     @property
     def request(self) -> _KnownByWork:
@@ -37,7 +36,7 @@ class _KnownByWork:
 
 
 _ANY_PROMPT = _KnownByWork()
-_LATE_PROMPT = _KnownByWork(shed=ShedMode.OFF)
+_LATE_PROMPT = _KnownByWork(keeps_turn=True)
 """One that is late and reported in its turn all the same."""
 
 

@@ -12,7 +12,7 @@ from onbeat.scheduler.replica.policies import Policy
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
-from onbeat.scheduler.replica.slo.view import MOST_JOBS, may_be_given_up
+from onbeat.scheduler.replica.slo.view import MOST_JOBS
 from onbeat.scheduler.replica.slo.work import LEAST_SHARE, PrefillWork
 
 _NO_DEADLINE = BEST_EFFORT_RANK / 2
@@ -181,7 +181,7 @@ class LoadReporter:
 
     def _gives_up(self, state: RequestState) -> bool:
         """Whether the policy gives a prompt up that cannot be in time."""
-        return self._slo is not None and may_be_given_up(state)
+        return self._slo is not None and not state.keeps_turn
 
     def _full_step(
         self, work: PrefillWork, num_decodes: int, num_context: int, tightest: float

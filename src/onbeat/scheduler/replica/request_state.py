@@ -8,6 +8,7 @@ from enum import Enum, auto
 
 from onbeat.core.hashing import BlockHash
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
+from onbeat.core.slo import ShedMode
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 
 NEVER = 1 << 62
@@ -134,6 +135,14 @@ class RequestState:
         self.admitted_step_id = -1
         self.scheduled_time = -1.0
         """Seconds; of a stream that came from elsewhere before this clock began, if need be."""
+
+    @property
+    def keeps_turn(self) -> bool:
+        """Whether it goes by the deadline of its next token even where that cannot be met.
+
+        Nobody may judge it, or it has delivered tokens: a stream that was preempted, or came here to go on.
+        """
+        return self.request.shed is ShedMode.OFF or bool(self.output_token_ids)
 
     @property
     def has_run(self) -> bool:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from onbeat.core.slo import ShedMode, ShedOrder
+from onbeat.core.slo import ShedOrder
 
 
-class Judged(Protocol):
+class Arrived(Protocol):
     """What triage looks at of a request."""
 
     @property
@@ -17,18 +17,18 @@ class Judged(Protocol):
         """When it came, seconds."""
         ...
 
-    @property
-    def shed(self) -> ShedMode:
-        """Whether it may be left behind."""
-        ...
-
 
 class Prompt(Protocol):
     """A prompt on a replica, or as much as a router knows of one."""
 
     @property
-    def request(self) -> Judged:
+    def request(self) -> Arrived:
         """Whose it is."""
+        ...
+
+    @property
+    def keeps_turn(self) -> bool:
+        """Whether it may not be left behind."""
         ...
 
 
@@ -62,8 +62,8 @@ def select_feasible(
     Going through the jobs by deadline, whenever one would be late the one of those so far that costs most for
     its worth is left behind, until it is not. With `most` and equal worths no other choice has more jobs in
     time (Moore, "An n job, one machine sequencing algorithm for minimizing the number of late jobs",
-    Management Science 15, 1968; Hodgson's form). Jobs that keep their turn whatever happens (`ShedMode.OFF`)
-    are never left behind; where one of them would be late without any other, no job is left behind for it.
+    Management Science 15, 1968; Hodgson's form). Jobs that keep their turn whatever happens are never left
+    behind; where one of them would be late without any other, no job is left behind for it.
 
     Parameters
     ----------
@@ -75,10 +75,10 @@ def select_feasible(
     left_behind: set[int] = set()
     end, droppable = start, 0.0
     """When the jobs so far end, and the time in it of those that may be left behind."""
-    keeps_turn, by_work = ShedMode.OFF, order == "most"
+    by_work = order == "most"
     for index, (deadline, seconds, state) in enumerate(jobs):
         taken = seconds / share
-        is_droppable = state.request.shed is not keeps_turn
+        is_droppable = not state.keeps_turn
         if end - droppable + taken > deadline:  # whichever others go
             if is_droppable:
                 left_behind.add(index)

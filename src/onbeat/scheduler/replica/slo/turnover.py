@@ -8,7 +8,7 @@ from heapq import heapify, heappop, heappush
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.lengths import OutputLengths
-from onbeat.scheduler.replica.slo.view import PromptJob, decode_shape, may_be_given_up
+from onbeat.scheduler.replica.slo.view import PromptJob, decode_shape
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from onbeat.scheduler.replica.step_plan import StepPlan
 
@@ -67,7 +67,7 @@ class Turnover:
             num_blocks *= each
             self._wait_for(num_blocks)
             passed = self._passed
-            if passed and start + passed * step + job.seconds > job.deadline and may_be_given_up(job.state):
+            if passed and start + passed * step + job.seconds > job.deadline and not job.state.keeps_turn:
                 continue
             self._num_slots -= each
             self._num_blocks -= num_blocks

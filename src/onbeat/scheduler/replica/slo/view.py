@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import inf
 
-from onbeat.core.slo import ShedMode
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -114,8 +113,7 @@ def prefill_jobs(
     """Return the prompts with deadlines in their order, and those that cannot be in time any more.
 
     A prompt is late for certain once not even an idle machine would be in time, which counts what others have
-    left in the prefix cache since it arrived. One that may not be judged (`ShedMode.OFF`), or that has
-    delivered tokens before it was preempted, is not given up.
+    left in the prefix cache since it arrived. One that keeps its turn is not given up.
 
     Parameters
     ----------
@@ -136,7 +134,7 @@ def prefill_jobs(
         num_tokens = state.num_tokens + state.num_in_flight_tokens - num_cached
         seconds = num_tokens * (token + pair * (num_cached + 0.5 * num_tokens))
         deadline = state.slo.next_deadline
-        if earliest + seconds > deadline and may_be_given_up(state):
+        if earliest + seconds > deadline and not state.keeps_turn:
             num_found = 0 if state.block_ids else len(plan.match(state)) * plan.block_size
             if num_found > num_cached:
                 plan.num_hit_tokens[state.request_id] = num_found
@@ -148,11 +146,6 @@ def prefill_jobs(
     if started:
         jobs.sort(key=_deadline)
     return jobs, late
-
-
-def may_be_given_up(state: RequestState) -> bool:
-    """Whether a prompt loses its turn once it cannot be in time: it may be judged, and has no token yet."""
-    return state.request.shed is not ShedMode.OFF and not state.output_token_ids
 
 
 def _deadline(job: PromptJob) -> float:
