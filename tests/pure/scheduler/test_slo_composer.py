@@ -344,6 +344,18 @@ class TestExpectedLength:
         driver.add(make_request("next", 10, 400, slo=SLO(e2e=2.0), arrival=driver.now))
         assert driver.scheduler.waiting.peek().slo.tbt == pytest.approx(4 / 3 / 119)
 
+    @pytest.mark.parametrize("tbt", [None, 0.4])
+    def test_beside_other_objectives_nobody_misses_one_that_was_not_stated(self, tbt):
+        """Decodes of many take longer than a step of an efficient chunk, and still far less than is allowed."""
+        model = FakeStepTime(fixed=1e-3, per_token=1e-3, per_context=0.0, per_pair=0.0)
+        driver = Watch(model, max_num_seqs=256)
+        slo = SLO(ttft=5.0, tbt=tbt, e2e=120.0)
+        driver.serve([make_request(f"s{i}", 20, 200, slo=slo, arrival=0.02 * i) for i in range(100)])
+        assert max(len(step.rows) for step in driver.log) > 90
+        assert all(driver.times[name][0] - driver.requests[name].arrival < 5.0 for name in driver.times)
+        state = driver.scheduler.state()
+        assert (state.num_missed, state.num_relegated) == (0, 0)
+
     def test_a_pace_leaves_most_of_a_step_to_prompts(self):
         """Two streams whose answers can hardly end in time do not stop the prompts of others."""
         driver = Watch()

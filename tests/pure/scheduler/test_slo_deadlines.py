@@ -98,23 +98,31 @@ class TestDueTimes:
         assert due_times(request) == (pytest.approx(ARRIVAL + 8.0 - 40 * 0.05), 0.05)
 
     def test_of_two_deadlines_the_earlier_counts(self):
-        ttft_first = SLO(ttft=1.0, tbt=5.0, e2e=6.0)
+        ttft_first = SLO(ttft=1.0, tbt=5.0, e2e=6.0)  # the answer has the 5 s behind it
         e2e_first = SLO(ttft=7.0, tbt=0.14, e2e=6.0)
-        assert due_times(make_request("r", 100, 41, slo=ttft_first)) == (1.0, pytest.approx(0.1))
+        assert due_times(make_request("r", 100, 41, slo=ttft_first)) == (1.0, pytest.approx(0.125))
         assert due_times(make_request("r", 100, 41, slo=e2e_first)) == (
             pytest.approx(2.0),
             pytest.approx(0.1),
         )
+
+    @pytest.mark.parametrize("tbt", [None, 0.125])
+    def test_tokens_are_due_no_sooner_than_is_asked_for_however_soon_they_could_come(self, tbt):
+        request = make_request("r", 100, 41, slo=SLO(ttft=1.0, tbt=tbt, e2e=6.0), arrival=ARRIVAL)
+        assert due_times(request, longest_pace=0.01) == (ARRIVAL + 1.0, 0.125)
 
     @given(
         ttft=st.none() | st.floats(1e-3, 100),
         tbt=st.none() | st.floats(1e-3, 10),
         e2e=st.floats(1e-3, 1000),
         num_tokens=st.integers(1, 1000),
+        longest_pace=st.just(inf) | st.floats(1e-3, 10),
     )
-    def test_a_request_that_keeps_each_deadline_keeps_its_e2e_objective(self, ttft, tbt, e2e, num_tokens):
+    def test_a_request_that_keeps_each_deadline_keeps_its_e2e_objective(
+        self, ttft, tbt, e2e, num_tokens, longest_pace
+    ):
         request = make_request("r", 10, num_tokens, slo=SLO(ttft=ttft, tbt=tbt, e2e=e2e), arrival=ARRIVAL)
-        first, gap = due_times(request, num_tokens)
+        first, gap = due_times(request, num_tokens, longest_pace)
         assert first + gap * (num_tokens - 1) <= (ARRIVAL + e2e) * (1 + 1e-12)
         assert ttft is None or first <= ARRIVAL + ttft
         assert tbt is None or gap <= tbt

@@ -248,7 +248,8 @@ def due_times(
     """Return when the first token is due and the seconds from each deadline to the next; infinite for none.
 
     An e2e objective becomes deadlines too: the expected tokens would end in time if those behind the first
-    took two thirds of it, or less where that is enough for them, and the prompt the remainder.
+    took two thirds of it, or less where that is enough for them, and the prompt the remainder. Where a TTFT
+    objective makes the first due sooner, the tokens behind it may take all that is left.
 
     Parameters
     ----------
@@ -264,8 +265,12 @@ def due_times(
     if slo.e2e is not None:
         num_tokens = expected_output_tokens or min(request.sampling.max_tokens, USUAL_OUTPUT_TOKENS)
         num_gaps = num_tokens - 1
-        tbt = min(tbt, longest_pace, _ANSWER_SHARE * slo.e2e / max(num_gaps, 1))
-        first = min(first, arrival + slo.e2e - tbt * num_gaps)
+        pace = min(tbt, longest_pace, _ANSWER_SHARE * slo.e2e / max(num_gaps, 1))
+        latest = arrival + slo.e2e - pace * num_gaps
+        if latest < first:
+            return latest, pace
+        # Due sooner than that, it leaves the answer more time, which is nobody else's to ask for.
+        tbt = min(tbt, (arrival + slo.e2e - first) / max(num_gaps, 1))
     return first, tbt
 
 
