@@ -294,6 +294,16 @@ class TestRefusal:
         errors += [driver.ask(f"q{i}", 900, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(3)]
         assert any(error is not None and "running streams" in str(error) for error in errors)
 
+    @pytest.mark.parametrize(
+        "slo",
+        [SLO(e2e=3.0), SLO(ttft=1.0, tbt=1e-3)],
+        ids=["a pace is no objective", "no step is short enough for it"],
+    )
+    def test_nobody_is_refused_for_a_time_between_tokens_that_nobody_is_held_to(self, slo):
+        driver = Watch()
+        driver.serve([make_request(f"s{i}", 10, 900, slo=SLO(e2e=3.0)) for i in range(8)], until=0.2)
+        assert driver.ask("r", 10, max_tokens=900, slo=slo) is None
+
     @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=0.5), SLO(e2e=0.1), None], ids=str)
     @pytest.mark.parametrize("shed", [ShedMode.RELEGATE, ShedMode.OFF])
     def test_who_did_not_ask_for_it_is_never_refused(self, shed, slo):

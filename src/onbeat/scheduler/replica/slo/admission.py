@@ -248,8 +248,10 @@ class Admission:
         return self._work.of_sums(*queue.plan.waiting.work_below(rank))
 
     def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
-        """Whether one more stream breaks the tightest TBT objective."""
-        tightest = min(view.tightest, state.slo.tbt)
+        """Whether one more stream breaks the tightest TBT objective, of those that steps are held to."""
+        slo = state.slo
+        is_held_to = not slo.is_paced and slo.tbt >= self._work.alone_seconds  # as `RunningView` has it
+        tightest = min(view.tightest, slo.tbt if is_held_to else inf)
         if tightest == inf or not view.streams:
             return False
         shape = decode_shape(view.streams)
