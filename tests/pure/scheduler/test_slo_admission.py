@@ -294,15 +294,17 @@ class TestRefusal:
         errors += [driver.ask(f"q{i}", 900, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(3)]
         assert any(error is not None and "running streams" in str(error) for error in errors)
 
-    @pytest.mark.parametrize(
-        "slo",
-        [SLO(e2e=3.0), SLO(ttft=1.0, tbt=1e-3)],
-        ids=["a pace is no objective", "no step is short enough for it"],
-    )
-    def test_nobody_is_refused_for_a_time_between_tokens_that_nobody_is_held_to(self, slo):
+    def test_nobody_is_refused_for_a_pace_that_nobody_is_held_to(self):
         driver = Watch()
         driver.serve([make_request(f"s{i}", 10, 900, slo=SLO(e2e=3.0)) for i in range(8)], until=0.2)
-        assert driver.ask("r", 10, max_tokens=900, slo=slo) is None
+        assert driver.ask("r", 10, max_tokens=900, slo=SLO(e2e=3.0)) is None
+
+    def test_a_time_between_tokens_shorter_than_any_step_is_named(self):
+        driver = Watch()
+        driver.serve([make_request("s", 10, 900, slo=SLO(ttft=1.0, tbt=0.1))], until=0.2)
+        error = driver.ask("r", 10, slo=SLO(ttft=1.0, tbt=1e-3))
+        assert isinstance(error, SLOUnattainable)
+        assert "longer than the TBT objective of 1 ms" in str(error)
 
     @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=0.5), SLO(e2e=0.1), None], ids=str)
     @pytest.mark.parametrize("shed", [ShedMode.RELEGATE, ShedMode.OFF])
@@ -375,12 +377,13 @@ class TestExpiry:
 
 
 class TestIdleReplica:
-    def test_tries_an_infeasible_request_now_and_then(self):
+    @pytest.mark.parametrize("slo", [INFEASIBLE, SLO(ttft=1.0, tbt=1e-3)], ids=["ttft", "tbt"])
+    def test_tries_an_infeasible_request_now_and_then(self, slo):
         driver = Watch()
         taken = []
         for second in range(0, 100, 5):
             driver.now = float(second)
-            if driver.ask(f"r{second}", 900, slo=INFEASIBLE) is None:
+            if driver.ask(f"r{second}", 900, slo=slo) is None:
                 taken.append(second)
             driver.serve([])
         assert taken == [0, 35, 70]

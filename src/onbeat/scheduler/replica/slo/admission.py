@@ -123,11 +123,20 @@ class Admission:
                 raise refusal
         if state.request.shed is not ShedMode.REJECT:
             return
+        is_out_of_reach = not slo.is_paced and slo.tbt < self._work.alone_seconds
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
-            if outlook.ttft > objective:
+            if outlook.ttft > objective or is_out_of_reach:
                 self._last_try = plan.now
                 slo.relegate()
             return
+        if is_out_of_reach:
+            self._tracker.reject("slo_unattainable")
+            raise SLOUnattainable(
+                f"a step of one token takes {self._work.alone_seconds * 1e3:.3g} ms, longer than the TBT "
+                f"objective of {slo.tbt * 1e3:.3g} ms",
+                predicted_ttft=outlook.ttft,
+                retry_after=_TRY_AGAIN_SECONDS,
+            )
         if outlook.ttft > objective or outlook.delays_others:
             self._refuse(outlook, objective)
         if outlook.slows_streams:
@@ -248,10 +257,8 @@ class Admission:
         return self._work.of_sums(*queue.plan.waiting.work_below(rank))
 
     def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
-        """Whether one more stream breaks the tightest TBT objective, of those that steps are held to."""
-        slo = state.slo
-        is_held_to = not slo.is_paced and slo.tbt >= self._work.alone_seconds  # as `RunningView` has it
-        tightest = min(view.tightest, slo.tbt if is_held_to else inf)
+        """Whether one more stream breaks the tightest TBT objective; a pace is none."""
+        tightest = min(view.tightest, inf if state.slo.is_paced else state.slo.tbt)
         if tightest == inf or not view.streams:
             return False
         shape = decode_shape(view.streams)
