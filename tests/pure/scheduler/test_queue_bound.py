@@ -218,3 +218,22 @@ def test_a_policy_that_predicts_no_waits_has_no_bound():
 def test_a_bound_is_a_number_of_seconds(value):
     with pytest.raises(ConfigError, match="max_queue_seconds is"):
         make_config(max_queue_seconds=value)
+
+
+@pytest.mark.parametrize("is_served", [False, True], ids=["nobody meanwhile", "a few meanwhile"])
+def test_an_overload_that_is_long_past_refuses_nobody(is_served):
+    """The pace of best effort beside many deadlines is no pace of an idle replica."""
+    driver = make_driver(60.0, max_num_seqs=16)
+    hurried = [
+        make_request(f"h{i}", PROMPT, 2, slo=SLO(ttft=1.0), shed=ShedMode.REJECT, arrival=0.1 * i)
+        for i in range(400)
+    ]
+    others = [make_request(f"o{i}", PROMPT, 2, arrival=0.5 * i) for i in range(40)]
+    driver.serve([*hurried, *others], until=40.0)
+    for name in [name for name in driver.outputs if name not in driver.finished]:
+        driver.abort(name)
+    driver.serve([])
+    if is_served:
+        driver.serve(make_request(f"m{i}", PROMPT, 2, arrival=driver.now + 10.0 * i) for i in range(60))
+    driver.now += 600.0
+    assert not flood(driver, 300)

@@ -35,18 +35,32 @@ that prompts with deadlines have overtaken wait so long."""
 
 
 class _Pace:
-    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted."""
+    """Seconds of prefill work that are begun in a second in which some waits, exponentially weighted.
 
-    __slots__ = ("_begun", "_watched")
+    While none waits it returns to "all the time": what held prompts up then is over, for all that is known.
+    """
+
+    __slots__ = ("_begun", "_last", "_watched", "some_wait")
 
     def __init__(self) -> None:
         self._begun = self._watched = _PRIOR_SECONDS
+        self._last = 0.0
+        """Until when it has counted, seconds."""
+        self.some_wait = False
+        """Whether prompts have waited since then."""
 
-    def count(self, seconds: float, begun: float) -> None:
-        """Count some time and the work begun at its end, seconds."""
+    def count(self, now: float, begun: float) -> None:
+        """Count the time until now, and the work begun at its end, seconds."""
+        seconds = max(0.0, now - self._last)
+        self._last = max(now, self._last)
         decay = exp(-seconds / _MEMORY_SECONDS)
-        self._begun = self._begun * decay + begun
-        self._watched = self._watched * decay + seconds
+        if self.some_wait:
+            self._begun = self._begun * decay + begun
+            self._watched = self._watched * decay + seconds
+        else:
+            forgotten = (1 - decay) * _PRIOR_SECONDS
+            self._begun = self._begun * decay + forgotten
+            self._watched = self._watched * decay + forgotten
 
     @property
     def rate(self) -> float:
@@ -80,9 +94,6 @@ class Backlog:
         self._work = work
         self._bound = bound
         self._all, self._best_effort = _Pace(), _Pace()
-        self._some_wait = self._some_best_effort_waits = False
-        """Whether prompts, or those of best effort, have waited since the last plan."""
-        self._last_plan = 0.0
 
     def on_plan(self, plan: StepPlan) -> None:
         """Learn from a plan that is carried out; the queue still holds those that it admits."""
@@ -94,24 +105,23 @@ class Backlog:
             if admission.state.sort_key[0] >= BEST_EFFORT_RANK:
                 begun_best_effort += seconds
                 num_best_effort -= 1
-        seconds = max(0.0, plan.now - self._last_plan)
-        self._last_plan = max(plan.now, self._last_plan)
-        if self._some_wait:
-            self._all.count(seconds, begun)
-        if self._some_best_effort_waits:
-            self._best_effort.count(seconds, begun_best_effort)
-        self._some_wait = len(plan.waiting) > len(plan.admissions)
-        self._some_best_effort_waits = num_best_effort > 0
+        self._all.count(plan.now, begun)
+        self._best_effort.count(plan.now, begun_best_effort)
+        self._all.some_wait = len(plan.waiting) > len(plan.admissions)
+        self._best_effort.some_wait = num_best_effort > 0
 
-    def on_arrival(self, waiting: WaitingQueue) -> None:
+    def on_arrival(self, waiting: WaitingQueue, now: float) -> None:
         """Hear of an arrival that does not wait yet. Where nobody does, nobody has since the last plan.
 
         Those who waited then have left (aborted, or ended for being late), and the time since says nothing of
         how fast prompts are begun.
         """
         if not waiting.best_effort.num_requests:
-            self._some_best_effort_waits = False
-            self._some_wait &= waiting.ranked.num_requests > 0
+            self._best_effort.some_wait = False
+            self._best_effort.count(now, 0.0)
+            if not waiting.ranked.num_requests:
+                self._all.some_wait = False
+                self._all.count(now, 0.0)
 
     def wait(self, waiting: WaitingQueue) -> float:
         """Return how long best effort that came now would wait until it is begun, seconds."""

@@ -134,7 +134,7 @@ class SLOComposer:
         assert work is not None
         assert admission is not None
         assert backlog is not None
-        backlog.on_arrival(plan.waiting)
+        backlog.on_arrival(plan.waiting, plan.now)
         if not plan.running:
             work.catch_up()
         state.note_hits(len(plan.match(state)) * plan.block_size)
