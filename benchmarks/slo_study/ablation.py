@@ -156,7 +156,7 @@ class EfficientChunk(StepRules):
 class NoPreemption(StepRules):
     """A prompt that lacks a slot or memory waits."""
 
-    def must_begin(self, job: PromptJob, room: Room, now: float) -> bool:  # noqa: ARG002
+    def is_late_if_it_waits(self, kept: Sequence[PromptJob], room: Room, now: float) -> bool:  # noqa: ARG002
         return False
 
 

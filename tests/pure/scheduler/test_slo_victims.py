@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from onbeat.core.request import Request
-from onbeat.core.slo import SLO, SLO_MODES
+from onbeat.core.slo import SLO, SLO_MODES, ShedMode
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.filler import RESERVATION
 from onbeat.scheduler.replica.slo.victims import Victims
@@ -101,6 +101,20 @@ class TestMakeRoom:
         assert driver.times["p"][0] <= driver.requests["p"].arrival + 0.5
         assert driver.scheduler.num_preemptions == 1
         assert all(len(tokens) == 200 for name, tokens in driver.outputs.items() if name != "p")
+
+
+    def test_the_first_to_wait_has_no_time_to_lose_where_one_behind_it_has_none(self):
+        model = FakeStepTime(fixed=2e-3, per_context=0.0, per_pair=0.0)
+        driver = TimedDriver(make_config(max_num_seqs=4, num_blocks=4096, max_model_len=16384), model)
+        for index in range(4):
+            driver.add(make_request(f"bulk {index}", 500, 10000))
+        driver.serve([], until=1.0)
+        for name, num_prompt, ttft in (("short", 100, 1.0), ("long", 9000, 1.1)):  # 0.9 s of work
+            slo = SLO(ttft=ttft, tbt=1.0)
+            driver.add(make_request(name, num_prompt, 3, arrival=driver.now, slo=slo, shed=ShedMode.RELEGATE))
+        driver.serve([], until=3.0)
+        assert driver.scheduler.num_relegated == 0
+        assert driver.times["long"][0] <= driver.requests["long"].arrival + 1.1
 
 
 class TestWhoeverRoomIsMadeFor:

@@ -188,9 +188,19 @@ class StepRules:
             spare += self.stalls.reserve(start)
         return due - start > spare and slo is not None and slo.e2e is None
 
-    def must_begin(self, job: PromptJob, room: Room, now: float) -> bool:
-        """Whether a prompt is late if it waits for another step."""
-        return now + room.length + job.seconds / room.share >= job.deadline
+    def is_late_if_it_waits(self, kept: Sequence[PromptJob], room: Room, now: float) -> bool:
+        """Whether one of the prompts that wait is late if they do for another step.
+
+        Parameters
+        ----------
+        kept : prompts that can all be in time, in the order of their deadlines.
+        """
+        end = now + room.length
+        for deadline, seconds, state in kept:
+            end += seconds / room.share
+            if end >= deadline and not state.block_ids:
+                return True
+        return False
 
     def is_for_best_effort(self, step_id: int) -> bool:
         """Whether best effort goes first in a step."""

@@ -159,8 +159,8 @@ class StepComposition:
     def _make_room(self, jobs: list[PromptJob], best_effort: list[RequestState]) -> None:
         """Preempt requests without objectives for the first prompt that lacks a slot or blocks.
 
-        Only once it cannot wait for another step: until then somebody may end, and what is preempted is
-        computed again in time that others lack. For the same reason nobody is preempted who has missed an
+        Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
+        preempted is computed again in time that others lack. For the same reason nobody is preempted who has missed an
         objective already: under overload that would be work done twice for each prompt that is saved. Nobody
         is preempted twice for this, so that everybody ends, and nobody for a prompt that is left behind.
         """
@@ -178,7 +178,7 @@ class StepComposition:
         in_turn, num_left_behind = rules.in_turn(jobs, room, plan.now)
         kept = in_turn[: len(in_turn) - num_left_behind]
         first = next((job for job in kept if not job.state.block_ids), None)
-        if first is None or not rules.must_begin(first, room, plan.now):
+        if first is None or not rules.is_late_if_it_waits(kept, room, plan.now):
             return
         self._victims().make_room(first.state, pool)
 
