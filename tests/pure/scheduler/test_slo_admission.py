@@ -131,6 +131,15 @@ class TestPrediction:
         driver.serve([])
         assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.25)
 
+    def test_those_left_behind_are_not_before_it_though_they_are_due_at_the_same_time(self):
+        driver = Watch(FakeStepTime(per_context=0.0, per_pair=0.0), max_model_len=16384)
+        for index in range(4):  # 0.7 s each
+            fields = {"slo": SLO(ttft=1.0), "shed": ShedMode.RELEGATE}
+            driver.add(make_request(f"big {index}", 7000, 2, **fields))
+        driver.add(make_request("r", 500, 2, slo=SLO(ttft=1.0), shed=ShedMode.RELEGATE))
+        driver.serve([])
+        assert driver.predicted["r"] == pytest.approx(driver.ttft("r"), rel=0.2)
+
     def test_best_effort_waits_for_all_who_have_deadlines(self):
         driver = Watch()
         driver.serve([make_request("first", 10, 1)])  # the very first step lets best effort go first
@@ -283,6 +292,27 @@ class TestRefusal:
         assert "make requests late that have been accepted" in str(error)
         driver.serve([])
         assert all(driver.ttft(f"r{index}") <= 0.8 for index in range(5))
+
+    @pytest.mark.parametrize("order", ["most", "longest-wait"])
+    @pytest.mark.parametrize(("num_prompt", "is_taken"), [(5200, False), (2000, True)])
+    def test_nor_where_somebody_is_left_behind_already(self, order, num_prompt, is_taken):
+        """Of three that were accepted, of 0.2, 0.9 and 0.55 s of work, not all can be in time."""
+        model = FakeStepTime(fixed=2e-3, per_context=0.0, per_pair=0.0)
+        alone, together = (Watch(model, shed_order=order, max_model_len=16384) for _ in range(2))
+        for driver in (alone, together):
+            for name, size, ttft in (("a", 2000, 0.5), ("b", 9000, 1.0), ("c", 5500, 1.2)):
+                fields = {"slo": SLO(ttft=ttft), "shed": ShedMode.RELEGATE}
+                driver.add(make_request(name, size, 2, **fields))
+        error = together.ask("r", num_prompt, max_tokens=2, slo=SLO(ttft=0.9))
+        assert (error is None) is is_taken
+        for driver in (alone, together):
+            driver.serve([])
+        in_time = [
+            {name for name in driver.times if driver.ttft(name) <= driver.requests[name].slo.ttft}
+            for driver in (alone, together)
+        ]
+        assert in_time[0] <= in_time[1]
+        assert error is not None or "r" in in_time[1]
 
     def test_nobody_is_let_in_at_the_cost_of_the_running_streams(self):
         driver = Watch()

@@ -218,7 +218,7 @@ class LoadView:
             due_before = sum([job.seconds for job in jobs[:num_ahead]])
             jobs.insert(num_ahead, own)
             triage = Triage(start + room.fixed_seconds, room.share, _equal_worth)
-            before = seconds_before(own, jobs, triage, by_deadline=due_before)
+            before = seconds_before(own, triage.left_behind(jobs), by_deadline=due_before)
         if before is None:  # behind all
             before = total + best_effort
         shortest = self.load.decode_seconds

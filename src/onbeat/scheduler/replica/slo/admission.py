@@ -219,30 +219,17 @@ class Admission:
             running = sum(job.seconds for job in jobs if job.state.block_ids)
             before = running + self._queued_work(queue, nextafter(own.state.slo.rank, inf))
         start = queue.start + room.fixed_seconds  # as the policy plans
+        triage = Triage(start, room.share, self._tracker.worth, self._shed_order)
+        left_behind = triage.left_behind(everyone)
+        turn = seconds_before(own, left_behind, by_deadline=before)
         if own.state.request.shed is ShedMode.REJECT:
             # Accepted requests stay: the arrival must find its place among them.
-            end = start + before / room.share
-            return _Place(before, delays_others=self._delays_others(own, everyone[index + 1 :], end, room))
-        triage = Triage(start, room.share, self._tracker.worth, self._shed_order)
-        turn = seconds_before(own, everyone, triage, by_deadline=before)
+            others = {id(job.state) for job in triage.left_behind(jobs)} if left_behind else set()
+            delays_others = any(id(job.state) not in others for job in left_behind)
+            return _Place(before if turn is None else turn, delays_others=delays_others)
         if turn is None:
             return _Place(self._all_work(queue), runs_as_best_effort=True)
         return _Place(turn)
-
-    def _delays_others(self, own: PromptJob, behind: list[PromptJob], end: float, room: Room) -> bool:
-        """Whether prompts behind an arrival are late because of it.
-
-        Parameters
-        ----------
-        behind : by deadline.
-        end : when those before it have had their work, seconds.
-        """
-        end += own.seconds / room.share
-        for job in behind:
-            end += job.seconds / room.share
-            if end - own.seconds / room.share <= job.deadline < end:
-                return True
-        return False
 
     def _all_work(self, queue: _Queue) -> float:
         """Return the seconds of work of all prompts that run or wait."""

@@ -22,23 +22,27 @@ class Triage(NamedTuple, Generic[PromptT]):
     worth: Worth[PromptT]
     order: ShedOrder = "most"
 
+    def left_behind(self, jobs: Sequence[Job[PromptT]]) -> list[Job[PromptT]]:
+        """Return those of some prompts, by deadline, that are left behind."""
+        start, share, worth, order = self
+        return select_feasible(jobs, start=start, share=share, worth=worth, order=order)[1]
+
 
 def seconds_before(
-    own: Job[PromptT], everyone: Sequence[Job[PromptT]], triage: Triage[PromptT], *, by_deadline: float
+    own: Job[PromptT], left_behind: Sequence[Job[PromptT]], *, by_deadline: float
 ) -> float | None:
     """Return the seconds of work that are done before an arrival's own; None where it is left behind.
 
     Parameters
     ----------
     own : the arrival.
-    everyone : it and the prompts with deadlines, by deadline.
-    by_deadline : seconds of work of those that are due before it, whether they can all be in time or not.
+    left_behind : of it and the prompts with deadlines.
+    by_deadline : seconds of work of those that are due before it or with it, whether they can all be in time
+        or not.
     """
-    start, share, worth, order = triage
-    _, left_behind = select_feasible(everyone, start=start, share=share, worth=worth, order=order)
     if own in left_behind:
         return None
-    return max(0.0, by_deadline - sum(job.seconds for job in left_behind if job.deadline < own.deadline))
+    return max(0.0, by_deadline - sum(job.seconds for job in left_behind if job.deadline <= own.deadline))
 
 
 def longest_wait_seconds(seconds: float, room: Room) -> float:
