@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.slo import SLO
+from onbeat.core.slo import SLO, ShedMode
 from onbeat.core.step import SchedulerOutput
 from onbeat.scheduler.config import SpeculationConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
@@ -201,6 +201,21 @@ class TestDeadlines:
         for scheduled in driver.log:
             if scheduled.budget is not None and scheduled.shape.num_draft_tokens:
                 assert model.step_time(scheduled.shape, 0.95) <= scheduled.budget + 1e-12
+
+    def test_streams_that_a_stall_has_put_behind_catch_up_with_drafts(self):
+        model = DraftStepTime(weights=10e-3, per_token=0.1e-3)
+        config = make_config("slo", k=4, draft_length="adaptive", **LARGE)
+        driver = TimedSpeculatingDriver(config, model, acceptance=0.85)
+        for index in range(4):
+            slo = SLO(ttft=0.5, tbt=0.011)
+            driver.add(make_request(f"r{index}", 20, 400, slo=slo, shed=ShedMode.RELEGATE))
+        for _ in range(3):
+            driver.step()
+        driver.now += 0.58  # the first token has left 0.5 s in hand, and drafts some more
+        num_before = len(driver.log)
+        driver.run()
+        assert all(scheduled.shape.num_draft_tokens for scheduled in driver.log[num_before : num_before + 10])
+        assert driver.scheduler.state().num_missed == 0
 
     def test_streams_with_deadlines_leave_the_time_to_prompts(self):
         driver = make_driver(0, 0.9, policy="slo")

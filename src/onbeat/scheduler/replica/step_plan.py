@@ -86,8 +86,9 @@ class StepPlan:
         self.budget: float | None = None
         """Time that the step may take, seconds; None where nothing binds it."""
         self.slack: float | None = None
-        """Time until the earliest deadline of a running stream, at least the budget, seconds; None where
-        nobody looked. Drafts may take it; prompts leave what is above the budget to the streams."""
+        """Time until the earliest deadline of a running stream that can be kept, at least the budget, seconds;
+        infinite where all are late, None where nobody looked. Drafts may take it; prompts leave what is above
+        the budget to the streams."""
         self.tightest = inf
         """The shortest TBT objective of the streams, seconds; infinite without any, or if nobody looked."""
         self.budget_request_id: str | None = None

@@ -56,7 +56,7 @@ class StepComposition:
             rows, shape = self._fit_decodes(limit)
         if view.due_state is not None:
             plan.budget, plan.budget_request_id = limit, view.due_state.request_id
-            plan.slack = max(limit, view.due - plan.now)
+            plan.slack = max(limit, self._until_missed(decode_seconds))
         if jobs or best_effort:
             self._share_out(rows, shape, limit, best_effort)
             plan.overdue = self._overdue(left_over)
@@ -116,6 +116,16 @@ class StepComposition:
         filler.fill(self._not_victims(prompts))
         if sitting_out and not (plan.chunks or plan.admissions):  # in vain
             self._decode(self._not_victims(sitting_out), shape)
+
+    def _until_missed(self, decode_seconds: float) -> float:
+        """Return the seconds until the first deadline that a step of the decodes alone would keep.
+
+        Whoever is late already is so by less, the more tokens a step brings.
+        """
+        now = self._plan.now
+        if self._view.due >= now + decode_seconds:
+            return self._view.due - now
+        return min([due for due in self._view.deadlines if due >= now + decode_seconds], default=inf) - now
 
     def _is_settled(self) -> bool:
         """Whether there is no prompt to work on, and all decode, so that they do until something happens."""

@@ -236,7 +236,7 @@ class GoodputDrafts:
         if plan.num_drafts:
             plan.seconds_without_drafts = 0.0
             if plan.slack is not None and plan.budget is not None:
-                plan.budget = plan.slack
+                plan.budget = plan.slack if plan.slack < inf else None
             plan.catch_ups = self._reading.catch_ups(compress(plan.decodes, num_drafts), plan.block_size)
 
     def commit(self, plan: StepPlan) -> None:
