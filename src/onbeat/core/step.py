@@ -242,7 +242,7 @@ class SchedulerState:
     num_best_effort: int = 0
     """Requests, waiting or running, that are served as best effort: relegated, or without objectives."""
     num_relegated: int = 0
-    """Requests relegated so far, when they became infeasible after their arrival."""
+    """Requests relegated so far, at their arrival or later."""
     num_missed: int = 0
     """Running requests so far whose stream could no longer keep its objective."""
     num_rejected: dict[str, int] = field(default_factory=dict)

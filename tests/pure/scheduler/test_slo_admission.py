@@ -417,6 +417,7 @@ class TestIdleReplica:
                 taken.append(second)
             driver.serve([])
         assert taken == [0, 35, 70]
+        assert driver.scheduler.num_relegated == 3
         assert all(driver.finished[f"r{second}"] is FinishReason.LENGTH for second in taken)
 
     def test_does_not_try_while_it_has_others_to_serve(self):

@@ -28,6 +28,11 @@ class Relegation:
         self._table = table
         self._slo = slo
 
+    def on_arrival(self, state: RequestState) -> None:
+        """Count a new request that is served as best effort from the start, though it has an objective."""
+        if state.slo.is_best_effort and not state.output_token_ids:
+            self.num_relegated += 1
+
     def commit(self, plan: StepPlan) -> None:
         """Serve the late requests of a plan as best effort from now on, or not at all; end overdue ones."""
         if plan.late:

@@ -173,6 +173,7 @@ class Scheduler:
         if self._slo is not None:
             plan = self._new_plan(now)
             self._slo.on_arrival(state, plan, self._busy_until if self._in_flight else plan.now)
+            self._relegation.on_arrival(state)
         self._table.add(state)
 
     def take_expired(self) -> list[RequestOutput]:
