@@ -63,6 +63,17 @@ def test_one_that_is_to_go_on_is_put_back_once_it_has_left(departures, has_left)
     assert departures.ask("a", "m1"), "it runs"
 
 
+@pytest.mark.parametrize("verb", ["go_on", "forget"])
+def test_a_move_that_waits_for_one_is_answered_whatever_else_is_said_before_it_has_left(departures, verb):
+    stopped(departures)
+    assert not departures.ask("a", "m1")
+    getattr(departures, verb)("a")
+    departures.on_left(LEFT)
+    assert departures.take_gone() == [("m1", LEFT)]
+    assert departures.take_to_put_back() == []
+    assert departures.ask("a", "m2"), "nothing is left of it"
+
+
 def test_one_that_ends_with_its_first_token_does_not_stand_still(departures):
     departures.stop_after_first("a")
     assert not departures.on_first_token("b", is_finished=False)

@@ -68,12 +68,13 @@ class Departures(Generic[LeftT]):
     def on_left(self, left: LeftT) -> None:
         """Hear what became of a request that was taken out of the batch."""
         request_id = left.request_id
-        if request_id in self._going_on:
-            self._going_on.discard(request_id)
-            self._to_put_back.append(request_id)
-        elif request_id in self._asked:
+        is_going_on = request_id in self._going_on
+        self._going_on.discard(request_id)
+        if request_id in self._asked:
             self._stopped.pop(request_id, None)
             self._gone.append((self._asked.pop(request_id), left))
+        elif is_going_on:
+            self._to_put_back.append(request_id)
         else:
             self._stopped[request_id] = left
 
