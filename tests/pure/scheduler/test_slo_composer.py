@@ -146,6 +146,12 @@ class TestInFlight:
         driver.serve([], until=5.0)
         assert driver.scheduler._busy_until - driver.now < 0.02
 
+    def test_whoever_has_only_its_first_token_due_has_none_once_that_is_in_flight(self):
+        driver = Watch(depth=2)
+        driver.add(make_request("r", 10, 20, slo=SLO(ttft=1.0)))
+        driver.scheduler.schedule(driver.now)
+        assert driver.scheduler.state().decode_slacks == []
+
     @pytest.mark.parametrize("tbt", [0.01, 0.02, 0.03])
     def test_in_gap_mode_a_step_in_flight_earns_nothing(self, tbt):
         """Bursts of prompts that are in a hurry, so that steps take all the time that streams leave.

@@ -82,12 +82,12 @@ class RunningView:
             context += num_computed
             slo = state.slo
             deadline = slo.next_deadline
+            if num_in_flight:
+                deadline = slo.due(state.num_certain_tokens, start)
             if deadline == inf or (slo.tbt < shortest and not slo.is_paced):
                 best_effort_decodes.append(state)
                 continue
             streams.append(state)
-            if num_in_flight:
-                deadline = slo.due(state.num_certain_tokens, start)
             deadlines.append(deadline)
             if deadline < due:
                 due, self.due_state = deadline, state
