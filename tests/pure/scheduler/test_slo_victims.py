@@ -102,7 +102,6 @@ class TestMakeRoom:
         assert driver.scheduler.num_preemptions == 1
         assert all(len(tokens) == 200 for name, tokens in driver.outputs.items() if name != "p")
 
-
     def test_the_first_to_wait_has_no_time_to_lose_where_one_behind_it_has_none(self):
         model = FakeStepTime(fixed=2e-3, per_context=0.0, per_pair=0.0)
         driver = TimedDriver(make_config(max_num_seqs=4, num_blocks=4096, max_model_len=16384), model)
