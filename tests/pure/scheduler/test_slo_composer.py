@@ -352,7 +352,7 @@ class TestExpectedLength:
 
     @pytest.mark.parametrize("tbt", [None, 0.4])
     def test_beside_other_objectives_nobody_misses_one_that_was_not_stated(self, tbt):
-        """Decodes of many take longer than a step of an efficient chunk, and still far less than is allowed."""
+        """Decodes of many take longer than a step of an efficient chunk, and far less than is allowed."""
         model = FakeStepTime(fixed=1e-3, per_token=1e-3, per_context=0.0, per_pair=0.0)
         driver = Watch(model, max_num_seqs=256)
         slo = SLO(ttft=5.0, tbt=tbt, e2e=120.0)

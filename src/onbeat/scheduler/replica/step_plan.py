@@ -86,7 +86,7 @@ class StepPlan:
         self.budget: float | None = None
         """Time that the step may take, seconds; None where nothing binds it."""
         self.slack: float | None = None
-        """Time until the earliest deadline of a running stream that can be kept, at least the budget, seconds;
+        """Seconds until the earliest deadline of a running stream that can be kept, at least the budget;
         infinite where all are late, None where nobody looked. Drafts may take it; prompts leave what is above
         the budget to the streams."""
         self.tightest = inf
