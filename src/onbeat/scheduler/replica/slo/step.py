@@ -172,8 +172,8 @@ class StepComposition:
         Only once it, or one behind it, cannot wait for another step: until then somebody may end, and what is
         preempted is computed again in time that others lack. For the same reason nobody is preempted who has
         missed an objective already: under overload that would be work done twice for each prompt that is
-        saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is left
-        behind.
+        saved. Nobody is preempted twice for this, so that everybody ends, and nobody for a prompt that is
+        left behind.
         """
         plan, rules = self._plan, self._rules
         first = next((job for job in jobs if not job.state.block_ids), None)
