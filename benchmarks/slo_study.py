@@ -239,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PART",
         help="only these parts, one seed, in each cell, at the highest rates that keep 90 and 99 %%",
     )
-    each.add_argument("--study", default="10", metavar="TAG", help="whose rates these are (default 10)")
+    each.add_argument("--study", default="14", metavar="TAG", help="whose rates these are (default 14)")
     each.add_argument("--results", type=Path, default=RESULTS.joinpath("slo-ablation.jsonl"))
     each.set_defaults(command=ablate)
     each = commands.add_parser("bound", parents=[slices], help="how far from a bound, and for want of what")
