@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onbeat.core.errors import RequestRejected
 from onbeat.core.request import Request
 from onbeat.core.slo import SLO, SLO_CLASSES, SLO_MODES, ShedMode
 from onbeat.scheduler.config import SpeculationConfig
@@ -132,9 +135,10 @@ def test_so_does_planning_drafts(
     config = make_config(policy, num_blocks=num_blocks, speculation=speculation)
     driver = PureSpeculatingDriver(config, depth=depth, seed=seed)
     for request in load:
-        driver.add(request)
+        with suppress(RequestRejected):
+            driver.add(request)
     driver.run()
-    assert driver.num_checked
+    assert driver.num_checked or not driver.requests
 
 
 def test_a_change_anywhere_is_seen():
