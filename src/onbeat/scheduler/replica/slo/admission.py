@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from math import inf, nextafter
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from onbeat.core.errors import SLOUnattainable
 from onbeat.core.slo import ShedMode, ShedOrder
@@ -130,36 +130,36 @@ class Admission:
                 slo.relegate()
             return
         if is_out_of_reach:
-            self._tracker.reject("slo_unattainable")
-            raise SLOUnattainable(
+            self._refuse(
                 f"a step of one token takes {self._work.alone_seconds * 1e3:.3g} ms, longer than the TBT "
                 f"objective of {slo.tbt * 1e3:.3g} ms",
-                predicted_ttft=outlook.ttft,
+                outlook,
                 retry_after=_TRY_AGAIN_SECONDS,
             )
-        if outlook.ttft > objective or outlook.delays_others:
-            self._refuse(outlook, objective)
+        late = outlook.ttft - objective
+        if late > 0 or outlook.delays_others:
+            reason = (
+                "it would come in time, but make requests late that have been accepted"
+                if late <= 0
+                else f"the objective is {objective * 1e3:.0f} ms"
+            )
+            self._refuse(
+                f"the first token is predicted {outlook.ttft * 1e3:.0f} ms after arrival; {reason}",
+                outlook,
+                retry_after=late,
+            )
         if outlook.slows_streams:
-            self._tracker.reject("slo_unattainable")
-            raise SLOUnattainable(
+            self._refuse(
                 "with this request the running streams would no longer keep their TBT objective; try again "
                 "when some have ended",
-                predicted_ttft=outlook.ttft,
-                retry_after=max(outlook.ttft, SHORTEST_RETRY),
+                outlook,
+                retry_after=outlook.ttft,
             )
 
-    def _refuse(self, outlook: Outlook, objective: float) -> None:
+    def _refuse(self, message: str, outlook: Outlook, *, retry_after: float) -> NoReturn:
         self._tracker.reject("slo_unattainable")
-        late = outlook.ttft - objective
-        reason = (
-            "it would come in time, but make requests late that have been accepted"
-            if late <= 0
-            else f"the objective is {objective * 1e3:.0f} ms"
-        )
         raise SLOUnattainable(
-            f"the first token is predicted {outlook.ttft * 1e3:.0f} ms after arrival; {reason}",
-            predicted_ttft=outlook.ttft,
-            retry_after=max(late, SHORTEST_RETRY),
+            message, predicted_ttft=outlook.ttft, retry_after=max(retry_after, SHORTEST_RETRY)
         )
 
     def _look(self, state: RequestState, plan: StepPlan, start: float) -> Outlook:
