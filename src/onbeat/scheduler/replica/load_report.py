@@ -72,7 +72,7 @@ class LoadReporter:
                     num_blocks = kv.num_blocks_for(num_computed + num_ended)
                     num_free -= max(0, num_blocks - len(state.block_ids))
                 slo = state.slo
-                if shortest <= slo.tbt < tightest and not (slo.is_best_effort or slo.is_paced):
+                if shortest <= slo.tbt_objective < tightest and not slo.is_best_effort:
                     tightest = slo.tbt
             elif wanted > 1:
                 prefills.append(state)

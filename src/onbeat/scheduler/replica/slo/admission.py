@@ -123,7 +123,7 @@ class Admission:
                 raise refusal
         if state.request.shed is not ShedMode.REJECT:
             return
-        is_out_of_reach = not slo.is_paced and slo.tbt < self._work.alone_seconds
+        is_out_of_reach = slo.tbt_objective < self._work.alone_seconds
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
             if outlook.ttft > objective or is_out_of_reach:
                 self._last_try = plan.now
@@ -244,8 +244,8 @@ class Admission:
         return self._work.of_sums(*queue.plan.waiting.work_below(rank))
 
     def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
-        """Whether one more stream breaks the tightest TBT objective; a pace is none."""
-        tightest = min(view.tightest, inf if state.slo.is_paced else state.slo.tbt)
+        """Whether one more stream breaks the tightest TBT objective."""
+        tightest = min(view.tightest, state.slo.tbt_objective)
         if tightest == inf or not view.streams:
             return False
         shape = decode_shape(view.streams)

@@ -146,6 +146,11 @@ class SLOState:
         return not self.ttft_deadline == self.tbt == inf
 
     @property
+    def tbt_objective(self) -> float:
+        """Its TBT objective, seconds; infinite without any: a pace is none."""
+        return inf if self.is_paced else self.tbt
+
+    @property
     def runs_as_best_effort(self) -> bool:
         """Whether it is served as best effort: its objective cannot be kept any more, or it has none."""
         return self.is_best_effort or not self.has_objective
