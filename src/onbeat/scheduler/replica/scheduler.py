@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.fleet import ReplicaLoad
@@ -16,10 +15,11 @@ from onbeat.core.step import (
     SchedulerOutput,
     SchedulerState,
 )
-from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
+from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.checks import check_queue, check_request
 from onbeat.scheduler.replica.delivery import last_output, note_deliveries
+from onbeat.scheduler.replica.failures import ENDED, fail, has_run, let_go_of_sharers
 from onbeat.scheduler.replica.handover import Handovers
 from onbeat.scheduler.replica.load_report import LoadReporter
 from onbeat.scheduler.replica.parts import QUEUE_ORDERS
@@ -30,6 +30,7 @@ from onbeat.scheduler.replica.request_state import RequestState, RequestStatus
 from onbeat.scheduler.replica.request_table import RequestTable
 from onbeat.scheduler.replica.slo.deadlines import SLOState
 from onbeat.scheduler.replica.speculation.drafting import make_drafting
+from onbeat.scheduler.replica.step_feedback import StepFeedback
 from onbeat.scheduler.replica.step_plan import StepPlan
 from onbeat.scheduler.replica.step_rows import StepInFlight, commit_rows
 from onbeat.scheduler.replica.verification import (
@@ -39,10 +40,6 @@ from onbeat.scheduler.replica.verification import (
     sampled_rows,
     take_back_rejected,
 )
-
-_SHARED_KV = "the request shares KV with one that has failed in this step; send it again"
-_ENDED = (RequestStatus.FINISHED, RequestStatus.PADDING)
-"""Of requests that get no more tokens."""
 
 
 class Scheduler:
@@ -60,13 +57,6 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, step_time_model: StepTimeModel | None = None) -> None:
         self.config = config
         self.step_time_model = step_time_model
-        self._observe_run = (
-            step_time_model.observe_run
-            if isinstance(step_time_model, RunLearner)
-            else None
-            if step_time_model is None
-            else partial(observe_each, step_time_model)
-        )
         self._policy = make_policy(config)
         if self._policy.needs_step_time and step_time_model is None:
             raise ConfigError(
@@ -79,10 +69,6 @@ class Scheduler:
             self._slo.start(step_time_model, config.max_num_batched_tokens)
         self._on_deliveries = note_deliveries if self._slo is None else self._slo.tracker.on_deliveries
         """Holds deliveries against their deadlines."""
-        self._work = None if self._slo is None else self._slo.work
-        """What prompts cost; None where nobody asks."""
-        self._stalls = None if self._slo is None else self._slo.stalls
-        """What streams should have in hand for them; None where nobody keeps deadlines."""
         self._quantile = None if self._slo is None else self._slo.quantile
         """Of step times, to plan with; None is the mean."""
         self._drafting = make_drafting(config.speculation, step_time_model, quantile=self._quantile)
@@ -92,6 +78,10 @@ class Scheduler:
         self._states = self._table.states
         self.kv, self.running, self.waiting = self._table.kv, self._table.running, self._table.waiting
         self._relegation = Relegation(self._table, self._slo)
+        # Steps wait for one another, save for those of a pipeline.
+        self._feedback = StepFeedback(
+            step_time_model, self._slo, self.running, run_side_by_side=config.num_micro_batches > 1
+        )
         self._in_flight: deque[StepInFlight] = deque()
         self.handover = Handovers(
             self._table,
@@ -101,7 +91,6 @@ class Scheduler:
             release_batch=self._release_batch,
         )
         """What takes KV, and requests with theirs, to other replicas and from them."""
-        self._last_update = float("-inf")
         self._last_plan = 0.0
         """When the last planned step starts."""
         self._busy_until = float("-inf")
@@ -110,8 +99,6 @@ class Scheduler:
         self._num_taken = 0
         self._load_reporter: LoadReporter | None = None
         self._num_steps = 0
-        self._last_run = float("-inf")
-        """When the last run ended that `run_again` was told of; the step-time model knows it."""
 
     @property
     def num_unfinished(self) -> int:
@@ -188,7 +175,7 @@ class Scheduler:
         """Return how queues and objectives stand; None where the policy keeps no deadlines."""
         if self._slo is None:
             return None
-        now = max(self._last_plan, self._busy_until if self._in_flight else self._last_update)
+        now = max(self._last_plan, self._busy_until if self._in_flight else self._feedback.last_end)
         return self._slo.report(self._new_plan(now), self.num_relegated)
 
     def load(self, now: float, *, busy: float = 0.0, num_ended: int = 0) -> ReplicaLoad:
@@ -251,8 +238,7 @@ class Scheduler:
         """
         model, shape = self.step_time_model, scheduled.shape
         assert model is not None
-        self._learn(shape, self._in_flight[0].planned_at, (now,))
-        self._last_run = now
+        self._feedback.observe(shape, self._in_flight[0].planned_at, (now,), is_told_again=True)
         num_rows = shape.num_lm_head_rows
         shape.decode_context_tokens += num_rows
         if model.step_time(shape, self._quantile) <= scheduled.repeat_limit:
@@ -286,9 +272,13 @@ class Scheduler:
         self._take_back(states, scheduled, result, goes_on=goes_on)
         correct_shape(scheduled, result)
         failed = result.failed or {}
-        outputs = self._let_go_of_sharers(states, scheduled, failed) if failed else []
-        has_run = not failed or _has_run(states, failed)
-        self._learn(scheduled.shape, planned_at, (now,) if ends is None else ends, has_run=has_run)
+        outputs = let_go_of_sharers(states, scheduled, failed, self._table) if failed else []
+        self._feedback.observe(
+            scheduled.shape,
+            planned_at,
+            (now,) if ends is None else ends,
+            has_run=not failed or has_run(states, failed),
+        )
         keeps_deadlines, drafting = self._policy.keeps_deadlines, self._drafting
         delivered: list[tuple[RequestState, RequestOutput]] = []
         run = ends if ends is not None and len(ends) > 1 else None
@@ -299,10 +289,10 @@ class Scheduler:
             if samples:
                 got = next(sampled)
             is_running = state.status is running
-            if not is_running and state.status in _ENDED:
+            if not is_running and state.status in ENDED:
                 continue
             if failed and state.request_id in failed:
-                outputs.append(self._fail(state, failed[state.request_id]))
+                outputs.append(fail(state, failed[state.request_id], self._table))
                 continue
             # Not those of a row planned before a preemption: they belong to others by now.
             holds_blocks = is_running and state.admitted_step_id <= step_id
@@ -460,48 +450,6 @@ class Scheduler:
 
     # --- results --------------------------------------------------------------------------------------
 
-    def _learn(
-        self, shape: BatchShape, planned_at: float, ends: Sequence[float], *, has_run: bool = True
-    ) -> None:
-        """Let the step-time model, and who plans with it, learn from the runs of a step.
-
-        Parameters
-        ----------
-        shape : of the last run; each before read a token less of every row's context.
-        ends : when the runs ended, seconds; those that `run_again` was told of among them.
-        has_run : whether the step came to its end; else its time says nothing.
-        """
-        last_update, self._last_update = self._last_update, ends[-1]
-        observe_run, model = self._observe_run, self.step_time_model
-        if observe_run is None or model is None or not has_run:
-            return
-        begun = planned_at
-        # Steps wait for one another, save for those of a pipeline, which run side by side.
-        if begun < last_update and self.config.num_micro_batches == 1:
-            begun = last_update
-        num_rows, new_ends = shape.num_lm_head_rows, ends
-        if ends[0] <= self._last_run:
-            new_ends = [end for end in ends if end > self._last_run]
-        shape.decode_context_tokens -= len(new_ends) * num_rows
-        slo, work, stalls = self._slo, self._work, self._stalls
-        while new_ends:
-            run = new_ends
-            # Hardly any step takes as long, and to ask would be a call a step.
-            if stalls is not None and run[-1] - begun > stalls.shortest and stalls.may_be_in(begun, run):
-                run = run[:1]  # each is held against what was learnt before it
-                shape.decode_context_tokens += num_rows
-                stalls.note(begun, run[0], model.step_time(shape))
-                shape.decode_context_tokens -= num_rows
-            new_ends = new_ends[len(run) :]
-            taken_after = 0 if work is None else work.count(len(run))
-            if taken_after and slo is not None:
-                observe_run(shape, begun, run[:taken_after])
-                begun, run = run[taken_after - 1], run[taken_after:]
-                slo.refresh(self.running, begun)
-            if run:
-                observe_run(shape, begun, run)
-                begun = run[-1]
-
     def _note_drafts(
         self,
         state: RequestState,
@@ -524,46 +472,6 @@ class Scheduler:
             state, num_drafted=num_drafted, num_accepted=num_accepted, num_available=num_available
         )
 
-    def _let_go_of_sharers(
-        self, states: list[RequestState], scheduled: SchedulerOutput, failed: Mapping[str, str]
-    ) -> list[RequestOutput]:
-        """Preempt those who share KV with a request that has failed, or end them and return their outputs.
-
-        What was not finite in it is so by now, and nobody else would fail by it: neither who joined after the
-        step was planned, nor who had no token of it. Blocks by which another had one are sound.
-        """
-        unsound: set[int] = set()
-        sound: set[int] = set()
-        lost: set[str] = set()
-        for state, row in zip(states, scheduled.rows, strict=True):
-            if state.status is not RequestStatus.RUNNING or state.admitted_step_id > scheduled.step_id:
-                continue  # it has other blocks than the row had, or none
-            if state.request_id in failed:
-                lost.add(state.request_id)
-                unsound.update(state.block_ids)
-            elif row.samples:
-                sound.update(state.block_ids)
-        unsound -= sound
-        outputs = []
-        for state in list(self.running):
-            is_lost = state.status is not RequestStatus.RUNNING or state.request_id in lost
-            if is_lost or unsound.isdisjoint(state.block_ids):
-                continue
-            if state.num_in_flight_tokens:  # they would be delivered
-                outputs.append(self._fail(state, _SHARED_KV))
-            else:
-                self.kv.pool.unregister(state.block_ids)
-                self._table.preempt(state)
-        return outputs
-
-    def _fail(self, state: RequestState, message: str) -> RequestOutput:
-        """End one request with an error; the others of its step go on, and nobody reuses its KV."""
-        self.kv.pool.unregister(state.block_ids)
-        output = last_output(state, FinishReason.ERROR)
-        output.error = message
-        self._table.drop(state)
-        return output
-
     def _finish(self, state: RequestState) -> None:
         """End a request that has all its tokens."""
         if self._slo is not None:
@@ -578,12 +486,3 @@ class Scheduler:
     def _release_batch(self) -> None:
         for state in self._policy.release.releasable(self.running):
             self._table.drop(state)
-
-
-def _has_run(states: list[RequestState], failed: Mapping[str, str]) -> bool:
-    """Whether a step came to its end: one that raises fails all of its requests.
-
-    Of those that had ended before nobody hears, and a replay does not know that they failed too.
-    """
-    left = [state.request_id for state in states if state.status not in _ENDED]
-    return not left or any(request_id not in failed for request_id in left)

@@ -1,0 +1,104 @@
+"""What measured steps teach: the step-time model, the costs that plans are made with, and the stalls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from onbeat.core.step import BatchShape
+from onbeat.core.step_time import RunLearner, StepTimeModel, observe_each
+from onbeat.scheduler.replica.queues import RunningList
+from onbeat.scheduler.replica.slo.composer import SLOComposer
+
+
+class StepFeedback:
+    """Tells whoever plans with step times how long steps took, in the order of their ends.
+
+    Parameters
+    ----------
+    model : told of every step's time; None where nobody predicts.
+    slo : its costs are taken anew from the model now and then, and its stalls see long steps; None where the
+        policy keeps no deadlines.
+    running : whose shares of a step depend on the costs.
+    run_side_by_side : whether steps of a pipeline do not wait for one another.
+
+    Attributes
+    ----------
+    last_end : when the last step ended, seconds.
+    """
+
+    def __init__(
+        self,
+        model: StepTimeModel | None,
+        slo: SLOComposer | None,
+        running: RunningList,
+        *,
+        run_side_by_side: bool,
+    ) -> None:
+        self.last_end = float("-inf")
+        self._model = model
+        self._slo = slo
+        self._work = None if slo is None else slo.work
+        self._stalls = None if slo is None else slo.stalls
+        self._running = running
+        self._run_side_by_side = run_side_by_side
+        self._observe_run = (
+            model.observe_run
+            if isinstance(model, RunLearner)
+            else None
+            if model is None
+            else partial(observe_each, model)
+        )
+        self._last_known = float("-inf")
+        """When the last run ended that is told of once more; the model knows it."""
+
+    def observe(
+        self,
+        shape: BatchShape,
+        planned_at: float,
+        ends: Sequence[float],
+        *,
+        has_run: bool = True,
+        is_told_again: bool = False,
+    ) -> None:
+        """Learn from the runs of a step.
+
+        Parameters
+        ----------
+        shape : of the last run; each before read a token less of every row's context.
+        planned_at : seconds.
+        ends : when the runs ended, seconds.
+        has_run : whether the step came to its end; else its time says nothing.
+        is_told_again : whether all runs of the step are told of once more, when they are over.
+        """
+        last_end, self.last_end = self.last_end, ends[-1]
+        observe_run, model = self._observe_run, self._model
+        if observe_run is None or model is None or not has_run:
+            return
+        begun = planned_at
+        if begun < last_end and not self._run_side_by_side:
+            begun = last_end
+        num_rows, new_ends = shape.num_lm_head_rows, ends
+        if ends[0] <= self._last_known:
+            new_ends = [end for end in ends if end > self._last_known]
+        if is_told_again:
+            self._last_known = ends[-1]
+        shape.decode_context_tokens -= len(new_ends) * num_rows
+        slo, work, stalls = self._slo, self._work, self._stalls
+        while new_ends:
+            run = new_ends
+            # Hardly any step takes as long, and to ask would be a call a step.
+            if stalls is not None and run[-1] - begun > stalls.shortest and stalls.may_be_in(begun, run):
+                run = run[:1]  # each is held against what was learnt before it
+                shape.decode_context_tokens += num_rows
+                stalls.note(begun, run[0], model.step_time(shape))
+                shape.decode_context_tokens -= num_rows
+            new_ends = new_ends[len(run) :]
+            taken_after = 0 if work is None else work.count(len(run))
+            if taken_after and slo is not None:
+                observe_run(shape, begun, run[:taken_after])
+                begun, run = run[taken_after - 1], run[taken_after:]
+                slo.refresh(self._running, begun)
+            if run:
+                observe_run(shape, begun, run)
+                begun = run[-1]
