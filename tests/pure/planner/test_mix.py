@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.planner.mix import MixProblem, lower_bound, solve_mix
+from tests.examples import examples
 
 
 def problem_of(rates: Any, costs: Any, demand: Any, **fields: Any) -> MixProblem:
@@ -78,7 +79,7 @@ def test_480_slices_on_four_types_take_a_moment() -> None:
 tables = st.integers(0, 2**32 - 1)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(60)
 @given(tables)
 def test_a_mix_costs_no_more_than_one_type_and_no_less_than_the_bound(seed: int) -> None:
     random = np.random.default_rng(seed)

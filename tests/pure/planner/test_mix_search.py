@@ -7,7 +7,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.options import make
@@ -19,6 +19,7 @@ from onbeat.planner.plan_task import Fleet, PlanTask, Progress, interval_of
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import RatedUnit, Unit
 from onbeat.simulator.setup import ReplicaSettings
+from tests.examples import examples
 from tests.pure.planner.test_units import load_of
 
 RATE = 10.0
@@ -77,7 +78,7 @@ class World:
         return found
 
 
-@settings(max_examples=15, deadline=None)
+@examples(30)
 @given(st.integers(0, 2**32 - 1))
 def test_finds_what_trying_all_fleets_finds(seed: int) -> None:
     random = np.random.default_rng(seed)

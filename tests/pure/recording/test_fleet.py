@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import cache
 
 import pytest
 
@@ -23,22 +24,40 @@ CHANGES = (
 )
 
 
-@pytest.fixture(params=["slo", "prefix-affinity", "random", "least-work"])
-def record(request, tmp_path):
+ROUTERS = ["slo", "prefix-affinity", "random", "least-work"]
+
+
+@pytest.fixture(scope="module")
+def record_of(tmp_path_factory):
+    """Return the record of a run under a router, which is made once."""
+
+    @cache
+    def make(router: str) -> bytes:
+        path = tmp_path_factory.mktemp("records") / "fleet.record"
+        config = make_config(
+            "slo",
+            num_replicas=3,
+            router=router,
+            seed=5,
+            fleet_changes=CHANGES,
+            fleet_times=FleetTimes(start=1.0, drain=1.0),
+        )
+        load = random_load(200, rate=40.0, seed=3)
+        fleet = {"drain_seconds": config.fleet_times.drain}
+        names = {"router": config.router, "seed": config.seed, "fleet": fleet}
+        with fleet_record(path, names) as on_decision:
+            result = simulate(load, config, linear_time(), on_decision=on_decision)
+        assert result.num_completed == 200
+        return path.read_bytes()
+
+    return make
+
+
+@pytest.fixture
+def record(record_of, request, tmp_path):
+    """Return where a copy lies that a test may damage; of the default router, unless others are asked for."""
     path = tmp_path / "fleet.record"
-    config = make_config(
-        "slo",
-        num_replicas=3,
-        router=request.param,
-        seed=5,
-        fleet_changes=CHANGES,
-        fleet_times=FleetTimes(start=1.0, drain=1.0),
-    )
-    load = random_load(200, rate=40.0, seed=3)
-    fleet = {"drain_seconds": config.fleet_times.drain}
-    with fleet_record(path, {"router": config.router, "seed": config.seed, "fleet": fleet}) as on_decision:
-        result = simulate(load, config, linear_time(), on_decision=on_decision)
-    assert result.num_completed == 200
+    path.write_bytes(record_of(getattr(request, "param", "slo")))
     return path
 
 
@@ -50,6 +69,7 @@ def write(path, text: list[bytes]) -> None:
     path.write_bytes(gzip.compress(b"\n".join(text) + b"\n"))
 
 
+@pytest.mark.parametrize("record", ROUTERS, indirect=True)
 def test_every_decision_is_made_again(record):
     found = replay_fleet(FleetRecording(record))
     assert found.is_identical
@@ -60,6 +80,7 @@ def test_every_decision_is_made_again(record):
     assert found.actions["resumed"] + found.actions["waited"] > 0
 
 
+@pytest.mark.parametrize("record", ROUTERS, indirect=True)
 def test_another_decision_is_found(record):
     text = lines(record)
     index = next(i for i, line in enumerate(text) if b'"Send"' in line)
@@ -98,6 +119,7 @@ def test_damaged_records_are_refused_by_line(record, index, line, match):
         replay_fleet(FleetRecording(record))
 
 
+@pytest.mark.parametrize("record", ROUTERS, indirect=True)
 def test_the_command_replays_fleets(record, tmp_path, capsys):
     assert main(["replay", str(record), "--json", str(tmp_path / "found.json")]) == 0
     assert "decisions: identical in" in capsys.readouterr().out

@@ -158,13 +158,13 @@ class Stalling(Watch):
         super().collect()
 
 
-def beside_prompts(mode: SLOMode, driver: type[Watch] = Stalling) -> Watch:
-    """Return a run of streams beside more prompts than there is time for."""
+def beside_prompts(mode: SLOMode, driver: type[Watch] = Stalling, num: int = 800) -> Watch:
+    """Return a run of streams beside more prompts than there is time for, 20 a second."""
     model = FakeStepTime(fixed=5e-3, per_pair=0.0)
     run = driver(model, slo_mode=mode, max_num_seqs=512, num_blocks=1 << 15)
     slo = SLO(ttft=0.3, tbt=TBT)
     run.serve(
-        make_request(f"r{i}", 300, 100, arrival=0.05 * i, slo=slo, shed=ShedMode.RELEGATE) for i in range(800)
+        make_request(f"r{i}", 300, 100, arrival=0.05 * i, slo=slo, shed=ShedMode.RELEGATE) for i in range(num)
     )
     return run
 
@@ -196,12 +196,13 @@ class TestSteps:
         assert beside
 
     def test_in_gap_mode_nothing_can_be_earned(self, monkeypatch):
-        log = beside_prompts("gap").log
+        run = beside_prompts("gap", num=400)
+        assert run.num_stalls > 1
         monkeypatch.setattr(Stalls, "note", lambda *_: None)
-        assert beside_prompts("gap").log == log
+        assert beside_prompts("gap", num=400).log == run.log
 
     @pytest.mark.parametrize("mode", SLO_MODES)
     def test_without_stalls_nothing_changes(self, mode, monkeypatch):
-        log = beside_prompts(mode, Watch).log
+        log = beside_prompts(mode, Watch, num=200).log
         monkeypatch.setattr(Stalls, "note", lambda *_: None)
-        assert beside_prompts(mode, Watch).log == log
+        assert beside_prompts(mode, Watch, num=200).log == log
