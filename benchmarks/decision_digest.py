@@ -49,7 +49,8 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.scheduler import Scheduler
 from onbeat.simulator.observer import SimulationObserver, StepsWanted
 from onbeat.simulator.planning import make_scheduler
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad

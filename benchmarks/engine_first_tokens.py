@@ -18,7 +18,8 @@ import numpy as np
 from engine_accuracy import Case, Deployment, Row, cases_of, halves, percent, read_rows
 
 from onbeat.scheduler.config import SchedulerLimits
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 

@@ -36,7 +36,8 @@ from onbeat.scheduler.cluster.fleet import Fleet
 from onbeat.scheduler.cluster.routers import ROUTERS, make_router
 from onbeat.scheduler.cluster.routing import Choice, RoutingRequest
 from onbeat.scheduler.cluster.slo_router import SLORouter
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad

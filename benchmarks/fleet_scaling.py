@@ -38,7 +38,8 @@ from onbeat.scheduler.cluster import objective_scaling, offered_work, scaling
 from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds
 from onbeat.scheduler.cluster.scaling_policy import FleetLoad, Wanted
 from onbeat.simulator.config import AutoscaleConfig, FleetTimes, SimulationConfig
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad

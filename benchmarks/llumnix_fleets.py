@@ -41,7 +41,8 @@ from onbeat.scheduler.cluster.events import FleetAction, FleetEvent, MoveStep
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.simulator.config import AutoscaleConfig, FleetChange, FleetTimes
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import ReplicaSettings, Simulation, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import Simulation, build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import gamma_arrivals
 from onbeat.workload.offered import OfferedLoad

@@ -42,7 +42,8 @@ from onbeat.planner.frontier import FrontierPoint, Level, LevelTask, point_keys,
 from onbeat.planner.parallel import run_tasks
 from onbeat.report.page import Page, heading, notes
 from onbeat.report.result import TradeoffPoint
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.workload.load_source import conversation_lengths
 from onbeat.workload.offered import OfferedLoad
 

@@ -26,7 +26,7 @@ from onbeat.metrics.attainment import good_requests
 from onbeat.planner.fleets import FleetCase
 from onbeat.planner.units import Unit
 from onbeat.scheduler.config import SchedulerLimits
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

@@ -38,7 +38,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.planner.buckets import OUTPUT_EDGES, PROMPT_EDGES, Bucket, buckets_of
 from onbeat.planner.mix import MixProblem, solve_mix
 from onbeat.planner.units import RatedUnit, Unit, rate_unit
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 

@@ -39,7 +39,7 @@ from onbeat.planner.plan_task import FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import make_units, rate_unit
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 from onbeat.workload.trace import read_trace

@@ -30,7 +30,7 @@ from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit, make_units, rate_unit
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

@@ -47,7 +47,8 @@ from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
 from onbeat.simulator.observer import StepsWanted
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad

@@ -33,7 +33,8 @@ from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
 from onbeat.simulator.planning import make_scheduler
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 
 NUM_STEPS = 400
 NUM_WARM_UP_STEPS = 300

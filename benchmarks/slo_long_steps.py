@@ -26,7 +26,7 @@ from onbeat.core.options import make
 from onbeat.perfmodel.nnls import FEATURES, PAIRS, PASSES, NNLSForm
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.residual import ResidualModel
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 
 WORKLOAD = "short-answers"
 SLO_NAME = "1s-50ms"

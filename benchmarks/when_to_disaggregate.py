@@ -32,7 +32,8 @@ from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.metrics.attainment import good_requests
 from onbeat.scheduler.cluster.pools import POOL_RULES
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

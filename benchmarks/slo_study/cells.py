@@ -10,7 +10,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import change, make
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.slo_classes import SLOClass
 
 

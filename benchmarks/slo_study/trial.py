@@ -23,7 +23,8 @@ from onbeat.simulator.dispatch import Dispatcher
 from onbeat.simulator.fleet import make_replica
 from onbeat.simulator.loop import EventLoop
 from onbeat.simulator.observer import Collector
-from onbeat.simulator.setup import ReplicaSettings, Simulation, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import Simulation, build_simulation
 from onbeat.workload.offered import OfferedLoad
 from slo_study.cells import OBJECTIVES, SET_UPS
 from slo_study.idle import hopeless_rows

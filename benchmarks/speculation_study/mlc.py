@@ -19,7 +19,8 @@ from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.simulator.acceptance import Acceptance
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.setup import ReplicaSettings, Simulation, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import Simulation, build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.load_source import conversation_lengths

@@ -21,7 +21,7 @@ from onbeat.planner.grid import ReplicaCase
 from onbeat.planner.objectives import SarathiObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 

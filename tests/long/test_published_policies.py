@@ -18,7 +18,8 @@ from onbeat.core.step import BatchShape
 from onbeat.metrics.attainment import good_requests
 from onbeat.metrics.distribution import percentile
 from onbeat.metrics.summary import collect_samples
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.workload.arrivals import poisson_arrivals
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass

@@ -13,7 +13,7 @@ from onbeat.cli.args import count
 from onbeat.cli.options import milliseconds, read_value
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import settings_of
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 
 TBT = "slo_tbt_ms"
 """The TBT objective: it changes the load and the objective, not the replica."""

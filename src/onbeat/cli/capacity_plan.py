@@ -20,7 +20,8 @@ from onbeat.planner.objective import Objective
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
-from onbeat.simulator.setup import AUTO, ReplicaSettings, Simulation, build_simulation, decode_context
+from onbeat.simulator.settings import AUTO, ReplicaSettings
+from onbeat.simulator.setup import Simulation, build_simulation, decode_context
 from onbeat.workload.offered import OfferedLoad
 
 _PLENTY_OF_BLOCKS = 1 << 24

@@ -42,7 +42,7 @@ from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
 from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.scheduler.config import SchedulerLimits
-from onbeat.simulator.setup import AUTO, ReplicaSettings
+from onbeat.simulator.settings import AUTO, ReplicaSettings
 
 SCHEMA_VERSION = 1
 _SERVE_FORMATS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from onbeat.planner.day import read_rates
 from onbeat.planner.objectives import parse_objective
 from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.share_objectives import AttainmentObjective
-from onbeat.simulator.setup import AUTO, ReplicaSettings
+from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.workload.offered import OfferedLoad
 
 _NOT_ASKED = frozenset(

@@ -14,7 +14,7 @@ from onbeat.planner.day import Hour
 from onbeat.planner.placement import Placement
 from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask, worst_reason
 from onbeat.planner.prices import Prices
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 
 FLEET_HEADER = (
     *("fleet", "$/h", "W", "good", "interval", "requests/s", "interval", "headroom", "binds", "busy"),

@@ -12,7 +12,8 @@ from onbeat.cli.args import count, require_jobs
 
 if TYPE_CHECKING:
     from onbeat.cli.simulate_output import SimulatedRun
-    from onbeat.simulator.setup import ReplicaSettings, Simulation
+    from onbeat.simulator.settings import ReplicaSettings
+    from onbeat.simulator.setup import Simulation
 
 INTERRUPTED = 130
 OUTPUTS = ("json", "records", "report", "timeline", "record")

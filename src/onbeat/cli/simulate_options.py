@@ -8,7 +8,7 @@ from onbeat.cli.args import add_config_flag
 from onbeat.cli.options import add_options, read_options
 from onbeat.cli.simulate_speculation import add_speculation_arguments, speculation_settings
 from onbeat.cli.workload import WorkloadOptions
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 
 
 def add_simulation_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,8 @@ from onbeat.report.result import SCHEDULED, Level, MachineSummary, RunHeader, Ru
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.outcomes import GroupOutcomes, RunOutcomes, tell_outcomes
 from onbeat.simulator.result import FleetSize, SimulationResult
-from onbeat.simulator.setup import ReplicaSettings, Simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import Simulation
 from onbeat.workload.offered import OfferedLoad
 
 HIDDEN_SETTINGS = frozenset({"run", "command"})

@@ -15,7 +15,8 @@ from onbeat.metrics.record import RequestRecord
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

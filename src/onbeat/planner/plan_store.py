@@ -17,7 +17,7 @@ import onbeat
 from onbeat import __version__
 from onbeat.core.errors import ConfigError
 from onbeat.planner.plan_file import digest_of
-from onbeat.simulator.setup import ReplicaSettings, files_of
+from onbeat.simulator.settings import ReplicaSettings, files_of
 
 R = TypeVar("R")
 

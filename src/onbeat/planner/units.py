@@ -25,7 +25,8 @@ from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.idle import IdleReplica
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 
 Array = NDArray[np.float64]
 

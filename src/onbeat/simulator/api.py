@@ -10,7 +10,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.options import make
 from onbeat.core.slo import SLO
 from onbeat.simulator.result import SimulationResult
-from onbeat.simulator.setup import ReplicaSettings, build_for_load
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_for_load
 from onbeat.simulator.simulate import simulate as simulate_load
 from onbeat.workload.arrival_plan import ArrivalPlan
 from onbeat.workload.load_source import LoadSource, make_load
@@ -38,8 +39,8 @@ def simulate(
     load : requests from elsewhere, such as `onbeat.make_load`; either this or `trace`.
     slo : objectives of the requests, for their records and for an automatic token budget; `load` may bring
         classes of its own instead.
-    **settings : of `onbeat.simulator.setup.ReplicaSettings` and its limits: `policy`, `replicas`, `router`,
-        `tensor_parallel`, `max_num_seqs`, `max_num_batched_tokens`, `max_concurrency` and others.
+    **settings : of `onbeat.simulator.settings.ReplicaSettings` and its limits: `policy`, `replicas`,
+        `router`, `tensor_parallel`, `max_num_seqs`, `max_num_batched_tokens`, `max_concurrency` and others.
 
     Returns
     -------

@@ -25,7 +25,7 @@ from onbeat.metrics.summary import SummaryOptions
 from onbeat.scheduler.config import SchedulerLimits
 from onbeat.server.config import ServerConfig
 from onbeat.server.slo_defaults import SLODefaults
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from tests.pure.cli.test_args import sub_parser
 
 ROOT = Path(__file__).parents[3]

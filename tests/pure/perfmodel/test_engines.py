@@ -23,7 +23,7 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.shapes import shape_matrix
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from tests.pure.perfmodel.shapes import decodes, mixed_batches
 
 MODEL = find_model_spec("Llama-3.1-8B")

@@ -11,7 +11,7 @@ from onbeat.core.options import change, make
 from onbeat.planner.capacity import service_rate
 from onbeat.planner.cases import case_name
 from onbeat.planner.grid import ReplicaCase, settings_grid
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from tests.pure.planner.fakes import FakeCase, make_load
 
 BASE = ReplicaSettings(model="meta-llama/Llama-3.1-8B", device="h100-sxm")

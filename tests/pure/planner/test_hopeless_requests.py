@@ -11,7 +11,7 @@ from onbeat.core.slo import SLO
 from onbeat.planner.grid import HopelessOn, ReplicaCase
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.trial import MissWatch, ObjectiveMissed
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.slo_classes import SLOClass
 from tests.pure.planner.fakes import make_record, make_result
 from tests.pure.simulator.loads import make_load

@@ -18,7 +18,7 @@ from onbeat.planner.mix_search import MixSearch, Parts, everything, unservable
 from onbeat.planner.plan_task import Fleet, PlanTask, Progress, interval_of
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import RatedUnit, Unit
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from tests.examples import examples
 from tests.pure.planner.test_units import load_of
 

@@ -16,7 +16,7 @@ from onbeat.planner.plan_task import PlanTask
 from onbeat.planner.prices import Prices
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit, make_units
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from tests.pure.planner.test_units import load_of
 
 BASE = make(ReplicaSettings, model="meta-llama/Llama-3.1-8B", device="h100-sxm")

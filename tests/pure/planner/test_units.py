@@ -13,7 +13,7 @@ from onbeat.core.slo import SLO
 from onbeat.planner.buckets import buckets_of, rows_of
 from onbeat.planner.prices import Prices
 from onbeat.planner.units import RatedUnit, make_units, rate_unit, without_dominated
-from onbeat.simulator.setup import ReplicaSettings
+from onbeat.simulator.settings import ReplicaSettings
 from onbeat.workload.offered import OfferedLoad
 from onbeat.workload.slo_classes import SLOClass
 

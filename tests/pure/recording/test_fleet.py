@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -27,37 +29,32 @@ CHANGES = (
 ROUTERS = ["slo", "prefix-affinity", "random", "least-work"]
 
 
-@pytest.fixture(scope="module")
-def record_of(tmp_path_factory):
-    """Return the record of a run under a router, which is made once."""
-
-    @cache
-    def make(router: str) -> bytes:
-        path = tmp_path_factory.mktemp("records") / "fleet.record"
-        config = make_config(
-            "slo",
-            num_replicas=3,
-            router=router,
-            seed=5,
-            fleet_changes=CHANGES,
-            fleet_times=FleetTimes(start=1.0, drain=1.0),
-        )
-        load = random_load(200, rate=40.0, seed=3)
-        fleet = {"drain_seconds": config.fleet_times.drain}
-        names = {"router": config.router, "seed": config.seed, "fleet": fleet}
+@cache
+def recorded(router: str) -> bytes:
+    """Return the record of a run under a router."""
+    config = make_config(
+        "slo",
+        num_replicas=3,
+        router=router,
+        seed=5,
+        fleet_changes=CHANGES,
+        fleet_times=FleetTimes(start=1.0, drain=1.0),
+    )
+    load = random_load(200, rate=40.0, seed=3)
+    names = {"router": router, "seed": config.seed, "fleet": {"drain_seconds": config.fleet_times.drain}}
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "fleet.record"
         with fleet_record(path, names) as on_decision:
             result = simulate(load, config, linear_time(), on_decision=on_decision)
         assert result.num_completed == 200
         return path.read_bytes()
 
-    return make
-
 
 @pytest.fixture
-def record(record_of, request, tmp_path):
+def record(request, tmp_path):
     """Return where a copy lies that a test may damage; of the default router, unless others are asked for."""
     path = tmp_path / "fleet.record"
-    path.write_bytes(record_of(getattr(request, "param", "slo")))
+    path.write_bytes(recorded(getattr(request, "param", "slo")))
     return path
 
 

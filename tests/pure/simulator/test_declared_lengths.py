@@ -16,7 +16,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import PoolSizes
 from onbeat.core.options import make
 from onbeat.scheduler.replica.policies import POLICIES
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from tests.examples import examples
 from tests.pure.simulator.loads import StepByStep, Watching, linear_time, make_config, make_load, random_load

@@ -16,7 +16,8 @@ from onbeat.scheduler.replica.policies import POLICIES
 from onbeat.simulator.acceptance import Acceptance, KnownDrafts
 from onbeat.simulator.catch_up import AskedRow, CatchUp
 from onbeat.simulator.config import KVLink, ReplicaKind
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from onbeat.simulator.speculation import SpeculationSettings
 from onbeat.workload.slo_classes import SLOClass

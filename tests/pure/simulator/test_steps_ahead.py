@@ -6,7 +6,8 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.simulator.config import SimulationConfig
-from onbeat.simulator.setup import ReplicaSettings, build_simulation
+from onbeat.simulator.settings import ReplicaSettings
+from onbeat.simulator.setup import build_simulation
 from onbeat.simulator.simulate import simulate
 from tests.pure.simulator.loads import ShapeTime, StepByStep, linear_time, make_config, make_load, random_load
 

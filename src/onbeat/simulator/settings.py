@@ -1,0 +1,219 @@
+"""What a person names of a simulation: model, device, policy, limits, replicas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from onbeat.core.errors import ConfigError
+from onbeat.core.fleet import DRAIN_SECONDS, PoolSizes, parse_pools
+from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
+from onbeat.core.options import check, option, part
+from onbeat.core.slo import ShedMode, shed_option
+from onbeat.perfmodel.device_spec import CPU, find_device
+from onbeat.perfmodel.model_files import config_path
+from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
+from onbeat.perfmodel.models import files_of as step_time_files
+from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES, check_move_rule
+from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
+from onbeat.scheduler.cluster.routers import ROUTERS
+from onbeat.scheduler.cluster.scaling import (
+    DOWN_HELP,
+    DOWN_SECONDS,
+    POLICY_HELP,
+    ScaleBounds,
+    check_scaling,
+    parse_bounds,
+)
+from onbeat.scheduler.config import SchedulerLimits
+from onbeat.simulator.config import (
+    FleetChange,
+    parse_change,
+)
+from onbeat.simulator.speculation import SpeculationSettings
+
+AUTO = "auto"
+DTypeName = Literal["bf16", "fp16", "fp32", "fp8", "int8", "int4"]
+
+_hardware = partial(option, group="model and devices")
+_fleet = partial(option, group="replicas")
+_step = partial(option, group="step time")
+
+
+def _known_device(text: str) -> str:
+    if text != CPU:  # which is measured where it is looked up
+        find_device(text)
+    return text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSettings:
+    """One configuration to simulate. None means: from the model and the memory."""
+
+    model: str = _hardware(
+        help="a known model such as meta-llama/Llama-3.1-8B, or the path of a config.json or its directory"
+    )
+    device: str = _hardware(metavar="ID", parse=_known_device, help="such as h100-sxm, a100-80-sxm, l4, cpu")
+    dtype: DTypeName = _hardware("bf16", help="of the weights")
+    kv_cache_dtype: Literal["auto"] | DTypeName = _hardware(
+        AUTO, help="of the KV cache; auto: that of the weights, at least 16 bits wide"
+    )
+    tensor_parallel: int = _hardware(
+        1,
+        flag="--tensor-parallel-size",
+        aliases=("--tp",),
+        at_least=1,
+        metavar="N",
+        help="devices that share each layer",
+    )
+    pipeline_parallel: int = _hardware(
+        1,
+        flag="--pipeline-parallel-size",
+        aliases=("--pp",),
+        at_least=1,
+        metavar="N",
+        help="stages of layers",
+    )
+    gpu_memory_utilization: float = _hardware(0.9, metavar="SHARE", help="of the device's memory")
+    num_blocks: int | None = _hardware(
+        None, at_least=1, metavar="N", help="KV blocks of a replica (default: what the memory holds)"
+    )
+    replicas: int = _fleet(1, at_least=1, metavar="N", help="how many there are")
+    router: str | None = _fleet(
+        None,
+        choices=tuple(ROUTERS),
+        help="who decides where a request goes (default: slo with several replicas under policy slo, else "
+        "round-robin)",
+    )
+    disaggregate: PoolSizes | None = _fleet(
+        None,
+        parse=parse_pools,
+        metavar="prefill=N,decode=M",
+        help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
+        "--replicas",
+    )
+    pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
+    move_rule: str = _fleet("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)
+    kinds: tuple[ReplicaGroup, ...] = _fleet((), parse=parse_kind, metavar=KIND_FORM, help=KIND_HELP)
+    kv_bandwidth: float | None = _fleet(
+        None,
+        flag="--kv-transfer-gbps",
+        unit="gbps",
+        metavar="GBIT",
+        help="speed of a replica's link to the others, in either direction, gigabit/s; requests then go on "
+        "elsewhere with their KV (default: 200 with --disaggregate, an InfiniBand HDR link, else none do)",
+    )
+    kv_latency: float = _fleet(
+        0.0,
+        flag="--kv-transfer-latency-ms",
+        unit="ms",
+        metavar="MS",
+        help="of that link (default: 0)",
+    )
+    fleet_changes: tuple[FleetChange, ...] = _fleet(
+        (),
+        parse=parse_change,
+        metavar="CHANGE",
+        help="what happens to replicas: '30 kill 0', in second 30 replica 0 dies; likewise restart, drain; "
+        "'90 scale 4', there are to be 4",
+    )
+    autoscale: ScaleBounds | None = _fleet(
+        None,
+        parse=parse_bounds,
+        metavar="MIN..MAX",
+        help="let the fleet decide on the number of replicas, in place of --replicas",
+    )
+    autoscale_policy: str = _fleet("objective", metavar="NAME", help=POLICY_HELP)
+    scale_down_seconds: float = _fleet(DOWN_SECONDS, metavar="SECONDS", help=DOWN_HELP)
+    start_seconds: float = _fleet(
+        10.0,
+        flag="--replica-start-seconds",
+        metavar="SECONDS",
+        help="of a replica that is started in the run",
+    )
+    drain_seconds: float = _fleet(
+        DRAIN_SECONDS,
+        flag="--drain-seconds",
+        metavar="SECONDS",
+        help="that requests may take on a replica that drains",
+    )
+    limits: SchedulerLimits = part(SchedulerLimits)
+    declared_max_tokens: int | None = option(
+        None,
+        group="scheduler",
+        metavar="TOKENS",
+        help="output limit that every request declares, for policies that reserve memory for it "
+        "(default: exactly its output)",
+    )
+    shed: ShedMode = shed_option()
+    step_time: str = _step(
+        "roofline",
+        metavar="KIND|FILE.csv",
+        parse=require_step_time,
+        help=f"{', '.join(STEP_TIME_MODELS)}; or a table of measured steps, which calibrates the roofline",
+    )
+    profile: Path | None = _step(
+        None, metavar="FILE", help="what it is made from: of `onbeat profile`, or a table"
+    )
+    engine: Literal["none", "vllm", "tensorrt-llm", "sglang"] = _step(
+        "none",
+        help="give the roofline the terms of a whole engine, and plan a step ahead as that engine does",
+    )
+    host_overhead: float = _step(
+        0.0,
+        flag="--host-overhead-ms",
+        unit="ms",
+        metavar="MS",
+        help="added to every step: planning, sampling on the host, messages",
+    )
+    step_noise: float = _step(
+        0.0,
+        metavar="SIGMA",
+        help="let each step take its predicted time x a log-normal factor of mean 1; 0.05 is about 5%",
+    )
+    seed: int = 0
+    max_concurrency: int | None = None
+    speculation: SpeculationSettings | None = None
+    """None plans no drafts."""
+
+    def __post_init__(self) -> None:
+        check(self, ReplicaSettings)
+        check_pools(self.disaggregate, self.pool_rule, replicas=self.replicas)
+        moves = self.kv_bandwidth is not None or self.disaggregate is not None
+        check_move_rule(self.move_rule, moves=moves, cure="give --kv-transfer-gbps")
+        check_kinds(self.kinds, self.num_replicas)
+        if self.kv_latency and self.kv_bandwidth is None and self.disaggregate is None:
+            raise ConfigError(
+                "--kv-transfer-latency-ms is of a link that no KV goes over; give --kv-transfer-gbps or "
+                "--disaggregate, or leave it out"
+            )
+        check_scaling(self.autoscale, self.autoscale_policy, self.scale_down_seconds)
+        if self.autoscale is not None and self.replicas != 1:
+            raise ConfigError(
+                f"--autoscale {self.autoscale} decides on the number of replicas; leave out --replicas "
+                f"{self.replicas}"
+            )
+
+    @property
+    def most_replicas(self) -> int:
+        """Replicas that there are at once, at most."""
+        return self.num_replicas if self.autoscale is None else self.autoscale.most
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas at the start, whatever they do."""
+        return self.replicas if self.disaggregate is None else self.disaggregate.num_replicas
+
+
+def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
+    """Return the files whose content decides what a configuration is, beside those of the package.
+
+    Raises
+    ------
+    ConfigError : one is not there.
+    """
+    config = config_path(settings.model)
+    measured = step_time_files(settings.step_time, settings.profile)
+    return measured if config is None else (config, *measured)
