@@ -329,6 +329,22 @@ class TestRefusal:
         driver.serve([make_request(f"s{i}", 10, 900, slo=SLO(e2e=3.0)) for i in range(8)], until=0.2)
         assert driver.ask("r", 10, max_tokens=900, slo=SLO(e2e=3.0)) is None
 
+    def test_nobody_is_refused_for_the_pace_of_one_with_a_tbt_either(self):
+        """4,000 tokens in 60 s are one in 15 ms, and a step takes 20: the objective is 100."""
+        driver = Watch(FakeStepTime(fixed=0.02), max_model_len=8192)
+        driver.serve([make_request("s", 10, 900, slo=SLO(ttft=1.0, tbt=0.1))], until=0.2)
+        assert driver.ask("r", 10, max_tokens=4000, slo=SLO(tbt=0.1, e2e=60.0)) is None
+
+    def test_others_are_not_refused_for_it(self):
+        """30 streams with steps of 0.14 s keep the objective of each, if not the pace, 0.13 s."""
+        driver = Watch(FakeStepTime(fixed=0.02, per_token=4e-3), max_model_len=8192)
+        paced = make_request("s", 10, 400, slo=SLO(ttft=2.0, tbt=1.0, e2e=60.0))
+        driver.serve(
+            [paced, *(make_request(f"r{i}", 10, 400, slo=SLO(ttft=5.0, tbt=1.0)) for i in range(30))],
+            until=2.0,
+        )
+        assert driver.ask("r", 10, max_tokens=50, slo=SLO(ttft=5.0, tbt=1.0)) is None
+
     def test_a_time_between_tokens_shorter_than_any_step_is_named(self):
         driver = Watch()
         driver.serve([make_request("s", 10, 900, slo=SLO(ttft=1.0, tbt=0.1))], until=0.2)

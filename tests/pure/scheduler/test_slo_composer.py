@@ -22,6 +22,18 @@ class LongTail(FakeStepTime):
         return super().step_time(shape) * (2.0 if q is not None and q > 0.95 else 1.0)
 
 
+def test_an_e2e_objective_takes_nothing_from_a_tbt_objective_beside_it():
+    """No step keeps its pace, a token in 15 ms: the stream has its 0.1 s all the same, beside prompts too."""
+    times = []
+    for slo in (SLO(ttft=2.0, tbt=0.1), SLO(ttft=2.0, tbt=0.1, e2e=60.0)):
+        driver = Watch(FakeStepTime(fixed=0.02), max_model_len=16384)
+        prompts = [make_request(f"p{i}", 8000, 2, arrival=0.5 + i) for i in range(20)]
+        driver.serve([make_request("s", 10, 4000, slo=slo), *prompts], until=20.0)
+        assert max(driver.lateness("s")) <= 1e-9
+        times.append(len(driver.times["s"]))
+    assert times[1] >= times[0]
+
+
 class TestBudget:
     @pytest.mark.parametrize("mode", SLO_MODES)
     def test_is_the_tightest_objective_or_the_least_slack(self, mode):

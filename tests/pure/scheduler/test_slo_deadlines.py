@@ -41,7 +41,15 @@ def deadlines_after(state: SLOState, *times: float) -> list[float]:
 
 @given(
     slo=st.sampled_from(
-        [None, SLO(ttft=1.0), SLO(tbt=0.1), SLO(ttft=1.0, tbt=0.1), SLO(e2e=20.0), SLO(ttft=1.0, e2e=20.0)]
+        [
+            None,
+            SLO(ttft=1.0),
+            SLO(tbt=0.1),
+            SLO(ttft=1.0, tbt=0.1),
+            SLO(e2e=20.0),
+            SLO(ttft=1.0, e2e=20.0),
+            SLO(ttft=1.0, tbt=0.5, e2e=4.0),
+        ]
     ),
     mode=st.sampled_from(SLO_MODES),
     gaps=st.lists(st.sampled_from([0.0, 0.03, 0.1, 0.17, 0.9, 3.0]), min_size=1, max_size=30),
@@ -306,6 +314,51 @@ def test_the_pace_of_an_e2e_objective_is_counted_from_the_first_token_in_gap_mod
     state.note_delivery(ARRIVAL + 0.6)
     assert state.next_deadline == pytest.approx(due + 0.1), "what it is ahead it keeps"
     assert make_state(SLO(tbt=0.1, e2e=6.0), "gap").tbt == 0.1
+
+
+class TestTbtBesideE2e:
+    """An answer of usual length in 15 s is a token in 50 ms, which nobody has stated: 0.1 s is."""
+
+    SLO = SLO(ttft=2.0, tbt=0.1, e2e=15.0)
+
+    @pytest.mark.parametrize("mode", SLO_MODES)
+    def test_what_the_answer_asks_for_is_a_pace(self, mode):
+        state = make_state(self.SLO, mode, max_tokens=4000)
+        assert state.is_paced
+        assert state.tbt < 0.06
+        assert state.tbt_objective == 0.1
+
+    def test_a_tighter_tbt_is_what_counts(self):
+        state = make_state(self.SLO, max_tokens=100)
+        assert (state.is_paced, state.tbt, state.tbt_objective) == (False, 0.1, 0.1)
+
+    def test_one_that_cannot_go_at_the_pace_goes_on_by_its_tbt(self):
+        state, alone = (make_state(slo, max_tokens=4000) for slo in (self.SLO, SLO(ttft=2.0, tbt=0.1)))
+        times = [ARRIVAL + 0.5 + 0.09 * k for k in range(200)]
+        for each in (state, alone):
+            assert not any(each.note_delivery(time) for time in times)
+        assert not state.is_paced
+        assert state.next_deadline == pytest.approx(alone.next_deadline)
+
+    def test_in_gap_mode_each_gap_is_its_own_from_then_on(self):
+        state = make_state(self.SLO, "gap", max_tokens=4000)
+        times = [ARRIVAL + 0.5 + 0.09 * k for k in range(200)]
+        assert not any(state.note_delivery(time) for time in times)
+        assert state.next_deadline == pytest.approx(times[-1] + 0.1)
+
+    def test_it_goes_on_so_on_another_replica(self):
+        there, here = (make_state(self.SLO, "gap", max_tokens=4000) for _ in range(2))
+        for k in range(200):
+            there.note_delivery(ARRIVAL + 0.5 + 0.09 * k)
+        here.go_on(there.deadlines())
+        here.note_delivery(ARRIVAL + 20.0)
+        assert (here.is_paced, here.next_deadline) == (False, ARRIVAL + 20.1)
+
+    def test_who_has_no_tbt_is_best_effort_then(self):
+        state = make_state(SLO(e2e=15.0), max_tokens=4000)
+        missed = [state.note_delivery(ARRIVAL + 0.5 + 0.5 * k) for k in range(60)]
+        assert sum(missed) == 1
+        assert state.is_best_effort
 
 
 def test_a_stream_that_moves_may_have_as_many_late_tokens_as_where_it_was():

@@ -73,7 +73,7 @@ class LoadReporter:
                     num_free -= max(0, num_blocks - len(state.block_ids))
                 slo = state.slo
                 if shortest <= slo.tbt_objective < tightest and not slo.is_best_effort:
-                    tightest = slo.tbt
+                    tightest = slo.tbt_objective
             elif wanted > 1:
                 prefills.append(state)
         backlog: tuple[Entry, ...] = ((0.0, 0.0, len(waiting)),) if waiting else ()

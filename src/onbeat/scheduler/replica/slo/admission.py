@@ -132,7 +132,7 @@ class Admission:
         if is_out_of_reach:
             self._refuse(
                 f"a step of one token takes {self._work.alone_seconds * 1e3:.3g} ms, longer than the TBT "
-                f"objective of {slo.tbt * 1e3:.3g} ms",
+                f"objective of {slo.tbt_objective * 1e3:.3g} ms",
                 outlook,
                 retry_after=_TRY_AGAIN_SECONDS,
             )

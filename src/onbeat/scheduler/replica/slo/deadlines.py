@@ -31,15 +31,17 @@ class SLOState:
     ----------
     ttft_deadline : when its first token is due, seconds; infinite without an objective.
     tbt : seconds from the deadline of a token to that of the next; infinite without an objective.
+    tbt_objective : the TBT objective that it states, seconds; infinite without one.
     next_deadline : when its next token is due; infinite where none is, or where it is best effort.
     is_best_effort : whether its objective was missed, or could not be kept.
-    is_paced : whether it has an e2e objective and none of TBT: its `tbt` is a pace, not an objective.
+    is_paced : whether its `tbt` is a pace and no objective: e2e asks for it, TBT for less or nothing.
     predicted_ttft : predicted at its arrival, seconds; None without a prediction, or once it was told.
     first_delivery, last_delivery : seconds; minus infinity before the first.
     """
 
     __slots__ = (
         "_is_gap_mode",
+        "_mode",
         "_num_late_allowed",
         "_num_late_tokens",
         "first_delivery",
@@ -49,19 +51,22 @@ class SLOState:
         "next_deadline",
         "predicted_ttft",
         "tbt",
+        "tbt_objective",
         "ttft_deadline",
     )
 
     def __init__(self) -> None:
         self.ttft_deadline = inf
-        self.tbt = inf
+        self.tbt = self.tbt_objective = inf
         self.next_deadline = inf
         self.is_best_effort = False
         self.is_paced = False
         self.predicted_ttft: float | None = None
         self.first_delivery = -inf
         self.last_delivery = -inf
+        self._mode: SLOMode = "stream"
         self._is_gap_mode = False
+        """Whether gaps are held to `tbt`, each by itself."""
         self._num_late_tokens = 0
         """Delivered after their deadlines (in `gap` mode: after a gap above `tbt`)."""
         self._num_late_allowed = 0
@@ -88,15 +93,20 @@ class SLOState:
         """
         slo = request.slo
         self.is_best_effort = False
-        self.is_paced = slo is not None and slo.e2e is not None and slo.tbt is None
-        # A pace is no objective: what one gap takes too long others make up for.
-        self._is_gap_mode = mode == "gap" and not self.is_paced
         # Of an answer that may be as long as the context hardly any is.
         self._num_late_allowed = (expected_output_tokens or max_output_tokens) // LATE_TOKENS_IN
         self.ttft_deadline, self.tbt = due_times(request, expected_output_tokens, longest_pace)
+        self.tbt_objective = inf if slo is None or slo.tbt is None else slo.tbt
+        self._mode = mode
+        self._set_paced(is_paced=self.tbt < self.tbt_objective)
         self.next_deadline = self.ttft_deadline
         if request.resumed_token_ids:
             self._resume(request, now)
+
+    def _set_paced(self, *, is_paced: bool) -> None:
+        self.is_paced = is_paced
+        # A pace is no objective: what one gap takes too long others make up for.
+        self._is_gap_mode = self._mode == "gap" and not is_paced
 
     def _resume(self, request: Request, now: float) -> None:
         """Go on behind the tokens that were delivered elsewhere.
@@ -134,7 +144,8 @@ class SLOState:
         """Stand as it stood on another replica; comes after `begin`."""
         self.ttft_deadline, self.tbt = deadlines.ttft_deadline, deadlines.tbt
         self.next_deadline = deadlines.next_deadline
-        self.is_best_effort, self.is_paced = deadlines.is_best_effort, deadlines.is_paced
+        self.is_best_effort = deadlines.is_best_effort
+        self._set_paced(is_paced=deadlines.is_paced)
         self.first_delivery, self.last_delivery = deadlines.first_delivery, deadlines.last_delivery
         self._num_late_tokens = deadlines.num_late_tokens
         if deadlines.num_late_allowed is not None:
@@ -144,11 +155,6 @@ class SLOState:
     def has_objective(self) -> bool:
         """Whether it has an objective, kept or not."""
         return not self.ttft_deadline == self.tbt == inf
-
-    @property
-    def tbt_objective(self) -> float:
-        """Its TBT objective, seconds; infinite without any: a pace is none."""
-        return inf if self.is_paced else self.tbt
 
     @property
     def runs_as_best_effort(self) -> bool:
@@ -192,8 +198,10 @@ class SLOState:
         if late:
             self._num_late_tokens += self._num_late_of(now, num_tokens)
             if is_first or self._num_late_tokens > self._num_late_allowed:
-                self.relegate()  # no later token can make up for the first
-                return True
+                if is_first or not self.is_paced or self.tbt_objective == inf:
+                    self.relegate()  # no later token can make up for the first
+                    return True
+                self._give_up_pace()
         if self._is_gap_mode:
             self.next_deadline = now + self.tbt
         elif is_first:
@@ -202,6 +210,16 @@ class SLOState:
         else:
             self.next_deadline += num_tokens * self.tbt
         return False
+
+    def _give_up_pace(self) -> None:
+        """Go on by the TBT objective alone: by that no token was due as soon as by the pace."""
+        due = self.ttft_deadline
+        base = due if self.first_delivery < due < inf else self.first_delivery
+        num_tokens = round((self.next_deadline - base) / self.tbt)
+        self.tbt = self.tbt_objective
+        self.next_deadline = base + num_tokens * self.tbt
+        self._num_late_tokens = 0
+        self._set_paced(is_paced=False)
 
     def note_run(self, ends: Sequence[float]) -> bool:
         """Move on after steps with one token each: `note_delivery` of each, for many tokens in little time.
@@ -218,7 +236,7 @@ class SLOState:
                     is_first = False
                     self.next_deadline = due
                     has_missed |= self.note_delivery(now)
-                    due = self.next_deadline
+                    due, tbt = self.next_deadline, self.tbt
                 else:
                     due += tbt
             self.next_deadline = due

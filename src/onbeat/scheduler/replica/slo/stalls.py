@@ -44,7 +44,7 @@ def streams_of(running: Iterable[RequestState], lengths: OutputLengths, shortest
         num_tokens = lengths.remaining(state.request.slo_class, 0, q=0.5, limit=limit)
         streams.append(
             Stream(
-                tbt=inf if slo.is_best_effort or slo.tbt < shortest else slo.tbt_objective,
+                tbt=inf if slo.is_best_effort or slo.tbt_objective < shortest else slo.tbt_objective,
                 slack=0.0 if slo.ttft_deadline == inf else max(0.0, slo.ttft_deadline - slo.first_delivery),
                 num_tokens=num_tokens,
                 context=state.num_prompt_tokens + 0.5 * num_tokens,

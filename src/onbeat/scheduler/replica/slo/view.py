@@ -38,8 +38,9 @@ class RunningView:
     prefills : requests in the middle of their prompt.
     due : the earliest deadline of `streams`, even if it has passed; infinite without any.
     due_state : whose it is.
-    tightest : the shortest TBT objective of `streams`; infinite without any.
-    pace : the shortest time between tokens that e2e objectives alone ask for; infinite without any.
+    tightest : the shortest TBT objective of `streams` that a step can keep; infinite without any.
+    pace : the shortest time between tokens that e2e objectives ask for, and TBT objectives do not; infinite
+        without any.
     context_tokens : that requests which want one token have in the KV cache.
     """
 
@@ -84,17 +85,18 @@ class RunningView:
             deadline = slo.next_deadline
             if num_in_flight:
                 deadline = slo.due(state.num_certain_tokens, start)
-            if deadline == inf or (slo.tbt < shortest and not slo.is_paced):
+            objective = slo.tbt_objective
+            if deadline == inf or (objective < shortest and not slo.is_paced):
                 best_effort_decodes.append(state)
                 continue
             streams.append(state)
             deadlines.append(deadline)
             if deadline < due:
                 due, self.due_state = deadline, state
-            if slo.is_paced:
-                pace = min(pace, slo.tbt)
-            elif slo.tbt < tightest:
-                tightest = slo.tbt
+            if slo.is_paced and slo.tbt < pace:
+                pace = slo.tbt
+            if shortest <= objective < tightest:
+                tightest = objective
         self.due, self.tightest, self.pace, self.context_tokens = due, tightest, pace, context
 
 
