@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from onbeat.core.slo import SLO, SLO_CLASSES
+from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS
 from tests.pure.scheduler.test_slo_properties import IMPOSSIBLE
 from tests.pure.scheduler.timed import FakeStepTime, TimedDriver, make_config, make_request
@@ -38,3 +38,21 @@ def test_nobody_starves_however_long_the_overload(slo: SLO | None, others: SLO) 
     )
     assert len(driver.log) <= num_turns * BEST_EFFORT_STEPS
     assert max(map(driver.model.step_time, (step.shape for step in driver.log))) < LONGEST_STEP
+
+
+@pytest.mark.parametrize("slo", [None, SLO(ttft=0.05, tbt=0.1)], ids=["none", "missed"])
+def test_nor_does_one_that_small_prompts_leave_no_memory_for(slo: SLO | None) -> None:
+    """Preempted again and again, it gets all the memory that it needs once it has waited for too long."""
+    config = make_config(num_blocks=256, max_model_len=4096, max_num_seqs=64, max_queue_seconds=10.0)
+    large = make_request("large", 2000, 1500, slo=slo, shed=ShedMode.RELEGATE)
+    small = [
+        make_request(f"r{index}", 200, 300, slo=SLO(ttft=2.0, tbt=0.1), arrival=0.5 + 0.35 * index)
+        for index in range(250)
+    ]
+    driver = TimedDriver(config, FakeStepTime())
+    driver.serve([large, *small], until=85.0, watch="large")
+    assert "large" in driver.finished, f"not done after 85 s: {len(driver.outputs['large'])} tokens"
+    served = [name for name, times in driver.times.items() if times and name != "large"]
+    waits = [driver.times[name][0] - driver.requests[name].arrival for name in served]
+    assert len(waits) > 100
+    assert sum(seconds > 2.0 for seconds in waits) <= 1

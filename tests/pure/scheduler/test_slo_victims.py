@@ -28,7 +28,7 @@ def started(*requests: Request, num_blocks: int = 64, **changes) -> tuple[StepPl
     driver.step()
     assert all(len(times) == 1 for times in driver.times.values())
     plan = driver.scheduler._new_plan(driver.now)
-    return plan, Victims(plan, WORK, lambda state: state.request.weight)
+    return plan, Victims(plan, WORK, lambda state: state.request.weight, lambda state: False)
 
 
 def by_name(plan: StepPlan) -> dict[str, RequestState]:
@@ -66,6 +66,13 @@ class TestMakeRoom:
         plan, victims = started(*SIX)
         assert victims.make_room(make_state(make_request("new", num_prompt, 1)), plan.running)
         assert names(plan.victims) == ORDER[:num_gone]
+
+    def test_best_effort_that_has_starved_goes_last(self):
+        plan, _ = started(*SIX)
+        victims = Victims(plan, WORK, lambda state: 1.0, lambda state: state.request_id == "best effort")
+        assert victims.make_room(make_state(make_request("new", 900, 1)), plan.running)
+        assert "best effort" not in names(plan.victims)
+        assert len(plan.victims) == 5
 
     def test_nobody_in_vain(self):
         plan, victims = started(*SIX)
@@ -141,7 +148,7 @@ class TestWhoeverRoomIsMadeFor:
         plan = driver.scheduler._new_plan(driver.now)
         new = make_state(make_request("new", 16 * 35, 1, salt="shared"))
         assert len(plan.match(new)) == 20
-        assert Victims(plan, WORK, lambda state: 1.0).make_room(new, plan.running)
+        assert Victims(plan, WORK, lambda state: 1.0, lambda state: False).make_room(new, plan.running)
         assert len(plan.victims) == 1
         assert admits(plan, new)
 

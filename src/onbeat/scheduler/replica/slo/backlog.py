@@ -10,6 +10,7 @@ from math import exp, inf
 from typing import NamedTuple
 
 from onbeat.core.errors import Overloaded
+from onbeat.core.slo import DEFAULT_QUEUE_SECONDS
 from onbeat.scheduler.replica.queues import QueuedWork, WaitingQueue
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.deadlines import BEST_EFFORT_RANK
@@ -145,6 +146,20 @@ class Backlog:
             for state in states
             if not state.has_run and not state.output_token_ids and _waits_since(state) < latest
         ]
+
+    def is_starved(self, state: RequestState, now: float) -> bool:
+        """Whether best effort that has begun gets no further, for lack of memory.
+
+        It was preempted, or is computed again after that, and its last token is as long ago as a request may
+        wait to be begun. Nobody ends it, as its client has read what there is.
+        """
+        longest = DEFAULT_QUEUE_SECONDS if self._bound is None else self._bound.seconds
+        slo = state.slo
+        return (
+            state.num_preemptions > 0
+            and slo.runs_as_best_effort
+            and now - max(slo.last_delivery, _waits_since(state)) > longest
+        )
 
     def refusal(self, waiting: WaitingQueue, *, keeps_turn: bool = False) -> Overloaded | None:
         """Return why another prompt is not taken; None where it is.

@@ -109,6 +109,11 @@ class StepComposition:
         shape = self._decode(rows, shape)
         prompts = [job.state for job in in_turn]
         prompts = best_effort + prompts if is_for_best_effort else prompts + best_effort
+        preempted = [state for state in best_effort if state.num_preemptions]
+        starved = next(filter(self._is_starved, preempted), None)
+        if starved is not None:  # it waits for memory no longer than it takes until there is enough
+            prompts.remove(starved)
+            prompts.insert(0, starved)
         # Decodes alone may take longer than the limit: prompts then get nothing.
         filler = StepFiller(
             plan, self._work, shape, limit=limit, most_chunk_tokens=most_chunk_tokens, due=due
@@ -243,7 +248,10 @@ class StepComposition:
         return shape
 
     def _victims(self) -> Victims:
-        return Victims(self._plan, self._work, self._rules.worth)
+        return Victims(self._plan, self._work, self._rules.worth, self._is_starved)
+
+    def _is_starved(self, state: RequestState) -> bool:
+        return self._backlog.is_starved(state, self._plan.now)
 
     def _not_victims(self, states: list[RequestState]) -> list[RequestState]:
         if not self._plan.victims:

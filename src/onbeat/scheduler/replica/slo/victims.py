@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from onbeat.scheduler.replica.request_state import RequestState
 from onbeat.scheduler.replica.slo.filler import RESERVATION
@@ -21,12 +21,20 @@ class Victims:
     Parameters
     ----------
     plan : takes the preemptions.
+    is_starved : whether best effort was preempted and has had no token for too long: it goes last.
     """
 
-    def __init__(self, plan: StepPlan, work: PrefillWork, worth: Worth[RequestState]) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        work: PrefillWork,
+        worth: Worth[RequestState],
+        is_starved: Callable[[RequestState], bool],
+    ) -> None:
         self._plan = plan
         self._work = work
         self._worth = worth
+        self._is_starved = is_starved
 
     def make_blocks_free(self, rows: list[RequestState]) -> list[RequestState]:
         """Preempt until those of `rows` that are left can grow; return these.
@@ -71,7 +79,7 @@ class Victims:
         """Return a key: the greatest is the first to be preempted."""
         slo, arrival = state.slo, state.request.arrival
         if slo.runs_as_best_effort:
-            return (2.0, 0.0, arrival)
+            return (-1.0 if self._is_starved(state) else 2.0, 0.0, arrival)
         due = slo.due(state.num_certain_tokens, self._plan.now)
         slack = due - self._plan.now - self._work.idle_seconds(state.num_tokens, 0)
         return (1.0, slack, arrival) if slack >= 0 else (0.0, -self._worth(state), arrival)
