@@ -345,6 +345,14 @@ class TestRefusal:
         )
         assert driver.ask("r", 10, max_tokens=50, slo=SLO(ttft=5.0, tbt=1.0)) is None
 
+    @pytest.mark.parametrize("tbt", [None, 1e-3])
+    def test_nobody_is_refused_for_streams_whose_only_token_is_the_first(self, tbt):
+        driver = Watch(FakeStepTime(fixed=2e-3, per_token=2e-3, per_pair=0.0, per_context=0.0))
+        full = [make_request(f"s{i}", 10, 900, slo=SLO(ttft=5.0, tbt=0.05)) for i in range(24)]
+        driver.serve(full, until=2.0)
+        assert "running streams" in str(driver.ask("two", 10, max_tokens=2, slo=SLO(ttft=30.0)))
+        assert driver.ask("one", 10, max_tokens=1, slo=SLO(ttft=30.0, tbt=tbt)) is None
+
     def test_a_time_between_tokens_shorter_than_any_step_is_named(self):
         driver = Watch()
         driver.serve([make_request("s", 10, 900, slo=SLO(ttft=1.0, tbt=0.1))], until=0.2)

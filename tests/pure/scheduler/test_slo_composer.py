@@ -9,8 +9,10 @@ import pytest
 from onbeat.core.slo import SLO, SLO_MODES, ShedMode, SLOMode
 from onbeat.core.step import BatchShape, SchedulerOutput
 from onbeat.scheduler.replica.slo import rules
+from onbeat.scheduler.replica.slo import step as composition
 from onbeat.scheduler.replica.slo.backlog import BEST_EFFORT_STEPS
 from onbeat.scheduler.replica.slo.rules import EARNED_SHARE, GAP_QUANTILE, LONGEST_GAP, SPENT_SHARE
+from onbeat.scheduler.replica.slo.view import prefill_jobs
 from tests.pure.scheduler.slo_watch import Watch
 from tests.pure.scheduler.timed import FakeStepTime, make_request
 
@@ -505,3 +507,23 @@ class TestClasses:
         assert len({len(driver.times[request.request_id]) for request in requests}) == 1
         both = [step for step in driver.log if not step.shape.num_chunks]
         assert all(len(step.rows) == 14 for step in both[:40])
+
+
+@pytest.mark.parametrize("mode", SLO_MODES)
+def test_prompts_are_looked_at_by_deadline_though_one_was_preempted_with_a_token_in_flight(mode, monkeypatch):
+    """The token that comes then moves its deadline, but not its place in the queue."""
+    seen = []
+
+    def watched(*args):
+        jobs, late = prefill_jobs(*args)
+        seen.append([job.deadline for job in jobs])
+        return jobs, late
+
+    monkeypatch.setattr(composition, "prefill_jobs", watched)
+    driver = Watch(depth=2, num_blocks=100, max_model_len=1024, slo_mode=mode)
+    slos = [SLO(ttft=1.0, tbt=tbt) for tbt in (0.02, 0.05, 0.3)]
+    driver.serve(
+        [make_request(f"c{i}", 200, 200, slo=slos[i % 3], arrival=0.04 * i) for i in range(60)], until=20.0
+    )
+    assert driver.scheduler.num_preemptions > 10
+    assert all(deadlines == sorted(deadlines) for deadlines in seen)

@@ -197,6 +197,16 @@ class TestState:
         driver.serve([])
         assert driver.state.num_best_effort == 0 or driver.state.decode_slacks == []
 
+    def test_a_prompt_of_best_effort_counts_while_it_runs(self):
+        driver = Watch(FakeStepTime(), max_model_len=16384)
+        driver.add(relegatable("long", 8000, 2))
+        counts = []
+        while not driver.times.get("long"):
+            counts.append(driver.state.num_best_effort)
+            driver.step()
+        assert len(counts) > 2
+        assert set(counts) == {1}
+
     def test_with_a_step_in_flight_the_next_one_starts_when_that_ends(self):
         driver = Watch(depth=2)
         driver.serve([relegatable("s", 50, 300, slo=SLO(ttft=1.0, tbt=0.05))], until=0.2)

@@ -123,7 +123,7 @@ class Admission:
                 raise refusal
         if state.request.shed is not ShedMode.REJECT:
             return
-        is_out_of_reach = slo.tbt_objective < self._work.alone_seconds
+        is_out_of_reach = _will_stream(state) and slo.tbt_objective < self._work.alone_seconds
         if not plan.running and not len(plan.waiting) and plan.now - self._last_try > _TRY_AGAIN_SECONDS:
             if outlook.ttft > objective or is_out_of_reach:
                 self._last_try = plan.now
@@ -246,8 +246,13 @@ class Admission:
     def _slows_streams(self, state: RequestState, view: RunningView) -> bool:
         """Whether one more stream breaks the tightest TBT objective."""
         tightest = min(view.tightest, state.slo.tbt_objective)
-        if tightest == inf or not view.streams:
+        if tightest == inf or not (view.streams and _will_stream(state)):
             return False
         shape = decode_shape(view.streams)
         shape.add(state.num_tokens, 1, samples=True)
         return self._work.of(shape) > tightest
+
+
+def _will_stream(state: RequestState) -> bool:
+    """Whether it may have a token behind the first."""
+    return state.max_total_tokens - state.num_tokens > 1

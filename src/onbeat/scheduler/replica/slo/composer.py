@@ -169,7 +169,9 @@ class SLOComposer:
         waiting = plan.waiting
         return self.tracker.report(
             plan.now,
-            num_best_effort=waiting.best_effort.num_requests + len(view.best_effort_decodes),
+            num_best_effort=waiting.best_effort.num_requests
+            + len(view.best_effort_decodes)
+            + sum(state.slo.next_deadline == inf for state in view.prefills),
             num_relegated=num_relegated,
             queue_seconds=self.backlog.wait(waiting),
             slacks=[due - plan.now for due in view.deadlines],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from operator import itemgetter
 
 from onbeat.core.step import BatchShape
 from onbeat.scheduler.replica.request_state import RequestState
@@ -17,6 +18,8 @@ MOST_JOBS = 128
 however many wait behind them."""
 PromptJob = Job[RequestState]
 """A prompt that runs or waits on a replica."""
+_DEADLINE = itemgetter(0)
+"""Of a job, without a call."""
 
 
 class RunningView:
@@ -145,10 +148,6 @@ def prefill_jobs(
                 late.append(state)
                 continue
         jobs.append(Job(deadline, seconds, state))
-    if started:
-        jobs.sort(key=_deadline)
+    # A stream that was preempted with a token in flight stands in the queue by the deadline of that.
+    jobs.sort(key=_DEADLINE)
     return jobs, late
-
-
-def _deadline(job: PromptJob) -> float:
-    return job.deadline
