@@ -168,6 +168,14 @@ def test_of_more_than_can_be_served_the_heavier_are():
     assert heavy > 0.7
 
 
+def test_answers_that_may_have_one_token_teach_nothing_of_lengths():
+    """They are all that end on a replica that computes prompts for others: L would be 1 there."""
+    driver = Watch()
+    driver.serve(make_request(f"r{i}", 50, 1 + i % 2, slo=SLO(e2e=10.0)) for i in range(40))
+    lengths = driver.scheduler._slo.tracker.lengths
+    assert lengths.remaining(None, 0, q=0.01, limit=100) == 2
+
+
 class TestState:
     def test_counts_what_became_of_requests(self):
         driver = Watch()

@@ -103,8 +103,12 @@ class SLOTracker:
             output.predicted_ttft = slo.take_prediction()
 
     def on_finish(self, state: RequestState) -> None:
-        """Learn from a request that has all its tokens."""
-        self.lengths.observe(state.request.slo_class, state.num_output_tokens)
+        """Learn from a request that has all its tokens, unless it might have had but one.
+
+        Those say nothing of answers, and are all that end on a replica that computes prompts for others.
+        """
+        if state.max_total_tokens - state.num_prompt_tokens > 1:
+            self.lengths.observe(state.request.slo_class, state.num_output_tokens)
 
     def on_drop(self, state: RequestState) -> None:
         """Forget a request, however it ended."""
