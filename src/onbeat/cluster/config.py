@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import PoolSizes, parse_pools
+from onbeat.core.fleet import POOLS_FORM, POOLS_HELP, PoolSizes, parse_pools
 from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option
 from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES, check_move_rule
@@ -48,9 +48,8 @@ class FleetOptions:
     disaggregate: PoolSizes | None = _option(
         None,
         parse=parse_pools,
-        metavar="prefill=N,decode=M",
-        help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
-        "--replicas",
+        metavar=POOLS_FORM,
+        help=POOLS_HELP,
     )
     pool_rule: PoolRule = _option("adaptive", help=RULE_HELP)
     move_rule: str = _option("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)

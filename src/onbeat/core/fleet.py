@@ -40,6 +40,10 @@ class PoolSizes:
         return self.prefill + self.decode
 
 
+POOLS_FORM = "prefill=N,decode=M"
+POOLS_HELP = "N replicas that compute prompts and hand the KV over to M that generate, in place of --replicas"
+
+
 def parse_pools(text: str) -> PoolSizes:
     """Return the pools that a text such as `prefill=1,decode=2` names.
 

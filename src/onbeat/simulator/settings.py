@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import DRAIN_SECONDS, PoolSizes, parse_pools
+from onbeat.core.fleet import DRAIN_SECONDS, POOLS_FORM, POOLS_HELP, PoolSizes, parse_pools
 from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, parse_kind
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import ShedMode, shed_option
@@ -28,10 +28,7 @@ from onbeat.scheduler.cluster.scaling import (
     parse_bounds,
 )
 from onbeat.scheduler.config import SchedulerLimits
-from onbeat.simulator.config import (
-    FleetChange,
-    parse_change,
-)
+from onbeat.simulator.config import FleetChange, parse_change
 from onbeat.simulator.speculation import SpeculationSettings
 
 AUTO = "auto"
@@ -90,9 +87,8 @@ class ReplicaSettings:
     disaggregate: PoolSizes | None = _fleet(
         None,
         parse=parse_pools,
-        metavar="prefill=N,decode=M",
-        help="N replicas that compute prompts and hand the KV over to M that generate, in place of "
-        "--replicas",
+        metavar=POOLS_FORM,
+        help=POOLS_HELP,
     )
     pool_rule: PoolRule = _fleet("adaptive", help=RULE_HELP)
     move_rule: str = _fleet("mend", choices=tuple(MOVE_RULES), help=MOVE_HELP)

@@ -129,7 +129,7 @@ def test_constant_load_changes_nothing_once_the_size_is_found(rate: float) -> No
     rng = random.Random(1)
     scaled.offer(rate, 300, rng)
     num_before = len(scaled.changes)
-    scaled.offer(rate, 900, rng)
+    scaled.offer(rate, 1500, rng)
     assert len(scaled.changes) <= num_before + 1, scaled.changes
     load = 0.1 * rate
     assert load / scaled.num_expected < 0.95 or scaled.num_expected == 4

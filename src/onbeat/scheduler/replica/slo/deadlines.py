@@ -123,8 +123,7 @@ class SLOState:
         elif self._is_gap_mode:
             self.next_deadline = now + self.tbt
         else:
-            base = first if due == inf else due
-            self.next_deadline = base + len(request.resumed_token_ids) * self.tbt
+            self.next_deadline = self._stream_start() + len(request.resumed_token_ids) * self.tbt
 
     def deadlines(self) -> StreamDeadlines:
         """Return how it stands, for another replica to go on from."""
@@ -205,19 +204,22 @@ class SLOState:
         if self._is_gap_mode:
             self.next_deadline = now + self.tbt
         elif is_first:
-            due = self.ttft_deadline
-            self.next_deadline = (due if now < due < inf else now) + num_tokens * self.tbt
+            self.next_deadline = self._stream_start() + num_tokens * self.tbt
         else:
             self.next_deadline += num_tokens * self.tbt
         return False
 
+    def _stream_start(self) -> float:
+        """Return what a stream's deadlines are counted from, `max(arrival + ttft, first token)`."""
+        due = self.ttft_deadline
+        return due if self.first_delivery < due < inf else self.first_delivery
+
     def _give_up_pace(self) -> None:
         """Go on by the TBT objective alone: by that no token was due as soon as by the pace."""
-        due = self.ttft_deadline
-        base = due if self.first_delivery < due < inf else self.first_delivery
-        num_tokens = round((self.next_deadline - base) / self.tbt)
+        start = self._stream_start()
+        num_tokens = round((self.next_deadline - start) / self.tbt)
         self.tbt = self.tbt_objective
-        self.next_deadline = base + num_tokens * self.tbt
+        self.next_deadline = start + num_tokens * self.tbt
         self._num_late_tokens = 0
         self._set_paced(is_paced=False)
 
