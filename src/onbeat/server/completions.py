@@ -143,13 +143,15 @@ def completion_routes(services: Services) -> APIRouter:
         _check_completion(body, config)
         objectives = request_objectives(body, request.headers, context.key_digest, config.slo)
         options = encode_options(body, info.max_model_len)
-        prompts = await services.encoder.encode_all(body.prompt, options)
+        prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
         requests = engine_requests(body, prompts, objectives, info, tokenizer.eos_token_ids, context)
         echoes = [""] * len(prompts)
         if body.echo:
             used = list(zip(body.prompt, prompts, strict=True))
             echoes = await services.encoder.off_loop(
-                sum(map(len, prompts)), lambda: [_echo(*pair, options, tokenizer) for pair in used]
+                context.caller,
+                sum(map(len, prompts)),
+                lambda: [_echo(*pair, options, tokenizer) for pair in used],
             )
         return AnswerResponse(body, requests, CompletionFormat(head, body, tokenizer, echoes), services)
 
