@@ -15,7 +15,7 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
-from onbeat.server.answer import AnswerResponse
+from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
     LOWEST_LOGPROB,
     AnswerHead,
@@ -143,7 +143,8 @@ def completion_routes(services: Services) -> APIRouter:
         _check_completion(body, config)
         objectives = request_objectives(body, request.headers, context.key_digest, config.slo)
         options = encode_options(body, info.max_model_len)
-        prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
+        async with cancelled_on_disconnect(request.receive):
+            prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
         requests = engine_requests(body, prompts, objectives, info, tokenizer.eos_token_ids, context)
         echoes = [""] * len(prompts)
         if body.echo:

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import ChatMessages, render_chat
@@ -76,16 +77,16 @@ def tokenizer_routes(services: Services) -> APIRouter:
         services.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        text = body.prompt
-        if text is None:
-            text = await render_chat(body, encoder, services.chat_template, caller)
-        options = _encode_options(body, services.info.max_model_len)
-        token_ids = await encoder.encode_text(text, options, caller)
+        text, options = body.prompt, _encode_options(body, services.info.max_model_len)
         strs = None
-        if body.return_token_strs:
-            strs = await encoder.off_loop(
-                caller, len(token_ids), lambda: list(map(tokenizer.token_text, token_ids))
-            )
+        async with cancelled_on_disconnect(request.receive):
+            if text is None:
+                text = await render_chat(body, encoder, services.chat_template, caller)
+            token_ids = await encoder.encode_text(text, options, caller)
+            if body.return_token_strs:
+                strs = await encoder.off_loop(
+                    caller, len(token_ids), lambda: list(map(tokenizer.token_text, token_ids))
+                )
         answer = {
             "count": len(token_ids),
             "max_model_len": services.info.max_model_len,
@@ -105,11 +106,12 @@ def tokenizer_routes(services: Services) -> APIRouter:
         body = await read_body(request, DetokenizeRequest)
         services.check_model(body.model)
         check_token_ids(body.tokens, services.info.vocab_size, "tokens")
-        text = await encoder.off_loop(
-            context_of(request.scope).caller,
-            len(body.tokens),
-            lambda: tokenizer.decode(body.tokens, skip_special_tokens=False),
-        )
+        async with cancelled_on_disconnect(request.receive):
+            text = await encoder.off_loop(
+                context_of(request.scope).caller,
+                len(body.tokens),
+                lambda: tokenizer.decode(body.tokens, skip_special_tokens=False),
+            )
         return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
     return router

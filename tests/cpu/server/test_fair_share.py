@@ -199,6 +199,24 @@ async def test_variables_of_the_template_are_bounded(served: Served) -> None:
     assert "66012 bytes of JSON; at most 65536 are taken" in answer.error["message"]
 
 
+async def test_chats_of_clients_that_left_are_not_rendered(rendering: Held) -> None:
+    async with serving(FakeEngine()) as served:
+        bodies = [{"messages": [{"role": "user", "content": letter}]} for letter in "abc"]
+        tasks = []
+        for number, body in enumerate(bodies, 1):
+            tasks.append(asyncio.create_task(served.post(CHAT, body)))
+            await until(lambda number=number: rendering.num_asked == number)
+        tasks[1].cancel()
+        left = f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0'
+        async with asyncio.timeout(10):
+            while left not in (await served.get("/metrics")).body.decode():
+                await asyncio.sleep(0.01)
+        rendering.is_let.set()
+        assert [(await task).status for task in (tasks[0], tasks[2])] == [200, 200]
+        assert rendering.order == ["a", "c"]
+        assert len(served.engine.requests) == 2
+
+
 class Line:
     """Threads whose work is to be named, the first piece held until all is in line."""
 
@@ -252,7 +270,11 @@ async def test_work_of_those_who_left_is_not_done() -> None:
 
 async def test_errors_go_to_those_who_asked_and_the_next_begins() -> None:
     threads = FairThreads("test", num_threads=1)
-    failing = asyncio.create_task(threads.run("a", 1, lambda: [][0]))
+
+    def fail() -> str:
+        raise IndexError
+
+    failing = asyncio.create_task(threads.run("a", 1, fail))
     fine = asyncio.create_task(threads.run("a", 1, lambda: "fine"))
     with pytest.raises(IndexError):
         await failing
