@@ -149,11 +149,12 @@ def completion_routes(services: Services) -> APIRouter:
         echoes = [""] * len(prompts)
         if body.echo:
             used = list(zip(body.prompt, prompts, strict=True))
-            echoes = await services.encoder.off_loop(
-                context.caller,
-                sum(map(len, prompts)),
-                lambda: [_echo(*pair, options, tokenizer) for pair in used],
-            )
+            async with cancelled_on_disconnect(request.receive):
+                echoes = await services.encoder.off_loop(
+                    context.caller,
+                    sum(map(len, prompts)),
+                    lambda: [_echo(*pair, options, tokenizer) for pair in used],
+                )
         return AnswerResponse(body, requests, CompletionFormat(head, body, tokenizer, echoes), services)
 
     return router

@@ -197,6 +197,11 @@ async def test_variables_of_the_template_are_bounded(served: Served) -> None:
     answer = await served.post(CHAT, body(66_000), **key)
     assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
     assert "66012 bytes of JSON; at most 65536 are taken" in answer.error["message"]
+    deep: list[Any] = []
+    for _ in range(500):
+        deep = [deep]
+    answer = await served.post(CHAT, {"messages": HELLO, "chat_template_kwargs": {"shown": deep}}, **key)
+    assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
 
 
 async def test_chats_of_clients_that_left_are_not_rendered(rendering: Held) -> None:
