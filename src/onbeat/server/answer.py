@@ -64,7 +64,7 @@ class AnswerResponse(Response):
         context = context_of(scope)
         try:
             with self._lifecycle.generation():
-                async with _cancelled_on_disconnect(receive), aclosing(self._deltas) as deltas:
+                async with cancelled_on_disconnect(receive), aclosing(self._deltas) as deltas:
                     if self._is_streamed:
                         last = await self._send_events(deltas, send, context)
                     else:
@@ -181,7 +181,7 @@ def _note(choices: Sequence[Choice], context: HttpContext) -> None:
 
 
 @asynccontextmanager
-async def _cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
+async def cancelled_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Cancel what the block awaits when the client closes the connection.
 
     The request's body must have been read: what arrives after it is the end of the connection.

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import Tokenizer
-from onbeat.server.answer import AnswerResponse
+from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
     LOWEST_LOGPROB,
     AnswerHead,
@@ -106,8 +106,10 @@ def chat_routes(services: Services) -> APIRouter:
         check_common(body, config, info)
         _check_chat(body, config)
         objectives = request_objectives(body, request.headers, context.key_digest, config.slo)
-        text = await render_chat(body, services.encoder, services.chat_template)
-        prompt = await services.encoder.encode(text, encode_options(body, info.max_model_len))
+        encoder, caller = services.encoder, context.caller
+        async with cancelled_on_disconnect(request.receive):
+            text = await render_chat(body, encoder, services.chat_template, caller)
+            prompt = await encoder.encode(text, encode_options(body, info.max_model_len), caller)
         requests = engine_requests(body, [prompt], objectives, info, tokenizer.eos_token_ids, context)
         return AnswerResponse(
             body, requests, ChatFormat(head, body, tokenizer, config.response_role), services

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Protocol
 
+import orjson
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -15,13 +16,18 @@ from pydantic import (
 )
 
 from onbeat.core.errors import InvalidRequest
-from onbeat.server.config import MAX_MESSAGES
+from onbeat.server.config import MAX_MESSAGES, MAX_VARIABLES_BYTES
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.fields import ignorable
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 
-_CONTINUE_MARK = "\ue000onbeat-continue\ue000 "
+_START_MARK = "\ue000onbeat-start\ue000"
+_END_MARK = "\ue000onbeat-continue\ue000"
+"""No white space at either end: a template that trims a message leaves what is between them alone."""
+
+_QUOTED_END = 40
+"""Characters of a message and of a prompt that an error shows."""
 
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that hold text, and the field that does."""
@@ -119,7 +125,7 @@ def _check_rendering(body: RenderedChat) -> None:
 
     Raises
     ------
-    InvalidRequest : they contradict each other, or set what the server sets.
+    InvalidRequest : they contradict each other, set what the server sets, or are too large.
     """
     if body.continue_final_message and body.add_generation_prompt is not False:
         raise InvalidRequest(
@@ -127,50 +133,46 @@ def _check_rendering(body: RenderedChat) -> None:
             "anew and go on",
             param="continue_final_message",
         )
-    if reserved := _RESERVED_VARIABLES & (body.chat_template_kwargs or {}).keys():
+    variables = body.chat_template_kwargs or {}
+    if reserved := _RESERVED_VARIABLES & variables.keys():
         raise InvalidRequest(
             f"chat_template_kwargs may not set {min(reserved)!r}, which the server sets",
             param="chat_template_kwargs",
         )
+    try:
+        num_bytes = len(orjson.dumps(variables))
+    except orjson.JSONEncodeError as error:
+        raise InvalidRequest(
+            f"chat_template_kwargs cannot be given to a chat template: {error}", param="chat_template_kwargs"
+        ) from error
+    if num_bytes > MAX_VARIABLES_BYTES:
+        raise InvalidRequest(
+            f"chat_template_kwargs takes {num_bytes} bytes of JSON; at most {MAX_VARIABLES_BYTES} are taken. "
+            "Send less",
+            param="chat_template_kwargs",
+        )
 
 
-async def render_chat(body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate | None) -> str:
+async def render_chat(
+    body: RenderedChat, encoder: PromptEncoder, template: ChatTemplate | None, caller: str
+) -> str:
     """Return a chat as the text that the model completes.
+
+    Parameters
+    ----------
+    body : the chat, and how it is to be rendered.
+    encoder : has the template rendered.
+    template : the model's, if it has one.
+    caller : who shares the rendering with others (`HttpContext.caller`).
 
     Raises
     ------
     ApiError : the model has no chat template.
     InvalidRequest : fields contradict each other, a message has no content or carries what this server lacks
-        (images, sound, tool calls), or the template refuses the chat.
+        (images, sound, tool calls), or the template refuses the chat or rewrites what it is to continue.
+    PromptTooLong : the messages are longer than any text that fits the context.
     """
     _check_rendering(body)
-    messages = body.messages or []
-    return await chat_prompt(
-        encoder,
-        template,
-        [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)],
-        add_generation_prompt=body.add_generation_prompt is not False,
-        continue_final_message=bool(body.continue_final_message),
-        variables=body.chat_template_kwargs,
-    )
-
-
-async def chat_prompt(
-    encoder: PromptEncoder,
-    template: ChatTemplate | None,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool,
-    continue_final_message: bool = False,
-    variables: dict[str, Any] | None = None,
-) -> str:
-    """Return a chat as the text that the model completes.
-
-    Raises
-    ------
-    ApiError : the model has no chat template.
-    InvalidRequest : the template refuses these messages.
-    """
     if template is None:
         raise ApiError(
             400,
@@ -178,34 +180,58 @@ async def chat_prompt(
             "--chat-template",
             code="no_chat_template",
         )
-    named = {**(variables or {}), "add_generation_prompt": add_generation_prompt}
-    if not continue_final_message:
-        return await encoder.render(template, messages, named)
-    final = {**messages[-1], "content": messages[-1]["content"] + _CONTINUE_MARK}
-    return _cut_at_mark(await encoder.render(template, [*messages[:-1], final], named))
+    messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
+    variables = {
+        **(body.chat_template_kwargs or {}),
+        "add_generation_prompt": body.add_generation_prompt is not False,
+    }
+    if not body.continue_final_message:
+        return await encoder.render(template, messages, variables, caller)
+    final = messages[-1]
+    content = final["content"]
+    # only where there is something to trim: templates may look at how a message starts
+    marked = _START_MARK * content[:1].isspace() + content
+    messages[-1] = {**final, "content": marked + _END_MARK}
+    return _continued(await encoder.render(template, messages, variables, caller), marked, content)
 
 
-def _cut_at_mark(rendered: str) -> str:
-    """Drop what a template puts after the final message: its end token, a line feed."""
-    mark = _CONTINUE_MARK.rstrip()
-    start = rendered.rfind(mark)
-    if start < 0:
+def _continued(rendered: str, marked: str, content: str) -> str:
+    """Drop what a template puts after the final message (its end token, a line feed), and the marks.
+
+    Parameters
+    ----------
+    rendered : the chat with the end mark.
+    marked : the final message as the template got it, without the end mark.
+    content : the same without any mark, with which the prompt is to end.
+
+    Raises
+    ------
+    InvalidRequest : the template does not show the message as it is.
+    """
+    shown, mark, _ = rendered.rpartition(_END_MARK)
+    if not mark:
         raise InvalidRequest(
-            "the chat template does not show the final message, so it cannot be continued",
+            "the chat template does not show the final message to its end, so it cannot be continued",
             param="continue_final_message",
         )
-    text = rendered[:start]
-    # A template that strips messages took the mark's trailing space; it would have stripped the text's too.
-    return text if rendered.startswith(_CONTINUE_MARK, start) else text.rstrip()
+    if not shown.endswith(marked):
+        end, written = content[-_QUOTED_END:], shown.replace(_START_MARK, "")[-_QUOTED_END:]
+        what = "its beginning" if written == end else f"{end!r} to {written!r}"
+        raise InvalidRequest(
+            f"the chat template changes the final message ({what}), so it cannot be continued as it is. Send "
+            "it as the template writes it, or a whole prompt to /v1/completions",
+            param="continue_final_message",
+        )
+    return shown.removesuffix(marked) + content
 
 
-def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+def _template_message(message: ChatMessage, where: str) -> dict[str, str]:
     if message.role in ("tool", "function"):
         raise unsupported(f"{where}.role is {message.role!r}; this server has no tool calls", f"{where}.role")
     for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
         if getattr(message, field):
             raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
-    result: dict[str, Any] = {
+    result: dict[str, str] = {
         "role": message.role,
         "content": _content_text(message.content, f"{where}.content"),
     }

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
-from onbeat.server.answer import AnswerResponse
+from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
     LOWEST_LOGPROB,
     AnswerHead,
@@ -143,14 +143,18 @@ def completion_routes(services: Services) -> APIRouter:
         _check_completion(body, config)
         objectives = request_objectives(body, request.headers, context.key_digest, config.slo)
         options = encode_options(body, info.max_model_len)
-        prompts = await services.encoder.encode_all(body.prompt, options)
+        async with cancelled_on_disconnect(request.receive):
+            prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
         requests = engine_requests(body, prompts, objectives, info, tokenizer.eos_token_ids, context)
         echoes = [""] * len(prompts)
         if body.echo:
             used = list(zip(body.prompt, prompts, strict=True))
-            echoes = await services.encoder.off_loop(
-                sum(map(len, prompts)), lambda: [_echo(*pair, options, tokenizer) for pair in used]
-            )
+            async with cancelled_on_disconnect(request.receive):
+                echoes = await services.encoder.off_loop(
+                    context.caller,
+                    sum(map(len, prompts)),
+                    lambda: [_echo(*pair, options, tokenizer) for pair in used],
+                )
         return AnswerResponse(body, requests, CompletionFormat(head, body, tokenizer, echoes), services)
 
     return router

@@ -54,6 +54,8 @@ class HttpContext:
     """The caller's `x-request-id`, or one of ours."""
     endpoint: str
     """The route, or `unmatched`: a name from a small set, fit for a metric label."""
+    address: str = ""
+    """Of the client; empty where its connection has none."""
     started: float = field(default_factory=time.monotonic)
     key_digest: str | None = None
     """SHA-256 of the API key that let it in, hexadecimal; None where none was asked for."""
@@ -72,6 +74,11 @@ class HttpContext:
     error_code: str | None = None
     ignored_fields: list[str] = field(default_factory=list)
     """Paths of fields that nobody knows and the answer does not depend on."""
+
+    @property
+    def caller(self) -> str:
+        """Who asks, as far as it can be known and not merely claimed: a key, else an address."""
+        return self.key_digest or self.address
 
     @property
     def elapsed(self) -> float:
@@ -115,7 +122,8 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        context = HttpContext(_request_id(scope), self._endpoint(scope["path"]))
+        address, _ = scope.get("client") or ("", 0)
+        context = HttpContext(_request_id(scope), self._endpoint(scope["path"]), address)
         scope[_CONTEXT] = context
 
         async def send_named(message: Message) -> None:

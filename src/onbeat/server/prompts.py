@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -12,6 +10,7 @@ from pydantic import WithJsonSchema
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
 from onbeat.core.protocols import Tokenizer
+from onbeat.server.fair_threads import FairThreads
 from onbeat.text.chat_template import ChatTemplate
 
 _INLINE_CHARACTERS = 2048
@@ -19,6 +18,12 @@ _INLINE_CHARACTERS = 2048
 
 _SUSPECT_CHARACTERS = 2**18
 """Texts from here on are first held against the longest text that the context could ever hold."""
+
+_PIECE_SIZE = 2**16
+"""Of many prompts so much is encoded at a time, between which others have their turn."""
+
+_MESSAGE_SIZE = 1000
+"""A message takes as long to render as so many characters, beside its own."""
 
 TOKEN_ID_SCHEMA = {"type": "integer", "format": "token-id", "minimum": 0}
 """Of the API's description, which adds the largest."""
@@ -57,29 +62,44 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._longest_token: int | None = None
         # Two threads, so that many long prompts cannot take all cores from the engine.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="onbeat-encode")
-        self._render_thread = ThreadPoolExecutor(1, thread_name_prefix="onbeat-render")
+        self._threads = FairThreads("onbeat-encode", num_threads=2, num_short=1)
+        # One process renders: while a thread waits for it, nobody else shall.
+        self._render_thread = FairThreads("onbeat-render", num_threads=1)
 
     def close(self) -> None:
         """Let go of the threads."""
         for threads in (self._threads, self._render_thread):
-            threads.shutdown(wait=False, cancel_futures=True)
+            threads.close()
 
-    async def encode(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
+    async def encode(self, prompt: PromptInput, options: EncodeOptions, caller: str) -> list[int]:
         """Return the token ids of a prompt; raise as `encode_all` does."""
-        (token_ids,) = await self.encode_all([prompt], options)
+        (token_ids,) = await self.encode_all([prompt], options, caller)
         return token_ids
 
-    async def encode_all(self, prompts: Sequence[PromptInput], options: EncodeOptions) -> list[list[int]]:
+    async def encode_all(
+        self, prompts: Sequence[PromptInput], options: EncodeOptions, caller: str
+    ) -> list[list[int]]:
         """Return the token ids of the prompts of one request.
+
+        Parameters
+        ----------
+        prompts : texts, or token ids.
+        options : how texts become tokens.
+        caller : who shares the threads with others (`HttpContext.caller`).
 
         Raises
         ------
         InvalidRequest : a prompt is empty or holds token ids outside of the vocabulary.
         PromptTooLong : a text is longer than any text that fits the context.
         """
-        size = sum(map(len, prompts))
-        return await self.off_loop(size, lambda: [self._token_ids(prompt, options) for prompt in prompts])
+        encoded: list[list[int]] = []
+        for piece in _pieces(prompts):
+
+            def encode(piece: Sequence[PromptInput] = piece) -> list[list[int]]:
+                return [self._token_ids(prompt, options) for prompt in piece]
+
+            encoded += await self.off_loop(caller, sum(map(len, piece)), encode)
+        return encoded
 
     def _token_ids(self, prompt: PromptInput, options: EncodeOptions) -> list[int]:
         token_ids = self._encode(prompt, options) if isinstance(prompt, str) else _truncated(prompt, options)
@@ -92,59 +112,90 @@ class PromptEncoder:
             )
         return token_ids
 
-    async def encode_text(self, text: str, options: EncodeOptions) -> list[int]:
+    async def encode_text(self, text: str, options: EncodeOptions, caller: str) -> list[int]:
         """Return the token ids of a text, which may be empty.
 
         Raises
         ------
         PromptTooLong : the text is longer than any text that fits the context.
         """
-        return await self.off_loop(len(text), lambda: self._encode(text, options))
+        return await self.off_loop(caller, len(text), lambda: self._encode(text, options))
 
     async def render(
-        self, template: ChatTemplate, messages: list[dict[str, Any]], variables: dict[str, Any]
+        self, template: ChatTemplate, messages: list[dict[str, str]], variables: dict[str, Any], caller: str
     ) -> str:
-        """Return a chat as the template writes it; `variables` are the keyword arguments of `render`."""
+        """Return a chat as the template writes it.
+
+        Parameters
+        ----------
+        template : the model's.
+        messages : what the template is shown of them.
+        variables : the keyword arguments of `ChatTemplate.render`.
+        caller : who shares the thread with others (`HttpContext.caller`).
+
+        Raises
+        ------
+        PromptTooLong : the messages are longer than any text that fits the context, whatever the template
+            would make of them.
+        InvalidRequest : the template refuses them.
+        """
+        size = sum(len(text) for message in messages for text in message.values())
+        if size > _SUSPECT_CHARACTERS:
+            texts = [text for message in messages for text in message.values()]
+            await self._threads.run(caller, 1, lambda: self._check_length(texts, "messages"))
         try:
-            # Another process renders: while this one waits for it, nobody else shall.
-            return await asyncio.get_running_loop().run_in_executor(
-                self._render_thread, lambda: template.render(messages, **variables)
+            return await self._render_thread.run(
+                caller,
+                size + _MESSAGE_SIZE * len(messages),
+                lambda: template.render(messages, **variables),
             )
         except RecursionError as error:
             raise InvalidRequest(
                 "chat_template_kwargs is nested too deep for the chat template", param="chat_template_kwargs"
             ) from error
 
-    async def off_loop(self, size: int, work: Callable[[], _T]) -> _T:
+    async def off_loop(self, caller: str, size: int, work: Callable[[], _T]) -> _T:
         """Do work in a thread if it takes longer than the hand-over.
 
         Parameters
         ----------
+        caller : who shares the threads with others (`HttpContext.caller`).
         size : characters that take as long to encode, or tokens to decode.
         work : what to do; its errors are raised here.
         """
         if size <= _INLINE_CHARACTERS:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        return await self._threads.run(caller, size, work)
 
     def _encode(self, text: str, options: EncodeOptions) -> list[int]:
         if len(text) > _SUSPECT_CHARACTERS:
-            self._check_length(text, options.param)
+            self._check_length([text], options.param)
         token_ids = self._tokenizer.encode(text, add_special_tokens=options.add_special_tokens)
         return _truncated(token_ids, options)
 
-    def _check_length(self, text: str, param: str) -> None:
-        """Refuse a text that cannot fit before minutes are spent on tokenizing it, be it to truncate it."""
+    def _check_length(self, texts: Sequence[str], param: str) -> None:
+        """Refuse text that cannot fit before minutes are spent on tokenizing it, be it to truncate it."""
         if self._longest_token is None:
             ids = range(self._tokenizer.vocab_size)
             self._longest_token = max(len(self._tokenizer.token_bytes(token_id)) for token_id in ids)
-        least = len(text.encode()) // max(self._longest_token, 1)
+        least = sum(len(text.encode()) for text in texts) // max(self._longest_token, 1)
         if least >= self._max_model_len:
             raise PromptTooLong(
                 f"the prompt has at least {least} tokens; this model takes at most {self._max_model_len} "
                 "with the answer. Shorten it",
                 param=param,
             )
+
+
+def _pieces(prompts: Sequence[PromptInput]) -> Iterator[Sequence[PromptInput]]:
+    """Split prompts where they come to more than a piece; a long one is a piece of its own."""
+    start = size = 0
+    for index, prompt in enumerate(prompts):
+        if size and size + len(prompt) > _PIECE_SIZE:
+            yield prompts[start:index]
+            start, size = index, 0
+        size += len(prompt)
+    yield prompts[start:]
 
 
 def _truncated(token_ids: list[int], options: EncodeOptions) -> list[int]:

@@ -11,11 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
+from onbeat.server.answer import cancelled_on_disconnect
 from onbeat.server.body import read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import WHOLE, truncate_to
+from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services
@@ -71,16 +73,20 @@ def tokenizer_routes(services: Services) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         """Return the tokens of a text or chat."""
         body = await read_body(request, TokenizeRequest, unused=_OF_ANSWERS)
+        caller = context_of(request.scope).caller
         services.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
-        text = body.prompt
-        if text is None:
-            text = await render_chat(body, encoder, services.chat_template)
-        token_ids = await encoder.encode_text(text, _encode_options(body, services.info.max_model_len))
+        text, options = body.prompt, _encode_options(body, services.info.max_model_len)
         strs = None
-        if body.return_token_strs:
-            strs = await encoder.off_loop(len(token_ids), lambda: list(map(tokenizer.token_text, token_ids)))
+        async with cancelled_on_disconnect(request.receive):
+            if text is None:
+                text = await render_chat(body, encoder, services.chat_template, caller)
+            token_ids = await encoder.encode_text(text, options, caller)
+            if body.return_token_strs:
+                strs = await encoder.off_loop(
+                    caller, len(token_ids), lambda: list(map(tokenizer.token_text, token_ids))
+                )
         answer = {
             "count": len(token_ids),
             "max_model_len": services.info.max_model_len,
@@ -100,9 +106,12 @@ def tokenizer_routes(services: Services) -> APIRouter:
         body = await read_body(request, DetokenizeRequest)
         services.check_model(body.model)
         check_token_ids(body.tokens, services.info.vocab_size, "tokens")
-        text = await encoder.off_loop(
-            len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
+        async with cancelled_on_disconnect(request.receive):
+            text = await encoder.off_loop(
+                context_of(request.scope).caller,
+                len(body.tokens),
+                lambda: tokenizer.decode(body.tokens, skip_special_tokens=False),
+            )
         return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
     return router

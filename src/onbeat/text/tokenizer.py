@@ -42,6 +42,9 @@ class VocabularyTokenizer:
 
     Text that spells a special token is encoded to that token, as Hugging Face does by default: whoever can
     write the prompt can write `<|im_end|>`. Spaces before punctuation are never removed on decoding.
+
+    A text that begins with the start token is not given another: models have not seen two. llama.cpp leaves
+    out a chat template's likewise; Hugging Face and vLLM send both.
     """
 
     def __init__(self, backend: Backend, roles: SpecialRoles) -> None:
@@ -87,6 +90,17 @@ class VocabularyTokenizer:
         InvalidRequest : the text holds half a surrogate pair, which is not Unicode text; or the tokenizer
             gives up on it.
         """
+        token_ids = self._encode(text, add_special_tokens=add_special_tokens)
+        starts = [self._roles.bos_token_id] * 2
+        if add_special_tokens and token_ids[:2] == starts and self._adds_start():
+            del token_ids[0]
+        return token_ids
+
+    def _adds_start(self) -> bool:
+        """Return whether texts are given a start token; some vocabularies have one that is only written."""
+        return self._encode("", add_special_tokens=True)[:1] == [self._roles.bos_token_id]
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
             # a batch: `encode` holds the interpreter lock; the fast one: offsets are not needed
             (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)

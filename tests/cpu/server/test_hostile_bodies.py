@@ -132,10 +132,16 @@ HOSTILE: dict[str, tuple[str, Callable[[], str], int]] = {
     "quotes in a text": (TEXT, lambda: filled('{"prompt":"', r"\",", '"}'), 400),
     "brackets in a text": (TEXT, lambda: filled('{"prompt":"', r"\\[", '"}'), 400),
     "a huge user": (CHAT, lambda: filled(HEAD + '"user":"', "x", '"}'), 200),
+    "a huge chat": (CHAT, lambda: filled('{"messages":[{"role":"user","content":"', "word ", '"}]}'), 400),
+    "large messages": (
+        CHAT,
+        lambda: filled('{"messages":[', f'{{"role":"user","content":"{"x" * 1200}"}}', "]}", count=8000),
+        400,
+    ),
     "variables": (
         CHAT,
         lambda: filled(HEAD + '"chat_template_kwargs":{"shown":[', "1", "]}}", count=500_000),
-        200,
+        400,
     ),
 }
 """Path, body, and the status that it gets."""

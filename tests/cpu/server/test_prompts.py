@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
-from onbeat.server.chat_prompt import chat_prompt
 from onbeat.server.generation_request import fit_max_tokens
 from onbeat.server.prompts import EncodeOptions, PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import BOS, VOCAB_SIZE, ByteTokenizer
 
 PLAIN = EncodeOptions(add_special_tokens=False)
+CALLER = "somebody"
 
 
 class WatchedTokenizer(ByteTokenizer):
@@ -46,8 +46,8 @@ def encoder(tokenizer: WatchedTokenizer) -> Iterator[PromptEncoder]:
 async def test_long_texts_are_tokenized_off_the_event_loop(
     encoder: PromptEncoder, tokenizer: WatchedTokenizer
 ) -> None:
-    await encoder.encode("short", PLAIN)
-    await encoder.encode("long" * 10_000, PLAIN)
+    await encoder.encode("short", PLAIN, CALLER)
+    await encoder.encode("long" * 10_000, PLAIN, CALLER)
     assert tokenizer.threads[0] == threading.current_thread().name
     assert tokenizer.threads[1].startswith("onbeat-encode")
 
@@ -56,13 +56,13 @@ async def test_texts_that_cannot_fit_are_not_tokenized(
     encoder: PromptEncoder, tokenizer: WatchedTokenizer
 ) -> None:
     with pytest.raises(PromptTooLong):
-        await encoder.encode("x" * 300_000, PLAIN)
+        await encoder.encode("x" * 300_000, PLAIN, CALLER)
     assert tokenizer.threads == []
     cut = EncodeOptions(add_special_tokens=False, truncate_to=7)
     with pytest.raises(PromptTooLong):
-        await encoder.encode("x" * 300_000, cut)
+        await encoder.encode("x" * 300_000, cut, CALLER)
     assert tokenizer.threads == []
-    assert len(await encoder.encode("x" * 200_000, cut)) == 7
+    assert len(await encoder.encode("x" * 200_000, cut, CALLER)) == 7
 
 
 async def test_a_text_whose_tokens_the_model_lacks_is_refused(tokenizer: WatchedTokenizer) -> None:
@@ -71,15 +71,15 @@ async def test_a_text_whose_tokens_the_model_lacks_is_refused(tokenizer: Watched
     with pytest.raises(
         InvalidRequest, match="prompt holds the token id 257; this model's vocabulary is 0 to 256"
     ):
-        await encoder.encode("text", EncodeOptions(add_special_tokens=True))
-    assert await encoder.encode("ab", PLAIN) == [97, 98]
+        await encoder.encode("text", EncodeOptions(add_special_tokens=True), CALLER)
+    assert await encoder.encode("ab", PLAIN, CALLER) == [97, 98]
     encoder.close()
 
 
 async def test_many_short_prompts_are_tokenized_off_the_event_loop(
     encoder: PromptEncoder, tokenizer: WatchedTokenizer
 ) -> None:
-    assert await encoder.encode_all(["ab"] * 2000, PLAIN) == [[97, 98]] * 2000
+    assert await encoder.encode_all(["ab"] * 2000, PLAIN, CALLER) == [[97, 98]] * 2000
     assert {name[:13] for name in tokenizer.threads} == {"onbeat-encode"}
 
 
@@ -98,36 +98,8 @@ class WatchedTemplate(ChatTemplate):
 async def test_chats_are_rendered_off_the_event_loop(encoder: PromptEncoder) -> None:
     """Another process does so, and a thread of its own waits for it."""
     template = WatchedTemplate()
-    short = [{"role": "user", "content": "hi"}]
-    await chat_prompt(encoder, template, short, add_generation_prompt=True, variables={"thinking": False})
+    await encoder.render(template, [{"role": "user", "content": "hi"}], {"thinking": False}, CALLER)
     assert [name.startswith("onbeat-render") for name in template.threads] == [True]
-
-
-@pytest.mark.parametrize("tail", ["<end>\n", "\n", ""])
-@pytest.mark.parametrize("strips", [True, False])
-async def test_a_continued_message_loses_only_what_follows_it(
-    encoder: PromptEncoder, tail: str, strips: bool
-) -> None:
-    content = "{{ m.content | trim }}" if strips else "{{ m.content }}"
-    template = ChatTemplate(
-        "{% for m in messages %}<" + content + tail + "{% endfor %}", bos_token="", eos_token=""
-    )
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": " b "}]
-    text = await chat_prompt(
-        encoder, template, messages, add_generation_prompt=False, continue_final_message=True
-    )
-    body, _, rest = text.partition("<a")
-    assert body == ""
-    assert rest.endswith("<b" if strips else "< b ")
-
-
-async def test_a_template_that_hides_the_last_message_cannot_continue_it(encoder: PromptEncoder) -> None:
-    template = ChatTemplate("{{ messages[0].content }}", bos_token="", eos_token="")
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    with pytest.raises(InvalidRequest, match="cannot be continued"):
-        await chat_prompt(
-            encoder, template, messages, add_generation_prompt=False, continue_final_message=True
-        )
 
 
 @given(

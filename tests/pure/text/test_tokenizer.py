@@ -49,7 +49,25 @@ def test_the_ids_are_those_of_the_plain_call(text: str, add_special_tokens: bool
             TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
         return
     token_ids = TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
-    assert token_ids == BACKEND.encode(text, add_special_tokens=add_special_tokens).ids
+    plain = BACKEND.encode(text, add_special_tokens=add_special_tokens).ids
+    has_start = add_special_tokens and text.startswith("<s>")
+    assert token_ids == plain[has_start:]
+
+
+def test_a_start_token_that_is_written_is_not_doubled() -> None:
+    chat = "<s>[user] hi <s>"
+    once = TOKENIZER.encode(chat, add_special_tokens=False)
+    assert once.count(0) == 2
+    assert TOKENIZER.encode(chat) == [*once, 1]
+    assert TOKENIZER.encode("<s>" + chat) == [0, *once, 1], "what is written twice stays"
+    assert TOKENIZER.encode(" " + chat)[:2] == [0, TOKENIZER.encode(" ")[1]]
+    assert TOKENIZER.encode("") == [0, 1]
+
+
+def test_a_vocabulary_that_adds_no_start_token_leaves_all_that_are_written() -> None:
+    backend = byte_backend()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    assert VocabularyTokenizer(backend, NO_ROLES).encode("<s><s>") == [0, 0, 1]
 
 
 def test_half_a_surrogate_pair_is_refused() -> None:
