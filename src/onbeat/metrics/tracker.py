@@ -10,9 +10,9 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 
-REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_full")
+REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_full", "no_replica")
 """Why requests are refused: TTFT cannot be kept; it was not kept in the queue; the wait that is predicted
-without being in time; the queue's hard limits."""
+without being in time; the queue's hard limits; nobody is there to serve them."""
 
 
 class RunListener(Protocol):
@@ -172,7 +172,7 @@ def _reason(error: Overloaded | SLOUnattainable) -> str:
     """Return for which reason (of `REFUSALS`) a request was not taken."""
     if isinstance(error, SLOUnattainable):
         return error.code if error.code in REFUSALS else "slo_unattainable"
-    return "queue_full" if error.retry_after is None else "queue_too_long"
+    return error.reason
 
 
 def _take_start(record: RequestRecord, output: RequestOutput) -> None:

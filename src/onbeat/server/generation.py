@@ -200,6 +200,7 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
             output.error or "too many requests wait",
             code="server_overloaded",
             retry_after=output.retry_after,
+            reason="queue_too_long",
         )
     if reason is FinishReason.EXPIRED:
         raise SLOUnattainable(

@@ -21,7 +21,7 @@ from pydantic import (
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.fields import quoted, with_one_unknown
 from onbeat.server.generation import TextOptions
@@ -299,7 +299,9 @@ def engine_requests(
     PromptTooLong : a prompt leaves no room for the answer.
     """
     requests: list[Request] = []
-    is_single = len(prompts) * body.num_choices == 1
+    num_choices = len(prompts) * body.num_choices
+    num_prompt_tokens = body.num_choices * sum(map(len, prompts))
+    whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
     for token_ids in prompts:
         sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
         prompt_token_ids = tuple(token_ids)
@@ -307,7 +309,9 @@ def engine_requests(
             # choice i of seed s is choice 0 of seed s + i
             seed = (sampling.seed + choice) & _SEED_MASK
             request = Request(
-                request_id=context.completion_id if is_single else f"{context.completion_id}-{len(requests)}",
+                request_id=context.completion_id
+                if whole is None
+                else f"{context.completion_id}-{len(requests)}",
                 prompt_token_ids=prompt_token_ids,
                 sampling=replace(sampling, seed=seed) if choice else sampling,
                 arrival=context.arrival,
@@ -318,6 +322,7 @@ def engine_requests(
                 weight=objectives.weight,
                 tenant=objectives.tenant,
                 shed=objectives.shed,
+                whole=whole,
                 resumes=objectives.resumes,
             )
             requests.append(request)

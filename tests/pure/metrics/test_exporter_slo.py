@@ -117,14 +117,14 @@ def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     server = FakeServer()
     for name in ("a", "b", "c", "d", "e"):
         server.open(name, 1.0)
-    too_long = Overloaded("a minute's wait", code="server_overloaded", retry_after=3.0)
+    too_long = Overloaded("a minute's wait", retry_after=3.0, reason="queue_too_long")
     server.tracker.refuse("d", too_long, 1.0)
     step(
         server.tracker,
         StepOutputs(2.0, [output("e", 0, finish_reason=FinishReason.EXPIRED, retry_after=3.0)]),
     )
     server.tracker.refuse("a", SLOUnattainable("no", predicted_ttft=9.0), 1.0)
-    server.tracker.refuse("b", Overloaded("full", code="server_overloaded"), 1.0)
+    server.tracker.refuse("b", Overloaded("full", retry_after=1.0), 1.0)
     step(server.tracker, StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
     server.serve("in time", 2.0, [0.5])
     got = metrics(server, 3.0)
