@@ -147,7 +147,7 @@ class Timeline:
         self._refusals[record.request_id] = reason
 
     def on_leave(self, _record: RequestRecord) -> None:
-        """A request's span lasts until its end, which follows."""
+        """Write nothing: a request's span lasts until its end, which follows."""
 
     def on_finish(self, record: RequestRecord) -> None:
         """End a request's span and free its track."""

@@ -39,7 +39,7 @@ class RunListener(Protocol):
         ...
 
     def on_leave(self, record: RequestRecord) -> None:
-        """Hear that the engine has done with a request; its answer may still be on its way to a slow reader."""
+        """Hear that the engine has done with a request; a slow reader may still have to get its answer."""
         ...
 
     def on_finish(self, record: RequestRecord) -> None:

@@ -239,9 +239,10 @@ def _json_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[s
 
 
 def _top_logprobs(values: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    names = [_token_name(token_id, tokenizer) for token_id in values.top_token_ids]
-    top = dict(zip(names, values.top_logprobs, strict=True))
-    top.setdefault(_token_name(values.token_id, tokenizer), values.logprob)
+    """Return values by name: the sampled token's own first, and of others of one name the likelier's."""
+    top = {_token_name(values.token_id, tokenizer): values.logprob}
+    for token_id, logprob in zip(values.top_token_ids, values.top_logprobs, strict=True):
+        top.setdefault(_token_name(token_id, tokenizer), logprob)  # the most likely comes first
     return {name: max(logprob, LOWEST_LOGPROB) for name, logprob in top.items()}
 
 

@@ -85,7 +85,7 @@ def tokenizer_routes(services: Services) -> APIRouter:
             token_ids = await encoder.encode_text(text, options, caller)
             if body.return_token_strs:
                 strs = await encoder.off_loop(
-                    caller, len(token_ids), lambda: list(map(tokenizer.token_text, token_ids))
+                    caller, len(token_ids), lambda: list(map(tokenizer.token_entry, token_ids))
                 )
         answer = {
             "count": len(token_ids),

@@ -84,8 +84,8 @@ def check_queue(
     if max_waiting is not None:
         if num_choices > config.max_num_seqs + max_waiting:
             raise InvalidRequest(
-                f"the request has {num_choices} choices; here at most {config.max_num_seqs} run (max_num_seqs) "
-                f"and {max_waiting} wait (max_num_queued_reqs). Ask for fewer at once",
+                f"the request has {num_choices} choices; here at most {config.max_num_seqs} run "
+                f"(max_num_seqs) and {max_waiting} wait (max_num_queued_reqs). Ask for fewer at once",
                 param="n",
                 code="invalid_value",
             )
