@@ -25,12 +25,11 @@ from onbeat.server.answer_format import (
     event,
     new_head,
 )
-from onbeat.server.body import read_body
+from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
 from onbeat.server.generation import ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
-    WHOLE,
     GenerationRequest,
     check_common,
     encode_options,
@@ -82,7 +81,7 @@ class CompletionRequest(GenerationRequest):
     """OpenAI's."""
 
     prompt: Annotated[list[PromptInput], PlainValidator(_checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-    echo: bool | None = None
+    echo: Flag | None = None
     """Put the prompt before the answer."""
     logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     best_of: Annotated[int, WHOLE] | None = None
