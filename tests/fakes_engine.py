@@ -42,6 +42,9 @@ class ByteTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id]) if token_id < EOS else self._special.get(token_id, b"")
 
+    def token_entry(self, token_id: int) -> str:
+        return f"<{token_id}>" if token_id < EOS else self.token_text(token_id)
+
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode(errors="replace")
 

@@ -9,13 +9,14 @@ import signal
 import time
 from functools import partial
 from math import inf
+from typing import Any
 
 import pytest
 
 from onbeat.cluster import processes
 from onbeat.core.errors import ConfigError, EngineDead, EngineError, Overloaded
 from onbeat.core.hang import HangLimits
-from onbeat.core.request import FinishReason
+from onbeat.core.request import FinishReason, WholeRequest
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import (
     check_all,
@@ -282,6 +283,21 @@ async def test_a_refusal_for_the_load_is_tried_elsewhere() -> None:
         with pytest.raises(Overloaded, match="max_num_queued_reqs"):
             await collect(client, make_request("one too many"))
         await check_all(started)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+async def test_an_idle_fleet_takes_as_many_choices_as_its_replicas_can(num_replicas: int) -> None:
+    limits: dict[str, Any] = {"max_num_seqs": 2, "max_num_queued_reqs": 1}
+    number = 3 * num_replicas
+    async with fleet_of(num_replicas, router="round-robin", step_seconds=0.02, **limits) as client:
+        whole = WholeRequest("a", number, 5 * number)
+        await check_all(start_requests(client, number, "a", whole=whole))
+        busy = start_requests(client, number, "b", max_tokens=40, whole=whole._replace(whole_id="b"))
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 2 * num_replicas)
+        with pytest.raises(Overloaded, match="max_num_queued_reqs") as caught:
+            await collect(client, make_request("one too many"))
+        assert caught.value.reason == "queue_full", "whenever it may be tried again"
+        await check_all(busy)
 
 
 def _sleeps_for_ever(_on_progress):

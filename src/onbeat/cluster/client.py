@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from onbeat.cluster.config import TRANSPORTS
@@ -287,6 +288,9 @@ class FleetClient:
         request_id = request.request_id
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
+        if request.whole is not None:
+            num_replicas = self._fleet.status().count(ReplicaState.READY)
+            request = replace(request, whole=request.whole.share(num_replicas))
         opened = self._open[request_id] = OpenRequest(request)
         finished = False
         try:
@@ -382,6 +386,7 @@ class FleetClient:
                     output.error or "too many requests wait",
                     code="server_overloaded",
                     retry_after=output.retry_after,
+                    reason="queue_too_long",
                 )
                 self._tell_refusal(opened, replica, is_for_load=True, retry_after=output.retry_after)
                 continue

@@ -32,6 +32,7 @@ def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
                 "no replica takes requests at present; try again later",
                 code="no_replica" if action.reason == "no_replica" else "server_overloaded",
                 retry_after=action.retry_after,
+                reason="no_replica",
             )
         case "replica_lost":
             return EngineError(

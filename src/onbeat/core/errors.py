@@ -67,6 +67,7 @@ class Overloaded(RequestRejected):
     ----------
     message : what is full, and what to do.
     retry_after : seconds after which there is predicted to be room; None without a prediction.
+    reason : why, as metrics count it: `queue_full`, `queue_too_long`, `no_replica`.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class Overloaded(RequestRejected):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        reason: str = "queue_full",
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
+        self.reason = reason
 
 
 class SLOUnattainable(RequestRejected):

@@ -239,6 +239,10 @@ class Tokenizer(Protocol):
         """Return the bytes that a token stands for (special tokens: their name in UTF-8)."""
         ...
 
+    def token_entry(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it, such as `Ġis`; empty where it has no such token."""
+        ...
+
     def token_text(self, token_id: int) -> str:
         """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""
         ...

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import isfinite
+from math import ceil, isfinite
+from typing import NamedTuple
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.hashing import BlockHash
@@ -119,6 +120,23 @@ _RANGES: dict[str, tuple[float, float]] = {
 """Smallest and largest value of each field, both allowed (OpenAI's ranges; vLLM's for its extras)."""
 
 
+class WholeRequest(NamedTuple):
+    """What a client sent at once, of which each choice is a `Request`: a queue takes all of it or nothing."""
+
+    whole_id: str
+    num_choices: int
+    num_prompt_tokens: int
+    """Of all choices together."""
+
+    def share(self, num_replicas: int) -> WholeRequest:
+        """Return what comes to each of several replicas that share the choices evenly."""
+        number = max(num_replicas, 1)
+        return self._replace(
+            num_choices=ceil(self.num_choices / number),
+            num_prompt_tokens=ceil(self.num_prompt_tokens / number),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
     """One sequence to generate: token ids in, token ids out.
@@ -159,6 +177,8 @@ class Request:
     """Worth of keeping its objectives beside those of others, above 0; the larger, the more important."""
     tenant: str | None = None
     """Shares scarce capacity fairly with other tenants; None is one tenant of its own."""
+    whole: WholeRequest | None = None
+    """Of which it is one choice of several; None where it is all that its client asked for."""
     resumes: bool = True
     """Whether another replica goes on with it where its own is lost; else it ends with an error then."""
     shed: ShedMode = ShedMode.RELEGATE

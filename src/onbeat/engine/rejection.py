@@ -25,6 +25,8 @@ class Rejected(msgspec.Struct, tag="rejected", array_like=True):
     """Seconds; of `SLOUnattainable` alone."""
     retry_after: float | None = None
     """Seconds; of `SLOUnattainable` and `Overloaded`, None without a prediction."""
+    reason: str = ""
+    """Of `Overloaded` alone."""
 
 
 def pack_rejection(request_id: str, error: RequestRejected) -> Rejected:
@@ -34,7 +36,7 @@ def pack_rejection(request_id: str, error: RequestRejected) -> Rejected:
     if isinstance(error, SLOUnattainable):
         message.predicted_ttft, message.retry_after = error.predicted_ttft, error.retry_after
     elif isinstance(error, Overloaded):
-        message.retry_after = error.retry_after
+        message.retry_after, message.reason = error.retry_after, error.reason
     return message
 
 
@@ -52,6 +54,10 @@ def unpack_rejection(message: Rejected) -> RequestRejected:
         )
     if kind is Overloaded:
         return Overloaded(
-            message.message, param=message.param, code=message.code, retry_after=message.retry_after
+            message.message,
+            param=message.param,
+            code=message.code,
+            retry_after=message.retry_after,
+            reason=message.reason,
         )
     return kind(message.message, param=message.param, code=message.code)

@@ -83,7 +83,7 @@ class RunCounts:
         self.policy = PolicyCounts()
         self.speculation = SpeculationCounts()
         self.num_open = 0
-        """Requests that have not ended."""
+        """Requests with which the engine has not done."""
         self.engines: dict[ReplicaId, EngineGauges] = {}
         """By replica, those that have taken a step."""
         self.num_steps = 0
@@ -206,9 +206,12 @@ class RunCounts:
             self.queue.observe(record.scheduled - record.arrival)
             self.prefill.observe(first - record.scheduled)
 
+    def on_leave(self, _record: RequestRecord) -> None:
+        """Count one less that runs or waits."""
+        self.num_open -= 1
+
     def on_finish(self, record: RequestRecord) -> None:
         """Count a request; only a whole answer has latencies."""
-        self.num_open -= 1
         self.finished[record.finish_reason or "error"] += 1
         self.slo.on_finish(record)
         if not record.is_completed or not record.delivery_times:

@@ -155,7 +155,7 @@ class MetricsExporter(Collector):
             "Of these, tokens that the prefix cache held",
             counts.num_cached_tokens,
         )
-        yield counter("onbeat_output_tokens", "Tokens generated", counts.num_output_tokens)
+        yield counter("onbeat_output_tokens", "Output tokens of answers", counts.num_output_tokens)
         yield counter("onbeat_steps", "Forward passes", counts.num_steps)
         yield counter(
             "onbeat_preemptions", "Requests put back in the queue for want of blocks", counts.num_preemptions

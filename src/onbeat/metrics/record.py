@@ -52,18 +52,6 @@ class RequestRecord:
     is_rejected: bool = False
     """Refused for want of capacity."""
 
-    def cut(self, num_tokens: int) -> None:
-        """Take back the tokens behind the first so many, and the deliveries that had nothing else."""
-        num_left = self.num_output_tokens - num_tokens
-        while num_left > 0:
-            num_taken = min(num_left, self.delivery_sizes[-1])
-            self.delivery_sizes[-1] -= num_taken
-            if not self.delivery_sizes[-1]:
-                self.delivery_sizes.pop()
-                self.delivery_times.pop()
-            self.num_output_tokens -= num_taken
-            num_left -= num_taken
-
     @property
     def offered_prompt_tokens(self) -> int:
         """Length of its prompt, which the engine knows whether it serves it or not."""

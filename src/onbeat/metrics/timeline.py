@@ -146,6 +146,9 @@ class Timeline:
         """Remember why; the end of the request shows it."""
         self._refusals[record.request_id] = reason
 
+    def on_leave(self, _record: RequestRecord) -> None:
+        """Write nothing: a request's span lasts until its end, which follows."""
+
     def on_finish(self, record: RequestRecord) -> None:
         """End a request's span and free its track."""
         track = self._tracks.pop(record.request_id)

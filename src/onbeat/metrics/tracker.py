@@ -10,9 +10,9 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 
-REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_full")
+REFUSALS = ("slo_unattainable", "deadline_exceeded", "queue_too_long", "queue_full", "no_replica")
 """Why requests are refused: TTFT cannot be kept; it was not kept in the queue; the wait that is predicted
-without being in time; the queue's hard limits."""
+without being in time; the queue's hard limits; nobody is there to serve them."""
 
 
 class RunListener(Protocol):
@@ -38,6 +38,10 @@ class RunListener(Protocol):
         """Hear for which reason (of `REFUSALS`) a request was refused or given up; its end follows."""
         ...
 
+    def on_leave(self, record: RequestRecord) -> None:
+        """Hear that the engine has done with a request; a slow reader may still have to get its answer."""
+        ...
+
     def on_finish(self, record: RequestRecord) -> None:
         """Hear that a request ended; the record is complete and nothing follows for it."""
         ...
@@ -50,12 +54,14 @@ class RunListener(Protocol):
 class RequestTracker:
     """A `core.protocols.StepObserver` that keeps one `RequestRecord` for each open request.
 
-    The server opens and closes requests; the engine client feeds `on_step`.
+    The engine client feeds `on_step`. All else comes from whoever writes the answer: where it ends, and why,
+    is decided there alone. The engine does not know of stop strings, and may go on behind one.
     """
 
     def __init__(self, listeners: Sequence[RunListener] = ()) -> None:
         self._listeners = tuple(listeners)
         self._open: dict[str, RequestRecord] = {}
+        self._in_engine: set[str] = set()
 
     def open(self, request: Request, *, is_streamed: bool = True) -> RequestRecord:
         """Start the record of a request that goes to the engine now.
@@ -74,38 +80,46 @@ class RequestTracker:
             is_streamed=is_streamed,
         )
         self._open[request.request_id] = record
+        self._in_engine.add(request.request_id)
         for listener in self._listeners:
             listener.on_request(record)
         return record
 
-    def close(
-        self,
-        request_id: str,
-        finish_reason: FinishReason,
-        now: float,
-        *,
-        num_output_tokens: int | None = None,
-    ) -> None:
-        """End a request that ended outside of the engine: by a stop string, or because a client left.
-
-        Does nothing if the engine has ended it already.
+    def deliver(self, output: RequestOutput, now: float, num_tokens: int) -> None:
+        """Take in what a delivery of the engine brought an answer.
 
         Parameters
         ----------
-        num_output_tokens : of its answer, where it ended before the last token that was delivered; None takes
-            them all.
+        now : when the engine made it, seconds.
+        num_tokens : of its tokens, those that are in the answer: none behind its end.
         """
+        record = self._open.get(output.request_id)
+        if record is None:
+            return
+        _take_start(record, output)
+        if output.num_preemptions > record.num_preemptions:
+            record.num_preemptions = output.num_preemptions
+            for listener in self._listeners:
+                listener.on_preemption(record, now)
+        if num_tokens:
+            record.delivery_times.append(now)
+            record.delivery_sizes.append(num_tokens)
+            record.num_output_tokens += num_tokens
+            for listener in self._listeners:
+                listener.on_delivery(record)
+        if output.is_relegated and not record.is_relegated:
+            record.is_relegated = True
+            for listener in self._listeners:
+                listener.on_relegation(record, now)
+
+    def close(self, request_id: str, finish_reason: FinishReason, now: float) -> None:
+        """End a request with its answer. Does nothing if it has ended already."""
         record = self._open.pop(request_id, None)
         if record is not None:
-            if num_output_tokens is not None:
-                record.cut(num_output_tokens)
             self._finish(record, finish_reason.value, now)
 
     def refuse(self, request_id: str, error: RequestRejected, now: float) -> None:
-        """End a request that the engine did not take.
-
-        Does nothing if the engine has ended it already.
-        """
+        """End a request that the engine did not take. Does nothing if it has ended already."""
         record = self._open.pop(request_id, None)
         if record is None:
             return
@@ -124,38 +138,30 @@ class RequestTracker:
             for listener in self._listeners:
                 listener.on_step(message.stats, replica)
         for output in message.outputs:
-            record = self._open.get(output.request_id)
-            if record is not None:
-                self._take(record, output, message.now)
-
-    def _take(self, record: RequestRecord, output: RequestOutput, now: float) -> None:
-        _take_start(record, output)
-        if output.num_preemptions > record.num_preemptions:
-            record.num_preemptions = output.num_preemptions
-            for listener in self._listeners:
-                listener.on_preemption(record, now)
-        if num_tokens := len(output.new_token_ids):
-            record.delivery_times.append(now)
-            record.delivery_sizes.append(num_tokens)
-            record.num_output_tokens += num_tokens
-            for listener in self._listeners:
-                listener.on_delivery(record)
-        if output.is_relegated and not record.is_relegated:
-            record.is_relegated = True
-            for listener in self._listeners:
-                listener.on_relegation(record, now)
-        if output.finish_reason is not None:
-            del self._open[record.request_id]
-            if output.finish_reason is FinishReason.EXPIRED:
+            record = self._open.get(output.request_id) if output.finish_reason is not None else None
+            if record is None:
+                continue
+            self._leave(record)
+            if output.finish_reason is FinishReason.EXPIRED:  # it has no answer that could end otherwise
+                del self._open[record.request_id]
+                _take_start(record, output)
                 reason = "deadline_exceeded" if output.retry_after is None else "queue_too_long"
                 self._tell_refusal(record, reason)
-            self._finish(record, output.finish_reason.value, now)
+                self._finish(record, output.finish_reason.value, message.now)
+
+    def _leave(self, record: RequestRecord) -> None:
+        """Tell once that the engine has done with a request."""
+        if record.request_id in self._in_engine:
+            self._in_engine.remove(record.request_id)
+            for listener in self._listeners:
+                listener.on_leave(record)
 
     def _tell_refusal(self, record: RequestRecord, reason: str) -> None:
         for listener in self._listeners:
             listener.on_refusal(record, reason)
 
     def _finish(self, record: RequestRecord, finish_reason: str, now: float) -> None:
+        self._leave(record)
         record.finish_reason = finish_reason
         record.end = now
         for listener in self._listeners:
@@ -166,7 +172,7 @@ def _reason(error: Overloaded | SLOUnattainable) -> str:
     """Return for which reason (of `REFUSALS`) a request was not taken."""
     if isinstance(error, SLOUnattainable):
         return error.code if error.code in REFUSALS else "slo_unattainable"
-    return "queue_full" if error.retry_after is None else "queue_too_long"
+    return error.reason
 
 
 def _take_start(record: RequestRecord, output: RequestOutput) -> None:

@@ -2,7 +2,7 @@
 
 The file is gzip-compressed text with one JSON object a line:
 
-1. the header: ``{"file": "onbeat-record", "schema_version": 6, ...}`` with the fields of `RecordHeader`;
+1. the header: ``{"file": "onbeat-record", "schema_version": 7, ...}`` with the fields of `RecordHeader`;
 2. one line a call, named by its field ``call``: ``add``, ``abort``, ``schedule``, ``update``, ``handover``,
    with the fields of the classes below, defaults left out;
 3. the trailer: ``{"call": "end", "calls": N}`` with the number of calls. A file without it is cut short.
@@ -27,6 +27,7 @@ not.
    that came after the admission, or was kept beyond the end; they are refused
 6  of a request that came from another replica, how many late tokens it may have
    (`StreamDeadlines.num_late_allowed`)
+7  ``add`` of one of several choices, which the queue takes or refuses together (`AddCall.whole`)
 == ==================================================================================================
 """
 
@@ -37,13 +38,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
 from onbeat.core.handover import StreamDeadlines
+from onbeat.core.request import WholeRequest
 from onbeat.core.slo import ShedMode
 
 DEADLINES = tuple(each.name for each in fields(StreamDeadlines))
 """Of `RecordedAdoption.deadlines`, in the order in which a file has them."""
 FILE_KIND = "onbeat-record"
-SCHEMA_VERSION = 6
-READABLE_VERSIONS = (1, 2, 3, 4, 5, 6)
+SCHEMA_VERSION = 7
+READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 TRAILER = "end"
 
 HandoverVerb = Literal["hold", "unhold", "reserve", "release", "detach", "left", "reattach", "free"]
@@ -109,6 +111,7 @@ class AddCall:
     weight: float = 1.0
     tenant: str | None = None
     shed: ShedMode = ShedMode.OFF
+    whole: WholeRequest | None = None
     refused: RecordedRefusal | None = None
     num_resumed_tokens: int = 0
     """Output tokens that its client had already."""

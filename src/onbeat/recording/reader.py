@@ -12,6 +12,7 @@ import orjson
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.handover import StreamDeadlines
+from onbeat.core.request import WholeRequest
 from onbeat.core.slo import ShedMode
 from onbeat.recording.lines import GzipLines
 from onbeat.recording.log import (
@@ -174,7 +175,7 @@ def _load(line: bytes) -> dict[str, Any]:
 
 
 def _add_call(values: Mapping[str, Any]) -> AddCall:
-    slo, refused = values.get("slo"), values.get("refused")
+    slo, refused, whole = values.get("slo"), values.get("refused"), values.get("whole")
     return AddCall(
         now=values["now"],
         request=values["request"],
@@ -189,6 +190,7 @@ def _add_call(values: Mapping[str, Any]) -> AddCall:
         weight=values.get("weight", 1.0),
         tenant=values.get("tenant"),
         shed=ShedMode(values.get("shed", ShedMode.OFF)),
+        whole=None if whole is None else WholeRequest(*whole),
         refused=None if refused is None else RecordedRefusal(*refused),
         num_resumed_tokens=values.get("num_resumed_tokens", 0),
         first_token_time=values.get("first_token_time"),

@@ -137,6 +137,8 @@ class RecordWriter:
             "num_prompt_tokens": len(request.prompt_token_ids),
             "max_tokens": request.sampling.max_tokens,
         }
+        if request.whole is not None:
+            call["whole"] = [_printable(request.whole.whole_id), *request.whole[1:]]
         if request.priority:
             call["priority"] = request.priority
         if request.resumed_token_ids:

@@ -103,8 +103,8 @@ class SchedulerLimits:
         None,
         metavar="N",
         at_least=1,
-        help="most requests that wait at a replica; more are refused with 503, whatever their objectives "
-        "(default: no limit)",
+        help="most requests that wait at a replica; more are refused with 503, whatever their objectives. "
+        "The choices of a request count each, and are taken together or not at all (default: no limit)",
     )
     max_num_queued_tokens: int | None = _option(
         None, metavar="N", at_least=1, help="most prompt tokens that wait at a replica, likewise"

@@ -138,7 +138,7 @@ class _AnswerWriter:
         self._num_open -= delta.finish_reason is not None
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = Extras(
-            usage=usage_of([delta.choice]) if self._has_usage_so_far else None,
+            usage=usage_of([delta.choice], delta) if self._has_usage_so_far else None,
             slo=slo_report(self._choices, self._slo_mode) if is_last else None,
         )
         return self._format.events(delta, extras)

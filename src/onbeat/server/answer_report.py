@@ -13,20 +13,26 @@ from onbeat.core.slo import SLO, SLOMode
 from onbeat.metrics.attainment import GAP_PERCENTILE, TOLERANCE, good_requests
 from onbeat.metrics.record import RequestRecord
 from onbeat.server.errors import milliseconds
-from onbeat.server.generation import Choice
+from onbeat.server.generation import Choice, ChoiceDelta
 
 
-def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
-    """Return the usage so far: each prompt counts once, however many choices it has.
+def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dict[str, Any]:
+    """Return the usage of choices: each prompt counts once, however many choices it has.
 
     Without speculation the prediction tokens are 0, as OpenAI's own answers have them.
+
+    Parameters
+    ----------
+    choices : of one request.
+    delta : of their only one, up to which its output counts; None counts all that there is.
     """
+    counted: Sequence[Choice | ChoiceDelta] = choices if delta is None else [delta]
     first_choices = {choice.prompt_index: choice for choice in reversed(choices)}.values()
     num_prompt = sum(len(choice.request.prompt_token_ids) for choice in first_choices)
     num_cached = sum(choice.num_cached_tokens for choice in first_choices)
-    num_output = sum(choice.num_output_tokens for choice in choices)
-    num_drafted = sum(choice.num_drafted_tokens for choice in choices)
-    num_accepted = sum(choice.num_accepted_tokens for choice in choices)
+    num_output = sum(each.num_output_tokens for each in counted)
+    num_drafted = sum(each.num_drafted_tokens for each in counted)
+    num_accepted = sum(each.num_accepted_tokens for each in counted)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
-from collections.abc import Collection, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest
@@ -33,6 +35,42 @@ _MOST_MARKS = (
     (b"{[:", MAX_JSON_PARTS, "objects, arrays and fields"),
 )
 """What a body is counted by before it is read, with the most of it: what takes time in JSON is not text."""
+
+
+class _AlsoText:
+    """Lets a number or a boolean be written as text, as pydantic does unless it is strict; no other type.
+
+    Parameters
+    ----------
+    pattern : of the texts that are taken.
+    read : makes a value of one.
+    """
+
+    def __init__(self, pattern: str, read: Callable[[str], object]) -> None:
+        self._pattern = re.compile(pattern)
+        self._read = read
+
+    def _value(self, value: object) -> object:
+        if isinstance(value, str):
+            return self._read(value) if self._pattern.fullmatch(value) else value
+        # some languages have no integers: 5.0; above, a float may stand for one that it cannot hold
+        is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
+        return int(value) if is_whole and self._read is int else value  # type: ignore[call-overload]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self._value, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+        text = {"type": "string", "pattern": f"^({self._pattern.pattern})$"}
+        return {"anyOf": [handler(schema), text]}
+
+
+WHOLE = _AlsoText(r"[+-]?[0-9]{1,19}", int)
+"""Of integers, which may be written as 5.0 or "5"."""
+NUMBER = _AlsoText(r"[+-]?[0-9]{1,20}(\.[0-9]{1,20})?([eE][+-]?[0-9]{1,2})?", float)
+"""Of other numbers, which may be written as "0.5"."""
+Flag = Annotated[bool, _AlsoText("[Tt]rue|[Ff]alse|TRUE|FALSE|[01]", lambda text: text[0] in "tT1")]
+"""A boolean, which may be written as "true"."""
 
 
 async def read_body(request: Request, model: type[_Model], *, unused: Collection[str] = ()) -> _Model:

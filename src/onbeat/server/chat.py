@@ -23,12 +23,11 @@ from onbeat.server.answer_format import (
     event,
     new_head,
 )
-from onbeat.server.body import read_body
+from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.config import ServerConfig
 from onbeat.server.generation import ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
-    WHOLE,
     GenerationRequest,
     check_common,
     encode_options,
@@ -50,10 +49,10 @@ class ChatCompletionRequest(GenerationRequest):
     messages: ChatMessages
     max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     """Goes before the deprecated `max_tokens`."""
-    logprobs: bool | None = None
+    logprobs: Flag | None = None
     top_logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     """Go on writing the last message instead of answering it."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Variables for the model's chat template."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Protocol
 
 import orjson
 from pydantic import (
@@ -12,7 +12,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
-    WithJsonSchema,
 )
 
 from onbeat.core.errors import InvalidRequest
@@ -40,10 +39,10 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Annotated[
-        Literal["system", "developer", "user", "assistant", "tool", "function"],
-        WithJsonSchema({"enum": ["system", "developer", "user", "assistant"]}),
+        str,
+        Field(min_length=1, max_length=64, json_schema_extra={"not": {"enum": ["tool", "function"]}}),
     ]
-    """Those of tools are refused by name."""
+    """The template decides which it takes; those of tools are refused by name."""
     content: str | Annotated[list[str | dict[str, Any]], Field(fail_fast=True)] | None = None
     """Text, or content parts of type `text`, which become lines, as vLLM joins them."""
     name: str | None = None

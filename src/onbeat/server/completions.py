@@ -25,12 +25,11 @@ from onbeat.server.answer_format import (
     event,
     new_head,
 )
-from onbeat.server.body import read_body
+from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
 from onbeat.server.generation import ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
-    WHOLE,
     GenerationRequest,
     check_common,
     encode_options,
@@ -82,7 +81,7 @@ class CompletionRequest(GenerationRequest):
     """OpenAI's."""
 
     prompt: Annotated[list[PromptInput], PlainValidator(_checked_prompts), WithJsonSchema(_PROMPT_SCHEMA)]
-    echo: bool | None = None
+    echo: Flag | None = None
     """Put the prompt before the answer."""
     logprobs: Annotated[int, Field(ge=0), WHOLE] | None = None
     best_of: Annotated[int, WHOLE] | None = None
@@ -239,9 +238,10 @@ def _json_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[s
 
 
 def _top_logprobs(values: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
-    names = [_token_name(token_id, tokenizer) for token_id in values.top_token_ids]
-    top = dict(zip(names, values.top_logprobs, strict=True))
-    top.setdefault(_token_name(values.token_id, tokenizer), values.logprob)
+    """Return values by name: the sampled token's own first, and of others of one name the likelier's."""
+    top = {_token_name(values.token_id, tokenizer): values.logprob}
+    for token_id, logprob in zip(values.top_token_ids, values.top_logprobs, strict=True):
+        top.setdefault(_token_name(token_id, tokenizer), logprob)  # the most likely comes first
     return {name: max(logprob, LOWEST_LOGPROB) for name, logprob in top.items()}
 
 

@@ -14,10 +14,9 @@ from starlette.responses import Response
 
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
-from onbeat.server.body import read_body
+from onbeat.server.body import WHOLE, read_body
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import ApiError
-from onbeat.server.generation_request import WHOLE
 from onbeat.server.openapi import FleetStatus, error_answers, json_body
 
 LONGEST_DRAIN_SECONDS = 24 * 3600.0

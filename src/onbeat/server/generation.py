@@ -31,6 +31,10 @@ class ChoiceDelta:
     """The new output tokens, a stop token included."""
     finish_reason: str | None
     """`stop` or `length` on the last delta."""
+    num_output_tokens: int = 0
+    """Of the choice up to here: `choice` may be ahead of what is sent. So the next two."""
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -118,12 +122,15 @@ class _ChoiceText:
         self._num_accepted = 0
         """Drafts that the engine has accepted, those behind the end of the answer included."""
         self._held: list[ShownToken] = []
+        self.num_new_tokens = 0
+        """Of the last delivery, tokens that are in the answer."""
 
     def take(self, delivery: Delivery) -> ChoiceDelta | None:
         """Return what a delivery adds, or None if all of its text is held back."""
         choice, output = self._choice, delivery.output
         if output.predicted_ttft is not None and math.isfinite(output.predicted_ttft):
             choice.predicted_ttft = output.predicted_ttft
+        choice.finish_reason = output.finish_reason
         _check_alive(output, choice)
         choice.is_relegated |= output.is_relegated
         token_ids = output.new_token_ids
@@ -135,28 +142,26 @@ class _ChoiceText:
         num_before = choice.num_output_tokens
         choice.token_ids += token_ids
         choice.num_output_tokens += len(token_ids)
-        choice.finish_reason = output.finish_reason
         if output.stop_token_id is not None:
             if output.stop_token_id not in self._eos:
                 choice.stop_reason = output.stop_token_id
             if not self._include_stop:
                 token_ids = token_ids[:-1]
         delta = self._delta(token_ids, output.logprobs)
-        self._count_drafts(output, choice.num_output_tokens - num_before)
+        self.num_new_tokens = choice.num_output_tokens - num_before
+        self._count_drafts(output)
+        if delta is not None:
+            delta.num_output_tokens = choice.num_output_tokens
+            delta.num_drafted_tokens = choice.num_drafted_tokens
+            delta.num_accepted_tokens = choice.num_accepted_tokens
         return delta
 
-    def _count_drafts(self, output: RequestOutput, num_tokens: int) -> None:
-        """Count what a delivery's drafts became.
-
-        Parameters
-        ----------
-        num_tokens : of the delivery, those that are in the answer. Accepted drafts come first in a delivery:
-            one that was cut short has drafts alone.
-        """
+    def _count_drafts(self, output: RequestOutput) -> None:
+        """Count what a delivery's drafts became; they come first in it, so one cut short has drafts alone."""
         num_new = output.num_accepted_tokens - self._num_accepted
         self._num_accepted = output.num_accepted_tokens
         self._choice.num_drafted_tokens = output.num_drafted_tokens
-        self._choice.num_accepted_tokens += min(num_new, num_tokens)
+        self._choice.num_accepted_tokens += min(num_new, self.num_new_tokens)
 
     def _delta(self, token_ids: list[int], logprobs: list[TokenLogprobs] | None) -> ChoiceDelta | None:
         choice = self._choice
@@ -195,6 +200,7 @@ def _check_alive(output: RequestOutput, choice: Choice) -> None:
             output.error or "too many requests wait",
             code="server_overloaded",
             retry_after=output.retry_after,
+            reason="queue_too_long",
         )
     if reason is FinishReason.EXPIRED:
         raise SLOUnattainable(
@@ -247,33 +253,33 @@ class Generator:
         request = choice.request
         text = _ChoiceText(choice, self._tokenizer, options)
         last: ChoiceDelta | None = None
-        ended, end = FinishReason.ABORT, None
+        end: float | None = None
+        left = FinishReason.ABORT
+        """How it ends without an end of its own."""
         self._tracker.open(request, is_streamed=choice.is_streamed)
         try:
             with self._lifecycle.engine_request(request.request_id):
                 async with aclosing(self._engine.generate(request)) as deliveries:
                     async for delivery in deliveries:
                         delta = text.take(delivery)
+                        self._tracker.deliver(delivery.output, delivery.time, text.num_new_tokens)
                         if choice.finish_reason is not None:
-                            last, ended, end = delta, choice.finish_reason, delivery.time
+                            last, end = delta, delivery.time
                             break
                         if delta is not None:
                             yield delta
-        except SLOUnattainable as error:
-            self._tracker.refuse(request.request_id, error, time.monotonic())
-            raise unattainable(error, request) from error
         except RequestRejected as error:
-            self._tracker.refuse(request.request_id, error, time.monotonic())
+            if choice.finish_reason is None:
+                self._tracker.refuse(request.request_id, error, time.monotonic())
+            if isinstance(error, SLOUnattainable):
+                raise unattainable(error, request) from error
             raise
         except Exception:
-            ended = FinishReason.ERROR
+            left = FinishReason.ERROR
             raise
         finally:
             self._tracker.close(
-                request.request_id,
-                ended,
-                time.monotonic() if end is None else end,
-                num_output_tokens=choice.num_output_tokens if end is not None else None,
+                request.request_id, choice.finish_reason or left, time.monotonic() if end is None else end
             )
         # Only now: after a stop string the engine must not go on while the client is slow to read.
         if last is not None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -21,7 +20,8 @@ from pydantic import (
 
 from onbeat.core.errors import InvalidRequest, PromptTooLong
 from onbeat.core.protocols import EngineInfo
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import Request, SamplingParams, WholeRequest
+from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.fields import quoted, with_one_unknown
 from onbeat.server.generation import TextOptions
@@ -67,25 +67,16 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
     return biases
 
 
-def _whole(value: object) -> object:
-    # above, a float may stand for an integer that it cannot hold
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value
-
-
-WHOLE = BeforeValidator(_whole)
-"""Of integers, which JSON may write as 5.0: some languages have no other numbers."""
-
-
 class StreamOptions(BaseModel):
     """What a stream says beside its text."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    include_usage: bool | None = None
+    include_usage: Flag | None = None
     """One more event at the end, with the usage and no choices."""
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: Flag | None = None
     """Usage so far in every event (vLLM's)."""
-    include_obfuscation: bool | None = None
+    include_obfuscation: Flag | None = None
     """OpenAI's padding against traffic analysis; accepted, never added."""
 
     @model_validator(mode="before")
@@ -108,33 +99,33 @@ class GenerationRequest(ObjectiveFields):
     model: str | None = None
     """One of /v1/models; the served model if absent."""
     n: Annotated[int, Field(ge=1), WHOLE] | None = None
-    stream: bool | None = None
+    stream: Flag | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False), NUMBER] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1), NUMBER] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = None
     """-1 and 0 keep all tokens."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    min_p: Annotated[float, Field(ge=0, le=1), NUMBER] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2), NUMBER] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100), NUMBER] | None = None
     seed: Annotated[int, Field(ge=-_INT64, lt=_INT64), WHOLE] | None = None
     stop: (
         StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None
     ) = None
     stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
+    ignore_eos: Flag | None = None
     min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = None
     logit_bias: Annotated[dict[int, float] | None, PlainValidator(_checked_bias), _BIAS_SCHEMA] = None
     """Token id (in JSON a string) to the value added to its logit."""
     allowed_token_ids: Annotated[TokenIds, Field(json_schema_extra={"minItems": 1})] | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: Flag | None = None
+    include_stop_str_in_output: Flag | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
     """Keep only this many of the prompt's last tokens; -1 keeps what fits."""
-    add_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
+    add_special_tokens: Flag | None = None
+    return_token_ids: Flag | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31), WHOLE] | None = None
     """Lower is earlier; needs the priority scheduling policy unless 0."""
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
@@ -299,7 +290,9 @@ def engine_requests(
     PromptTooLong : a prompt leaves no room for the answer.
     """
     requests: list[Request] = []
-    is_single = len(prompts) * body.num_choices == 1
+    num_choices = len(prompts) * body.num_choices
+    num_prompt_tokens = body.num_choices * sum(map(len, prompts))
+    whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
     for token_ids in prompts:
         sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
         prompt_token_ids = tuple(token_ids)
@@ -307,7 +300,9 @@ def engine_requests(
             # choice i of seed s is choice 0 of seed s + i
             seed = (sampling.seed + choice) & _SEED_MASK
             request = Request(
-                request_id=context.completion_id if is_single else f"{context.completion_id}-{len(requests)}",
+                request_id=context.completion_id
+                if whole is None
+                else f"{context.completion_id}-{len(requests)}",
                 prompt_token_ids=prompt_token_ids,
                 sampling=replace(sampling, seed=seed) if choice else sampling,
                 arrival=context.arrival,
@@ -318,6 +313,7 @@ def engine_requests(
                 weight=objectives.weight,
                 tenant=objectives.tenant,
                 shed=objectives.shed,
+                whole=whole,
                 resumes=objectives.resumes,
             )
             requests.append(request)

@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.answer import cancelled_on_disconnect
-from onbeat.server.body import read_body
+from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat import ChatCompletionRequest
 from onbeat.server.chat_prompt import ChatMessages, render_chat
 from onbeat.server.completions import CompletionRequest
-from onbeat.server.generation_request import WHOLE, truncate_to
+from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
@@ -36,16 +36,16 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     messages: ChatMessages | None = None
-    add_special_tokens: bool | None = None
+    add_special_tokens: Flag | None = None
     """True by default for a prompt, false for messages, whose template writes them."""
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    add_generation_prompt: Flag | None = None
+    continue_final_message: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1), WHOLE] | None = None
     max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
     """What truncation to what fits leaves room for; so the next."""
     max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = None
-    return_token_strs: bool | None = None
+    return_token_strs: Flag | None = None
 
 
 _OF_ANSWERS = ChatCompletionRequest.model_fields.keys() - TokenizeRequest.model_fields.keys()
@@ -85,7 +85,7 @@ def tokenizer_routes(services: Services) -> APIRouter:
             token_ids = await encoder.encode_text(text, options, caller)
             if body.return_token_strs:
                 strs = await encoder.off_loop(
-                    caller, len(token_ids), lambda: list(map(tokenizer.token_text, token_ids))
+                    caller, len(token_ids), lambda: list(map(tokenizer.token_entry, token_ids))
                 )
         answer = {
             "count": len(token_ids),

@@ -126,10 +126,12 @@ class VocabularyTokenizer:
         known = self._bytes.get(token_id)
         if known is not None:
             return known
-        token = self._backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None
-        if token is None:
-            return b""
-        return self._bytes.setdefault(token_id, self._spelling.to_bytes(token))
+        token = self.token_entry(token_id)
+        return self._bytes.setdefault(token_id, self._spelling.to_bytes(token)) if token else b""
+
+    def token_entry(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it, such as `Ġis`; empty where it has no such token."""
+        return (self._backend.id_to_token(token_id) if 0 <= token_id < self._vocab_size else None) or ""
 
     def token_text(self, token_id: int) -> str:
         """Return a token as shown in logprobs: its bytes as UTF-8, undecodable bytes replaced."""

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 TEMPLATE = (
     "{% for m in messages %}"
     "{% if m.role == 'user' and m.content == 'refuse' %}{{ raise_exception('no such talk') }}{% endif %}"
+    "{% if m.role == 'king' %}{{ raise_exception('kings have no say') }}{% endif %}"
     "{% if m.content == 'show' %}{{ shown | tojson }}{% endif %}"
     "[{{ m.role }}]{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}\n"
     "{% endfor %}"

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from onbeat.core.request import TokenLogprobs
 from onbeat.server.chat import ChatCompletionRequest
+from tests import fakes_engine
 from tests.cpu.server.running import HELLO, Served, serving
-from tests.fakes_engine import BOS, EOS, FakeEngine, LeadingSpaceTokenizer
+from tests.fakes_engine import BOS, EOS, ByteTokenizer, FakeEngine, LeadingSpaceTokenizer
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -160,6 +162,26 @@ async def test_completion_logprobs_have_the_legacy_form(served: Served, engine: 
     assert logprobs["top_logprobs"][2] == pytest.approx({"!": -0.5, '"': -1.5, "#": -2.5, "$": -9999.0})
 
 
+class PairTokenizer(ByteTokenizer):
+    """An even token and the next one stand for the same byte."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return super().token_bytes(token_id & ~1 if token_id < EOS else token_id)
+
+
+async def test_tokens_of_one_name_show_the_sampled_ones_value_or_the_likelier_ones(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = ord("b"), ord("d")
+    engine.script.text = chr(a + 1)
+    entry = TokenLogprobs(a + 1, -35.97, (a, b, b + 1), (-0.53, -1.5, -2.5))
+    monkeypatch.setattr(fakes_engine, "_logprobs", lambda _request, token_ids: [entry for _ in token_ids])
+    async with serving(engine, tokenizer=PairTokenizer()) as served:
+        logprobs = (await ask_text(served, logprobs=3, max_tokens=1))["choices"][0]["logprobs"]
+    assert (logprobs["tokens"], logprobs["token_logprobs"]) == (["b"], [-35.97])
+    assert logprobs["top_logprobs"] == [{"b": -35.97, "d": -1.5}]
+
+
 async def test_logprobs_of_zero_report_the_sampled_token(served: Served, engine: FakeEngine) -> None:
     body = await ask_text(served, logprobs=0, max_tokens=1)
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"H": -0.5}]
@@ -245,7 +267,7 @@ async def test_tokenize_and_back(served: Served) -> None:
         "count": 3,
         "max_model_len": 2048,
         "tokens": [BOS, 0xC3, 0xA9],
-        "token_strs": ["<bos>", "\ufffd", "\ufffd"],
+        "token_strs": ["<bos>", "<195>", "<169>"],
     }
     assert (await served.post("/tokenize", {"prompt": "é"})).json["token_strs"] is None
     assert (await served.post("/tokenize", {"messages": HELLO})).json["count"] == 20

@@ -73,7 +73,13 @@ BAD_COMMON: list[tuple[dict[str, Any], str]] = [
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
-    ({"max_tokens": "16"}, "max_tokens"),
+    ({"max_tokens": "16.5"}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": "9" * 20}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": "0"}, "max_tokens"),
+    ({"temperature": "inf"}, "temperature"),
+    ({"temperature": "2.5"}, "temperature"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"min_tokens": 1, "stop_token_ids": list(range(VOCAB_SIZE))}, "min_tokens"),
     ({"min_tokens": 1, "allowed_token_ids": [7, 8], "stop_token_ids": [8, 7, 9]}, "min_tokens"),
@@ -96,6 +102,8 @@ BAD_COMMON: list[tuple[dict[str, Any], str]] = [
     ({"allowed_token_ids": []}, "allowed_token_ids"),
     ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
     ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream": 0.0}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
@@ -118,6 +126,30 @@ async def test_integers_may_be_written_with_a_point(served: Served, engine: Fake
     assert (await served.post(CHAT, {"messages": HELLO, "max_completion_tokens": 3.0})).status == 200
 
 
+async def test_numbers_and_booleans_may_be_written_as_text(served: Served, engine: FakeEngine) -> None:
+    fields = {"max_tokens": "5", "seed": "-3", "temperature": "0.5", "top_p": "1", "ignore_eos": "True"}
+    answer = await served.post(TEXT, {"prompt": "a", "logprobs": "1", "echo": "false", **fields})
+    assert answer.json["usage"]["completion_tokens"] == 5
+    sampling = engine.requests[0].sampling
+    assert (sampling.temperature, sampling.top_p, sampling.stop_token_ids) == (0.5, 1.0, ())
+    chat = await served.post(CHAT, {"messages": HELLO, "logprobs": "true", "top_logprobs": "2", **fields})
+    assert len(chat.json["choices"][0]["logprobs"]["content"]) == 5
+    options = {"include_usage": "true", "continuous_usage_stats": "false"}
+    body = {"messages": HELLO, "stream": "TRUE", "stream_options": options}
+    assert (await served.post(CHAT, body)).body.endswith(b"data: [DONE]\n\n")
+    strs = await served.post("/tokenize", {"prompt": "a", "return_token_strs": "1", "max_tokens": "3"})
+    assert strs.json["token_strs"] == ["<bos>", "<97>"]
+
+
+async def test_the_template_decides_which_roles_it_takes(served: Served, engine: FakeEngine) -> None:
+    messages = [{"role": "Reviewer 2", "content": "no"}]
+    assert (await served.post(CHAT, {"messages": messages})).status == 200
+    assert bytes(engine.requests[0].prompt_token_ids).startswith(b"[Reviewer 2]no\n")
+    messages[0]["role"] = "king"
+    message = check(await served.post(CHAT, {"messages": messages}), 400, "invalid_value", "messages")
+    assert "kings have no say" in message
+
+
 @pytest.mark.parametrize("stop", ["", [""], ["a", ""]], ids=str)
 async def test_an_empty_stop_string_is_said_in_one_message(served: Served, stop: Any) -> None:
     message = check(await served.post(TEXT, {"prompt": "a", "stop": stop}), 400, "invalid_value", "stop")
@@ -137,6 +169,9 @@ async def test_bad_values_of_both_endpoints(served: Served, fields: dict[str, An
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "a" * 65, "content": "x"}]}, "messages"),
+        ({"messages": [{"role": 3, "content": "x"}]}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),

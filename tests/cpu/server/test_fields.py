@@ -189,8 +189,8 @@ async def test_refusal_parts_hold_text(served: Served, engine: FakeEngine) -> No
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize("name", ["logprobs", "stream", "ignore_eos"])
-async def test_a_boolean_in_quotes_is_refused_by_name(served: Served, path: str, name: str) -> None:
-    answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: "true"})
+async def test_a_word_for_a_boolean_is_refused_by_name(served: Served, path: str, name: str) -> None:
+    answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: "yes"})
     assert (refused(answer)[0], answer.error["param"]) == ("invalid_value", name)
     wanted = "a valid integer" if (path, name) == (TEXT, "logprobs") else "true or false"
-    assert answer.error["message"] == f"{name} is 'true'; it should be {wanted}"
+    assert answer.error["message"] == f"{name} is 'yes'; it should be {wanted}"

@@ -28,6 +28,7 @@ class FakeFleet(FakeEngine):
     num_waiting = 0
     is_ready = True
     seconds_to_ready = None
+    scaling = None
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(**fields)
@@ -119,7 +120,10 @@ CHAT = [{"role": "user", "content": "hi"}]
         ("ChatCompletionRequest", {"messages": []}),
         ("ChatCompletionRequest", {"messages": [{"role": "tool", "content": "hi"}]}),
         ("ChatCompletionRequest", {"messages": CHAT, "top_logprobs": -1}),
-        ("ChatCompletionRequest", {"messages": CHAT, "logprobs": "true"}),
+        ("ChatCompletionRequest", {"messages": [{"role": "", "content": "hi"}]}),
+        ("ChatCompletionRequest", {"messages": CHAT, "logprobs": "yes"}),
+        ("ChatCompletionRequest", {"messages": CHAT, "max_tokens": "5.5"}),
+        ("ChatCompletionRequest", {"messages": CHAT, "temperature": True}),
         ("TokenizeRequest", {}),
         ("TokenizeRequest", {"prompt": None, "messages": None}),
         ("TokenizeRequest", {"prompt": "a", "messages": CHAT}),
@@ -137,6 +141,8 @@ def test_the_description_excludes_what_is_refused(model: str, body: dict[str, An
     [
         ("CompletionRequest", {"prompt": [[1], [VOCAB_SIZE - 1]], "logit_bias": {"7": 1}, "max_tokens": 5.0}),
         ("ChatCompletionRequest", {"messages": CHAT, "top_logprobs": 0, "slo": None}),
+        ("ChatCompletionRequest", {"messages": CHAT, "logprobs": "true", "max_tokens": "5"}),
+        ("ChatCompletionRequest", {"messages": [{"role": "critic", "content": "hi"}], "top_p": "0.5"}),
         ("TokenizeRequest", {"prompt": "a", "messages": None}),
         ("TokenizeRequest", {"messages": CHAT}),
         ("DetokenizeRequest", {"tokens": []}),

@@ -154,3 +154,26 @@ async def test_the_schema_describes_the_fields(served: Served) -> None:
         "rejected_prediction_tokens",
     }
     assert all(properties[name]["type"] == "integer" for name in properties)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_a_stop_string_in_the_last_delivery_is_the_end_everywhere(
+    served: Served, caplog: pytest.LogCaptureFixture, is_streamed: bool
+) -> None:
+    """The engine ends the request by its length in that delivery, and brings a token behind the string."""
+    caplog.set_level("INFO", logger="onbeat.server")
+    body = {"prompt": "x", "max_tokens": 8, "stop": ", ", "stream": is_streamed, "slo": {"e2e_ms": 9000}}
+    answer = await served.post(TEXT, body)
+    assert b'"finish_reason":"stop","stop_reason":", "' in answer.body
+    metrics = (await served.get("/metrics")).body.decode()
+    for line in (
+        'onbeat_requests_total{finish_reason="stop"} 1.0',
+        'onbeat_requests_total{finish_reason="length"} 0.0',
+        f"onbeat_output_tokens_total {len('Hello, ')}.0",
+        f"onbeat_request_output_tokens_sum {len('Hello, ')}.0",
+        "onbeat_requests_running 0.0",
+        "onbeat_requests_waiting 0.0",
+    ):
+        assert line in metrics
+    (logged,) = [each.getMessage() for each in caplog.records if TEXT in each.getMessage()]
+    assert "finish=stop" in logged

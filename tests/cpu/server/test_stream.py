@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import aclosing
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from onbeat import __version__
 from onbeat.core.request import Request, SamplingParams
 from onbeat.metrics.tracker import RequestTracker
+from onbeat.server.answer_report import usage_of
 from onbeat.server.generation import Choice, Generator, TextOptions
 from onbeat.server.lifecycle import Lifecycle
 from tests.cpu.server.running import HELLO, Served, parse_events
@@ -243,3 +245,25 @@ async def test_a_stream_that_fails_before_it_starts_has_a_status(served: Served,
 def test_parse_events_refuses_a_cut_stream() -> None:
     with pytest.raises(AssertionError):
         parse_events(b"data: {}\n")
+
+
+async def test_continuous_usage_of_a_choice_counts_what_was_sent_of_it(engine: FakeEngine) -> None:
+    """A choice that is ahead of a slow reader tells no tokens that are still to be sent."""
+    generator = Generator(engine, ByteTokenizer(), Lifecycle(), RequestTracker())
+    choices = [
+        Choice(
+            index=index,
+            prompt_index=0,
+            request=Request(request_id=f"r-{index}", prompt_token_ids=(1, 2)),
+            is_streamed=True,
+        )
+        for index in range(2)
+    ]
+    num_sent = [0, 0]
+    async with aclosing(generator.run(choices, TextOptions())) as deltas:
+        async for delta in deltas:
+            await asyncio.sleep(0.01)  # the others go on meanwhile
+            num_sent[delta.choice.index] += len(delta.token_ids)
+            usage = usage_of([delta.choice], delta)
+            assert usage["completion_tokens"] == num_sent[delta.choice.index]
+    assert num_sent == [16, 16]

@@ -10,7 +10,7 @@ from onbeat.core.step import StepOutputs
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import output, request, stats
+from tests.pure.metrics.runs import output, request, stats, step
 
 CHAT = SLO(ttft=1.0, tbt=0.1)
 
@@ -44,8 +44,8 @@ class FakeServer:
         self.open(name, arrival, slo, **fields)
         for number, time in enumerate(times, start=1):
             reason = FinishReason.STOP if number == len(times) else None
-            self.tracker.on_step(StepOutputs(arrival + time, [output(name, finish_reason=reason)]))
+            step(self.tracker, StepOutputs(arrival + time, [output(name, finish_reason=reason)]))
 
     def step(self, start: float, end: float, **fields: Any) -> None:
         """Make a step that delivers nothing."""
-        self.tracker.on_step(StepOutputs(end, [], stats(start, end, **fields)))
+        step(self.tracker, StepOutputs(end, [], stats(start, end, **fields)))

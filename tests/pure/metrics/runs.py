@@ -39,14 +39,23 @@ def stats(start: float, end: float, **fields: Any) -> StepStats:
     return StepStats(start=start, end=end, shape=shape, **values)
 
 
+def step(tracker: RequestTracker, message: StepOutputs) -> None:
+    """Feed a tracker one message of the engine, as the engine's client and the writers of answers do."""
+    tracker.on_step(message)
+    for each in message.outputs:
+        tracker.deliver(each, message.now, len(each.new_token_ids))
+        if each.finish_reason is not None:
+            tracker.close(each.request_id, each.finish_reason, message.now)
+
+
 def run_one(tracker: RequestTracker, request_id: str = "r", *, arrival: float = 10.0) -> None:
     """Prefill at +1 to +2 s, deliveries at +2, +2.5 (two tokens) and +3.5 s, the last after a preemption."""
     tracker.open(request(request_id, arrival=arrival))
     begin: dict[str, Any] = {"scheduled_time": arrival + 1, "num_cached_tokens": 4}
     first = stats(arrival + 1, arrival + 2, rows=[(4, 6)], chunk_request_ids=[request_id], step_id=1)
-    tracker.on_step(StepOutputs(arrival + 2, [output(request_id, **begin)], first))
+    step(tracker, StepOutputs(arrival + 2, [output(request_id, **begin)], first))
     second = stats(arrival + 2, arrival + 2.5, step_id=2)
-    tracker.on_step(StepOutputs(arrival + 2.5, [output(request_id, 2, **begin)], second))
+    step(tracker, StepOutputs(arrival + 2.5, [output(request_id, 2, **begin)], second))
     last = output(request_id, finish_reason=FinishReason.LENGTH, num_preemptions=1, **begin)
     third = stats(arrival + 3, arrival + 3.5, step_id=3, num_preemptions=1)
-    tracker.on_step(StepOutputs(arrival + 3.5, [last], third))
+    step(tracker, StepOutputs(arrival + 3.5, [last], third))

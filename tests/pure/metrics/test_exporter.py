@@ -11,7 +11,7 @@ from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import output, request, run_one, stats
+from tests.pure.metrics.runs import output, request, run_one, stats, step
 
 VLLM_NAMES = {
     "vllm:num_requests_running",
@@ -105,12 +105,16 @@ def test_gauges_follow_requests_between_steps(counts: RunCounts) -> None:
     tracker.open(request("a", arrival=1.0))
     tracker.open(request("b", arrival=1.0))
     assert gauges() == (0, 2, 0)
-    tracker.on_step(StepOutputs(2.0, [output("a")], stats(1.0, 2.0, num_running=1, num_waiting=1)))
+    step(tracker, StepOutputs(2.0, [output("a")], stats(1.0, 2.0, num_running=1, num_waiting=1)))
     assert gauges() == (1, 1, 2)
     tracker.close("b", FinishReason.ABORT, 2.5)
     assert gauges() == (1, 0, 2)
     tracker.close("a", FinishReason.ABORT, 3.0)  # no step follows that could say so
     assert gauges() == (0, 0, 0)
+    tracker.open(request("c", arrival=4.0))
+    last = output("c", finish_reason=FinishReason.LENGTH)
+    tracker.on_step(StepOutputs(5.0, [last], stats(4.0, 5.0, num_running=0, num_used_blocks=0)))
+    assert gauges() == (0, 0, 0), "its reader is slow; the engine has done with it"
 
 
 def test_predictions_and_utilisation_are_absent_where_nobody_predicts(counts: RunCounts) -> None:

@@ -15,7 +15,7 @@ from onbeat.core.step import SchedulerState, StepOutputs
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.slo_counts import OUTCOMES
 from tests.pure.metrics.fake_server import FakeServer
-from tests.pure.metrics.runs import output
+from tests.pure.metrics.runs import output, step
 from tests.pure.metrics.test_exporter import samples
 
 
@@ -89,7 +89,7 @@ def test_the_worst_decile_of_the_last_minute_is_that_of_all_classes() -> None:
     assert WORST in metrics(server, 11.0)
     server.serve("long", 10.0, [0.9], num_prompt_tokens=300)
     server.open("longest", 10.0, num_prompt_tokens=400)
-    server.tracker.on_step(StepOutputs(45.0, [output("longest", 0, finish_reason=FinishReason.EXPIRED)]))
+    step(server.tracker, StepOutputs(45.0, [output("longest", 0, finish_reason=FinishReason.EXPIRED)]))
     got = metrics(server, 50.0)
     assert got[WORST] == 0.5
     assert (got[WORST_PROMPTS + "{bound=min}"], got[WORST_PROMPTS + "{bound=max}"]) == (300, 400)
@@ -117,14 +117,15 @@ def test_refusals_are_counted_by_reason_and_are_not_good() -> None:
     server = FakeServer()
     for name in ("a", "b", "c", "d", "e"):
         server.open(name, 1.0)
-    too_long = Overloaded("a minute's wait", code="server_overloaded", retry_after=3.0)
+    too_long = Overloaded("a minute's wait", retry_after=3.0, reason="queue_too_long")
     server.tracker.refuse("d", too_long, 1.0)
-    server.tracker.on_step(
-        StepOutputs(2.0, [output("e", 0, finish_reason=FinishReason.EXPIRED, retry_after=3.0)])
+    step(
+        server.tracker,
+        StepOutputs(2.0, [output("e", 0, finish_reason=FinishReason.EXPIRED, retry_after=3.0)]),
     )
     server.tracker.refuse("a", SLOUnattainable("no", predicted_ttft=9.0), 1.0)
-    server.tracker.refuse("b", Overloaded("full", code="server_overloaded"), 1.0)
-    server.tracker.on_step(StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
+    server.tracker.refuse("b", Overloaded("full", retry_after=1.0), 1.0)
+    step(server.tracker, StepOutputs(2.0, [output("c", 0, finish_reason=FinishReason.EXPIRED)]))
     server.serve("in time", 2.0, [0.5])
     got = metrics(server, 3.0)
     for reason in ("slo_unattainable", "queue_full", "deadline_exceeded"):

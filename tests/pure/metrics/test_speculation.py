@@ -17,7 +17,7 @@ from onbeat.metrics.exporter import MetricsExporter
 from onbeat.metrics.histogram import Histogram
 from onbeat.metrics.timeline import open_timeline
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import output, request, stats
+from tests.pure.metrics.runs import output, request, stats, step
 from tests.pure.metrics.test_exporter import shown_by
 
 STEP = DraftStats(
@@ -102,30 +102,22 @@ def test_a_value_counts_as_often_as_it_was_seen(values: list[tuple[float, int]])
     assert at_once.sum == pytest.approx(one_by_one.sum)
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "times", "sizes"),
-    [
-        (9, [1.0, 2.0, 3.0], [4, 3, 2]),
-        (8, [1.0, 2.0, 3.0], [4, 3, 1]),
-        (7, [1.0, 2.0], [4, 3]),
-        (5, [1.0, 2.0], [4, 1]),
-        (2, [1.0], [2]),
-    ],
-)
-def test_tokens_behind_a_stop_string_are_not_the_requests(
-    num_tokens: int, times: list[float], sizes: list[int]
-) -> None:
-    """Steps may go on until the engine hears of the stop string; their tokens are taken back."""
+def test_tokens_behind_the_end_of_an_answer_are_not_the_requests() -> None:
+    """The engine ends the request by its length; its answer ended with a stop string before that."""
     counts = RunCounts()
     tracker = RequestTracker([counts])
     record = tracker.open(request("r", arrival=0.0))
-    for now, size in ((1.0, 4), (2.0, 3), (3.0, 2)):
-        tracker.on_step(StepOutputs(now, [output("r", size)]))
-    tracker.close("r", FinishReason.STOP, times[-1], num_output_tokens=num_tokens)
-    assert (record.delivery_times.tolist(), record.delivery_sizes.tolist()) == (times, sizes)
-    assert record.num_output_tokens == num_tokens
-    assert counts.output_lengths.sum == num_tokens
-    assert counts.num_output_tokens == 9, "they were generated nevertheless"
+    step(tracker, StepOutputs(1.0, [output("r", 4)]))
+    last = output("r", 3, finish_reason=FinishReason.LENGTH)
+    tracker.on_step(StepOutputs(2.0, [last]))
+    assert (counts.num_open, record.finish_reason) == (0, None), "the engine does not decide"
+    tracker.deliver(last, 2.0, 1)
+    tracker.close("r", FinishReason.STOP, 2.0)
+    tracker.deliver(output("r", 2), 3.0, 2)  # too late
+    assert (record.delivery_times.tolist(), record.delivery_sizes.tolist()) == ([1.0, 2.0], [4, 1])
+    assert record.num_output_tokens == counts.output_lengths.sum == counts.num_output_tokens == 5
+    assert (record.finish_reason, counts.finished["stop"], counts.finished["length"]) == ("stop", 1, 0)
+    assert counts.num_open == 0
 
 
 def test_gaps_lie_between_deliveries_and_tpot_is_by_tokens() -> None:
@@ -134,7 +126,7 @@ def test_gaps_lie_between_deliveries_and_tpot_is_by_tokens() -> None:
     tracker.open(request("r", arrival=0.0))
     for now, size in ((1.0, 1), (2.0, 4), (3.0, 2)):
         reason = FinishReason.LENGTH if now == 3.0 else None
-        tracker.on_step(StepOutputs(now, [output("r", size, finish_reason=reason)]))
+        step(tracker, StepOutputs(now, [output("r", size, finish_reason=reason)]))
     assert (counts.gap.count, counts.gap.sum) == (2, 2.0)
     assert counts.tpot.sum == pytest.approx(2.0 / 6)
 

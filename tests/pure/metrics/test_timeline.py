@@ -13,7 +13,7 @@ from onbeat.core.request import FinishReason
 from onbeat.core.step import StepOutputs
 from onbeat.metrics.timeline import Timeline, open_timeline
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import output, request, run_one, stats
+from tests.pure.metrics.runs import output, request, run_one, stats, step
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -102,7 +102,7 @@ def test_a_killed_run_is_one_bracket_away_from_json() -> None:
 def test_events_reach_the_file_within_a_second_of_steps(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     with open_timeline(path) as timeline:
-        RequestTracker([timeline]).on_step(StepOutputs(5.0, [], stats(4.0, 5.0)))
+        step(RequestTracker([timeline]), StepOutputs(5.0, [], stats(4.0, 5.0)))
         assert find(events_of(path.read_bytes() + b"]"), "step")
 
 
@@ -160,7 +160,7 @@ def test_relegation_and_refusal_are_marked_on_the_requests_track(tmp_path: Path)
             tracker.open(request(name, arrival=1.0))
         tracker.refuse("refused", SLOUnattainable("no", predicted_ttft=3.5), 1.25)
         given_up = output("expired", 0, finish_reason=FinishReason.EXPIRED)
-        tracker.on_step(StepOutputs(2.0, [output("slow", is_relegated=True), given_up]))
+        step(tracker, StepOutputs(2.0, [output("slow", is_relegated=True), given_up]))
     events = events_of(path.read_bytes())
     (relegated,), (rejected,), (expired,) = (
         find(events, name) for name in ("relegated", "rejected", "expired")

@@ -10,7 +10,7 @@ from onbeat.core.slo import SLO
 from onbeat.core.step import StepOutputs, StepStats
 from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker
-from tests.pure.metrics.runs import output, request, run_one
+from tests.pure.metrics.runs import output, request, run_one, step
 
 
 class Recorder:
@@ -34,6 +34,9 @@ class Recorder:
 
     def on_refusal(self, record: RequestRecord, reason: str) -> None:
         self.heard.append(f"refusal: {reason}")
+
+    def on_leave(self, record: RequestRecord) -> None:
+        self.heard.append("leave")
 
     def on_finish(self, record: RequestRecord) -> None:
         self.heard.append("finish")
@@ -62,7 +65,7 @@ def test_listeners_hear_things_in_order() -> None:
         "request",
         *("step", "delivery 1"),
         *("step", "delivery 2"),
-        *("step", "preemption", "delivery 1", "finish"),
+        *("step", "leave", "preemption", "delivery 1", "finish"),
     ]
 
 
@@ -72,15 +75,15 @@ def test_closing_ends_a_request_once() -> None:
     record = tracker.open(request("r", arrival=1.0))
     tracker.close("r", FinishReason.ABORT, 4.0)
     tracker.close("r", FinishReason.STOP, 5.0)
-    tracker.on_step(StepOutputs(6.0, [output("r", finish_reason=FinishReason.ABORT)]))
-    assert recorder.heard == ["request", "finish"]
+    step(tracker, StepOutputs(6.0, [output("r", finish_reason=FinishReason.ABORT)]))
+    assert recorder.heard == ["request", "leave", "finish"]
     assert (record.finish_reason, record.e2e, record.ttft, record.tpot) == ("abort", 3.0, None, None)
     assert not record.is_completed
 
 
 def test_outputs_of_unknown_requests_are_ignored() -> None:
     recorder = Recorder()
-    RequestTracker([recorder]).on_step(StepOutputs(1.0, [output("stranger")]))
+    step(RequestTracker([recorder]), StepOutputs(1.0, [output("stranger")]))
     assert recorder.heard == []
 
 
@@ -103,7 +106,7 @@ def test_relegation_is_heard_once_and_the_prediction_is_kept() -> None:
     record = tracker.open(request("r", arrival=1.0))
     for now in (2.0, 3.0):
         predicted = 0.7 if now == 2.0 else None
-        tracker.on_step(StepOutputs(now, [output("r", is_relegated=True, predicted_ttft=predicted)]))
+        step(tracker, StepOutputs(now, [output("r", is_relegated=True, predicted_ttft=predicted)]))
     assert recorder.heard == ["request", "delivery 1", "relegation 2", "delivery 1"]
     assert (record.is_relegated, record.predicted_ttft) == (True, 0.7)
 
@@ -122,7 +125,7 @@ def test_a_refused_request_ends_with_its_reason(error: RequestRejected, reason: 
     record = tracker.open(request("r", arrival=1.0))
     tracker.refuse("r", error, 1.5)
     tracker.close("r", FinishReason.ERROR, 2.0)
-    assert recorder.heard == ["request", f"refusal: {reason}", "finish"]
+    assert recorder.heard == ["request", f"refusal: {reason}", "leave", "finish"]
     assert (record.finish_reason, record.is_rejected, record.end) == ("rejected", True, 1.5)
     assert record.predicted_wait == getattr(error, "predicted_ttft", None)
 
@@ -132,7 +135,7 @@ def test_a_request_that_no_server_takes_is_no_refusal() -> None:
     tracker = RequestTracker([recorder])
     record = tracker.open(request("r", arrival=1.0))
     tracker.refuse("r", InvalidRequest("too long"), 1.5)
-    assert recorder.heard == ["request", "finish"]
+    assert recorder.heard == ["request", "leave", "finish"]
     assert (record.finish_reason, record.is_rejected) == ("error", False)
 
 
@@ -141,6 +144,6 @@ def test_a_request_that_expires_in_the_queue_was_never_scheduled() -> None:
     tracker = RequestTracker([recorder])
     record = tracker.open(request("r", arrival=1.0))
     expired = output("r", 0, finish_reason=FinishReason.EXPIRED, scheduled_time=-1.0)
-    tracker.on_step(StepOutputs(3.0, [expired]))
-    assert recorder.heard == ["request", "refusal: deadline_exceeded", "finish"]
+    step(tracker, StepOutputs(3.0, [expired]))
+    assert recorder.heard == ["request", "leave", "refusal: deadline_exceeded", "finish"]
     assert (record.finish_reason, record.scheduled, record.end) == ("expired", None, 3.0)

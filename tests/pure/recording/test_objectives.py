@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.errors import ConfigError, Overloaded, SLOUnattainable
-from onbeat.core.request import Request, SamplingParams
+from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.core.slo import SLO, ShedMode
 from onbeat.recording.log import AddCall, RecordedRefusal, ScheduleCall
 from onbeat.recording.reader import Recording
@@ -111,6 +111,19 @@ def test_a_full_queue_is_recorded_and_found_again(path: Path) -> None:
     result = Replay(Recording(path)).run()
     assert result.is_identical
     assert (result.num_requests, result.num_rejected) == (8, len(run.refused))
+
+
+def test_choices_that_the_queue_takes_together_are_found_again(path: Path) -> None:
+    run = start_run(path, make_config(max_num_seqs=2, max_num_queued_reqs=1))
+    for name in ("half \ud800", "b"):
+        whole = WholeRequest(name, 3, 120)
+        for index in range(3):
+            run.add(make_request(f"{name}-{index}", run.now, whole=whole))
+    run.finish()
+    adds = [call for call in Recording(path).calls() if isinstance(call, AddCall)]
+    assert [call.refused is None for call in adds] == [True] * 3 + [False] * 3
+    assert adds[0].whole == WholeRequest("half \\ud800", 3, 120)
+    assert Replay(Recording(path)).run().is_identical
 
 
 def test_a_queue_that_is_too_long_is_recorded_and_found_again(path: Path) -> None:
@@ -221,7 +234,7 @@ class TestVersions:
             run.step()
         run.finish()
         lines = lines_of(path)
-        assert lines[0]["schema_version"] == 6
+        assert lines[0]["schema_version"] == 7
         lines[0]["schema_version"] = 1
         later = (
             *("slo_mode", "shed_order", "max_num_queued_reqs", "max_num_queued_tokens"),
@@ -276,10 +289,10 @@ class TestVersions:
     def test_files_of_another_version_are_not(self, path: Path) -> None:
         start_run(path, make_config()).finish()
         lines = lines_of(path)
-        lines[0]["schema_version"] = 7
+        lines[0]["schema_version"] = 8
         write_lines(path, lines)
         with pytest.raises(
-            ConfigError, match=r"version 7, this onbeat reads 1, 2, 3, 4, 5 and 6; replay it with onbeat"
+            ConfigError, match=r"version 8, this onbeat reads 1, 2, 3, 4, 5, 6 and 7; replay it with onbeat"
         ):
             Recording(path)
 

@@ -102,7 +102,7 @@ def test_decisions_are_counted_since_the_start() -> None:
     server.step(0.0, 0.5, num_preemptions=1, num_running=0, num_waiting=1, scheduler=state)
     look(history, server, 1.0)
     view = history.view(STARTED)
-    others = dict.fromkeys(("deadline_exceeded", "queue_too_long", "queue_full"), 0)
+    others = dict.fromkeys(("deadline_exceeded", "queue_too_long", "queue_full", "no_replica"), 0)
     assert view.refused == {"slo_unattainable": 1} | others
     assert (view.relegated, view.missed, view.preempted) == (4, 2, 1)
     assert (view.load.utilisation, view.load.predicted_wait) == (0.8, 0.3)

@@ -70,6 +70,12 @@ def test_a_vocabulary_that_adds_no_start_token_leaves_all_that_are_written() -> 
     assert VocabularyTokenizer(backend, NO_ROLES).encode("<s><s>") == [0, 0, 1]
 
 
+def test_an_entry_is_the_vocabularys_own_spelling() -> None:
+    entries = list(map(TOKENIZER.token_entry, TOKENIZER.encode("the the é")))
+    assert entries == ["<s>", "the", "Ġthe", "Ġ", "Ã", "©", "</s>"]
+    assert TOKENIZER.token_entry(-1) == TOKENIZER.token_entry(TOKENIZER.vocab_size) == ""
+
+
 def test_half_a_surrogate_pair_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         TOKENIZER.encode("a\udc00")

@@ -120,6 +120,9 @@ class WordTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self.vocabulary[token_id].encode()
 
+    def token_entry(self, token_id: int) -> str:
+        return self.vocabulary[token_id]
+
     def token_text(self, token_id: int) -> str:
         return self.vocabulary[token_id]
 

@@ -1,10 +1,13 @@
-"""Which requests a replica can never run."""
+"""Which requests a replica does not take: those that it can never run, and those that find its queue full."""
 
 from __future__ import annotations
+
+from collections.abc import Reversible
 
 from onbeat.core.errors import InvalidRequest, Overloaded, PromptTooLong
 from onbeat.core.request import Request
 from onbeat.scheduler.config import SchedulerConfig
+from onbeat.scheduler.replica.request_state import RequestState
 
 
 def check_request(request: Request, config: SchedulerConfig) -> None:
@@ -52,27 +55,59 @@ def _check_resumed(request: Request, config: SchedulerConfig, num_tokens: int) -
         )
 
 
-def check_queue(request: Request, config: SchedulerConfig, *, num_requests: int, num_tokens: int) -> None:
-    """Refuse a request that finds the queue full.
+def check_queue(
+    request: Request,
+    config: SchedulerConfig,
+    *,
+    num_running: int,
+    num_waiting: int,
+    num_tokens: int,
+) -> None:
+    """Refuse a request that finds the queue full; of a whole request, all choices at once.
+
+    What finds the queue empty may fill the free places of the batch first.
 
     Parameters
     ----------
-    num_requests, num_tokens : that wait already.
+    num_running, num_waiting : requests that run, and that wait already.
+    num_tokens : of the prompts that wait.
 
     Raises
     ------
+    InvalidRequest : it has more choices than could run and wait here if it were alone.
     Overloaded : which limit is reached.
     """
-    max_requests, max_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
-    if max_requests is not None and num_requests >= max_requests:
-        raise Overloaded(
-            f"{num_requests} requests are waiting, as many as may (max_num_queued_reqs); try again later",
-            code="server_overloaded",
-        )
-    num_prompt_tokens = len(request.prompt_token_ids)
+    max_waiting, max_tokens = config.max_num_queued_reqs, config.max_num_queued_tokens
+    num_choices, num_prompt_tokens = 1, len(request.prompt_token_ids)
+    if request.whole is not None:
+        _, num_choices, num_prompt_tokens = request.whole
+    if max_waiting is not None:
+        if num_choices > config.max_num_seqs + max_waiting:
+            raise InvalidRequest(
+                f"the request has {num_choices} choices; here at most {config.max_num_seqs} run "
+                f"(max_num_seqs) and {max_waiting} wait (max_num_queued_reqs). Ask for fewer at once",
+                param="n",
+                code="invalid_value",
+            )
+        num_places = 0 if num_waiting else config.max_num_seqs - num_running
+        if num_waiting + num_choices > max_waiting + max(num_places, 0):
+            raise Overloaded(
+                f"{num_waiting} requests wait; {num_choices} more would be more than may "
+                f"(max_num_queued_reqs {max_waiting}); try again later",
+                code="server_overloaded",
+            )
     if max_tokens is not None and num_tokens and num_tokens + num_prompt_tokens > max_tokens:
         raise Overloaded(
-            f"{num_tokens} tokens are waiting; with the {num_prompt_tokens} of this prompt they would be "
+            f"{num_tokens} tokens are waiting; with the {num_prompt_tokens} of this request they would be "
             f"more than may (max_num_queued_tokens {max_tokens}); try again later",
             code="server_overloaded",
         )
+
+
+def has_choice_in(states: Reversible[RequestState], request: Request) -> bool:
+    """Return whether another choice of the same whole request was taken; it was among the last that came."""
+    whole = request.whole
+    if whole is None:
+        return False
+    others = (state.request.whole for state in reversed(states))
+    return any(other is not None and other.whole_id == whole.whole_id for other in others)

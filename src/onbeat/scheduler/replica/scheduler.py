@@ -17,7 +17,7 @@ from onbeat.core.step import (
 )
 from onbeat.core.step_time import StepTimeModel
 from onbeat.scheduler.config import SchedulerConfig
-from onbeat.scheduler.replica.checks import check_queue, check_request
+from onbeat.scheduler.replica.checks import check_queue, check_request, has_choice_in
 from onbeat.scheduler.replica.delivery import last_output, note_deliveries
 from onbeat.scheduler.replica.failures import ENDED, fail, has_run, let_go_of_sharers
 from onbeat.scheduler.replica.handover import Handovers
@@ -133,8 +133,8 @@ class Scheduler:
 
         Raises
         ------
-        InvalidRequest : the id is in use, the prompt is empty, it is resumed with its whole answer, or it
-            comes with KV.
+        InvalidRequest : the id is in use, the prompt is empty, it is resumed with its whole answer, it comes
+            with KV, or its choices are more than may run and wait.
         PromptTooLong : the request can never fit the context or the KV cache.
         Overloaded : as many requests or tokens wait as may (`max_num_queued_reqs`, `max_num_queued_tokens`),
             or it would have to wait for too long (`max_queue_seconds`).
@@ -148,11 +148,12 @@ class Scheduler:
                 "adopted with them, or sent without",
                 param="num_external_tokens",
             )
-        if not request.resumed_token_ids:
+        if not request.resumed_token_ids and not has_choice_in(self._states.values(), request):
             check_queue(
                 request,
                 self.config,
-                num_requests=len(self.waiting),
+                num_running=len(self.running),
+                num_waiting=len(self.waiting),
                 num_tokens=self.waiting.num_prompt_tokens,
             )
         now = request.arrival if now is None else now

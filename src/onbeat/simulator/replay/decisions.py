@@ -179,6 +179,7 @@ class Replay:
             weight=call.weight,
             tenant=call.tenant,
             shed=call.shed,
+            whole=call.whole,
             num_external_tokens=call.num_external_tokens,
         )
         if call.adoption is not None:

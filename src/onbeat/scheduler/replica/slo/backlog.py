@@ -191,7 +191,7 @@ class Backlog:
 
     def _refuse(self, message: str, retry_after: float) -> Overloaded:
         self.tracker.reject(REFUSED)
-        return Overloaded(message, code="server_overloaded", retry_after=retry_after)
+        return Overloaded(message, code="server_overloaded", retry_after=retry_after, reason=REFUSED)
 
     def _until_room(self, wait: float, waiting: WaitingQueue, bound: QueueBound) -> float:
         """Return how long it takes until another is taken, if no other arrives: seconds."""
