@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from math import inf
+from math import ceil, inf
 
 from onbeat.core.fleet import ReplicaLimits, ReplicaLoad
 from onbeat.scheduler.cluster.offered_work import LONGEST_WINDOW, Offered, OfferedWork
@@ -16,8 +16,6 @@ SPARE = 0.82
 """Of that share, below which those that stay have to be for one to go."""
 _LEAST_SHARE = 0.2
 """To which late requests can bring the planned share down."""
-_LATE_SHARE = 0.01
-"""Of the requests: if more are late, there are too few replicas."""
 _MINUTE = 60
 _WINDOWS = (5, 15, _MINUTE, LONGEST_WINDOW)
 """Seconds over which a load is looked at: what is plain is seen soon, what is not later."""
@@ -100,12 +98,13 @@ class ObjectiveScaling(ScalingPolicy):
         self.share = work.share(minute, max(1, num))
         self.late_share = minute.num_missed / minute.num_requests if minute.num_requests else 0.0
         needed = work.needed(minute, SPARE * self._planned, fleet.most)
-        self._needs.add(max(needed, int(fleet.num_open > 0)), now)
+        num_for_late = self._num_for_late(fleet, now)
+        self._needs.add(max(needed, num_for_late, int(fleet.num_open > 0)), now)
         num_for_work = self._num_for_work(fleet, now)
         if num_for_work > num > 0:  # where there is none, the next request starts one
             return Wanted(num_for_work, "work")
-        if fleet.num_ready == num and self._is_late(fleet, now):
-            return Wanted(num + 1, "late")
+        if num_for_late > num:
+            return Wanted(num_for_late, "late")
         self._trust(minute, fleet)
         # One that is not ready carries nothing, and is the first to go.
         num_left = min(num - 1, fleet.num_ready)
@@ -124,18 +123,24 @@ class ObjectiveScaling(ScalingPolicy):
             work.needed(each.scaled(1.0, backlog=backlog), self._planned, fleet.most) for each in loads
         )
 
-    def _is_late(self, fleet: FleetLoad, now: float) -> bool:
-        """Return whether requests are late; plan for less from then on."""
+    def _num_for_late(self, fleet: FleetLoad, now: float) -> int:
+        """Return the replicas that late requests ask for, 0 if none are late; plan for less from then on.
+
+        The more of them are late, the more come at once: twice as many if all are.
+        """
+        if fleet.num_ready != fleet.num_expected:
+            return 0
         for seconds in self._windows:
             if fleet.settled < seconds + _BACKLOG_SECONDS:
-                return False
+                return 0
             offered = self._work.of_last(seconds, now)
-            if offered.surely_misses(_LATE_SHARE):
-                if fleet.num_expected < fleet.most:
-                    share = self._work.share(offered, max(1, fleet.num_ready))
+            if offered.surely_misses:
+                num = fleet.num_expected
+                if num < fleet.most:
+                    share = self._work.share(offered, max(1, num))
                     self._planned = min(self._planned, max(share, _LEAST_SHARE))
-                return True
-        return False
+                return min(fleet.most, num + ceil(num * min(1.0, offered.num_missed / offered.num_requests)))
+        return 0
 
     def _trust(self, minute: Offered, fleet: FleetLoad) -> None:
         """Plan for what was carried for a minute without a late request."""
@@ -152,11 +157,7 @@ class ObjectiveScaling(ScalingPolicy):
     def _count_late(self, request: RoutingRequest, now: float) -> None:
         """Count a request once, if an idle replica could have been in time with it."""
         work, request_id = self._work, request.request_id
-        costs = work.costs
-        if request_id in self._late or costs is None:
-            return
-        idle = work.prefill(request.num_prompt_tokens) + max(costs.decode_base, costs.step)
-        if idle < request.ttft_objective:
+        if request_id not in self._late and work.costs is not None and not work.is_hopeless(request):
             self._late.add(request_id)
             work.on_miss(now)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from math import ceil, inf, sqrt
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from math import ceil, exp, inf, log, sqrt
 from typing import NamedTuple
 
 from onbeat.core.fleet import PrefillCosts, ReplicaLimits
@@ -14,6 +14,10 @@ LONGEST_WINDOW = 240
 """Seconds over which work is summed up at most."""
 _SURE = 3.0
 """Standard deviations by which a sum of random requests has to pass a bound."""
+LATE_SHARE = 0.01
+"""Of the requests: if more are late, there are too few replicas; what fewer ask for decides nothing."""
+_PACE_RATIO = 0.02
+"""TBT objectives that differ by less than this, as a share, are counted as one."""
 _MEAN_OF = 200
 """Requests over which the means of lengths and of prefix hits are taken."""
 _GUESSED_OUTPUT = 200.0
@@ -44,8 +48,8 @@ class _Second:
     """Sum of the squares of what each request takes, prompt and answer."""
     num_missed: int = 0
     """Requests of this second, or of an earlier one, that turned out not to be in time in this one."""
-    tightest: float = inf
-    """Shortest time that an objective leaves a step."""
+    paces: Counter[int] = field(default_factory=Counter)
+    """Requests by their TBT objective, in units of `_PACE_RATIO` of its logarithm."""
 
 
 class Offered(NamedTuple):
@@ -59,7 +63,9 @@ class Offered(NamedTuple):
     error: float
     """Of the work as a share of it, one standard deviation, as that of a sum of independent requests."""
     num_missed: float
-    tightest: float
+    tbt: float
+    """Objective, seconds, which more than a few requests have or a tighter one that a replica can keep;
+    infinite where there is none."""
     seconds: int
 
     def scaled(self, factor: float, *, backlog: float = 0.0) -> Offered:
@@ -75,10 +81,15 @@ class Offered(NamedTuple):
         """The load that there is at least, but for chance."""
         return self.scaled(max(0.0, 1 - _SURE * self.error))
 
-    def surely_misses(self, share: float) -> bool:
-        """Whether more than this share of the requests are not in time, whatever is chance in that."""
-        num_missed, num_requests = self.num_missed * self.seconds, self.num_requests * self.seconds
-        return num_missed - _SURE * sqrt(num_missed) > share * num_requests
+    @property
+    def surely_misses(self) -> bool:
+        """Whether more than a few of the requests are not in time, whatever is chance in that."""
+        return _is_surely_many(self.num_missed * self.seconds, self.num_requests * self.seconds)
+
+
+def _is_surely_many(num: float, num_requests: float) -> bool:
+    """Return whether these are more than `LATE_SHARE` of the requests, whatever is chance in that."""
+    return num - _SURE * sqrt(num) > LATE_SHARE * num_requests
 
 
 class OfferedWork:
@@ -100,14 +111,15 @@ class OfferedWork:
         self.limits: ReplicaLimits | None = None
 
     def on_arrival(self, request: RoutingRequest, now: float) -> None:
-        """Count a request."""
+        """Count a request, unless every replica refuses it whatever it has to do."""
+        if request.rather_refused and self.is_hopeless(request):
+            return
         num_prompt = request.num_prompt_tokens
         self._prompt.add(num_prompt)
         second = self._second(now)
         second.num_requests += 1
-        slo = request.slo
-        if slo is not None:
-            second.tightest = min(second.tightest, slo.tbt or inf, slo.ttft or inf)
+        if request.slo is not None and request.slo.tbt is not None:
+            second.paces[round(log(request.slo.tbt) / _PACE_RATIO)] += 1
         if self.costs is not None:
             prefill = self.prefill(num_prompt)
             second.prefill += prefill
@@ -131,6 +143,19 @@ class OfferedWork:
         num_cached = int(self._cached.value * num_prompt_tokens)
         return self.costs.seconds(num_prompt_tokens - num_cached, num_cached)
 
+    def is_hopeless(self, request: RoutingRequest) -> bool:
+        """Return whether an idle replica would not be in time with a request: then no number of them is."""
+        if self.costs is None:
+            return False
+        tbt = inf if request.slo is None or request.slo.tbt is None else request.slo.tbt
+        idle = self.prefill(request.num_prompt_tokens) + self._least_step
+        return idle >= request.ttft_objective or self._least_step >= tbt
+
+    @property
+    def _least_step(self) -> float:
+        """Seconds of a step with next to nothing in it: it reads all weights."""
+        return 0.0 if self.costs is None else max(self.costs.decode_base, self.costs.step)
+
     @property
     def decode(self) -> float:
         """Seconds that an output token adds to a step, at the mean context."""
@@ -145,7 +170,7 @@ class OfferedWork:
         end = int(now)
         num_requests = num_missed = 0
         prefill = squares = 0.0
-        tightest = inf
+        paces: Counter[int] = Counter()
         for each in reversed(self._seconds):
             if each.when >= end:
                 continue
@@ -155,7 +180,7 @@ class OfferedWork:
             num_missed += each.num_missed
             prefill += each.prefill
             squares += each.squares
-            tightest = min(tightest, each.tightest)
+            paces.update(each.paces)
         num_tokens = num_requests * self._output.value
         work = prefill + num_tokens * self.decode
         return Offered(
@@ -164,16 +189,28 @@ class OfferedWork:
             num_tokens=num_tokens / seconds,
             error=sqrt(squares) / work if work > 0 else 0.0,
             num_missed=num_missed / seconds,
-            tightest=tightest,
+            tbt=self._kept_tbt(paces, num_requests),
             seconds=seconds,
         )
+
+    def _kept_tbt(self, paces: Counter[int], num_requests: int) -> float:
+        """Return the objective that steps have to keep: see `Offered.tbt`."""
+        num = 0
+        for pace in sorted(paces):
+            tbt = exp(pace * _PACE_RATIO)
+            if tbt > self._least_step:
+                num += paces[pace]
+                if _is_surely_many(num, num_requests):
+                    return tbt
+        return inf
 
     def share(self, offered: Offered, num_replicas: int) -> float:
         """Return the share of its time that each of so many replicas would be busy with a load.
 
-        A replica makes as many steps a second as the tightest objective asks for, and as its memory and its
-        slots need to generate that many tokens. Each step has a fixed cost, which a prompt's work may hide:
-        a step of decodes alone reads all weights.
+        A replica makes as many steps a second as the TBT objective asks for, and as its memory and its slots
+        need to generate that many tokens. Each step has a fixed cost, which a prompt's work may hide: a step
+        of decodes alone reads all weights. What the objective's steps cost by themselves, no number of
+        replicas lowers: the share is that of the time which they leave.
         """
         costs, limits = self.costs, self.limits
         if costs is None or limits is None or not offered.num_requests:
@@ -181,9 +218,10 @@ class OfferedWork:
         num_tokens, prefill = offered.num_tokens / num_replicas, offered.prefill / num_replicas
         kv_tokens = limits.num_blocks * limits.block_size
         num_streams = max(1.0, min(limits.max_num_seqs, kv_tokens / max(1.0, self._context)))
-        num_steps = max(1 / offered.tightest, num_tokens / num_streams)
-        fixed = max(num_steps * max(costs.decode_base, costs.step), num_steps * costs.step + prefill)
-        return num_tokens * self.decode + fixed
+        num_steps = max(1 / offered.tbt, num_tokens / num_streams)
+        fixed = max(num_steps * self._least_step, num_steps * costs.step + prefill)
+        kept = self._least_step / offered.tbt
+        return (num_tokens * self.decode + fixed - kept) / (1 - kept)
 
     def needed(self, offered: Offered, share: float, most: int) -> int:
         """Return the fewest replicas that a load keeps busy for at most this share of their time."""
