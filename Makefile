@@ -14,9 +14,9 @@ NATIVE := hatch_build.py $(wildcard native/include/*.h native/src/*)
 # The same examples each time; `searching` tries others.
 THOROUGH := --hypothesis-profile=thorough
 SEARCHING := --hypothesis-profile=searching
-# Files stay whole, so that what a module sets up is made once. More workers than cores make waits too short.
+# Files stay whole, so that what a module sets up is made once. Those that hold times run last, one by one; pytest's 5 is "none".
 WORKED := --numprocesses=$(WORKERS) --dist=loadfile
-FAST := -m "not slow and not network" $(THOROUGH) tests/pure tests/long tests/cpu tests/fleet tests/ray
+FAST := $(THOROUGH) tests/pure tests/long tests/cpu tests/fleet tests/ray
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -31,7 +31,10 @@ serve: .venv/.serve .venv/.native model ## Install what serving needs, get the e
 	$(BIN)/onbeat serve $(ARGS)
 
 test: .venv/.dev .venv/.native model ## Run the fast tests
-	$(BIN)/python -m pytest $(FAST) $(WORKED) $(PYTEST_ARGS)
+	@tested=5; note() { case $$1 in 0) [ $$tested != 5 ] || tested=0;; 5) ;; *) tested=$$1;; esac; }; \
+	$(BIN)/python -m pytest -m "not slow and not network and not alone" $(FAST) $(WORKED) $(PYTEST_ARGS); note $$?; \
+	$(BIN)/python -m pytest -m "alone and not slow and not network" $(FAST) $(PYTEST_ARGS); note $$?; \
+	exit $$tested
 
 test-all: .venv/.dev .venv/.native model ## Run every test, the slow ones and those that need a package index too
 	$(BIN)/python -m pytest $(SEARCHING) $(PYTEST_ARGS)

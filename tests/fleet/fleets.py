@@ -26,9 +26,8 @@ from onbeat.scheduler.cluster.pools import PoolRule
 from onbeat.scheduler.cluster.routers import make_router
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.fake_runner import build_fake_engine
+from tests.waiting import at_most
 
-PATIENCE = 10.0
-"""Seconds that a start may take, where a test says no other; more with launchers that start slowly."""
 make_launcher: Callable[[], Launcher] = LocalLauncher
 """Of fleets for which a test names none."""
 
@@ -108,15 +107,9 @@ def start_requests(
 
 async def check_all(started: list[tuple[Request, asyncio.Task[list[int]]]], timeout: float = 30) -> None:
     """Check that each stream had all of its tokens, once and in order."""
-    async with asyncio.timeout(timeout):
+    async with at_most(timeout):
         for request, task in started:
             assert await task == expected_tokens(request), request.request_id
-
-
-async def until(condition: Callable[[], object], timeout: float | None = None) -> None:
-    async with asyncio.timeout(timeout or PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 def pid_of(client: FleetClient, replica: ReplicaId) -> int:

@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import ServerProgram, run_program, serving, wait_for
+from tests.cpu.e2e.program import ServerProgram, run_program, serving
+from tests.waiting import wait_for
 
 L4 = ("--load-format", "stand-in", "--device", "l4", "--max-model-len", "4096", "--policy", "slo")
 """A prompt of 2,600 tokens takes it some 0.5 s."""

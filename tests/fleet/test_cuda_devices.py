@@ -12,7 +12,8 @@ from onbeat.cluster.cuda_devices import share_devices
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.errors import ConfigError
 from tests.fake_runner import build_fake_engine
-from tests.fleet.fleets import fleet_of, is_ready, until
+from tests.fleet.fleets import fleet_of, is_ready
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ from tests.fleet.fleets import (
     send_signal,
     start_requests,
     state_of,
-    until,
 )
+from tests.waiting import until
 
 
 async def test_routed_streams_are_whole_and_spread_evenly() -> None:
@@ -94,6 +94,7 @@ async def test_replicas_killed_in_turn_under_load_lose_nothing() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 async def test_a_stopped_replica_is_given_up_and_does_not_come_back() -> None:
     async with fleet_of(2) as client:
         started = start_requests(client, 4, max_tokens=900)
@@ -106,6 +107,7 @@ async def test_a_stopped_replica_is_given_up_and_does_not_come_back() -> None:
         await check_all(started)
 
 
+@pytest.mark.alone
 async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "STEP_LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
 

@@ -20,9 +20,9 @@ from tests.fleet.fleets import (
     make_request,
     send_signal,
     start_requests,
-    until,
 )
 from tests.fleet.test_moves import moving_fleet
+from tests.waiting import until
 
 LONG = 200
 """Tokens of a prompt that streams would notice."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,8 +25,8 @@ from tests.fleet.fleets import (
     pid_of,
     start_requests,
     state_of,
-    until,
 )
+from tests.waiting import until
 
 
 def moving_fleet(num_replicas: int, **options: Any) -> FleetClient:
@@ -59,10 +58,8 @@ async def test_a_replica_that_drains_moves_what_runs_there() -> None:
     async with moving_fleet(2) as client:
         started = start_requests(client, 20, max_tokens=150)
         await until(partial(have_begun, client, 20))
-        began = time.monotonic()
-        client.drain("r0", seconds=60, restarts=False)
+        client.drain("r0", seconds=600, restarts=False)
         await until(lambda: state_of(client, "r0") == "stopped")
-        assert time.monotonic() - began < 3
         await check_all(started)
         assert client.counts.num_moved == 10
         assert client.counts.num_resumed == 0, "nothing was computed again"

@@ -15,7 +15,8 @@ from onbeat.cluster.client import FleetClient
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.cpu.server.running import Served, parse_events, serving
 from tests.fakes_engine import FakeEngine
-from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state_of, until
+from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state_of
+from tests.waiting import until
 
 BODY = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 

@@ -12,8 +12,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving, wait_for
+from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.waiting import wait_for
 
 STAND_IN = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-model-len", "4096")
 

@@ -13,7 +13,8 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.request import RequestOutput
 from onbeat.core.step import StepOutputs
 from onbeat.engine.messages import Died, Shutdown, Stepped, encode
-from tests.fleet.fleets import RemoteLauncher, check_all, fleet_of, start_requests, state_of, until
+from tests.fleet.fleets import RemoteLauncher, check_all, fleet_of, start_requests, state_of
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -17,9 +17,10 @@ from onbeat.planner.capacity import CapacityTask, find_capacity
 from onbeat.planner.objectives import VidurObjective
 from onbeat.planner.parallel import run_tasks
 from onbeat.planner.search import SearchOptions
-from tests.cpu.e2e.program import is_running, wait_for
+from tests.cpu.e2e.program import is_running
 from tests.long import workers
 from tests.pure.planner.fakes import FakeCase, make_load
+from tests.waiting import wait_for
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -99,7 +99,6 @@ def on_ray(ray_cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Fleets that a test makes start their replicas on Ray."""
     import ray
 
-    monkeypatch.setattr(fleets, "PATIENCE", 60.0)
     monkeypatch.setattr(fleets, "make_launcher", partial(ray_cluster.launcher, start_timeout=60))
     yield ray_cluster
     end = time.monotonic() + 60

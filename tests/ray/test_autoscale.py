@@ -11,9 +11,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import is_running, serving, wait_for
+from tests.cpu.e2e.program import is_running, serving
 from tests.fleet.test_autoscale import L4, complete, fleet, num_ready
 from tests.ray.conftest import RayCluster, ray_cluster_of
+from tests.waiting import wait_for
 
 FLAGS = (*L4, "--launcher", "ray", "--autoscale", "1..2", "--scale-down-seconds", "20")
 

@@ -17,7 +17,8 @@ import pytest
 from onbeat.cluster.launcher import ReplicaNeeds
 from onbeat.core.errors import ConfigError, EngineDead
 from tests.cpu.e2e.program import is_running
-from tests.fleet.fleets import check_all, fleet_of, pid_of, start_requests, state_of, until
+from tests.fleet.fleets import check_all, fleet_of, pid_of, start_requests, state_of
+from tests.waiting import until
 
 HEAD = {"CPU": 1.0, "node:__internal_head__": 0.001}
 FAR = {"CPU": 1.0, "far": 1.0}

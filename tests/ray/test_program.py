@@ -13,10 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import environment, is_running, run_program, serving, wait_for
+from tests.cpu.e2e.program import environment, is_running, run_program, serving
 from tests.cpu.e2e.test_death import Stream, text_of
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.ray.conftest import RayCluster, ray_cluster_of
+from tests.waiting import wait_for
 
 FLAGS = (
     *("--load-format", "dummy", "--dtype", "float32", "--max-model-len", "32k"),

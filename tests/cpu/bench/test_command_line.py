@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 
 from onbeat.cli.main import main
 from tests.fake_openai import FakeOpenAI, serving
+from tests.waiting import until
 
 SMALL = ["--random-input-len", "8", "--random-output-len", "4"]
 
@@ -458,14 +459,6 @@ def test_an_unknown_flag_names_a_near_one(server: Background, capsys: pytest.Cap
         bench(server, "--num-prompt", "3")
     assert caught.value.code == 2
     assert "--num-prompts" in capsys.readouterr().err
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise TimeoutError
 
 
 async def start(*flags: str) -> asyncio.subprocess.Process:

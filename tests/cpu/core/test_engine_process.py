@@ -29,6 +29,7 @@ from onbeat.engine.messages import AskMove, OpenKV
 from tests.cpu.core.shedding import build_shedding_engine
 from tests.direct_client import ProcessEngineClient
 from tests.fake_runner import build_fake_engine
+from tests.waiting import until
 
 
 class StepLog:
@@ -55,13 +56,6 @@ async def collect(client, request):
         tokens += delivery.output.new_token_ids
         reason = delivery.output.finish_reason
     return tokens, reason
-
-
-async def wait_for(condition, timeout=5.0):
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.01)
 
 
 def engine(**options):
@@ -134,7 +128,7 @@ async def test_an_engine_that_can_run_no_step_any_more_says_why_and_ends(depth, 
         assert not client.is_alive
         with pytest.raises(EngineDead, match="rank 1 has ended"):
             await collect(client, make_request("b"))
-        await wait_for(lambda: not client._process.is_alive())
+        await until(lambda: not client._process.is_alive())
         assert client._process.exitcode == 1
     assert "the engine has died: rank 1 has ended" in caplog.text
 
@@ -142,7 +136,7 @@ async def test_an_engine_that_can_run_no_step_any_more_says_why_and_ends(depth, 
 async def test_an_idle_engine_notices_that_it_is_dead():
     async with engine(idle_checks=3) as client:
         assert client.is_alive
-        await wait_for(lambda: not client.is_alive)
+        await until(lambda: not client.is_alive)
         with pytest.raises(EngineDead, match="it ended while nothing ran"):
             await collect(client, make_request())
 
@@ -221,6 +215,7 @@ def shedding(**options):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.alone
 class TestWhileAStepRuns:
     """Nothing that needs no step waits for one."""
 
@@ -313,20 +308,20 @@ async def test_an_engine_of_several_says_how_it_stands_also_when_idle():
     log = StepLog()
     build = partial(build_fake_engine, step_seconds=0.001, reports_load=True)
     async with ProcessEngineClient(build, observers=[log]) as client:
-        await wait_for(lambda: log.messages)
+        await until(lambda: log.messages)
         start = log.messages[0]
         assert (start.outputs, start.load.num_taken, start.load.tightest_tbt) == ([], 0, math.inf)
         assert start.load.costs.token > 0
         with pytest.raises(PromptTooLong):
             await collect(client, make_request("long", num_prompt=2000))
-        await wait_for(lambda: log.messages[-1].load.num_taken == 1)
+        await until(lambda: log.messages[-1].load.num_taken == 1)
         await collect(client, make_request("a", max_tokens=5))
         assert [message.load.num_taken for message in log.messages[-5:]] == [2] * 5
         assert [message.load.num_running for message in log.messages[-5:]] == [1] * 4 + [0]
         stream = client.generate(make_request("b", max_tokens=900))
         await anext(stream)
         await stream.aclose()
-        await wait_for(lambda: log.messages[-1].load.num_running == 0)
+        await until(lambda: log.messages[-1].load.num_running == 0)
         assert log.messages[-1].load.num_taken == 3
 
 

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from tests.waiting import wait_for
 
 START_SECONDS = 60.0
 
@@ -51,7 +52,7 @@ class ServerProgram:
         self._ready.set()
 
     def wait_until_ready(self) -> None:
-        self._ready.wait(START_SECONDS)
+        wait_for(self._ready.is_set, START_SECONDS)
         assert self.url, f"the server did not start: {self.lines}"
 
     @property
@@ -83,9 +84,9 @@ class ServerProgram:
 
     def exit_code(self, timeout: float = 15.0) -> int:
         """Wait for the end; the program's output is complete then."""
-        code = self.process.wait(timeout)
-        self._reader.join(5)
-        return code
+        wait_for(lambda: self.process.poll() is not None, timeout)
+        self._reader.join(60)
+        return self.process.returncode
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name; those with labels as `name{value,value}`."""
@@ -149,14 +150,6 @@ def run_program(
     return subprocess.run(
         command_line(*arguments), capture_output=True, text=True, env=env, timeout=timeout, check=False
     )
-
-
-def wait_for(condition: Callable[[], object], timeout: float = 30.0) -> None:
-    """Wait until a condition holds."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -14,7 +14,8 @@ import aiohttp
 import orjson
 import pytest
 
-from tests.cpu.e2e.program import SMALL, ServerProgram, read_metrics, serving, wait_for
+from tests.cpu.e2e.program import SMALL, ServerProgram, read_metrics, serving
+from tests.waiting import at_most, wait_for
 
 NUM_REQUESTS = 200
 CONCURRENCY = 64
@@ -90,7 +91,7 @@ async def run_clients(url: str, plans: list[Plan]) -> list[Outcome]:
             async with seats:
                 return await run_client(session, url, plan)
 
-        async with asyncio.timeout(120):
+        async with at_most(120):
             return await asyncio.gather(*(seated(plan) for plan in plans))
 
 

@@ -8,7 +8,6 @@ import re
 import resource
 import socket
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,21 @@ from onbeat.engine.weights import parameter_shapes, read_model_config
 from onbeat.hub.files import ModelFiles
 from tests.cpu.e2e.program import environment, run_program, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.waiting import patience
 
 DUMMY = ("--load-format", "dummy", "--threads", "1")
 
 
 def refusal(*arguments: str | Path, seconds: float = 30.0, **env: str | None) -> str:
     """Run `onbeat serve`; return the one line that it says."""
-    started = time.monotonic()
-    run = run_program("serve", "--port", "0", *arguments, env=environment(**env))
+    with patience() as taken:
+        run = run_program("serve", "--port", "0", *arguments, env=environment(**env))
     assert run.returncode == 2, run.stderr
     assert run.stdout == ""
     assert run.stderr.count("\n") == 1, run.stderr
     assert run.stderr.startswith(("onbeat: error: ", "onbeat serve: error: ")), run.stderr
     assert "Traceback" not in run.stderr
-    assert time.monotonic() - started < seconds
+    assert taken.seconds < seconds
     return run.stderr
 
 

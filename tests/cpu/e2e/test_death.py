@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import SMALL, ServerProgram, is_running, serving, starting, wait_for
+from tests.cpu.e2e.program import SMALL, ServerProgram, is_running, serving, starting
+from tests.waiting import wait_for
 
 TINY_FLAGS = ("--load-format", "dummy", "--dtype", "float32", *SMALL[2:], "--max-model-len", "32k")
 STAND_IN_FLAGS = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-model-len", "4096")
@@ -44,12 +45,12 @@ class Stream:
             self.error = error
 
     def wait_until_flowing(self) -> None:
-        wait_for(lambda: len(self.events) > 5)
+        wait_for(lambda: len(self.events) > 5 or self.error)
+        assert self.error is None, self.error
 
     def end(self, timeout: float = 20.0) -> list[Any]:
         """Wait for the regular end of the stream and return its events before `[DONE]`."""
-        self._thread.join(timeout)
-        assert not self._thread.is_alive(), "the stream hangs"
+        wait_for(lambda: not self._thread.is_alive(), timeout)
         assert self.error is None, self.error
         assert self.events[-1] == b"[DONE]"
         return [json.loads(event) for event in self.events[:-1]]
@@ -62,7 +63,7 @@ def server(tiny_directory: Path) -> Iterator[ServerProgram]:
 
 
 def status(url: str) -> int:
-    return httpx.get(url, timeout=5).status_code
+    return httpx.get(url, timeout=60).status_code
 
 
 def test_metrics_show_no_path(server: ServerProgram, tiny_directory: Path) -> None:
@@ -76,7 +77,7 @@ def text_of(events: list[Any]) -> str:
 
 
 def replicas(server: ServerProgram) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = httpx.get(f"{server.url}/fleet", timeout=10).json()["replicas"]
+    rows: list[dict[str, Any]] = httpx.get(f"{server.url}/fleet", timeout=60).json()["replicas"]
     return rows
 
 
@@ -145,7 +146,7 @@ def test_sigterm_drains_then_exits_with_0(server: ServerProgram) -> None:
     stream.wait_until_flowing()
     server.send_signal(signal.SIGTERM)
     wait_for(lambda: status(f"{server.url}/ready") == 503, timeout=2)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=5).status_code == 503
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "a"}, timeout=60).status_code == 503
     assert stream.end()[-1]["choices"][0]["finish_reason"] == "length"
     assert server.exit_code() == 0
     assert not is_running(engine)
@@ -174,13 +175,12 @@ def test_the_engine_of_a_killed_server_ends_by_itself(server: ServerProgram) -> 
     wait_for(lambda: not is_running(engine), timeout=5)
 
 
+@pytest.mark.alone
 def test_the_engine_of_a_killed_idle_server_ends_at_once(server: ServerProgram) -> None:
     engine = server.engine_pid
     time.sleep(1.1)  # a heartbeat has been sent
     server.send_signal(signal.SIGKILL)
-    killed = time.monotonic()
-    wait_for(lambda: not is_running(engine))
-    assert time.monotonic() - killed < 1.0
+    wait_for(lambda: not is_running(engine), timeout=1)
 
 
 def test_a_server_killed_while_it_loads_leaves_no_engine(tiny_directory: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 
-from tests.cpu.e2e.program import SMALL, ServerProgram, serving, wait_for
+from tests.cpu.e2e.program import SMALL, ServerProgram, serving
+from tests.waiting import wait_for
 
 
 def complete(server: ServerProgram, **fields: Any) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import SMALL, run_program, serving, wait_for
+from tests.cpu.e2e.program import SMALL, run_program, serving
+from tests.waiting import wait_for
 
 TINY = ("--load-format", "dummy", "--dtype", "float32", *SMALL)
 PLANNED = ("--policy", "slo", "--step-time-profile", "roofline", "--max-num-seqs", "1")

@@ -85,6 +85,7 @@ def test_what_cannot_be_known_is_not_said(tmp_path: Path) -> None:
     assert meter.read() is None
 
 
+@pytest.mark.alone
 def test_loops_on_all_cores_are_seen() -> None:
     cores = len(os.sched_getaffinity(0))
     with busy_loops(cores):
@@ -96,6 +97,7 @@ def test_loops_on_all_cores_are_seen() -> None:
     assert found.num_cores > 0.5 * cores
 
 
+@pytest.mark.alone
 def test_own_work_is_not_that_of_others() -> None:
     meter = OthersMeter(1)
     idle = OthersMeter(1, own_seconds=lambda: 0.0)

@@ -15,8 +15,9 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.recording.reader import Recording
-from tests.cpu.e2e.program import ServerProgram, run_program, serving, wait_for
+from tests.cpu.e2e.program import ServerProgram, run_program, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
+from tests.waiting import wait_for
 
 TINY = ("--load-format", "dummy", "--dtype", "float32", "--threads", "1", "--max-model-len", "1024")
 FEW_BLOCKS = ("--kv-cache-memory-bytes", "530k", "--max-num-seqs", "16", "--max-num-batched-tokens", "64")

@@ -138,6 +138,7 @@ def test_a_busy_machine_is_said_where_it_was_measured(config, monkeypatch):
     assert miss.endswith(" (as measured while the machine was busy)")
 
 
+@pytest.mark.alone
 def test_a_start_beside_loops_on_all_cores_says_so(config):
     said: list[str] = []
     cores = len(os.sched_getaffinity(0))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,6 +15,7 @@ from huggingface_hub import constants
 
 from onbeat.core.errors import ModelLoadError
 from onbeat.hub import resolve_model
+from tests.waiting import patience
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -77,38 +77,37 @@ def test_refusals_are_explained(name: str, revision: str | None, message: str) -
 
 def test_unreachable_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    started = time.monotonic()
-    with pytest.raises(ModelLoadError, match="not in the cache and the hub cannot be reached"):
+    with patience() as taken, pytest.raises(ModelLoadError, match="the hub cannot be reached"):
         resolve_model("owner/model")
-    assert time.monotonic() - started < 10
+    assert taken.seconds < 10
 
 
 @pytest.mark.slow
 def test_silent_hub_is_a_clear_error_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:  # takes connections, never answers
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
-        started = time.monotonic()
-        with pytest.raises(ModelLoadError, match="not in the cache and the hub cannot be reached"):
+        with patience() as taken, pytest.raises(ModelLoadError, match="the hub cannot be reached"):
             resolve_model("owner/model")
-        assert time.monotonic() - started < 10
+        assert taken.seconds < 10
 
 
 def test_offline_by_environment_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")  # never routed
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    started = time.monotonic()
-    with pytest.raises(ModelLoadError, match="offline mode is on; unset HF_HUB_OFFLINE"):
+    with patience() as taken, pytest.raises(ModelLoadError, match="offline mode is on; unset HF_HUB_OFFLINE"):
         resolve_model("owner/model")
-    assert time.monotonic() - started < 2
+    assert taken.seconds < 2
 
 
 def test_a_look_into_the_cache_alone_says_how_to_fetch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", "http://192.0.2.1")
-    started = time.monotonic()
-    with pytest.raises(ModelLoadError, match="fetch it with `onbeat models fetch owner/model`") as caught:
+    with (
+        patience() as taken,
+        pytest.raises(ModelLoadError, match="fetch it with `onbeat models fetch owner/model`") as caught,
+    ):
         resolve_model("owner/model", offline=True)
     assert "offline mode" not in str(caught.value)  # the caller asked for it; nobody set a mode
-    assert time.monotonic() - started < 2
+    assert taken.seconds < 2
 
 
 def write_snapshot(cache: Path, *names: str) -> Path:

@@ -13,6 +13,7 @@ from onbeat.engine.parallel.group import RankGroup, RanksUnreachable
 from onbeat.engine.parallel.layers import SplitAmongRanks
 from onbeat.engine.parallel.shards import Shard, vocabulary_rows
 from tests.cpu.parallel.threads import run_ranks
+from tests.waiting import patience
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_logits_come_together_on_the_first_rank(size: int, vocab_size: int, dtyp
 
 def test_a_rank_that_goes_away_is_noticed_at_once() -> None:
     # A rank has its group a little before the others have theirs.
-    all_connected = threading.Barrier(3, timeout=20)
+    all_connected = threading.Barrier(3, timeout=120)
 
     def work(group: RankGroup) -> str:
         all_connected.wait()
@@ -60,9 +61,9 @@ def test_a_rank_that_goes_away_is_noticed_at_once() -> None:
             group.sum_up(torch.zeros(4))
         return "noticed"
 
-    start = time.monotonic()
-    assert run_ranks(3, work) == ["noticed", "noticed", "gone"]
-    assert time.monotonic() - start < 10
+    with patience() as taken:
+        assert run_ranks(3, work) == ["noticed", "noticed", "gone"]
+    assert taken.seconds < 10
 
 
 def test_a_rank_that_does_not_answer_is_given_up() -> None:

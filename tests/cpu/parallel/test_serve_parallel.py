@@ -11,9 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving, wait_for
+from tests.cpu.e2e.program import ServerProgram, is_running, run_program, serving
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.cpu.parallel.processes import rank_pids
+from tests.waiting import wait_for
 
 FLAGS = (
     *("--load-format", "dummy", "--dtype", "float32", "--device", "cpu", "--kv-cache-memory-bytes", "32M"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import socket
@@ -24,6 +23,7 @@ from onbeat.server.run import bind, uvicorn_config
 from onbeat.server.telemetry import Telemetry
 from onbeat.text.chat_template import ChatTemplate
 from tests.fakes_engine import ByteTokenizer, FakeEngine
+from tests.waiting import until
 
 if TYPE_CHECKING:
     from onbeat.cluster.client import FleetClient
@@ -171,10 +171,3 @@ async def serving(
         await until(lambda: not server.server_state.tasks)
         await until(lambda: not server.server_state.connections)
         await server.lifespan.shutdown()
-
-
-async def until(condition: Any, timeout: float = 5.0) -> None:
-    """Wait for a condition, or fail."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.005)

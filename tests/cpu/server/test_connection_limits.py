@@ -18,6 +18,7 @@ from onbeat.server.config import ConnectionLimits
 from onbeat.server.connection import BoundedConnection
 from tests.cpu.server.running import HELLO, Served, serving
 from tests.fakes_engine import FakeEngine
+from tests.waiting import at_most
 
 CHAT = "/v1/chat/completions"
 POST = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
@@ -91,7 +92,7 @@ async def test_an_endless_header_is_stopped() -> None:
     async with limited(ConnectionLimits()) as served, connected(served, POST + b"x-long: ") as client:
         client.writer.write(b"a" * 2**17)
         assert error_of(await client.end()) == (431, "headers_too_large")
-        async with asyncio.timeout(5):
+        async with at_most(5):
             with pytest.raises(ConnectionError):
                 await send_for_ever(client, b"a" * 2**16)
         assert (await served.get("/health")).status == 200
@@ -195,7 +196,7 @@ async def test_no_limit_cuts_an_answer(behind: bytes) -> None:
         async with connected(served, head + data) as client:
             await client.reader.readuntil(b"\r\n\r\n")
             client.writer.write(behind)
-            async with asyncio.timeout(10):
+            async with at_most(10):
                 body = await client.reader.readuntil(b"\r\n0\r\n\r\n")
             assert body.count(b"data: ") == 32
             assert b"[DONE]" in body
@@ -234,6 +235,6 @@ async def test_nothing_is_kept_of_a_connection_that_was_reset_after_its_answer()
                 await client.reader.readuntil(b"\r\n\r\n")
                 linger = struct.pack("ii", 1, 0)  # closing resets the connection
                 client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-        async with asyncio.timeout(10):  # less than connections are kept alive for
+        async with at_most(10):  # less than connections are kept alive for
             while any(id(each) not in of_other_tests for each in connections()):
                 await asyncio.sleep(0.05)

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.cpu.server.running import HELLO, Served, until
+from tests.cpu.server.running import HELLO, Served
 from tests.fakes_engine import FakeEngine
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 

@@ -20,6 +20,7 @@ from tests.cpu.server.running import Served, serving
 from tests.direct_client import ProcessEngineClient
 from tests.fake_runner import build_fake_engine
 from tests.fakes_engine import FakeEngine
+from tests.waiting import at_most
 
 
 @asynccontextmanager
@@ -65,7 +66,7 @@ async def health(served: Served) -> tuple[int, str]:
 async def becomes(served: Served, status: int, timeout: float = 6.0) -> float:
     """Wait until /health has a status; return how long that took."""
     start = time.monotonic()
-    async with asyncio.timeout(timeout):
+    async with at_most(timeout):
         while (await health(served))[0] != status:
             await asyncio.sleep(0.02)
     return time.monotonic() - start
@@ -77,6 +78,7 @@ async def metric(served: Served, name: str) -> float:
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
+@pytest.mark.alone
 async def test_a_stopped_engine_is_seen_until_it_goes_on(
     is_busy: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -106,6 +108,7 @@ async def test_a_stopped_engine_is_seen_until_it_goes_on(
     assert lines[1] == "the engine goes on"
 
 
+@pytest.mark.alone
 async def test_a_step_that_does_not_end_is_seen_until_it_does() -> None:
     async with serving_process(LIMITS, step_seconds=4.0) as (served, _):
         body = {"prompt": "x", "max_tokens": 1}
@@ -119,6 +122,7 @@ async def test_a_step_that_does_not_end_is_seen_until_it_does() -> None:
         assert await metric(served, "onbeat_engine_step_age_seconds") == 0
 
 
+@pytest.mark.alone
 async def test_a_long_step_is_no_silence() -> None:
     limits = HangLimits(silence_seconds=1.8, step_seconds=10)
     async with serving_process(limits, step_seconds=2.2) as (served, _):

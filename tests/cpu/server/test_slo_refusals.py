@@ -10,7 +10,8 @@ import pytest
 
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from tests.cpu.server.predicting_engine import PredictingEngine
-from tests.cpu.server.running import HELLO, Served, parse_events, until
+from tests.cpu.server.running import HELLO, Served, parse_events
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

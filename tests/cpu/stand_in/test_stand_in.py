@@ -210,6 +210,7 @@ def test_its_steps_are_those_that_were_planned() -> None:
     assert seen == [scheduled.shape for scheduled, _ in ended.steps if scheduled.rows]
 
 
+@pytest.mark.alone
 def test_steps_take_the_predicted_time() -> None:
     """On a machine that is busy with other things many take longer."""
     forward = make_forward(num_blocks=128, block_size=16, step_seconds=lambda shape: 0.004)

@@ -16,6 +16,7 @@ from struct import pack
 from termios import TIOCSWINSZ
 
 from tests.cpu.e2e.program import command_line, environment
+from tests.waiting import Patience
 
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -35,10 +36,10 @@ class Terminal:
 
     def wait_for(self, words: str, timeout: float = 20.0) -> None:
         """Read until words are drawn that were not there before."""
-        deadline = time.monotonic() + timeout
+        patience = Patience()
         start = len(self.drawn)
         while words not in CONTROL.sub("", self.drawn[start:]):
-            assert time.monotonic() < deadline, f"{words!r} is not in {self.text[-4000:]}"
+            assert patience.look() < timeout, f"{words!r} is not in {self.text[-4000:]}"
             self._read(0.1)
 
     def _read(self, timeout: float) -> None:
@@ -51,9 +52,9 @@ class Terminal:
     def press_ctrl_c(self) -> int:
         """Interrupt the program; return its exit code."""
         self.process.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + 10
+        patience = Patience()
         while self.process.poll() is None:
-            assert time.monotonic() < deadline, "it does not end"
+            assert patience.look() < 10, "it does not end"
             self._read(0.05)
         self._read(0.05)
         return self.process.returncode
