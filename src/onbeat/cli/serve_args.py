@@ -13,6 +13,7 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
 
 API_KEY_VARIABLE = "ONBEAT_API_KEY"
+FLEET_KEY_VARIABLE = "ONBEAT_FLEET_KEY"
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +52,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     return read_options(
         args,
         ServerConfig,
+        fleet_key=_fleet_key_in_environment() if args.fleet_key is None else args.fleet_key,
         api_keys=(*args.api_key, *_keys_in_file(args.api_key_file), *_keys_in_environment()),
         slo=read_options(
             args, SLODefaults, classes=file.classes, keys=file.keys, slo=read_options(args, SLO)
@@ -69,6 +71,10 @@ def _keys_in_file(path: Path | None) -> list[str]:
     if not keys:
         raise ConfigError(f"{path} holds no API key; put one on a line")
     return keys
+
+
+def _fleet_key_in_environment() -> str | None:
+    return os.environ.get(FLEET_KEY_VARIABLE) or None
 
 
 def _keys_in_environment() -> list[str]:

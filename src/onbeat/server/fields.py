@@ -200,6 +200,25 @@ def near_match(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str
     return next(iter(difflib.get_close_matches(start, list(known), n=1, cutoff=likeness)), None)
 
 
+def refuse_unknown(value: Mapping[str, Any], known: Collection[str], *, where: str = "") -> None:
+    """Refuse the first field that is not known, and say which was probably meant.
+
+    Parameters
+    ----------
+    where : the path of the object, such as `slo.`.
+
+    Raises
+    ------
+    InvalidRequest : there is one.
+    """
+    for key in value:
+        if key not in known:
+            near = near_match(key, known)
+            cure = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(known)) or 'none'}"
+            name = (where + key)[:MAX_QUOTED]
+            raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
+
+
 def with_one_unknown(value: Any, known: Collection[str]) -> Any:
     """Return an object with but one of its unknown fields, if it has more fields than are known.
 

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
-from onbeat.server.fields import near_match
+from onbeat.server.fields import near_match, refuse_unknown
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
@@ -68,13 +68,9 @@ class SLOFields(BaseModel):
     @classmethod
     def _has_known_keys(cls, value: Any) -> Any:
         """Say which key was probably meant, which pydantic would not."""
-        known = sorted(field.alias or name for name, field in cls.model_fields.items())
-        for key in value if isinstance(value, dict) else ():
-            if key not in known:
-                near = near_match(key, known)
-                cure = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
-                name = f"slo.{key}"[:100]
-                raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        if isinstance(value, dict):
+            refuse_unknown(value, known, where="slo.")
         return value
 
 

@@ -12,7 +12,7 @@ import pytest
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
 from onbeat.cli.serve import example_request, public_name
-from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
+from onbeat.cli.serve_args import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -24,7 +24,8 @@ def config(*arguments: str) -> ServerConfig:
 
 @pytest.fixture(autouse=True)
 def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    for name in (API_KEY_VARIABLE, FLEET_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_defaults_open_nothing_to_the_network() -> None:
@@ -42,6 +43,16 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
     assert keys == ("one", "two", "from-file", "second", "from-environment")
 
 
+def test_the_fleet_is_opened_by_its_own_key_or_else_by_the_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config().fleet_keys == ()
+    assert config("--api-key", "one").fleet_keys == ("one",)
+    monkeypatch.setenv(FLEET_KEY_VARIABLE, "from-environment")
+    found = config("--api-key", "one")
+    assert (found.fleet_keys, found.guarding_keys) == (("from-environment",), ("one", "from-environment"))
+    assert config().guarding_keys == (), "a key of the fleet closes nothing else"
+    assert config("--fleet-key", "two").fleet_keys == ("two",)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -53,6 +64,8 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
         (["--shutdown-timeout", "nan"], "shutdown_timeout is nan"),
         (["--shutdown-timeout", "inf"], "shutdown_timeout is inf"),
         (["--api-key", ""], "API key is empty"),
+        (["--fleet-key", ""], "the fleet's key is empty"),
+        (["--fleet-key", "ü"], "the fleet's key is empty or not ASCII"),
         (["--ssl-keyfile", "key.pem"], "TLS needs both"),
         (["--api-key-file", "/no/such/file"], "cannot read the API keys"),
     ],
