@@ -73,7 +73,7 @@ class HttpContext:
     """Finish reasons of the choices, comma separated."""
     error_code: str | None = None
     ignored_fields: list[str] = field(default_factory=list)
-    """Paths of fields that nobody knows and the answer does not depend on."""
+    """Paths of fields that nobody knows and the answer does not depend on, and headers without effect."""
 
     @property
     def caller(self) -> str:
@@ -174,7 +174,7 @@ class RequestLog:
         for path in map(_printable, context.ignored_fields):
             if path not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(path)
-                logger.warning("%s: unknown field %s is ignored (said once)", context.endpoint, path)
+                logger.warning("%s: the field %s is ignored (said once)", context.endpoint, path)
 
 
 def _printable(name: str) -> str:

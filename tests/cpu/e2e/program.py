@@ -101,7 +101,7 @@ class ServerProgram:
 
     def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {_FLEET_KEY}"}
-        return httpx.request(method, self.url + path, headers=headers, timeout=30, **options)
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, **options)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name; those with labels as `name{value,value}`."""
