@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,9 @@ MAX_JSON_VALUES = 2**19
 
 MAX_JSON_PARTS = 2**17
 """Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+", re.ASCII)
+"""What a browser sends as `Origin`, and `*` for all of them."""
 
 _option = partial(option, group="server")
 
@@ -86,7 +90,8 @@ class ServerConfig:
         (),
         many="append",
         metavar="ORIGIN",
-        help="web origin whose pages may call the server (CORS), * is every origin; repeatable",
+        help="web origin whose pages may call the server (CORS), * is every origin; repeatable, or a "
+        "JSON list",
     )
     connections: ConnectionLimits = part(ConnectionLimits)
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")
@@ -110,6 +115,11 @@ class ServerConfig:
         if not 0 <= self.shutdown_timeout < math.inf:
             raise ConfigError(
                 f"shutdown_timeout is {self.shutdown_timeout}; it must be finite and not negative"
+            )
+        if wrong := [each for each in self.allowed_origins if not _ORIGIN.fullmatch(each)]:
+            raise ConfigError(
+                f"allowed_origins holds {wrong[0]!r}, which no browser sends; give *, or an origin such as "
+                "https://app.example or http://localhost:3000, in small letters and without a path"
             )
         for name, keys in (("an API key", self.api_keys), ("the fleet's key", self.fleet_keys)):
             if any(not key or not key.isascii() for key in keys):

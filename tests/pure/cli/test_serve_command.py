@@ -75,6 +75,40 @@ def test_settings_that_cannot_be(arguments: list[str], expected: str) -> None:
         config(*arguments)
 
 
+@pytest.mark.parametrize(
+    ("values", "origins"),
+    [
+        (["*"], ("*",)),
+        (['["*"]'], ("*",)),  # vLLM's spelling
+        (['["https://a.example", "http://localhost:3000"]'], ("https://a.example", "http://localhost:3000")),
+        (["https://a.example", '["http://[::1]:3000"]'], ("https://a.example", "http://[::1]:3000")),
+        (["app://obsidian.md", "null"], ("app://obsidian.md", "null")),
+        (["[]"], ()),
+    ],
+)
+def test_origins_are_words_or_a_json_list(values: list[str], origins: tuple[str, ...]) -> None:
+    assert config(*(f"--allowed-origins={each}" for each in values)).allowed_origins == origins
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a.example",
+        "https://A.example",
+        "https://a.example/",
+        "https://a.example/app",
+        "https://*.a.example",
+        "",
+        "[1]",
+        "[*]",
+        '["*"',
+    ],
+)
+def test_what_no_page_has_for_its_origin_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_origins"):
+        config(f"--allowed-origins={value}")
+
+
 @pytest.mark.parametrize("content", [b"", b"\n \n# only a comment\n", b"\xff\xfe"])
 def test_a_key_file_without_keys_is_refused(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "keys"
