@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import pytest
 
+from onbeat.cluster import local_launcher
 from onbeat.cluster.client import FleetClient
+from onbeat.engine.container import FreeMemory
 from onbeat.scheduler.cluster.scaling import ScaleBounds
 from tests.cpu.server.running import Answer, Served, parse_events, serving
 from tests.fakes_engine import FakeEngine
@@ -233,6 +235,26 @@ async def test_a_fleet_that_scales_itself_takes_bounds_and_numbers() -> None:
         assert values["onbeat_fleet_replicas_max"] == 1
         for wrong in ({"min": 3, "max": 2}, {"min": 1}, {"replicas": 1, "max": 2}, {}):
             assert (await ask(served, "/fleet/scale", wrong)).status == 400
+
+
+async def test_there_are_no_more_replicas_than_the_machine_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        fleet_of(1, autoscale="freeness", bounds=ScaleBounds(1, 2)) as client,
+        serving(cast(FakeEngine, client), has_fleet=True, fleet_key=KEY) as served,
+    ):
+        for body in ({"replicas": 17}, {"min": 1, "max": 17}):
+            monkeypatch.setattr(local_launcher, "usable_cores", lambda: 2)
+            answer = await ask(served, "/fleet/scale", body)
+            assert (answer.status, answer.error["param"]) == (400, "replicas" if len(body) == 1 else "min")
+            assert "at most 16 have room here (cores: 2" in answer.error["message"]
+        monkeypatch.setattr(local_launcher, "host_memory", lambda: FreeMemory(2**20, "this machine"))
+        answer = await ask(served, "/fleet/scale", {"replicas": 2})
+        assert answer.status == 400
+        assert "at most 1 have room here (this machine: 0.0 GiB are free" in answer.error["message"]
+        assert len(client.replicas()) == 1
+        assert (await ask(served, "/fleet/scale", {"replicas": 1})).status == 200, "fewer always have room"
 
 
 async def test_a_fleet_of_a_fixed_size_takes_no_bounds() -> None:

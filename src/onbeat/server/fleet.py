@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from onbeat.core.fleet import DRAIN_SECONDS, ReplicaView, ScalingView
+from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.config import ServerConfig
@@ -20,7 +20,6 @@ from onbeat.server.middleware import bearer_key
 from onbeat.server.openapi import FleetStatus, error_answers, json_body
 
 LONGEST_DRAIN_SECONDS = 24 * 3600.0
-MOST_REPLICAS = 1024
 
 
 class DrainRequest(BaseModel):
