@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 import uvloop
-from harness.fleet import Fleet, fleet_parser, replica_arguments, serving
+from harness.fleet import FLEET_HEADERS, Fleet, fleet_parser, replica_arguments, serving
 from harness.pages import markdown_table, middle
 
 DRAINED = "r1"
@@ -136,12 +136,12 @@ class Drains:
         }
 
     async def _get(self, path: str) -> dict[str, Any]:
-        async with self._session.get(self._fleet.url + path) as answer:
+        async with self._session.get(self._fleet.url + path, headers=FLEET_HEADERS) as answer:
             found: dict[str, Any] = await answer.json()
             return found
 
     async def _post(self, path: str, body: dict[str, Any]) -> None:
-        async with self._session.post(self._fleet.url + path, json=body) as answer:
+        async with self._session.post(self._fleet.url + path, json=body, headers=FLEET_HEADERS) as answer:
             answer.raise_for_status()
 
 

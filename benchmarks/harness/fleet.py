@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+FLEET_KEY = "of the benchmarks"
+"""Opens `/fleet` of what these serve."""
+FLEET_HEADERS = {"Authorization": f"Bearer {FLEET_KEY}"}
 ONBEAT = (sys.executable, "-m", "onbeat")
 _MOST_SECONDS = 120.0
 """Until all replicas are ready."""
@@ -30,7 +33,8 @@ class Fleet:
 
     def fetch(self, path: str) -> dict[str, Any]:
         """Return what it answers to a GET."""
-        with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+        request = urllib.request.Request(self.url + path, headers=FLEET_HEADERS)
+        with urllib.request.urlopen(request, timeout=5) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
 
@@ -74,7 +78,7 @@ def serving(arguments: Sequence[str], port: int, *, log: Path | None = None) -> 
     ------
     SystemExit : it does not get ready in two minutes.
     """
-    command = [*ONBEAT, "serve", *arguments, "--port", str(port)]
+    command = [*ONBEAT, "serve", *arguments, "--port", str(port), "--fleet-key", FLEET_KEY]
     fleet_url = f"http://127.0.0.1:{port}"
     with (
         log.open("wb") if log else tempfile.TemporaryFile() as output,

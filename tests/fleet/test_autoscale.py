@@ -23,13 +23,8 @@ def complete(server: ServerProgram, number: int, **fields: Any) -> httpx.Respons
     return httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
 
 
-def fleet(server: ServerProgram) -> dict[str, Any]:
-    found: dict[str, Any] = httpx.get(f"{server.url}/fleet", timeout=30).json()
-    return found
-
-
 def num_ready(server: ServerProgram) -> int:
-    return sum(each["state"] == "ready" for each in fleet(server)["replicas"])
+    return sum(each["state"] == "ready" for each in server.fleet()["replicas"])
 
 
 @pytest.mark.slow
@@ -37,14 +32,14 @@ def test_a_fleet_follows_its_load_from_none_to_several_and_back(smollm2_gguf: Pa
     record = tmp_path / "fleet.gz"
     flags = ("--autoscale", "0..2", "--scale-down-seconds", "4", "--record", record)
     with serving("Llama-3.1-8B", "--tokenizer", smollm2_gguf, *L4, *flags) as server:
-        scaling = fleet(server)["scaling"]
+        scaling = server.fleet()["scaling"]
         assert [scaling[key] for key in ("policy", "min", "max", "planned_share")] == [
             "objective",
             0,
             2,
             0.85,
         ]
-        wait_for(lambda: not fleet(server)["replicas"], timeout=60)
+        wait_for(lambda: not server.fleet()["replicas"], timeout=60)
         for path in ("/health", "/ready"):
             assert httpx.get(server.url + path, timeout=30).status_code == 200, "it only sleeps"
         # from none: the first request waits for a replica; who would not wait is told
@@ -60,25 +55,25 @@ def test_a_fleet_follows_its_load_from_none_to_several_and_back(smollm2_gguf: Pa
             while num_ready(server) < 2 and time.monotonic() < end:
                 sent += [pool.submit(complete, server, 10 + len(sent) + each) for each in range(3)]
                 time.sleep(0.5)
-            assert num_ready(server) == 2, fleet(server)
+            assert num_ready(server) == 2, server.fleet()
             answers = [each.result() for each in sent]
         assert {each.status_code for each in answers} == {200}
-        wait_for(lambda: not fleet(server)["replicas"], timeout=120)
-        assert fleet(server)["scaling"]["why"] == "spare"
+        wait_for(lambda: not server.fleet()["replicas"], timeout=120)
+        assert server.fleet()["scaling"]["why"] == "spare"
         values = server.metrics()
         assert values["onbeat_fleet_replicas_wanted"] == 0
         assert values["onbeat_fleet_rescales_total{up,arrival}"] >= 1
         assert values["onbeat_fleet_rescales_total{up,work}"] >= 1
         assert values["onbeat_fleet_rescales_total{down,spare}"] >= 2
         # a number that is asked for holds
-        asked = httpx.post(f"{server.url}/fleet/scale", json={"replicas": 1}, timeout=30)
+        asked = server.change_fleet("scale", replicas=1)
         assert asked.status_code == 200, asked.text
         wait_for(lambda: num_ready(server) == 1, timeout=60)
-        bounds = httpx.post(f"{server.url}/fleet/scale", json={"min": 2, "max": 3}, timeout=30).json()
+        bounds = server.change_fleet("scale", min=2, max=3).json()
         assert (bounds["scaling"]["min"], bounds["scaling"]["max"]) == (2, 3)
         wait_for(lambda: num_ready(server) == 2, timeout=60)
         for wrong in ({"min": 3, "max": 2}, {"min": 1}, {"replicas": 1, "max": 2}, {}):
-            assert httpx.post(f"{server.url}/fleet/scale", json=wrong, timeout=30).status_code == 400
+            assert server.change_fleet("scale", **wrong).status_code == 400
         server.send_signal(signal.SIGTERM)
         assert server.exit_code(30) == 0
     replay = run_program("replay", record)

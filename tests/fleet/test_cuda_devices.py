@@ -10,7 +10,7 @@ import pytest
 from onbeat.cluster import cuda_devices
 from onbeat.cluster.cuda_devices import share_devices
 from onbeat.cluster.local_launcher import LocalLauncher
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, InvalidRequest
 from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import fleet_of, is_ready
 from tests.waiting import until
@@ -77,5 +77,7 @@ async def test_processes_see_their_own_devices_and_a_replica_too_many_says_so(tm
     async with fleet_of(2, launcher=launcher, make_build=make_build) as client:
         await until(lambda: all(is_ready(client, each) for each in ("r0", "r1")))
         assert {path.read_text() for path in tmp_path.iterdir()} == {"4,5", "6,7"}
-        client.scale(3)
+        with pytest.raises(InvalidRequest, match=r"at most 2 have room here \(CUDA devices: 4\)"):
+            client.scale(3)
+        client.controller.scale(3)  # as where one that drains still has its devices
         await until(lambda: "r2 has got no CUDA device" in caplog.text)

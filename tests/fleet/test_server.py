@@ -11,9 +11,11 @@ from typing import Any, cast
 
 import pytest
 
+from onbeat.cluster import local_launcher
 from onbeat.cluster.client import FleetClient
+from onbeat.engine.container import FreeMemory
 from onbeat.scheduler.cluster.scaling import ScaleBounds
-from tests.cpu.server.running import Served, parse_events, serving
+from tests.cpu.server.running import Answer, Served, parse_events, serving
 from tests.fakes_engine import FakeEngine
 from tests.fleet.fleets import fleet_of, has_lives, lives_of, send_signal, state_of
 from tests.waiting import until
@@ -21,13 +23,26 @@ from tests.waiting import until
 BODY = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
 
 
+KEY = "of the fleet"
+CARRIED = {"authorization": f"Bearer {KEY}"}
+
+
 @asynccontextmanager
-async def served_fleet(num_replicas: int, **fields: Any) -> AsyncIterator[tuple[Served, FleetClient]]:
+async def served_fleet(
+    num_replicas: int, *, fleet_key: str | None = KEY, **fields: Any
+) -> AsyncIterator[tuple[Served, FleetClient]]:
     async with (
         fleet_of(num_replicas, step_seconds=0.01) as client,
-        serving(cast(FakeEngine, client), has_fleet=True, **fields) as served,
+        serving(cast(FakeEngine, client), has_fleet=True, fleet_key=fleet_key, **fields) as served,
     ):
         yield served, client
+
+
+async def ask(served: Served, path: str, body: dict[str, Any] | None = None) -> Answer:
+    """Ask the fleet with its key: show it, or with a body change it."""
+    if body is None:
+        return await served.get(path, headers=CARRIED)
+    return await served.post(path, body, headers=CARRIED)
 
 
 async def metrics(served: Served) -> dict[str, float]:
@@ -108,28 +123,28 @@ async def test_health_says_that_a_replica_stays_down() -> None:
         assert "r0 is down" in answer.error["message"]
         refused = await served.post("/v1/completions", BODY)
         assert refused.status == 503
-        assert (await served.post("/fleet/scale", {"replicas": 1})).status == 200
+        assert (await ask(served, "/fleet/scale", {"replicas": 1})).status == 200
         await until(lambda: client.is_ready)
         assert (await served.post("/v1/completions", BODY)).status == 200
 
 
 async def test_the_fleet_is_shown_and_changed() -> None:
     async with served_fleet(2) as (served, client):
-        shown = (await served.get("/fleet")).json
+        shown = (await ask(served, "/fleet")).json
         assert [row["replica"] for row in shown["replicas"]] == ["r0", "r1"]
         assert [row["state"] for row in shown["replicas"]] == ["ready", "ready"]
         assert shown["replicas"][0]["limits"]["block_size"] == 16
         running = asyncio.create_task(served.post("/v1/completions", BODY))
         await until(lambda: any(view.num_streaming for view in client.replicas()))
         for replica in ("r0", "r1"):
-            answer = await served.post("/fleet/drain", {"replica": replica, "restart": True})
+            answer = await ask(served, "/fleet/drain", {"replica": replica, "restart": True})
             assert answer.status == 200
             assert {row["replica"]: row["state"] for row in answer.json["replicas"]}[replica] != "ready"
         assert (await running).status == 200
         await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r0", "r1")))
-        assert (await served.post("/fleet/scale", {"replicas": 1})).status == 200
+        assert (await ask(served, "/fleet/scale", {"replicas": 1})).status == 200
         await until(lambda: len(client.replicas()) == 1)
-        assert (await served.post("/fleet/restart", {})).status == 200
+        assert (await ask(served, "/fleet/restart", {})).status == 200
         await until(lambda: lives_of(client, client.replicas()[0].replica) == 3)
 
 
@@ -142,23 +157,58 @@ async def test_the_fleet_is_shown_and_changed() -> None:
         ("/fleet/scale", {"replicas": -1}, "replicas"),
         ("/fleet/scale", {"replicas": 10**6}, "replicas"),
         ("/fleet/scale", {"replicas": "two"}, "replicas"),
+        ("/fleet/scale", {"replicas": 1, "max_replicas": 2}, "max_replicas"),
+        ("/fleet/scale", {"replicas": 1, "user": "me"}, "user"),
+        ("/fleet/drain", {"replica": "r0", "restarts": True}, "restarts"),
+        ("/fleet/restart", {"timeout": 3}, "timeout"),
+        ("/fleet/restart", {f"z{number}": 1 for number in range(100_000)}, "z0"),
     ],
 )
 async def test_bad_wishes_are_refused(path: str, body: dict[str, Any], param: str) -> None:
     async with served_fleet(1) as (served, client):
-        answer = await served.post(path, body)
+        answer = await ask(served, path, body)
         assert (answer.status, answer.error["param"]) == (400, param)
         assert state_of(client, "r0") == "ready"
 
 
-async def test_strangers_change_nothing() -> None:
-    async with served_fleet(1) as (served, _):
-        answer = await served.post("/fleet/scale", {"replicas": 0}, headers={"x-forwarded-for": "10.0.0.1"})
-        assert (answer.status, answer.error["code"]) == (403, "forbidden")
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"via": "1.1 nginx"},
+        {"x-real-ip": "8.8.8.8"},
+        {"x-forwarded-for": "127.0.0.1"},
+        {"host": "evil.example", "origin": "https://evil.example"},
+        {"authorization": "Bearer anything"},
+    ],
+    ids=str,
+)
+async def test_without_keys_nobody_sees_or_changes_the_fleet(headers: dict[str, str]) -> None:
+    async with served_fleet(1, fleet_key=None) as (served, client):
+        for path, body in (("/fleet/scale", {"replicas": 0}), ("/fleet/restart", {}), ("/fleet/drain", {})):
+            answer = await served.post(path, body, headers=headers)
+            assert (answer.status, answer.error["code"]) == (403, "forbidden")
+            assert "--fleet-key" in answer.error["message"]
+        assert (await served.get("/fleet", headers=headers)).status == 403
+        assert (await served.post("/v1/completions", {"prompt": "x"}, headers=headers)).status == 200
+        assert state_of(client, "r0") == "ready"
 
 
-async def test_with_keys_each_route_needs_one() -> None:
-    async with served_fleet(1, api_keys=("secret",)) as (served, _):
+@pytest.mark.parametrize("fields", [{}, {"api_keys": ("secret",)}], ids=["open", "with API keys"])
+async def test_the_key_of_the_fleet_opens_it_and_no_other_does(fields: dict[str, Any]) -> None:
+    async with served_fleet(1, **fields) as (served, _):
+        for headers in ({}, {"authorization": "Bearer secret"}, {"authorization": "Bearer wrong"}):
+            assert (await served.get("/fleet", headers=headers)).status == 401
+            answer = await served.post("/fleet/restart", {}, headers=headers)
+            assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert (await ask(served, "/fleet")).status == 200
+        assert (await ask(served, "/fleet/scale", {"replicas": 1})).status == 200
+        assert (await ask(served, "/v1/models")).status == 200, "it opens the rest too"
+        assert (await served.get("/v1/models")).status == (401 if fields else 200)
+
+
+async def test_without_a_key_of_its_own_api_keys_open_the_fleet() -> None:
+    async with served_fleet(1, fleet_key=None, api_keys=("secret",)) as (served, _):
         assert (await served.get("/fleet")).status == 401
         assert (await served.post("/fleet/restart", {})).status == 401
         headers = {"authorization": "Bearer secret", "x-forwarded-for": "10.0.0.1"}
@@ -169,28 +219,48 @@ async def test_with_keys_each_route_needs_one() -> None:
 async def test_a_fleet_that_scales_itself_takes_bounds_and_numbers() -> None:
     async with (
         fleet_of(1, autoscale="freeness", bounds=ScaleBounds(1, 2)) as client,
-        serving(cast(FakeEngine, client), has_fleet=True) as served,
+        serving(cast(FakeEngine, client), has_fleet=True, fleet_key=KEY) as served,
     ):
-        shown = (await served.get("/fleet")).json["scaling"]
+        shown = (await ask(served, "/fleet")).json["scaling"]
         assert (shown["policy"], shown["min"], shown["max"], shown["wanted"]) == ("freeness", 1, 2, 1)
         assert shown["load_share"] is None, "memory is all that it looks at"
-        answer = await served.post("/fleet/scale", {"replicas": 2})
+        answer = await ask(served, "/fleet/scale", {"replicas": 2})
         assert answer.json["scaling"]["min"] == 2
         await until(lambda: state_of(client, "r1") == "ready")
-        answer = await served.post("/fleet/scale", {"min": 0, "max": 1})
+        answer = await ask(served, "/fleet/scale", {"min": 0, "max": 1})
         assert (answer.json["scaling"]["min"], answer.json["scaling"]["max"]) == (0, 1)
         await until(lambda: state_of(client, "r1") == "stopped")
         values = await metrics(served)
         assert values['onbeat_fleet_rescales_total{direction="down",why="bounds"}'] == 1
         assert values["onbeat_fleet_replicas_max"] == 1
         for wrong in ({"min": 3, "max": 2}, {"min": 1}, {"replicas": 1, "max": 2}, {}):
-            assert (await served.post("/fleet/scale", wrong)).status == 400
+            assert (await ask(served, "/fleet/scale", wrong)).status == 400
+
+
+async def test_there_are_no_more_replicas_than_the_machine_has_room_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with (
+        fleet_of(1, autoscale="freeness", bounds=ScaleBounds(1, 2)) as client,
+        serving(cast(FakeEngine, client), has_fleet=True, fleet_key=KEY) as served,
+    ):
+        for body in ({"replicas": 17}, {"min": 1, "max": 17}):
+            monkeypatch.setattr(local_launcher, "usable_cores", lambda: 2)
+            answer = await ask(served, "/fleet/scale", body)
+            assert (answer.status, answer.error["param"]) == (400, "replicas" if len(body) == 1 else "min")
+            assert "at most 16 have room here (cores: 2" in answer.error["message"]
+        monkeypatch.setattr(local_launcher, "host_memory", lambda: FreeMemory(2**20, "this machine"))
+        answer = await ask(served, "/fleet/scale", {"replicas": 2})
+        assert answer.status == 400
+        assert "at most 1 have room here (this machine: 0.0 GiB are free" in answer.error["message"]
+        assert len(client.replicas()) == 1
+        assert (await ask(served, "/fleet/scale", {"replicas": 1})).status == 200, "fewer always have room"
 
 
 async def test_a_fleet_of_a_fixed_size_takes_no_bounds() -> None:
     async with served_fleet(1) as (served, _):
-        assert (await served.get("/fleet")).json["scaling"] is None
-        answer = await served.post("/fleet/scale", {"min": 1, "max": 2})
+        assert (await ask(served, "/fleet")).json["scaling"] is None
+        answer = await ask(served, "/fleet/scale", {"min": 1, "max": 2})
         assert answer.status == 400
         assert "--autoscale" in answer.json["error"]["message"]
         assert "onbeat_fleet_replicas_wanted" not in await metrics(served)

@@ -44,7 +44,7 @@ def complete(server: ServerProgram, number: int, **fields: Any) -> dict[str, Any
 
 
 def rows(server: ServerProgram) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{server.url}/fleet", timeout=30).json()["replicas"]
+    found: list[dict[str, Any]] = server.fleet()["replicas"]
     return found
 
 
@@ -60,7 +60,7 @@ def test_texts_are_the_same_through_deaths_and_drains(server: ServerProgram, rec
         os.kill(busiest["process_id"], signal.SIGKILL)
         other = next(row for row in rows(server) if row["replica"] != busiest["replica"])
         drain = {"replica": other["replica"], "timeout": 0, "restart": True}
-        assert httpx.post(f"{server.url}/fleet/drain", json=drain, timeout=30).status_code == 200
+        assert server.change_fleet("drain", **drain).status_code == 200
         answers = [future.result() for future in running]
     assert [answer["choices"] for answer in answers] == whole
     assert all(answer["usage"]["completion_tokens"] == 3500 for answer in answers)
@@ -96,7 +96,7 @@ def test_texts_are_the_same_where_streams_move(smollm2_gguf: Path, tmp_path: Pat
             running = [pool.submit(complete, server, each, **body) for each, body in enumerate(bodies)]
             wait_for(lambda: row(server, "r1")["streaming"] >= 1)
             drain = {"replica": "r1", "timeout": 60, "restart": True}
-            assert httpx.post(f"{server.url}/fleet/drain", json=drain, timeout=30).status_code == 200
+            assert server.change_fleet("drain", **drain).status_code == 200
             answers = [future.result() for future in running]
         assert [answer["choices"] for answer in answers] == whole
         wait_for(lambda: row(server, "r1")["lives"] == 2, timeout=60)

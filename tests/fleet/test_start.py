@@ -6,13 +6,18 @@ from contextlib import ExitStack
 
 import pytest
 
+from onbeat.cluster import local_launcher
 from onbeat.cluster.config import FleetOptions
+from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.cluster.start import open_fleet
+from onbeat.core.errors import ConfigError
 from onbeat.engine.config import EngineConfig
 from onbeat.hub.files import ModelFiles
 from onbeat.recording.fleet import read_header
+from onbeat.scheduler.cluster.scaling import ScaleBounds
 from onbeat.scheduler.config import SchedulerLimits
 from tests.fake_runner import build_fake_engine
+from tests.fleet.fleets import fleet_of
 
 
 @pytest.mark.parametrize(
@@ -27,3 +32,24 @@ def test_the_router_follows_the_policy_that_replicas_run(tmp_path, policy, route
     header = read_header(record)
     assert header is not None
     assert header["router"] == router
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "bounds"), [(9, None), (1, ScaleBounds(1, 9))], ids=["replicas", "autoscale"]
+)
+async def test_what_has_no_room_is_not_started(
+    monkeypatch: pytest.MonkeyPatch, num_replicas: int, bounds: ScaleBounds | None
+) -> None:
+    monkeypatch.setattr(local_launcher, "usable_cores", lambda: 1)
+    launcher = LocalLauncher()
+    autoscale = "" if bounds is None else "freeness"
+    client = fleet_of(num_replicas, bounds=bounds, autoscale=autoscale, launcher=launcher)
+    with pytest.raises(ConfigError, match=r"9 replicas .* at most 8 have room here \(cores: 1"):
+        await client.start()
+    assert client.controller.lives == {}, "the first one ends too"
+
+
+def test_each_device_has_room_for_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_launcher, "usable_cores", lambda: 64)
+    room = LocalLauncher(device_shares=[("0", "1"), ("2", "3")]).room()
+    assert room == (2, "CUDA devices: 4")

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.cpu.e2e.program import is_running, serving
-from tests.fleet.test_autoscale import L4, complete, fleet, num_ready
+from tests.fleet.test_autoscale import L4, complete, num_ready
 from tests.ray.conftest import RayCluster, ray_cluster_of
 from tests.waiting import wait_for
 
@@ -36,7 +36,7 @@ def test_ray_places_what_autoscaling_starts(small_cluster: RayCluster, smollm2_g
             """Send prompts, two of which keep a replica busy for a second, and look half a second later."""
             sent.extend(pool.submit(complete, server, len(sent) + each) for each in range(num))
             time.sleep(0.5)
-            return fleet(server)
+            return server.fleet()
 
         # It wants a second replica, which has no place: it waits for one, and nothing is sent to it.
         wait_for(lambda: send_more(3)["scaling"]["wanted"] == 2, timeout=120)
@@ -46,16 +46,16 @@ def test_ray_places_what_autoscaling_starts(small_cluster: RayCluster, smollm2_g
             first, second = send_more()["replicas"]
             assert first["state"] == "ready"
             assert (second["state"], second["lives"], second["requests"]) == ("starting", 0, 0)
-        assert fleet(server)["scaling"]["wanted"] == 2, "it is asked for once"
+        assert server.fleet()["scaling"]["wanted"] == 2, "it is asked for once"
         # A node comes with room for it: it gets ready there, and takes its part.
         small_cluster.add_node(num_cpus=1)
         wait_for(lambda: send_more() and num_ready(server) == 2, timeout=120)
         wait_for(lambda: send_more()["replicas"][1]["requests"] > 0, timeout=60)
         answers = [each.result() for each in sent]
         assert {each.status_code for each in answers} == {200}
-        second = fleet(server)["replicas"][1]["process_id"]
+        second = server.fleet()["replicas"][1]["process_id"]
         # Nobody asks: it ends, and its place is free.
-        wait_for(lambda: len(fleet(server)["replicas"]) == 1, timeout=120)
+        wait_for(lambda: len(server.fleet()["replicas"]) == 1, timeout=120)
         wait_for(lambda: not is_running(second), timeout=10)
         values = server.metrics()
         assert values["onbeat_fleet_rescales_total{up,work}"] == 1

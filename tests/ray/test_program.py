@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.cpu.e2e.program import environment, is_running, run_program, serving
+from tests.cpu.e2e.program import ServerProgram, environment, is_running, run_program, serving
 from tests.cpu.e2e.test_death import Stream, text_of
 from tests.cpu.e2e.tiny_directory import write_tiny_directory
 from tests.ray.conftest import RayCluster, ray_cluster_of
@@ -37,8 +36,8 @@ def own_cluster(network: None) -> Iterator[RayCluster]:
         yield cluster
 
 
-def replicas_of(url: str) -> Any:
-    return httpx.get(f"{url}/fleet").json()["replicas"]
+def replicas_of(server: ServerProgram) -> Any:
+    return server.fleet()["replicas"]
 
 
 def parent_of(process_id: int) -> int:
@@ -55,14 +54,14 @@ def test_streams_outlive_an_engine_and_nothing_outlives_the_server(
         streams = [Stream(server.url, **fields) for _ in range(4)]
         for stream in streams:
             stream.wait_until_flowing()
-        killed = max(replicas_of(server.url), key=lambda row: row["streaming"])["process_id"]
+        killed = max(replicas_of(server), key=lambda row: row["streaming"])["process_id"]
         os.kill(killed, signal.SIGKILL)
         assert [text_of(stream.end(60)) for stream in streams] == [whole] * 4
-        wait_for(lambda: [row["state"] for row in replicas_of(server.url)] == ["ready"] * 2, timeout=60)
+        wait_for(lambda: [row["state"] for row in replicas_of(server)] == ["ready"] * 2, timeout=60)
         endless = [Stream(server.url, max_tokens=30_000) for _ in range(2)]
         for stream in endless:
             stream.wait_until_flowing()
-        engines = [row["process_id"] for row in replicas_of(server.url)]
+        engines = [row["process_id"] for row in replicas_of(server)]
         actors = [parent_of(engine) for engine in engines]
         server.send_signal(signal.SIGKILL)
         server.exit_code()
@@ -74,15 +73,15 @@ def test_serving_goes_on_while_the_head_is_gone(own_cluster: RayCluster, model: 
     flags = ("--ray-address", own_cluster.address, "--start-timeout", "60", "--fleet-port", "9377")
     with serving(model, *FLAGS, *flags) as server:
         whole = text_of(Stream(server.url, max_tokens=200, temperature=0).end())
-        (engine,) = (row["process_id"] for row in replicas_of(server.url))
+        (engine,) = (row["process_id"] for row in replicas_of(server))
         stream = Stream(server.url, max_tokens=30_000)
         stream.wait_until_flowing()
         own_cluster.cluster.head_node.kill_gcs_server()
         gone = time.monotonic()
-        httpx.post(f"{server.url}/fleet/scale", json={"replicas": 2})
+        server.change_fleet("scale", replicas=2)
         while time.monotonic() < gone + 30:
             assert text_of(Stream(server.url, max_tokens=200, temperature=0).end()) == whole
-        rows = replicas_of(server.url)
+        rows = replicas_of(server)
         assert [(row["state"], row["lives"]) for row in rows] == [("ready", 1), ("starting", 0)]
         assert stream.error is None
         assert any("r1 waits for a place: the head of the cluster does not answer" in x for x in server.lines)

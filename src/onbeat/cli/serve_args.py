@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+from itertools import chain
 from pathlib import Path
 
 from onbeat.cli.options import add_options, find_group, read_options
@@ -13,6 +15,7 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
 
 API_KEY_VARIABLE = "ONBEAT_API_KEY"
+FLEET_KEY_VARIABLE = "ONBEAT_FLEET_KEY"
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,11 +54,26 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
     return read_options(
         args,
         ServerConfig,
+        allowed_origins=tuple(chain.from_iterable(map(_origins, args.allowed_origins))),
+        fleet_key=_fleet_key_in_environment() if args.fleet_key is None else args.fleet_key,
         api_keys=(*args.api_key, *_keys_in_file(args.api_key_file), *_keys_in_environment()),
         slo=read_options(
             args, SLODefaults, classes=file.classes, keys=file.keys, slo=read_options(args, SLO)
         ),
     )
+
+
+def _origins(text: str) -> list[str]:
+    """Return the origins of one flag: one as it is, or vLLM's JSON list of them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        origins = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"allowed_origins is {text!r}, which is no JSON list: {error}") from error
+    if not all(isinstance(each, str) for each in origins):
+        raise ConfigError(f"allowed_origins is {text!r}; a JSON list must hold texts alone")
+    return list(origins)
 
 
 def _keys_in_file(path: Path | None) -> list[str]:
@@ -69,6 +87,10 @@ def _keys_in_file(path: Path | None) -> list[str]:
     if not keys:
         raise ConfigError(f"{path} holds no API key; put one on a line")
     return keys
+
+
+def _fleet_key_in_environment() -> str | None:
+    return os.environ.get(FLEET_KEY_VARIABLE) or None
 
 
 def _keys_in_environment() -> list[str]:

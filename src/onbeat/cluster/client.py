@@ -144,7 +144,8 @@ class FleetClient:
 
         Raises
         ------
-        ConfigError : the engine cannot be built as configured, or the path of temporary files is too long.
+        ConfigError : the engine cannot be built as configured, there is no room for as many replicas, or the
+            path of temporary files is too long.
         EngineDead : a process ended or failed.
         """
         check_length_of_socket_paths()
@@ -154,9 +155,11 @@ class FleetClient:
             await controller.open(self._folder.path)
             # One before the others: what is wrong with all is said once, and soon.
             for number in sorted({1, self._num_replicas}):
+                self.controller.check_room(number)
                 controller.tell(ScaleAsked(number))
                 await self._wait_until_ready(number)
             if self._bounds is not None:
+                self.controller.check_room(self._bounds.most)
                 await self._check_costs()
                 controller.tell(ScalingAsked(self._bounds.least, self._bounds.most))
         except BaseException:
@@ -260,6 +263,10 @@ class FleetClient:
         self.controller.drain(replica, seconds=seconds, restarts=restarts)
 
     def scale(self, num_replicas: int) -> None:
+        try:
+            self.controller.check_room(num_replicas)
+        except ConfigError as error:
+            raise InvalidRequest(str(error), param="replicas", code="invalid_value") from error
         self.controller.scale(num_replicas)
 
     def autoscale(self, least: int, most: int) -> None:
@@ -272,6 +279,7 @@ class FleetClient:
             )
         try:
             bounds = ScaleBounds(least, most)
+            self.controller.check_room(most)
         except ConfigError as error:
             raise InvalidRequest(str(error), param="min", code="invalid_value") from error
         self.controller.autoscale(bounds.least, bounds.most)

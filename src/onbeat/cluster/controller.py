@@ -313,6 +313,15 @@ class FleetController:
         self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 
+    def check_room(self, num_replicas: int) -> None:
+        """Raise ConfigError where there is no room for as many replicas."""
+        most, limit = self._launcher.room()
+        if num_replicas > most:
+            raise ConfigError(
+                f"{num_replicas} replicas are asked for, and at most {most} have room here ({limit}); "
+                "ask for fewer"
+            )
+
     def scale(self, num_replicas: int) -> None:
         """Ask for a number of replicas."""
         self._tell_deliveries()

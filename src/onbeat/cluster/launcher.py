@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId
@@ -68,6 +68,14 @@ class ReplicaNeeds:
         return {"CPU": float(self.num_cpus)}
 
 
+class Room(NamedTuple):
+    """How many replicas there can be at once, those that run included."""
+
+    num_replicas: int
+    limit: str
+    """What sets this bound, for people."""
+
+
 class Launcher(Protocol):
     """Starts and ends the processes of replicas, and sees them end.
 
@@ -99,6 +107,10 @@ class Launcher(Protocol):
         ------
         OnbeatError : there is no place for it, or it cannot be started.
         """
+        ...
+
+    def room(self) -> Room:
+        """Return how many replicas what is there can hold, by what those that run take."""
         ...
 
     def kill(self, replica: ReplicaId, life: int) -> None:

@@ -15,14 +15,17 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-from onbeat.cluster.launcher import OnLost, ReplicaPlace, ReplicaSpec
+from onbeat.cluster.launcher import OnLost, ReplicaPlace, ReplicaSpec, Room
 from onbeat.core.errors import EngineDead
 from onbeat.core.fleet import ReplicaId
+from onbeat.engine.container import host_memory, private_bytes, usable_cores
 from onbeat.engine.numa import node_cores
 from onbeat.engine.process import run_engine_process
 
 logger = logging.getLogger("onbeat.cluster")
 
+MOST_PER_CORE = 8
+"""Replicas of this machine for each of its cores."""
 _KILLED_HINT = (
     "somebody killed it: the system, if memory ran out (then give onbeat more, or a smaller "
     "--kv-cache-memory-bytes or model)"
@@ -83,6 +86,23 @@ class LocalLauncher:
         asyncio.get_running_loop().add_reader(process.sentinel, self._on_end, key)
         assert process.pid is not None
         return ReplicaPlace(process_id=process.pid, host=socket.gethostname())
+
+    def room(self) -> Room:
+        num_cores = usable_cores()
+        found = [
+            Room(MOST_PER_CORE * num_cores, f"cores: {num_cores}, with {MOST_PER_CORE} replicas each at most")
+        ]
+        if num_devices := sum(map(len, self._device_shares)):
+            found.append(Room(len(self._device_shares), f"CUDA devices: {num_devices}"))
+        taken = [private_bytes(each.process.pid) for each in self._started.values()]
+        if largest := max(taken, default=0):
+            free = host_memory()
+            sizes = f"{free.num_bytes / 2**30:.1f} GiB are free, a replica takes {largest / 2**30:.1f}"
+            # what has just started will grow
+            found.append(
+                Room(max(len(taken), (free.num_bytes + sum(taken)) // largest), f"{free.limit}: {sizes}")
+            )
+        return min(found)
 
     def kill(self, replica: ReplicaId, life: int) -> None:
         if (started := self._started.get((replica, life))) is not None:

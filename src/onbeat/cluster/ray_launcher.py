@@ -19,10 +19,10 @@ from typing import Any, TypeVar
 
 import onbeat
 from onbeat.cluster.clock_offset import ClockOffset, clock_id
-from onbeat.cluster.launcher import OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec
+from onbeat.cluster.launcher import OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec, Room
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
 from onbeat.core.errors import ConfigError, EngineDead, MissingExtra
-from onbeat.core.fleet import ReplicaId
+from onbeat.core.fleet import MOST_REPLICAS, ReplicaId
 
 logger = logging.getLogger("onbeat.cluster")
 
@@ -162,6 +162,9 @@ class RayLauncher:
             logger.warning("%s does not end and is killed", replica)
             self.kill(replica, life)
             await started.ended.wait()
+
+    def room(self) -> Room:
+        return Room(MOST_REPLICAS, "no fleet has more")  # a cluster may grow: Ray says what it waits for
 
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))

@@ -10,6 +10,9 @@ from onbeat.core.errors import ConfigError
 DRAIN_SECONDS = 30.0
 """What runs on a replica that is to end may take so long, unless somebody says otherwise."""
 
+MOST_REPLICAS = 1024
+"""Of any fleet, wherever its replicas run."""
+
 ReplicaId = str
 """Name of a replica, for as long as the fleet lives: `r0`, `r1`. What restarts keeps its name."""
 

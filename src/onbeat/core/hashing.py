@@ -9,10 +9,13 @@ from collections.abc import Sequence
 BlockHash = bytes | int
 """Equal hashes mean equal tokens in this block and in every block before it. 16 bytes if made here."""
 
+_SALT = b"salt"
+"""Sets the hashes of salts apart from those of blocks: a salt can spell what a block is hashed from."""
+
 
 def root_hash(cache_salt: str | None = None) -> bytes:
     """Return the parent of a request's first block; requests with different salts never share blocks."""
-    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16).digest()
+    return hashlib.blake2b((cache_salt or "").encode(), digest_size=16, person=_SALT).digest()
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:

@@ -51,6 +51,17 @@ def usable_cores() -> int:
     return cores if quota is None else max(min(cores, int(quota)), 1)
 
 
+def private_bytes(process_id: int | None) -> int:
+    """Return the memory that a process and its children have for themselves; 0 where there is none.
+
+    Pages of files, such as weights that are mapped, are not counted: all processes share these.
+    """
+    status = Path(f"/proc/{process_id}/status")
+    own = [line.split() for line in _text(status).splitlines() if line.startswith(("RssAnon:", "RssShmem:"))]
+    children = _text(Path(f"/proc/{process_id}/task/{process_id}/children")).split()
+    return sum(int(words[1]) * 1024 for words in own) + sum(private_bytes(int(child)) for child in children)
+
+
 def memory_left(root: Path = ROOT, membership: Path = MEMBERSHIP) -> int | None:
     """Return how many bytes may still be taken, or None where no group has a limit.
 

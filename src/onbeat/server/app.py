@@ -136,7 +136,7 @@ def create_app(
 def _add_middleware(app: FastAPI, config: ServerConfig, telemetry: Telemetry) -> None:
     """Wrap the application, from the inside out."""
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
-    app.add_middleware(ApiKeys, keys=config.api_keys)
+    app.add_middleware(ApiKeys, keys=config.guarding_keys)
     app.add_middleware(PathCheck)
     if config.allowed_origins:
         app.add_middleware(

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.errors import ApiError, ClientGone
-from onbeat.server.fields import check_fields, quoted
+from onbeat.server.fields import check_fields, quoted, refuse_unknown
 from onbeat.server.middleware import context_of
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -88,8 +88,12 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     context = context_of(request.scope)
     body = await _read_json_object(request)
     context.arrival = time.monotonic()
-    kept, ignored = check_fields(body, model.model_fields, unused)
-    context.ignored_fields += ignored
+    if model.model_config.get("extra") == "forbid":
+        refuse_unknown(body, model.model_fields)
+        kept = body
+    else:
+        kept, ignored = check_fields(body, model.model_fields, unused)
+        context.ignored_fields += ignored
     try:
         # models add what they ignore inside of objects
         return model.model_validate(kept, context=context.ignored_fields)

@@ -104,7 +104,7 @@ def chat_routes(services: Services) -> APIRouter:
         context.completion_id = head.completion_id
         check_common(body, config, info)
         _check_chat(body, config)
-        objectives = request_objectives(body, request.headers, context.key_digest, config.slo)
+        objectives = request_objectives(body, request.headers, context, config.slo)
         encoder, caller = services.encoder, context.caller
         async with cancelled_on_disconnect(request.receive):
             text = await render_chat(body, encoder, services.chat_template, caller)

@@ -33,6 +33,10 @@ _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "ref
 _PART_FIELDS = frozenset(("type", "text", "refusal", "cache_control", "annotations"))
 
 
+_LACKED = ("tool_calls", "tool_call_id", "function_call", "audio", "images", "prefix", "partial")
+"""What messages may carry elsewhere and must not here: the last are Ollama's, DeepSeek's and Moonshot's."""
+
+
 class ChatMessage(BaseModel):
     """One message. The fields that only tools or sound use must be empty; others than these are ignored."""
 
@@ -227,8 +231,8 @@ def _continued(rendered: str, marked: str, content: str) -> str:
 def _template_message(message: ChatMessage, where: str) -> dict[str, str]:
     if message.role in ("tool", "function"):
         raise unsupported(f"{where}.role is {message.role!r}; this server has no tool calls", f"{where}.role")
-    for field in ("tool_calls", "tool_call_id", "function_call", "audio"):
-        if getattr(message, field):
+    for field in _LACKED:
+        if getattr(message, field, None):
             raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
     result: dict[str, str] = {
         "role": message.role,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,6 +33,9 @@ MAX_JSON_VALUES = 2**19
 
 MAX_JSON_PARTS = 2**17
 """Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
+
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+", re.ASCII)
+"""What a browser sends as `Origin`, and `*` for all of them."""
 
 _option = partial(option, group="server")
 
@@ -74,13 +78,20 @@ class ServerConfig:
     )
     api_keys: tuple[str, ...] = ()
     """Any of them opens the server. If there are any, only `middleware.OPEN_PATHS` are open without one."""
+    fleet_key: str | None = _option(
+        None,
+        metavar="KEY",
+        help="key that opens /fleet, in place of the API keys (also: $ONBEAT_FLEET_KEY); without any key "
+        "/fleet is closed",
+    )
     ssl_keyfile: Path | None = _option(None, metavar="FILE", help="TLS key, PEM")
     ssl_certfile: Path | None = _option(None, metavar="FILE", help="TLS certificate, PEM")
     allowed_origins: tuple[str, ...] = _option(
         (),
         many="append",
         metavar="ORIGIN",
-        help="web origin whose pages may call the server (CORS), * is every origin; repeatable",
+        help="web origin whose pages may call the server (CORS), * is every origin; repeatable, or a "
+        "JSON list",
     )
     connections: ConnectionLimits = part(ConnectionLimits)
     max_body_bytes: int = _option(10 * 2**20, at_least=1, metavar="BYTES", help="largest request")
@@ -105,11 +116,27 @@ class ServerConfig:
             raise ConfigError(
                 f"shutdown_timeout is {self.shutdown_timeout}; it must be finite and not negative"
             )
-        if any(not key or not key.isascii() for key in self.api_keys):
-            raise ConfigError("an API key is empty or not ASCII; leave it out or choose another")
+        if wrong := [each for each in self.allowed_origins if not _ORIGIN.fullmatch(each)]:
+            raise ConfigError(
+                f"allowed_origins holds {wrong[0]!r}, which no browser sends; give *, or an origin such as "
+                "https://app.example or http://localhost:3000, in small letters and without a path"
+            )
+        for name, keys in (("an API key", self.api_keys), ("the fleet's key", self.fleet_keys)):
+            if any(not key or not key.isascii() for key in keys):
+                raise ConfigError(f"{name} is empty or not ASCII; leave it out or choose another")
         if self.slo.keys.keys() - {key_digest(key) for key in self.api_keys}:
             raise ConfigError(
                 "defaults are given for an API key that opens nothing here; add it to the API keys"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile; only one is given")
+
+    @property
+    def fleet_keys(self) -> tuple[str, ...]:
+        """The keys that open /fleet; where there are none, nobody is let in."""
+        return self.api_keys if self.fleet_key is None else (self.fleet_key,)
+
+    @property
+    def guarding_keys(self) -> tuple[str, ...]:
+        """The keys that open the rest of the API; where there are none, everybody is let in."""
+        return tuple(dict.fromkeys((*self.api_keys, *self.fleet_keys))) if self.api_keys else ()

@@ -1,9 +1,10 @@
 """Which fields of a request are honoured, which are harmless, which are refused, and which are ignored.
 
-A field of OpenAI's or vLLM's API that cannot change the output is accepted and dropped. One that would change
-it, and that onbeat lacks, is refused by name unless it has the value that asks for nothing. Any other field
-is ignored, and named in the answer's headers: clients send what other servers understand. But one that
-resembles an honoured field is a slip of the pen: dropped, a misspelt `temperature` would change every answer.
+A field of OpenAI's or vLLM's API that cannot change the output is accepted and dropped. One that changes the
+output of a well-known server, and that onbeat lacks, is refused by name unless it has the value that asks for
+nothing. Any other field is ignored, and named in the answer's headers: clients send what other servers
+understand. But one that resembles an honoured field is a slip of the pen: dropped, a misspelt `temperature`
+would change every answer.
 """
 
 from __future__ import annotations
@@ -28,72 +29,106 @@ HARMLESS = frozenset(
 """Accepted with any value: they change nothing about the text."""
 
 _OFF: tuple[Any, ...] = (None, False)
+_ON: tuple[Any, ...] = (None, True)
+_ZERO: tuple[Any, ...] = (None, 0)
+_ONE: tuple[Any, ...] = (None, 1)
+_MINUS: tuple[Any, ...] = (None, -1)
 _EMPTY: tuple[Any, ...] = (None, [], {}, "")
 
 _NO_THINKING: Mapping[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
+    "reasoning": ({"effort": "none"}, {"enabled": False}),
     "thinking": (False, {"type": "disabled"}),
     "enable_thinking": (False,),
     "think": (False,),
 }
 """Values by which clients ask a model not to reason; a chat template may honour them."""
 
+_LACKED: tuple[tuple[tuple[Any, ...], str], ...] = (
+    # OpenAI's reference of chat and text completions
+    (_EMPTY, "audio functions moderation prediction tools verbosity suffix"),
+    ((None,), "web_search_options"),
+    ((None, "none", "auto"), "function_call tool_choice"),
+    ((None, ["text"]), "modalities"),
+    ((None, {"type": "text"}), "response_format"),
+    (_ONE, "best_of"),
+    ((*_EMPTY, *_NO_THINKING["reasoning_effort"]), "reasoning_effort"),
+    # vLLM's entrypoints/openai/{chat_completion,completion}/protocol.py; guided_* are its older names
+    (_EMPTY, "bad_words chat_template documents logits_processors logprob_token_ids repetition_detection"),
+    (_EMPTY, "guided_choice guided_decoding_backend guided_grammar guided_json guided_regex"),
+    (_EMPTY, "guided_whitespace_pattern structural_tag structured_outputs vllm_xargs"),
+    (_EMPTY, "ec_transfer_params kv_transfer_params media_io_kwargs mm_processor_kwargs prompt_embeds"),
+    (_OFF, "echo return_prompt_text return_token_offsets return_tokens_as_token_ids use_beam_search"),
+    (_OFF, "early_stopping watermarking"),
+    (_ON, "spaces_between_special_tokens"),
+    (_ZERO, "routed_experts_prompt_start"),
+    (_ONE, "length_penalty stream_interval"),
+    ((None,), "prompt_logprobs thinking_token_budget"),
+    ((None, "left"), "truncation_side"),  # the prompt's last tokens are kept
+    # SGLang's entrypoints/openai/protocol.py, and its GenerateReqInput
+    (_EMPTY, "custom_logit_processor custom_params ebnf images_config json_schema lora_path regex"),
+    (_EMPTY, "audio_data image_data input_embeds input_ids sampling_params session_params stop_regex"),
+    (_EMPTY, "token_ids_logprob video_data"),
+    (_OFF, "no_stop_trim return_cached_tokens_details return_hidden_states return_logprob"),
+    (_OFF, "return_meta_info return_prompt_token_ids return_routed_experts use_audio_in_video"),
+    ((None,), "max_dynamic_patch min_dynamic_patch"),
+    ((*_EMPTY, *_NO_THINKING["reasoning"]), "reasoning"),
+    # llama.cpp's tools/server/README.md
+    (_EMPTY, "grammar grammar_triggers lora multimodal_data response_fields"),
+    (_OFF, "grammar_lazy post_sampling_probs return_tokens"),
+    (_ZERO, "dry_multiplier dynatemp_range min_keep mirostat n_indent n_probs t_max_predict_ms"),
+    (_ZERO, "xtc_probability"),
+    (_ONE, "tfs_z typ_p typical_p"),
+    ((None, -1, 0), "top_n_sigma"),
+    (_MINUS, "adaptive_target n_predict reasoning_budget_tokens repeat_last_n"),  # of which -1 is all tokens
+    (_ON, "penalize_nl"),
+    ((None,), "samplers"),
+    # Ollama's docs/api.md
+    (_EMPTY, "format images options system template"),
+    (_OFF, "raw"),
+    (_ON, "penalize_newline"),
+    (_MINUS, "num_predict"),
+    ((None, *_NO_THINKING["think"]), "think"),
+    # Text Generation Inference's router, and LoRAX's
+    (_EMPTY, "adapter_id adapter_parameters adapter_source guideline inputs parameters stop_sequences"),
+    (_EMPTY, "tool_prompt"),
+    (_OFF, "decoder_input_details details return_full_text watermark"),
+    (_ON, "do_sample"),
+    (_ZERO, "top_n_tokens"),
+    ((None,), "truncate"),
+    # what transformers' generate and its front ends call theirs
+    (_EMPTY, "banned_strings banned_tokens custom_token_bans negative_prompt"),
+    (_ZERO, "epsilon_cutoff eta_cutoff no_repeat_ngram_size penalty_alpha smoothing_factor top_a"),
+    (_ONE, "encoder_repetition_penalty guidance_scale num_beams tfs"),
+    ((None,), "max_length max_output_tokens max_tokens_to_sample min_length"),
+    ((None, *_NO_THINKING["enable_thinking"]), "enable_thinking"),
+    ((None, *_NO_THINKING["thinking"]), "thinking"),
+)
+
 NO_OP_VALUES: Mapping[str, tuple[Any, ...]] = {
-    # OpenAI's
-    "audio": _EMPTY,
-    "function_call": (None, "none", "auto"),
-    "functions": _EMPTY,
-    "modalities": (None, ["text"]),
-    "moderation": _EMPTY,
-    "prediction": _EMPTY,
-    "reasoning_effort": (*_EMPTY, *_NO_THINKING["reasoning_effort"]),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "none", "auto"),
-    "tools": _EMPTY,
-    "verbosity": _EMPTY,
-    "web_search_options": (None,),
-    "best_of": (None, 1),
-    "suffix": _EMPTY,
-    # vLLM's
-    "bad_words": _EMPTY,
-    "chat_template": _EMPTY,
-    "documents": _EMPTY,
-    "echo": _OFF,
-    "guided_choice": _EMPTY,
-    "guided_decoding_backend": _EMPTY,
-    "guided_grammar": _EMPTY,
-    "guided_json": _EMPTY,
-    "guided_regex": _EMPTY,
-    "guided_whitespace_pattern": _EMPTY,
-    "kv_transfer_params": _EMPTY,
-    "length_penalty": (None, 1),
-    "logits_processors": _EMPTY,
-    "logprob_token_ids": _EMPTY,
-    "media_io_kwargs": _EMPTY,
-    "mm_processor_kwargs": _EMPTY,
-    "prompt_embeds": _EMPTY,
-    "prompt_logprobs": (None,),
-    "repetition_detection": _EMPTY,
-    "return_tokens_as_token_ids": _OFF,
-    "spaces_between_special_tokens": (None, True),
-    "stream_interval": (None, 1),
-    "structural_tag": _EMPTY,
-    "structured_outputs": _EMPTY,
-    "thinking_token_budget": (None,),
-    "use_beam_search": _OFF,
-    "vllm_xargs": _EMPTY,
-    # those of other servers that their clients send unasked
-    "enable_thinking": (None, *_NO_THINKING["enable_thinking"]),
-    "grammar": _EMPTY,
-    "json_schema": _EMPTY,
-    "lora_path": _EMPTY,
-    "mirostat": (None, 0),
-    "think": (None, *_NO_THINKING["think"]),
-    "thinking": (None, *_NO_THINKING["thinking"]),
-    "top_a": (None, 0),
-    "typical_p": (None, 1),
+    name: no_ops for no_ops, names in _LACKED for name in names.split()
 }
-"""Output-changing fields that onbeat lacks, with the values that ask for nothing."""
+"""Fields that change the output of some server and that onbeat lacks, with the values that ask for nothing.
+
+Settings of a sampler (`dry_base`) are not here: they ask for nothing where what turns it on does not.
+"""
+
+_INSTEAD: Mapping[str, str] = {
+    **dict.fromkeys(("n_predict", "num_predict", "max_tokens_to_sample"), "max_tokens"),
+    **dict.fromkeys(("max_length", "max_output_tokens"), "max_tokens"),
+    "min_length": "min_tokens",
+    **dict.fromkeys(("n_probs", "top_n_tokens", "return_logprob"), "logprobs"),
+    **dict.fromkeys(("return_tokens", "return_prompt_token_ids"), "return_token_ids"),
+    "return_full_text": "echo",
+    "stop_sequences": "stop",
+    "truncate": "truncate_prompt_tokens",
+    "do_sample": "temperature 0",
+    "input_ids": "prompt to /v1/completions",
+    "inputs": "prompt or messages",
+    "system": "a message with the role system",
+    **dict.fromkeys(("options", "parameters", "sampling_params"), "its fields beside the others"),
+}
+"""What does the same here, or most of it."""
 
 _UNUSED_WITH: Mapping[str, tuple[str, str]] = {
     "tools": ("tool_choice", "none"),
@@ -191,13 +226,33 @@ def _is_unused(name: str, body: Mapping[str, Any]) -> bool:
 def _check_no_op(name: str, value: object, no_ops: tuple[Any, ...]) -> None:
     # by type as well: 1 == True in Python
     if not any(value == no_op and isinstance(value, bool) == isinstance(no_op, bool) for no_op in no_ops):
-        raise unsupported(f"{name} is not supported by this server; leave it out", name)
+        cure = f"send {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+        raise unsupported(f"{name} is not supported by this server; {cure}", name)
 
 
 def near_match(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
     """Return the known name that was probably meant. Of a long name only the start is compared."""
     start = name[:MAX_QUOTED]
     return next(iter(difflib.get_close_matches(start, list(known), n=1, cutoff=likeness)), None)
+
+
+def refuse_unknown(value: Mapping[str, Any], known: Collection[str], *, where: str = "") -> None:
+    """Refuse the first field that is not known, and say which was probably meant.
+
+    Parameters
+    ----------
+    where : the path of the object, such as `slo.`.
+
+    Raises
+    ------
+    InvalidRequest : there is one.
+    """
+    for key in value:
+        if key not in known:
+            near = near_match(key, known)
+            cure = f"did you mean {near!r}?" if near else f"known are {', '.join(sorted(known)) or 'none'}"
+            name = (where + key)[:MAX_QUOTED]
+            raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
 
 
 def with_one_unknown(value: Any, known: Collection[str]) -> Any:

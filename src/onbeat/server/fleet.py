@@ -4,29 +4,28 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from ipaddress import ip_address
 from typing import Annotated, Any
 
 import orjson
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Depends, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
-from onbeat.core.fleet import DRAIN_SECONDS, ReplicaView, ScalingView
+from onbeat.core.fleet import DRAIN_SECONDS, MOST_REPLICAS, ReplicaView, ScalingView
 from onbeat.core.protocols import FleetView
 from onbeat.server.body import WHOLE, read_body
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import ApiError
+from onbeat.server.middleware import bearer_key
 from onbeat.server.openapi import FleetStatus, error_answers, json_body
 
 LONGEST_DRAIN_SECONDS = 24 * 3600.0
-MOST_REPLICAS = 1024
 
 
 class DrainRequest(BaseModel):
     """A replica that is to end without loss."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     replica: str
     timeout: float = Field(DRAIN_SECONDS, ge=0, le=LONGEST_DRAIN_SECONDS)
@@ -38,7 +37,7 @@ class DrainRequest(BaseModel):
 class ScaleRequest(BaseModel):
     """How many replicas there are to be: a number, or the bounds of a fleet that decides itself."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     replicas: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
     min: Annotated[int, Field(ge=0, le=MOST_REPLICAS), WHOLE] | None = None
@@ -48,19 +47,27 @@ class ScaleRequest(BaseModel):
 class RestartRequest(BaseModel):
     """All replicas are started again, one after another."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 FLEET_BODIES = (DrainRequest, ScaleRequest, RestartRequest)
 
 
 def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
-    """Return the routes under /fleet.
+    """Return the routes under /fleet. Each needs a key, also where the rest of the server needs none."""
 
-    Where the server has API keys, each needs one. Where it has none, those that change the fleet answer
-    callers on this machine alone.
-    """
-    router = APIRouter(prefix="/fleet", tags=["fleet"])
+    def check_caller(request: Request) -> None:
+        # an address is no proof: a proxy on this machine hands on what comes from others
+        if not config.fleet_keys:
+            raise ApiError(
+                403,
+                "the fleet is shown and changed with a key alone, and this server has none; serve with "
+                "--fleet-key KEY, or with --api-key",
+                code="forbidden",
+            )
+        bearer_key(request.headers, config.fleet_keys, name="key of the fleet")
+
+    router = APIRouter(prefix="/fleet", tags=["fleet"], dependencies=[Depends(check_caller)])
     errors = error_answers(400, 401, 403, 413)
     about: dict[str, Any] = {"methods": ["POST"], "response_model": FleetStatus, "responses": errors}
 
@@ -70,14 +77,12 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
 
     async def drain(request: Request) -> Response:
         """Let a replica end: it takes nothing new, and what waits there goes elsewhere."""
-        _check_caller(request, config)
         body = await read_body(request, DrainRequest)
         fleet.drain(body.replica, seconds=body.timeout, restarts=body.restart)
         return _state(fleet)
 
     async def scale(request: Request) -> Response:
         """Start replicas, or let some end, until there are so many."""
-        _check_caller(request, config)
         body = await read_body(request, ScaleRequest)
         if body.replicas is not None and body.min is None and body.max is None:
             fleet.scale(body.replicas)
@@ -95,12 +100,12 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
 
     async def restart(request: Request) -> Response:
         """Start all replicas again, one after another, without loss."""
-        _check_caller(request, config)
         await read_body(request, RestartRequest)
         fleet.restart()
         return _state(fleet)
 
-    router.add_api_route("", show, methods=["GET"], response_model=FleetStatus, responses=error_answers(401))
+    shown = error_answers(401, 403)
+    router.add_api_route("", show, methods=["GET"], response_model=FleetStatus, responses=shown)
     for path, endpoint, model in (
         ("/drain", drain, json_body(DrainRequest)),
         ("/scale", scale, json_body(ScaleRequest)),
@@ -108,29 +113,6 @@ def fleet_routes(fleet: FleetView, config: ServerConfig) -> APIRouter:
     ):
         router.add_api_route(path, endpoint, **about, openapi_extra=model)
     return router
-
-
-def _check_caller(request: Request, config: ServerConfig) -> None:
-    """Refuse strangers where no key tells them apart."""
-    if config.api_keys:
-        return  # the middleware has asked for one
-    # a proxy on this machine hands on what comes from others
-    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for"))
-    host = request.client.host if request.client is not None else ""
-    if is_forwarded or not _is_loopback(host):
-        raise ApiError(
-            403,
-            "without API keys the fleet is changed from the server's own machine alone; call it there, or "
-            "serve with --api-key",
-            code="forbidden",
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host.removeprefix("::ffff:")).is_loopback
-    except ValueError:
-        return False
 
 
 def _state(fleet: FleetView) -> Response:

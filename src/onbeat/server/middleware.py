@@ -12,7 +12,7 @@ import math
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -73,7 +73,7 @@ class HttpContext:
     """Finish reasons of the choices, comma separated."""
     error_code: str | None = None
     ignored_fields: list[str] = field(default_factory=list)
-    """Paths of fields that nobody knows and the answer does not depend on."""
+    """Paths of fields that nobody knows and the answer does not depend on, and headers without effect."""
 
     @property
     def caller(self) -> str:
@@ -174,7 +174,7 @@ class RequestLog:
         for path in map(_printable, context.ignored_fields):
             if path not in self._named and len(self._named) < _MOST_NAMED:
                 self._named.add(path)
-                logger.warning("%s: unknown field %s is ignored (said once)", context.endpoint, path)
+                logger.warning("%s: the field %s is ignored (said once)", context.endpoint, path)
 
 
 def _printable(name: str) -> str:
@@ -223,9 +223,31 @@ def _is_open(path: str) -> bool:
     return path in OPEN_PATHS or path.startswith(f"{DOCS_FILES}/")
 
 
-def _bearer_key(headers: Headers) -> str:
+def bearer_key(headers: Headers, keys: Sequence[str], *, name: str) -> str:
+    """Return the key that a request carries.
+
+    Parameters
+    ----------
+    keys : those that are good.
+    name : what they are called in the error.
+
+    Raises
+    ------
+    ApiError : it carries none of them (401).
+    """
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    key = key.strip() if scheme.lower() == "bearer" else ""
+    given = key.encode(errors="replace")
+    # every key is compared, each in constant time: the time tells nothing about them
+    matches = [hmac.compare_digest(given, known.encode()) for known in keys]
+    if any(matches):
+        return key
+    raise ApiError(
+        401,
+        f"the {name} is missing or wrong; send it as 'Authorization: Bearer KEY'",
+        code="invalid_api_key",
+        headers={"WWW-Authenticate": "Bearer"},
+    )
 
 
 class ApiKeys:
@@ -233,30 +255,19 @@ class ApiKeys:
 
     def __init__(self, app: ASGIApp, *, keys: tuple[str, ...]) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if not self._keys or scope["type"] != "http" or _is_open(scope["path"]):
             await self._app(scope, receive, send)
             return
-        key = _bearer_key(Headers(scope=scope))
-        if self._is_known(key):
-            context_of(scope).key_digest = key_digest(key)
-            await self._app(scope, receive, send)
+        try:
+            key = bearer_key(Headers(scope=scope), self._keys, name="API key")
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
             return
-        error = ApiError(
-            401,
-            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await error_response(error)(scope, receive, send)
-
-    def _is_known(self, key: str) -> bool:
-        given = key.encode(errors="replace")
-        # every key is compared, each in constant time: the time tells nothing about them
-        matches = [hmac.compare_digest(given, known) for known in self._keys]
-        return any(matches)
+        context_of(scope).key_digest = key_digest(key)
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

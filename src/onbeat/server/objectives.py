@@ -8,6 +8,10 @@ One rule: **each value comes from the first of these that states it.**
 4. the server's flags: class and objectives, for requests for which nobody above has named a class.
 
 What nobody states comes from the class so named, and then from the server (`--shed`).
+
+What gives a caller a share of the others' is not its own word. Its weight is at most that of its key, else
+of its key's class, else of the class in force, else 1. With API keys all requests of a key are one tenant,
+unless the server's owner lets the key name others.
 """
 
 from __future__ import annotations
@@ -23,7 +27,8 @@ from starlette.datastructures import Headers
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO, ShedMode
-from onbeat.server.fields import near_match
+from onbeat.server.fields import near_match, refuse_unknown
+from onbeat.server.middleware import HttpContext
 from onbeat.server.slo_defaults import LARGEST_WEIGHT, ClassDefaults, KeyDefaults, SLODefaults
 
 TTFT_HEADER = "x-llm-d-slo-ttft-ms"
@@ -68,13 +73,9 @@ class SLOFields(BaseModel):
     @classmethod
     def _has_known_keys(cls, value: Any) -> Any:
         """Say which key was probably meant, which pydantic would not."""
-        known = sorted(field.alias or name for name, field in cls.model_fields.items())
-        for key in value if isinstance(value, dict) else ():
-            if key not in known:
-                near = near_match(key, known)
-                cure = f"did you mean {near!r}?" if near else f"known are {', '.join(known)}"
-                name = f"slo.{key}"[:100]
-                raise InvalidRequest(f"unknown field {name!r}; {cure}", param=name, code="unknown_parameter")
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        if isinstance(value, dict):
+            refuse_unknown(value, known, where="slo.")
         return value
 
 
@@ -107,7 +108,7 @@ class RequestObjectives:
 
 
 def request_objectives(
-    fields: ObjectiveFields, headers: Headers, key_digest: str | None, defaults: SLODefaults
+    fields: ObjectiveFields, headers: Headers, context: HttpContext, defaults: SLODefaults
 ) -> RequestObjectives:
     """Return what a request is held to, by the rule above.
 
@@ -115,15 +116,16 @@ def request_objectives(
     ----------
     fields : of its body.
     headers : the request's.
-    key_digest : of the API key that let it in; None where the server has no keys.
+    context : the request's: which API key let it in, if any. A header without effect is named there.
     defaults : the server's.
 
     Raises
     ------
-    InvalidRequest : a header is out of range, whether or not it counts, or there is no such class.
+    InvalidRequest : a header is out of range, whether or not it counts, there is no such class, or the
+        weight is more than the caller may state.
     """
     body = fields.slo or _NOTHING_STATED
-    of_key = defaults.keys.get(key_digest or "", _NO_KEY_DEFAULTS)
+    of_key = defaults.keys.get(context.key_digest or "", _NO_KEY_DEFAULTS)
     named = _class_of_body(fields, defaults.classes) or of_key.slo_class
     slo = SLO(ttft=_seconds(body.ttft_ms), tbt=_seconds(body.tbt_ms), e2e=_seconds(body.e2e_ms))
     slo = _filled(slo, SLO(ttft=_header(headers, TTFT_HEADER), tbt=_header(headers, TBT_HEADER)))
@@ -131,12 +133,11 @@ def request_objectives(
         slo, named = _filled(slo, defaults.slo), defaults.slo_class
     of_class = _NO_CLASS_DEFAULTS if named is None else defaults.classes[named]
     slo = _filled(slo, of_class.slo)
-    weights = (body.weight, of_key.weight, of_class.weight)
     return RequestObjectives(
         slo=None if slo.is_empty else slo,
         slo_class=named,
-        weight=next((weight for weight in weights if weight is not None), 1.0),
-        tenant=_tenant(fields, headers, key_digest),
+        weight=_weight(body.weight, of_key, of_class, defaults.classes),
+        tenant=_tenant(fields, headers, context, of_key),
         shed=_shed_of_body(body) or of_class.shed or defaults.shed,
         resumes=_resumes(fields, headers),
     )
@@ -185,14 +186,40 @@ def _resumes(fields: ObjectiveFields, headers: Headers) -> bool:
     return text == "on" if fields.resume is None else fields.resume
 
 
-def _tenant(fields: ObjectiveFields, headers: Headers, key_digest: str | None) -> str | None:
+def _weight(
+    stated: float | None, of_key: KeyDefaults, of_class: ClassDefaults, classes: Mapping[str, ClassDefaults]
+) -> float:
+    """Return what a request is worth: as it says, within what its caller may say."""
+    usual = 1.0 if of_class.weight is None else of_class.weight
+    most = of_key.weight
+    if most is None and of_key.slo_class is not None:
+        most = classes[of_key.slo_class].weight
+    if most is None:
+        most = max(usual, 1.0)
+    if stated is not None and stated > most:
+        raise InvalidRequest(
+            f"slo.weight is {stated:g}; this caller may state at most {most:g}. State less, or have the "
+            "server's owner give its API key or its class more (--slo-classes)",
+            param="slo.weight",
+            code="invalid_value",
+        )
+    if stated is None:
+        stated = min(usual, most) if of_key.weight is None else of_key.weight
+    return stated
+
+
+def _tenant(
+    fields: ObjectiveFields, headers: Headers, context: HttpContext, of_key: KeyDefaults
+) -> str | None:
     """Return for whom the request is. Keys and users are shortened hashes: tenants are written to files."""
+    key_digest = context.key_digest
     tenant = headers.get(TENANT_HEADER, "").strip()
     if len(tenant) > LONGEST_TENANT:
         raise _wrong(TENANT_HEADER, f"{len(tenant)} characters long; at most {LONGEST_TENANT} are allowed")
-    if tenant:
+    if tenant and (key_digest is None or of_key.names_tenants):
         return tenant
     if key_digest is not None:
+        context.ignored_fields += [TENANT_HEADER] if tenant else []
         return f"key:{key_digest[:16]}"
     if fields.user:
         return f"user:{hashlib.sha256(fields.user.encode(errors='backslashreplace')).hexdigest()[:16]}"

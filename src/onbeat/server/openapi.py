@@ -105,9 +105,10 @@ def _body_schemas(bodies: Iterable[type[BaseModel]]) -> dict[str, Any]:
     for model in bodies:
         schema = deepcopy(model.model_json_schema(ref_template=_COMPONENT))  # it holds constants of ours
         schemas.update(schema.pop("$defs", {}))
-        for name in HARMLESS - schema["properties"].keys():
+        is_closed = schema.get("additionalProperties") is False
+        for name in () if is_closed else HARMLESS - schema["properties"].keys():
             schema["properties"][name] = {"description": "Accepted, without effect"}
-        for name in NO_OP_VALUES.keys() - schema["properties"].keys():
+        for name in () if is_closed else NO_OP_VALUES.keys() - schema["properties"].keys():
             schema["properties"][name] = {
                 "description": "Not supported: only values that ask for nothing are accepted",
                 "enum": list(NO_OP_VALUES[name]),
@@ -129,10 +130,9 @@ def _finish_operations(schema: dict[str, Any], *, needs_key: bool) -> None:
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
-            if needs_key and path not in OPEN_PATHS:
+            if (needs_key and path not in OPEN_PATHS) or path.startswith("/fleet"):
                 operation["security"] = [{"ApiKey": []}]
-    if needs_key:
-        schema["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
+    schema["components"]["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
 
 
 class Objectives(BaseModel):

@@ -22,7 +22,7 @@ LARGEST_WEIGHT = 1000.0
 
 _SECTIONS = ("classes", "api_keys")
 _CLASS_KEYS = ("name", *OBJECTIVE_KEYS, "weight", "shed")
-_KEY_KEYS = ("key_sha256", "key_env", "class", "weight")
+_KEY_KEYS = ("key_sha256", "key_env", "class", "weight", "tenants")
 _DIGEST = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
 
@@ -45,7 +45,7 @@ class ClassDefaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyDefaults:
-    """What the requests of one API key are given unless they say otherwise.
+    """What the requests of one API key are given unless they say otherwise, and what they may say.
 
     Raises
     ------
@@ -54,6 +54,9 @@ class KeyDefaults:
 
     slo_class: str | None = None
     weight: float | None = None
+    """Its requests may state no more; None leaves that to their class."""
+    names_tenants: bool = False
+    """Whether its holder, such as a gateway, says whose each request is; else all are the key's."""
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
@@ -234,14 +237,16 @@ def _digest(where: str, entry: Mapping[str, Any], environment: Mapping[str, str]
 
 
 def _key_defaults(where: str, entry: Mapping[str, Any]) -> KeyDefaults:
-    name, weight = entry.get("class"), entry.get("weight")
-    if name is None and weight is None:
-        raise ConfigError(f"{where} gives its key nothing; give a class, a weight or both")
+    name, weight, names_tenants = entry.get("class"), entry.get("weight"), entry.get("tenants", False)
+    if not isinstance(names_tenants, bool):
+        raise ConfigError(f"tenants of {where} must be true or false, got {names_tenants!r}")
+    if name is None and weight is None and not names_tenants:
+        raise ConfigError(f"{where} gives its key nothing; give a class, a weight or 'tenants: true'")
     if not (name is None or isinstance(name, str)):
         raise ConfigError(f"the class of {where} must be a name, got {name!r}")
     if weight is not None and (isinstance(weight, bool) or not isinstance(weight, int | float)):
         raise ConfigError(f"the weight of {where} must be a number, got {weight!r}")
     try:
-        return KeyDefaults(slo_class=name, weight=weight)
+        return KeyDefaults(slo_class=name, weight=weight, names_tenants=names_tenants)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

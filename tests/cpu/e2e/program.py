@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.waiting import wait_for
 
 START_SECONDS = 60.0
+_FLEET_KEY = "of the tests"
 
 
 def command_line(*arguments: str | Path) -> list[str]:
@@ -88,6 +90,19 @@ class ServerProgram:
         self._reader.join(60)
         return self.process.returncode
 
+    def fleet(self) -> dict[str, Any]:
+        """Return what the server shows of its replicas."""
+        found: dict[str, Any] = self._ask("GET", "/fleet").raise_for_status().json()
+        return found
+
+    def change_fleet(self, what: str, **fields: Any) -> httpx.Response:
+        """Ask for a change: `drain`, `scale` or `restart`."""
+        return self._ask("POST", f"/fleet/{what}", json=fields)
+
+    def _ask(self, method: str, path: str, **options: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {_FLEET_KEY}"}
+        return httpx.request(method, self.url + path, headers=headers, timeout=60, **options)
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name; those with labels as `name{value,value}`."""
         return read_metrics(httpx.get(f"{self.url}/metrics").text)
@@ -124,7 +139,7 @@ def starting(*arguments: str | Path, env: dict[str, str] | None = None) -> Itera
         command_line("serve", *arguments, "--port", "0"),
         stderr=subprocess.PIPE,
         text=True,
-        env=env,
+        env={**(os.environ if env is None else env), "ONBEAT_FLEET_KEY": _FLEET_KEY},
         start_new_session=True,  # a process group of its own, as a shell gives it
     )
     server = ServerProgram(process)

@@ -77,7 +77,7 @@ def text_of(events: list[Any]) -> str:
 
 
 def replicas(server: ServerProgram) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = httpx.get(f"{server.url}/fleet", timeout=60).json()["replicas"]
+    rows: list[dict[str, Any]] = server.fleet()["replicas"]
     return rows
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from onbeat.engine.container import cpu_quota, memory_left
+from onbeat.engine.container import cpu_quota, memory_left, private_bytes
 
 GIB = 2**30
 Files = dict[str, str]
@@ -95,3 +97,17 @@ def test_memory(groups: Groups, membership: str, files: Files, expected: int | N
 def test_cpu_quota(groups: Groups, membership: str, files: Files, expected: float | None) -> None:
     groups.write(membership, files)
     assert groups.cpu_quota() == expected
+
+
+def test_the_memory_of_a_process_is_its_own_and_its_children_s() -> None:
+    script = "import subprocess, sys; held = bytearray(b'x') * {}; {}; print(flush=True); sys.stdin.read()"
+    child = f"subprocess.Popen([sys.executable, '-c', {script.format(2**26, 'pass')!r}]).stdin"
+    command = [sys.executable, "-c", script.format(2**25, child)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        for _ in range(2):
+            process.stdout.readline()
+        found = private_bytes(process.pid)
+        process.terminate()
+    assert 2**25 + 2**26 < found < 2**25 + 2**26 + 2**26
+    assert private_bytes(process.pid) == private_bytes(None) == 0

@@ -56,7 +56,7 @@ async def test_the_log_names_a_field_once(served: Served, caplog: pytest.LogCapt
         for _ in range(3):
             await chat(served, xyzzy=1)
     assert [record.getMessage() for record in caplog.records] == [
-        "/v1/chat/completions: unknown field xyzzy is ignored (said once)"
+        "/v1/chat/completions: the field xyzzy is ignored (said once)"
     ]
 
 
@@ -99,7 +99,7 @@ async def test_a_slip_of_the_pen_in_a_message_is_refused(served: Served) -> None
     assert (code, "'reasoning_content'" in message) == ("unknown_parameter", True)
 
 
-@pytest.mark.parametrize("name", ["cache_prompt", "user_id", "agent", "reasoning", "prompt", "options"])
+@pytest.mark.parametrize("name", ["cache_prompt", "user_id", "agent", "rid", "prompt", "keep_alive"])
 async def test_foreign_names_are_no_slips(served: Served, name: str) -> None:
     assert (await chat(served, **{name: True})).status == 200
 
@@ -128,6 +128,11 @@ async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
         {"typical_p": 1.0},
         {"lora_path": None},
         {"cache_prompt": True},
+        {"truncation_side": "left", "truncate_prompt_tokens": 3},
+        {"n_predict": -1, "repeat_last_n": -1, "top_n_sigma": -1.0, "dry_multiplier": 0.0, "lora": []},
+        {"format": "", "options": {}, "num_predict": -1, "images": []},
+        {"do_sample": True, "watermark": False, "adapter_id": None},
+        {"reasoning": {"effort": "none"}},
     ],
     ids=str,
 )
@@ -155,6 +160,98 @@ async def test_what_asks_for_nothing_is_taken(served: Served, fields: dict[str, 
 async def test_what_would_change_the_output_is_refused(served: Served, fields: dict[str, Any]) -> None:
     answer = await chat(served, **fields)
     assert (refused(answer)[0], answer.error["param"]) == ("unsupported_parameter", next(iter(fields)))
+
+
+ASKED_OF_OTHERS: dict[str, dict[str, Any]] = {
+    "SGLang": {
+        "regex": "[0-9]+",
+        "ebnf": "root ::= 'x'",
+        "stop_regex": "a+",
+        "input_ids": [1],
+        "custom_logit_processor": "x",
+        "no_stop_trim": True,
+        "return_hidden_states": True,
+        "session_params": {"id": "s"},
+        "reasoning": {"effort": "high"},
+    },
+    "llama.cpp": {
+        "n_predict": 3,
+        "lora": [{"id": 0, "scale": 1}],
+        "dry_multiplier": 0.8,
+        "xtc_probability": 0.1,
+        "top_n_sigma": 1.5,
+        "repeat_last_n": 64,
+        "n_probs": 5,
+        "tfs_z": 0.9,
+        "samplers": ["top_k"],
+        "dynatemp_range": 0.5,
+        "typ_p": 0.9,
+        "min_keep": 1,
+        "t_max_predict_ms": 100,
+    },
+    "Ollama": {
+        "format": "json",
+        "options": {"num_predict": 3},
+        "num_predict": 3,
+        "images": ["aGk="],
+        "system": "Be brief.",
+        "template": "{{ .Prompt }}",
+        "raw": True,
+    },
+    "TGI": {
+        "adapter_id": "a",
+        "watermark": True,
+        "details": True,
+        "do_sample": False,
+        "truncate": 3,
+        "top_n_tokens": 2,
+        "inputs": "a",
+        "parameters": {"seed": 1},
+        "return_full_text": True,
+    },
+    "vLLM": {
+        "truncation_side": "right",
+        "watermarking": True,
+        "return_token_offsets": True,
+        "return_prompt_text": True,
+        "ec_transfer_params": {"a": 1},
+        "early_stopping": True,
+    },
+    "OpenAI": {"max_output_tokens": 3},
+    "Anthropic": {"stop_sequences": ["a"], "max_tokens_to_sample": 3},
+}
+"""What changes the output of another server."""
+
+
+@pytest.mark.parametrize("whose", ASKED_OF_OTHERS)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_what_changes_the_output_of_others_is_never_ignored(
+    served: Served, engine: FakeEngine, whose: str, path: str
+) -> None:
+    for name, value in ASKED_OF_OTHERS[whose].items():
+        answer = await served.post(path, {"messages": HELLO, "prompt": "a", name: value})
+        assert (refused(answer)[0], answer.error["param"]) == ("unsupported_parameter", name)
+        assert (await served.post(path, {"messages": HELLO, "prompt": "a", name: None})).status == 200
+    assert all(request.sampling.max_tokens > 3 for request in engine.requests)
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("n_predict", "send max_tokens"), ("num_predict", "send max_tokens"), ("n_probs", "send logprobs")],
+)
+async def test_the_field_that_does_the_same_is_named(served: Served, name: str, instead: str) -> None:
+    assert instead in refused(await served.post(TEXT, {"prompt": "a", name: 3}))[1]
+
+
+@pytest.mark.parametrize("field", [{"images": ["aGk="]}, {"prefix": True}, {"partial": True}], ids=str)
+async def test_what_a_message_carries_for_others_is_never_ignored(
+    served: Served, field: dict[str, Any]
+) -> None:
+    answer = await served.post(CHAT, {"messages": [*HELLO, {"role": "assistant", "content": "a", **field}]})
+    assert (refused(answer)[0], answer.error["param"]) == (
+        "unsupported_parameter",
+        f"messages[1].{next(iter(field))}",
+    )
 
 
 async def test_templates_learn_that_no_reasoning_is_wanted(served: Served, engine: FakeEngine) -> None:

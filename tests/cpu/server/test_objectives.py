@@ -12,6 +12,7 @@ from starlette.datastructures import Headers
 from onbeat.core.errors import ConfigError, InvalidRequest
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
 from onbeat.server.config import ServerConfig
+from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives, request_objectives
 from onbeat.server.slo_defaults import ClassDefaults, KeyDefaults, SLODefaults, built_in_classes, key_digest
 
@@ -35,7 +36,8 @@ def held_to(
     defaults: SLODefaults = PLAIN,
 ) -> RequestObjectives:
     fields = ObjectiveFields.model_validate(body or {})
-    return request_objectives(fields, Headers(headers or {}), key, defaults)
+    context = HttpContext("id", "/v1/completions", key_digest=key)
+    return request_objectives(fields, Headers(headers or {}), context, defaults)
 
 
 ALL_BODY = {"slo": {"ttft_ms": 100, "tbt_ms": 10, "e2e_ms": 1000}}
@@ -98,8 +100,8 @@ def test_the_default_class_fills_what_the_default_objectives_leave() -> None:
 
 
 def test_without_objectives_there_is_no_slo() -> None:
-    result = held_to({"slo": {"weight": 3}})
-    assert (result.slo, result.slo_class, result.weight, result.tenant) == (None, None, 3.0, None)
+    result = held_to({"slo": {"weight": 0.3}})
+    assert (result.slo, result.slo_class, result.weight, result.tenant) == (None, None, 0.3, None)
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,53 @@ def test_weight_by_precedence(body: dict[str, Any], key: str | None, weight: flo
     assert held_to(body, {}, key, DEFAULTS).weight == weight
 
 
+OF_KEYS = SLODefaults(
+    classes={
+        **DEFAULTS.classes,
+        "light": ClassDefaults(slo=SLO(ttft=1.0), weight=0.5),
+        "heavy": ClassDefaults(slo=SLO(ttft=1.0), weight=100.0),
+    },
+    keys={
+        "weighty": KeyDefaults(weight=7.0),
+        "of light": KeyDefaults(slo_class="light"),
+        "of slow": KeyDefaults(slo_class="slow"),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "slo", "weight"),
+    [
+        # without a word of the owner a caller is worth 1 at most, with keys and without
+        (None, {"weight": 1}, 1.0),
+        (None, {"weight": 1.01}, None),
+        ("nobody's", {"weight": 1000}, None),
+        # what the owner lets a class be worth, its requests may be
+        (None, {"weight": 4, "class": "chat"}, 4.0),
+        (None, {"weight": 4.5, "class": "chat"}, None),
+        ("of slow", {"weight": 4, "class": "chat"}, 4.0),
+        # a key's weight bounds its holder, whatever class is named
+        ("weighty", {"weight": 7}, 7.0),
+        ("weighty", {"weight": 7.5, "class": "heavy"}, None),
+        ("weighty", {"class": "heavy"}, 7.0),
+        # so does the weight of a key's class
+        ("of light", {"weight": 0.6}, None),
+        ("of light", {"class": "heavy"}, 0.5),
+        ("of light", {"class": "slow"}, 0.5),
+        ("of light", {"weight": 0.1, "class": "heavy"}, 0.1),
+    ],
+)
+def test_nobody_claims_more_weight_than_the_owner_gives(
+    key: str | None, slo: dict[str, Any], weight: float | None
+) -> None:
+    if weight is None:
+        with pytest.raises(InvalidRequest, match=f"slo.weight is {slo['weight']:g}; .* at most") as caught:
+            held_to({"slo": slo}, key=key, defaults=OF_KEYS)
+        assert caught.value.param == "slo.weight"
+    else:
+        assert held_to({"slo": slo}, key=key, defaults=OF_KEYS).weight == weight
+
+
 @pytest.mark.parametrize("default", list(ShedMode))
 def test_shed_by_precedence(default: ShedMode) -> None:
     defaults = SLODefaults(classes=DEFAULTS.classes, shed=default)
@@ -126,7 +175,10 @@ def test_shed_by_precedence(default: ShedMode) -> None:
 
 def test_tenant_by_precedence() -> None:
     gateway = {"x-llm-d-inference-fairness-id": "team-a"}
-    assert held_to({"user": "u"}, gateway, KEY).tenant == "team-a"
+    assert held_to({"user": "u"}, gateway).tenant == "team-a", "without keys all callers are the owner's"
+    trusted = SLODefaults(keys={KEY: KeyDefaults(names_tenants=True)})
+    assert held_to({"user": "u"}, gateway, KEY, trusted).tenant == "team-a"
+    assert held_to({"user": "u"}, {}, KEY, trusted).tenant == held_to({}, {}, KEY).tenant
     of_key = held_to({"user": "u"}, {}, KEY).tenant
     of_user = held_to({"user": "u"}).tenant
     assert of_key is not None
@@ -135,6 +187,12 @@ def test_tenant_by_precedence() -> None:
     assert of_user.startswith("user:")
     assert of_user != held_to({"user": "v"}).tenant
     assert held_to({"user": ""}).tenant is None
+
+
+@given(name=st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=128))
+def test_a_key_holder_is_one_tenant_whatever_it_calls_itself(name: str) -> None:
+    named = held_to({"user": name}, {"x-llm-d-inference-fairness-id": name}, KEY, DEFAULTS)
+    assert named.tenant == held_to(key=KEY, defaults=DEFAULTS).tenant
 
 
 def test_neither_keys_nor_users_can_be_read_from_a_tenant() -> None:

@@ -45,11 +45,16 @@ class FakeFleet(FakeEngine):
     def scale(self, num_replicas: int) -> None:
         """Nothing starts or ends."""
 
+    def autoscale(self, least: int, most: int) -> None:
+        """Nothing starts or ends."""
+
     def restart(self) -> None:
         """Nothing ends."""
 
 
-APP = make_app(FakeFleet(max_model_len=256), ServerConfig(log_requests=False, max_n=4), has_fleet=True)
+KEY = "of the fleet"
+CONFIG = ServerConfig(log_requests=False, max_n=4, fleet_key=KEY)
+APP = make_app(FakeFleet(max_model_len=256), CONFIG, has_fleet=True)
 # each case would start and end the application, and what has ended does not start again
 APP.router.lifespan_context = lambda _: nullcontext()
 CHECKS: list[Any] = [
@@ -85,7 +90,7 @@ def map_body(context: Any, body: Any) -> Any:
 def test_api_keeps_its_description(case: Any) -> None:
     # a header that nobody knows counts as wrong, but any client and proxy may send one
     assume(not any("unknown-property" in name for name in case.headers or {}))
-    case.call_and_validate(checks=CHECKS)
+    case.call_and_validate(checks=CHECKS, headers={"authorization": f"Bearer {KEY}"})
 
 
 def test_the_description_names_all_endpoints() -> None:

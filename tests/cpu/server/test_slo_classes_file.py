@@ -29,7 +29,7 @@ def test_a_full_file(tmp_path: Path) -> None:
           - {{name: interactive, ttft_ms: 300}}
         api_keys:
           - {{key_env: TEAM_A_KEY, class: chat}}
-          - {{key_sha256: "{DIGEST.upper()}", class: batch, weight: 3}}
+          - {{key_sha256: "{DIGEST.upper()}", class: batch, weight: 3, tenants: true}}
         """,
         TEAM_A_KEY="team-a",
     )
@@ -41,7 +41,7 @@ def test_a_full_file(tmp_path: Path) -> None:
     }
     assert file.keys == {
         key_digest("team-a"): KeyDefaults(slo_class="chat"),
-        DIGEST: KeyDefaults(slo_class="batch", weight=3.0),
+        DIGEST: KeyDefaults(slo_class="batch", weight=3.0, names_tenants=True),
     }
 
 
@@ -88,6 +88,8 @@ BAD_FILES = {
     "api_keys: [{key_env: SET}]": "gives its key nothing",
     "api_keys: [{key_env: SET, class: 5}]": "the class of api_keys[0] must be a name",
     "api_keys: [{key_env: SET, weight: true}]": "the weight of api_keys[0] must be a number",
+    "api_keys: [{key_env: SET, tenants: 1}]": "tenants of api_keys[0] must be true or false, got 1",
+    "api_keys: [{key_env: SET, tenants: false}]": "gives its key nothing",
     "api_keys: [{key_env: SET, weight: -1}]": "api_keys[0]: the weight is -1",
     "api_keys: [{key_env: SET, weight: 1}, {key_env: SAME, weight: 2}]": "api_keys[1] is the same API key",
 }

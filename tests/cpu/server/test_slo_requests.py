@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from onbeat.core.slo import SLO, SLO_CLASSES, ShedMode
-from onbeat.server.slo_defaults import SLODefaults
+from onbeat.server.slo_defaults import SLODefaults, key_digest
 from tests.cpu.server.running import HELLO, Answer, Served
 from tests.fakes_engine import FakeEngine
 
@@ -22,14 +22,14 @@ async def ask(served: Served, path: str, fields: dict[str, Any], headers: dict[s
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 async def test_every_choice_carries_the_objectives(served: Served, engine: FakeEngine, path: str) -> None:
-    slo = {"ttft_ms": 700, "e2e_ms": 9000, "class": "interactive", "weight": 2, "shed": True}
+    slo = {"ttft_ms": 700, "e2e_ms": 9000, "class": "interactive", "weight": 0.5, "shed": True}
     headers = {"x-llm-d-slo-tpot-ms": "35", "x-llm-d-inference-fairness-id": "team-a"}
     answer = await ask(served, path, {"slo": slo, "n": 2}, headers)
     assert answer.status == 200, answer.body
     assert len(engine.requests) == (2 if path == CHAT else 4)
     for request in engine.requests:
         assert request.slo == SLO(ttft=0.7, tbt=0.035, e2e=9.0)
-        assert (request.slo_class, request.weight, request.tenant) == ("interactive", 2.0, "team-a")
+        assert (request.slo_class, request.weight, request.tenant) == ("interactive", 0.5, "team-a")
         assert request.shed is ShedMode.REJECT
 
 
@@ -148,6 +148,32 @@ async def test_without_keys_the_key_that_clients_make_up_is_nobody(
 ) -> None:
     assert (await ask(served, CHAT, {}, {"authorization": "Bearer none"})).status == 200
     assert engine.requests[0].tenant is None
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize("served", [{"api_keys": ("a", "b")}], indirect=True)
+async def test_nobody_takes_the_share_of_another_key(served: Served, engine: FakeEngine, path: str) -> None:
+    for key, name in (("a", ""), ("b", ""), ("b", "new"), ("b", f"key:{key_digest('a')[:16]}")):
+        headers = {"authorization": f"Bearer {key}", "x-llm-d-inference-fairness-id": name}
+        answer = await ask(served, path, {}, headers)
+        assert answer.status == 200
+        told = {"x-onbeat-ignored-fields": "x-llm-d-inference-fairness-id"} if name else {}
+        assert answer.headers.items() >= told.items(), "it is said that the name does not count"
+    num_each = len(engine.requests) // 4
+    tenants = [request.tenant for request in engine.requests[::num_each]]
+    assert tenants == [tenants[0], tenants[1], tenants[1], tenants[1]]
+    assert tenants[0] != tenants[1]
+
+
+async def test_a_weight_above_the_bound_is_refused_and_the_bound_named(served: Served) -> None:
+    answer = await ask(served, CHAT, {"slo": {"ttft_ms": 3000, "weight": 1000}}, {})
+    assert (answer.status, answer.error["param"], answer.error["code"]) == (
+        400,
+        "slo.weight",
+        "invalid_value",
+    )
+    assert "at most 1" in answer.error["message"]
+    assert "--slo-classes" in answer.error["message"]
 
 
 @pytest.mark.parametrize("served", [{"api_keys": ("very-secret",)}], indirect=True)

@@ -12,7 +12,7 @@ import pytest
 from onbeat.cli.args import parse
 from onbeat.cli.main import build_parser
 from onbeat.cli.serve import example_request, public_name
-from onbeat.cli.serve_args import API_KEY_VARIABLE, server_config
+from onbeat.cli.serve_args import API_KEY_VARIABLE, FLEET_KEY_VARIABLE, server_config
 from onbeat.core.errors import ConfigError
 from onbeat.hub.files import ModelFiles
 from onbeat.server.config import ServerConfig
@@ -24,7 +24,8 @@ def config(*arguments: str) -> ServerConfig:
 
 @pytest.fixture(autouse=True)
 def no_key_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(API_KEY_VARIABLE, raising=False)
+    for name in (API_KEY_VARIABLE, FLEET_KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
 
 def test_defaults_open_nothing_to_the_network() -> None:
@@ -42,6 +43,16 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
     assert keys == ("one", "two", "from-file", "second", "from-environment")
 
 
+def test_the_fleet_is_opened_by_its_own_key_or_else_by_the_api_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert config().fleet_keys == ()
+    assert config("--api-key", "one").fleet_keys == ("one",)
+    monkeypatch.setenv(FLEET_KEY_VARIABLE, "from-environment")
+    found = config("--api-key", "one")
+    assert (found.fleet_keys, found.guarding_keys) == (("from-environment",), ("one", "from-environment"))
+    assert config().guarding_keys == (), "a key of the fleet closes nothing else"
+    assert config("--fleet-key", "two").fleet_keys == ("two",)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -53,6 +64,8 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
         (["--shutdown-timeout", "nan"], "shutdown_timeout is nan"),
         (["--shutdown-timeout", "inf"], "shutdown_timeout is inf"),
         (["--api-key", ""], "API key is empty"),
+        (["--fleet-key", ""], "the fleet's key is empty"),
+        (["--fleet-key", "ü"], "the fleet's key is empty or not ASCII"),
         (["--ssl-keyfile", "key.pem"], "TLS needs both"),
         (["--api-key-file", "/no/such/file"], "cannot read the API keys"),
     ],
@@ -60,6 +73,40 @@ def test_keys_of_flag_file_and_environment_add_up(tmp_path: Path, monkeypatch: p
 def test_settings_that_cannot_be(arguments: list[str], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         config(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("values", "origins"),
+    [
+        (["*"], ("*",)),
+        (['["*"]'], ("*",)),  # vLLM's spelling
+        (['["https://a.example", "http://localhost:3000"]'], ("https://a.example", "http://localhost:3000")),
+        (["https://a.example", '["http://[::1]:3000"]'], ("https://a.example", "http://[::1]:3000")),
+        (["app://obsidian.md", "null"], ("app://obsidian.md", "null")),
+        (["[]"], ()),
+    ],
+)
+def test_origins_are_words_or_a_json_list(values: list[str], origins: tuple[str, ...]) -> None:
+    assert config(*(f"--allowed-origins={each}" for each in values)).allowed_origins == origins
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a.example",
+        "https://A.example",
+        "https://a.example/",
+        "https://a.example/app",
+        "https://*.a.example",
+        "",
+        "[1]",
+        "[*]",
+        '["*"',
+    ],
+)
+def test_what_no_page_has_for_its_origin_is_refused(value: str) -> None:
+    with pytest.raises(ConfigError, match="allowed_origins"):
+        config(f"--allowed-origins={value}")
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \n# only a comment\n", b"\xff\xfe"])
