@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from onbeat.server.config import ConnectionLimits
@@ -38,6 +39,16 @@ SLOW_BODY = Refusal(408, "slow_body", "the request's body came too slowly; send 
 TOO_MANY = Refusal(
     503, "too_many_connections", "the server has as many connections as it may; try again later"
 )
+
+
+_REFUSAL = "onbeat.refusal"
+"""Where the state of a request that broke off holds why."""
+
+
+def refusal_of(scope: Scope) -> Refusal | None:
+    """Return what a request's client got from the connection, in place of what the application says."""
+    refusal: Refusal | None = scope.get("state", {}).get(_REFUSAL)
+    return refusal
 
 
 class _HeadTooLarge(Exception):
@@ -197,6 +208,8 @@ class BoundedConnection(HttpToolsProtocol):
         if has_answered or self._is_answering():
             self.transport.close()
             return
+        if self._is_in_body:
+            self._silence_application(refusal)
         self.transport.write(_answer(refusal))
         if refusal is TOO_MANY or not self.transport.can_write_eof():
             self.transport.close()
@@ -204,6 +217,13 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.write_eof()
             self.flow.resume_reading()
             self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _silence_application(self, refusal: Refusal) -> None:
+        """Let the application, which may be about to answer or wait for the body, find its client gone."""
+        self.scope["state"][_REFUSAL] = refusal
+        self.cycle.disconnected = True
+        self.cycle.waiting_for_100_continue = False
+        self.cycle.message_event.set()
 
 
 def _answer(refusal: Refusal) -> bytes:

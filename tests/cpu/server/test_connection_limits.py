@@ -151,16 +151,14 @@ async def drip_into(client: Client, piece: bytes) -> None:
 
 
 async def test_a_body_that_does_not_come_on_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     async with limited(SHORT) as served:
         head = POST + b"authorization: Bearer key\r\ncontent-length: 100000\r\n\r\n{"
         async with connected(served, head) as client:
             drip = asyncio.create_task(drip_into(client, b" "))
             assert error_of(await client.end()) == (408, "slow_body")
             drip.cancel()
-        assert await refusals(served) == {"slow_body": 1}
-        text = (await served.get("/metrics")).body.decode()
-        assert f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0' in text
-    assert "Traceback" not in caplog.text
+        await check_only_refused(served, CHAT, {"slow_body": 1}, caplog)
 
 
 async def test_the_rest_of_a_body_that_was_answered_already_is_given_up() -> None:
@@ -238,3 +236,62 @@ async def test_nothing_is_kept_of_a_connection_that_was_reset_after_its_answer()
         async with at_most(10):  # less than connections are kept alive for
             while any(id(each) not in of_other_tests for each in connections()):
                 await asyncio.sleep(0.05)
+
+
+BAD_FRAMING = [
+    pytest.param(b"transfer-encoding: chunked\r\n\r\nzz\r\n", id="bad size"),
+    pytest.param(b"transfer-encoding: xchunked\r\n\r\nzz\r\n", id="unknown coding"),
+    pytest.param(b"transfer-encoding: chunked\r\nexpect: 100-continue\r\n\r\nzz\r\n", id="expects 100"),
+    pytest.param(b"transfer-encoding: chunked\r\n\r\n2\r\n{}x", id="no end of a chunk"),
+]
+
+
+@pytest.mark.parametrize("rest", BAD_FRAMING)
+@pytest.mark.parametrize(
+    ("start", "endpoint"),
+    [
+        ("GET /health", "/health"),
+        ("GET /v1/models", "/v1/models"),
+        ("PUT /nowhere", "unmatched"),
+        (f"POST {CHAT}", CHAT),
+    ],
+)
+async def test_bad_framing_behind_a_good_head_is_a_400(
+    start: str, endpoint: str, rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"{start} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    with caplog.at_level("INFO"):
+        async with serving(FakeEngine()) as served:
+            for _ in range(3):
+                async with connected(served, head + rest) as client:
+                    assert error_of(await client.end()) == (400, "malformed_request")
+            await check_only_refused(served, endpoint, {"malformed_request": 3}, caplog)
+
+
+async def test_bad_framing_of_a_body_that_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        async with serving(FakeEngine()) as served:
+            async with connected(served, POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n") as client:
+                await asyncio.sleep(0.05)
+                client.writer.write(b"no-size\r\n")
+                assert error_of(await client.end()) == (400, "malformed_request")
+            await check_only_refused(served, CHAT, {"malformed_request": 1}, caplog)
+
+
+async def check_only_refused(
+    served: Served, endpoint: str, refused: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that requests are counted and logged as what their clients got, in a short line each."""
+    text = (await served.get("/metrics")).body.decode()
+    ((reason, times),) = refused.items()
+    status = {"malformed_request": 400, "slow_body": 408, "no_room_for_body": 503}[reason]
+    counted = [line for line in text.splitlines() if line.startswith("onbeat_http_requests_total{")]
+    assert counted == [
+        f'onbeat_http_requests_total{{endpoint="{endpoint}",status="{status}"}} {float(times)}'
+    ]
+    assert await refusals(served) == refused
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert len(lines) == times
+    assert all(f"{status} e2e_ms" in line and line.endswith(f"error={reason}") for line in lines)
+    assert [record.levelname for record in caplog.records if record.levelname not in ("INFO", "DEBUG")] == []
+    assert max(map(len, lines)) < 200
