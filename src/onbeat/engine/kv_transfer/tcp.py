@@ -229,8 +229,10 @@ class _Server:
         try:
             connection, _ = self._socket.accept()
         except OSError:
-            if not self._is_closed and self._strangers:
-                self._put_out(next(iter(self._strangers)))  # there may be no more file descriptors
+            if self._strangers:
+                self._put_out(next(iter(self._strangers)))
+            elif not self._is_closed:
+                time.sleep(0.05)  # out of file descriptors: there may be some again
             return
         if len(self._strangers) >= _MOST_STRANGERS:
             self._put_out(next(iter(self._strangers)))
