@@ -25,7 +25,7 @@ from onbeat.server.connection import BoundedConnection
 from onbeat.server.run import bind, check_tls, serve
 from tests.cpu.server.running import HELLO, make_app, parse_events
 from tests.fakes_engine import FakeEngine
-from tests.waiting import at_most
+from tests.waiting import at_most, until
 
 ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
@@ -155,9 +155,7 @@ async def test_the_memory_of_bodies_that_do_not_end_is_bounded_and_goes_back() -
         assert resident_megabytes(server.process.pid) - before < 200
         for writer in writers:
             writer.transport.abort()
-        async with asyncio.timeout(20):
-            while resident_megabytes(server.process.pid) - before > 40:
-                await asyncio.sleep(0.1)
+        await until(lambda: resident_megabytes(server.process.pid) - before < 40, 20)
         assert await server.status("/health") == 200
 
 
