@@ -16,7 +16,7 @@ from typing import IO
 import httpx
 import pytest
 
-from tests.cpu.e2e.program import command_line, is_running
+from tests.cpu.e2e.program import command_line, is_running, read_metrics
 from tests.waiting import wait_for
 
 STAND_IN = ("--load-format", "stand-in", "--device", "h100-sxm", "--max-model-len", "4096")
@@ -71,6 +71,7 @@ def test_a_full_disk(smollm2_gguf: Path, free_port: int) -> None:
     url = f"http://127.0.0.1:{free_port}"
     with Path("/dev/full").open("wb") as full, serving_to(full, free_port, smollm2_gguf) as process:
         wait_for(lambda: is_healthy(url))
+        wait_for(lambda: read_metrics(httpx.get(f"{url}/metrics").text)["onbeat_log_lines_dropped_total"] > 0)
         check_serves_and_ends(process, url)
 
 
