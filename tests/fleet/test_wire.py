@@ -12,9 +12,9 @@ import zmq
 from onbeat.core.errors import ConfigError
 from onbeat.core.request import RequestOutput
 from onbeat.core.step import StepOutputs
-from onbeat.engine.messages import Died, Shutdown, Stepped, encode
+from onbeat.engine.messages import Died, FromEngine, Shutdown, Stepped, encode
 from tests.fleet.fleets import RemoteLauncher, check_all, fleet_of, start_requests, state_of
-from tests.waiting import until
+from tests.waiting import at_most, until
 
 
 @pytest.fixture
@@ -101,6 +101,34 @@ async def test_a_replica_that_talks_nonsense_is_given_up(caplog: pytest.LogCaptu
         await until(lambda: state_of(client, "r0") == "starting", timeout=1)
         await check_all(started)
     assert "it sends what cannot be read" in caplog.text
+
+
+async def test_no_listener_stops_the_reading(caplog: pytest.LogCaptureFixture) -> None:
+    """What fails at one message fails at no other: the descriptor does not tell of those that wait."""
+    said: list[str] = []
+
+    def fail(text: str) -> None:
+        said.append(text)
+        raise OSError(28, "No space left on device")
+
+    client = fleet_of(2)
+    client.controller._on_progress = fail
+    async with at_most(20), client:
+        assert [view.state for view in client.replicas()] == ["ready", "ready"]
+        assert len(said) == 2
+        on_message = client.controller._wire._on_message
+        failures = iter([KeyError("one"), ValueError("two")])
+
+        def fail_twice(name: bytes, message: FromEngine) -> None:
+            on_message(name, message)
+            if (failure := next(failures, None)) is not None:
+                raise failure
+
+        client.controller._wire._on_message = fail_twice
+        await check_all(start_requests(client, 4))
+        assert next(failures, None) is None
+    told = [record for record in caplog.records if "cannot be handled" in record.getMessage()]
+    assert len(told) == len(said) + 2
 
 
 async def test_what_an_earlier_life_says_is_dropped() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from types import ModuleType
 from typing import NamedTuple
 
 from onbeat import __version__
 from onbeat.cli.args import Parser, parse, print_error
 from onbeat.core.errors import ConfigError, OnbeatError, RequestRejected
+from onbeat.output import unblocked_output
 
 
 class Command(NamedTuple):
@@ -69,17 +71,20 @@ def build_parser(argv: Collection[str] = tuple(COMMANDS)) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return 0 done, 1 failed, 2 bad input, 3 infeasible or 130 interrupted."""
     argv = sys.argv[1:] if argv is None else argv
-    try:
-        args = parse(build_parser(argv), argv)
-        return int(args.run(args))
-    except OnbeatError as error:
-        print_error(str(error))
-        return EXIT_BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else EXIT_FAILED
-    except KeyboardInterrupt:
-        print("onbeat: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        return 0
+    with ExitStack() as stack:
+        try:
+            args = parse(build_parser(argv), argv)
+            if args.command == "serve":  # what others print is what they are run for, and may wait
+                stack.enter_context(unblocked_output())
+            return int(args.run(args))
+        except OnbeatError as error:
+            print_error(str(error))
+            return EXIT_BAD_INPUT if isinstance(error, (ConfigError, RequestRejected)) else EXIT_FAILED
+        except KeyboardInterrupt:
+            print("onbeat: interrupted", file=sys.stderr)
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:
+            return 0
 
 
 def _load(name: str) -> ModuleType:

@@ -94,7 +94,7 @@ class Wire:
         return True
 
     def read(self) -> None:
-        """Take the messages that are there."""
+        """Take the messages that are there; the descriptor tells no more of those that one leaves."""
         socket = self._socket
         for _ in range(_MOST_AT_ONCE):
             if not self._is_open:
@@ -103,7 +103,10 @@ class Wire:
                 frames = socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._take(frames)
+            try:
+                self._take(frames)
+            except Exception:  # of whoever hears it; what comes after is for others, too
+                logger.exception("a message of a replica cannot be handled")
         self._loop.call_soon(self.read)
 
     def _take(self, frames: list[bytes]) -> None:

@@ -45,6 +45,7 @@ from onbeat.engine.messages import (
 from onbeat.engine.move_port import MovePort
 from onbeat.engine.rejection import pack_rejection
 from onbeat.engine.step_wait import WAKE_SECONDS, StepWait
+from onbeat.output import unblocked_output
 
 logger = logging.getLogger("onbeat.engine")
 
@@ -96,6 +97,14 @@ def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
         os.sched_setaffinity(0, link.cores)
     if link.cuda_devices:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(link.cuda_devices)
+    with unblocked_output():
+        is_orphaned = _build_and_serve(build, link)
+    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
+    os._exit(1 if is_orphaned else 0)
+
+
+def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
+    """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     socket = _connect(context, link)
     try:
@@ -112,8 +121,7 @@ def run_engine_process(build: BuildEngine, link: EngineLink) -> None:
     finally:
         is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()
         context.destroy(linger=0 if is_orphaned else int(LINGER_SECONDS * 1000))
-    # Everything is closed: taking the interpreter apart takes longer than all else, and somebody may wait.
-    os._exit(1 if is_orphaned else 0)
+    return is_orphaned
 
 
 def _connect(context: zmq.Context[zmq.Socket[bytes]], link: EngineLink) -> zmq.Socket[bytes]:

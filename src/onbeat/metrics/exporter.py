@@ -24,6 +24,7 @@ from onbeat.metrics.exporter_vllm import vllm_metrics
 from onbeat.metrics.families import counter, counters, gauge, histogram, keyed
 from onbeat.metrics.fleet_counts import FleetCounts
 from onbeat.metrics.histogram import Histogram
+from onbeat.output import num_dropped_lines
 
 
 class MetricsExporter(Collector):
@@ -181,6 +182,11 @@ class MetricsExporter(Collector):
             "Connections closed before a request was complete",
             ("reason",),
             keyed(self._refused_connections),
+        )
+        yield counter(
+            "onbeat_log_lines_dropped",
+            "Lines that the server's process printed and nobody took",
+            num_dropped_lines(),
         )
 
     def _histograms(self) -> Iterator[Metric]:

@@ -58,6 +58,8 @@ class ConnectionLimits:
     """How often it is checked that a body comes on."""
     min_body_bytes: int = 16 * 2**10
     """What must come of an incomplete body within `body_seconds`."""
+    max_unfinished_bytes: int = 128 * 2**20
+    """Most that is held of incomplete bodies, of all connections together; four of the largest always fit."""
 
     def __post_init__(self) -> None:
         check(self, ConnectionLimits)

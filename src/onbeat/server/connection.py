@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from onbeat.server.config import ConnectionLimits
@@ -38,10 +39,55 @@ SLOW_BODY = Refusal(408, "slow_body", "the request's body came too slowly; send 
 TOO_MANY = Refusal(
     503, "too_many_connections", "the server has as many connections as it may; try again later"
 )
+NO_ROOM = Refusal(
+    503,
+    "no_room_for_body",
+    "the server holds as much of incomplete requests as it may, and this one has been under way for longest; "
+    "try again later, and send the body in one go",
+)
+
+_REFUSAL = "onbeat.refusal"
+"""Where the state of a request that broke off holds why."""
+
+
+def refusal_of(scope: Scope) -> Refusal | None:
+    """Return what a request's client got from the connection, in place of what the application says."""
+    refusal: Refusal | None = scope.get("state", {}).get(_REFUSAL)
+    return refusal
 
 
 class _HeadTooLarge(Exception):
     """Stops the parser."""
+
+
+class BodyRoom:
+    """What the connections of a server hold, all together, of bodies that are not complete.
+
+    Over the bound the body that began first is given up. A newcomer is not: then a few who never end would
+    keep out everybody.
+
+    Parameters
+    ----------
+    max_bytes : the bound.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._held: dict[BoundedConnection, int] = {}  # in the order in which their bodies began
+
+    def take(self, connection: BoundedConnection, num_bytes: int) -> None:
+        """Count what has come of a connection's body; gives up others', or this one."""
+        self._held[connection] = self._held.get(connection, 0) + num_bytes
+        self._num_bytes += num_bytes
+        while self._num_bytes > self._max_bytes:
+            oldest = next(iter(self._held))
+            self.give_back(oldest)
+            oldest.give_up_body()
+
+    def give_back(self, connection: BoundedConnection) -> None:
+        """Count a connection's body no more."""
+        self._num_bytes -= self._held.pop(connection, 0)
 
 
 class BoundedConnection(HttpToolsProtocol):
@@ -50,15 +96,22 @@ class BoundedConnection(HttpToolsProtocol):
     Parameters
     ----------
     limits : the bounds.
+    bodies : the room that it shares with all others.
     on_refused : told why a connection was closed, a `Refusal.reason` (metrics).
     options : uvicorn's own.
     """
 
     def __init__(
-        self, *, limits: ConnectionLimits, on_refused: Callable[[str], None], **options: Any
+        self,
+        *,
+        limits: ConnectionLimits,
+        bodies: BodyRoom,
+        on_refused: Callable[[str], None],
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self._limits = limits
+        self._bodies = bodies
         self._on_refused = on_refused
         self._is_in_head = False
         self._is_in_body = False
@@ -79,6 +132,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._bodies.give_back(self)
         # uvicorn leaves the timer of a connection that was reset, and with it all that the connection holds.
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
@@ -122,7 +176,10 @@ class BoundedConnection(HttpToolsProtocol):
             return
         self._num_loose_bytes = 0
         self._num_body_bytes += len(body)
-        super().on_body(body)
+        if not self.cycle.response_complete:  # else it is thrown away
+            self._bodies.take(self, len(body))
+        if not self._is_refused:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self._is_refused:
@@ -130,7 +187,12 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_in_body = False
         self._num_loose_bytes = 0
         self._unwatch()
+        self._bodies.give_back(self)
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self._bodies.give_back(self)
+        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 -- uvicorn's own words
         """Answer what the parser has given up on."""
@@ -188,8 +250,13 @@ class BoundedConnection(HttpToolsProtocol):
         self._on_refused("pipelined_request")
         self.cycle.keep_alive = False
 
+    def give_up_body(self) -> None:
+        """Refuse the request that is coming, for want of room."""
+        self._refuse(NO_ROOM)
+
     def _refuse(self, refusal: Refusal) -> None:
         self._unwatch()
+        self._bodies.give_back(self)
         self._is_refused = True
         self._on_refused(refusal.reason)
         logger.debug("closed the connection of %s: %s", self.client, refusal.message)
@@ -197,6 +264,8 @@ class BoundedConnection(HttpToolsProtocol):
         if has_answered or self._is_answering():
             self.transport.close()
             return
+        if self._is_in_body:
+            self._silence_application(refusal)
         self.transport.write(_answer(refusal))
         if refusal is TOO_MANY or not self.transport.can_write_eof():
             self.transport.close()
@@ -204,6 +273,13 @@ class BoundedConnection(HttpToolsProtocol):
             self.transport.write_eof()
             self.flow.resume_reading()
             self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.close)
+
+    def _silence_application(self, refusal: Refusal) -> None:
+        """Let the application, which may be about to answer or wait for the body, find its client gone."""
+        self.scope["state"][_REFUSAL] = refusal
+        self.cycle.disconnected = True
+        self.cycle.waiting_for_100_continue = False
+        self.cycle.message_event.set()
 
 
 def _answer(refusal: Refusal) -> bytes:

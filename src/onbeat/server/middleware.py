@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from onbeat.core.errors import InvalidRequest
 from onbeat.server.config import MAX_QUOTED
+from onbeat.server.connection import refusal_of
 from onbeat.server.errors import CLIENT_GONE, ApiError, ClientGone, error_response
 from onbeat.server.slo_defaults import key_digest
 
@@ -158,7 +159,9 @@ class RequestLog:
         return path if path in self._endpoints else "unmatched"
 
     def _finish(self, scope: Scope, context: HttpContext) -> None:
-        if context.status == 0:
+        if (refusal := refusal_of(scope)) is not None:
+            context.status, context.error_code, context.finish = refusal.status, refusal.reason, None
+        elif context.status == 0:
             context.status = CLIENT_GONE
         self._on_done(context)
         self._name_ignored(context)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import errno
 import logging
 import signal
@@ -20,7 +21,7 @@ from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import EngineClient, FleetView
 from onbeat.core.settled_memory import settled_memory
 from onbeat.server.config import ServerConfig
-from onbeat.server.connection import BoundedConnection
+from onbeat.server.connection import BodyRoom, BoundedConnection
 from onbeat.server.lifecycle import Lifecycle
 
 logger = logging.getLogger("onbeat.server")
@@ -33,6 +34,11 @@ _KEEP_ALIVE_SECONDS = 75
 
 _BACKLOG = 2048
 """Connections that the kernel takes before the server has."""
+
+_M_MMAP_THRESHOLD = -3
+_LEAST_MAPPED_BYTES = 256 * 2**10
+"""Pieces of memory from this size on go back to the system when they are freed. glibc would learn from the
+first large body to keep what it frees, and 300 MB of them would stay with an idle server."""
 
 _LISTENERS = 16
 """Sockets that listen on the one address: libuv accepts one connection of each at a time, between all else
@@ -134,6 +140,8 @@ async def serve(
     ConfigError : a TLS file is missing or wrong, or the port was taken meanwhile.
     """
     check_tls(config)
+    if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # not every libc has it
+        mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
     _listen(sock, f"{config.host}:{config.port}")
     server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state, server, config.shutdown_timeout)
@@ -181,6 +189,7 @@ def uvicorn_config(app: FastAPI, config: ServerConfig) -> uvicorn.Config:
         http=partial(  # type: ignore[arg-type]  # called as the class would be
             BoundedConnection,
             limits=config.connections,
+            bodies=BodyRoom(max(config.connections.max_unfinished_bytes, 4 * config.max_body_bytes)),
             on_refused=app.state.telemetry.exporter.count_refused_connection,
         ),
         backlog=_BACKLOG,

@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,22 +242,82 @@ class TestOverTcp:
         assert time.monotonic() - start < 10
         own.close()
 
-    def test_strangers_are_let_go(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Those who say nothing keep nobody else out, and not the engine from ending."""
+    @pytest.mark.parametrize("first_words", [b"", b"n" * 16 + b"\x80\0\0\0" + b"[" * 100])
+    def test_strangers_keep_nobody_out(self, first_words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+        """However many they are and however long they stay; nor the engine from ending."""
+        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 600.0)
+        strangers: list[socket.socket] = []
+        with ExitStack() as stack:
+            with _lending() as source:
+                address = (source.endpoint.host, source.endpoint.port)
+                for _ in range(tcp._MOST_STRANGERS + 50):
+                    strangers.append(stack.enter_context(socket.create_connection(address)))
+                    with suppress(ConnectionError):
+                        strangers[-1].sendall(first_words)
+                _, own = make_transfers("tcp")
+                stack.callback(own.close)
+                for _ in range(3):
+                    assert own.pull(source, 0, [1, 2]).result(WAIT) == 2 * BLOCK_BYTES
+                are_closed = list(map(_is_closed, strangers))
+                num_out = 51  # for those that came after, and for the first copy
+                assert are_closed == [number < num_out for number in range(len(strangers))]
+            assert all(map(_is_closed, strangers))
+
+    def test_strangers_are_put_out_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.3)
-        _, lending = make_transfers("tcp", is_filled=True)
-        lending.leases.grant("r", range(8))
-        source = lending.leases.source("r", lending.endpoint)
-        address = (lending.endpoint.host, lending.endpoint.port)
-        silent = [socket.create_connection(address) for _ in range(40)]
-        time.sleep(0.8)
-        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 5.0)
-        _, own = make_transfers("tcp")
-        assert own.pull(source, 0, [1, 2]).result(WAIT) == 2 * BLOCK_BYTES
-        own.close()
-        lending.close()
-        for each in silent:
-            each.close()
+        with _lending() as source:
+            silent = socket.create_connection((source.endpoint.host, source.endpoint.port), timeout=WAIT)
+            assert len(silent.recv(100)) == 16
+            assert silent.recv(100) == b""
+            silent.close()
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            b"n" * 16 + b"\xff\xff\xff\xff",
+            b"n" * 16 + b"\x02\0\0\0[]" + b"d" * 32,
+            b"n" * 16 + b"\x02\0\0\0[]" + b"d" * 33,
+            b"GET / HTTP/1.1\r\nhost: x\r\n\r\n",
+        ],
+    )
+    def test_words_without_the_key_close_the_connection(
+        self, words: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 600.0)
+        with _lending() as source, caplog.at_level("INFO"):
+            stranger = socket.create_connection((source.endpoint.host, source.endpoint.port), timeout=WAIT)
+            for byte in words:
+                with suppress(ConnectionError):
+                    stranger.sendall(bytes([byte]))
+            with suppress(ConnectionResetError):
+                while stranger.recv(100):
+                    pass
+            stranger.close()
+        assert caplog.records == []
+
+    def test_more_copies_than_there_are_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tcp, "_HANDSHAKE_SECONDS", 0.3)
+        monkeypatch.setattr(tcp, "_MOST_COPIES", 1)
+        send, is_sending, goes_on = tcp._Server._send_block, threading.Event(), threading.Event()
+
+        def send_later(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:
+            is_sending.set()
+            goes_on.wait(WAIT)
+            send(server, wire, block_id)
+
+        monkeypatch.setattr(tcp._Server, "_send_block", send_later)
+        with _lending() as source:
+            _, first = make_transfers("tcp")
+            _, second = make_transfers("tcp")
+            copy = first.pull(source, 0, [1])
+            assert is_sending.wait(WAIT)
+            with pytest.raises(KVUnavailable, match="1 others copy from there; try again later"):
+                second.pull(source, 0, [1]).result(WAIT)
+            goes_on.set()
+            assert copy.result(WAIT) == BLOCK_BYTES
+            assert second.pull(source, 0, [1]).result(WAIT) == BLOCK_BYTES
+            first.close()
+            second.close()
 
 
 @needs_nixl
@@ -385,6 +445,27 @@ def listening_hosts(pid: int | None) -> set[str]:
     rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
     found = [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
     return {socket.inet_ntoa(bytes.fromhex(address)[::-1]) for address in found}
+
+
+@contextmanager
+def _lending() -> Iterator[KVSource]:
+    """Lend eight blocks as `r` over tcp."""
+    _, lending = make_transfers("tcp", is_filled=True)
+    lending.leases.grant("r", range(8))
+    yield lending.leases.source("r", lending.endpoint)
+    lending.close()
+
+
+def _is_closed(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        while connection.recv(100):
+            pass
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+    return True
 
 
 def _send_changed(server: tcp._Server, wire: tcp._Wire, block_id: int) -> None:

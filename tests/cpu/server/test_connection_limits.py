@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -30,7 +30,7 @@ async def limited(limits: ConnectionLimits, **script: Any) -> AsyncIterator[Serv
     engine = FakeEngine()
     for name, value in script.items():
         setattr(engine.script, name, value)
-    async with serving(engine, connections=limits, api_keys=("key",)) as served:
+    async with serving(engine, connections=limits, api_keys=("key",), max_body_bytes=250_000) as served:
         yield served
 
 
@@ -151,16 +151,14 @@ async def drip_into(client: Client, piece: bytes) -> None:
 
 
 async def test_a_body_that_does_not_come_on_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     async with limited(SHORT) as served:
         head = POST + b"authorization: Bearer key\r\ncontent-length: 100000\r\n\r\n{"
         async with connected(served, head) as client:
             drip = asyncio.create_task(drip_into(client, b" "))
             assert error_of(await client.end()) == (408, "slow_body")
             drip.cancel()
-        assert await refusals(served) == {"slow_body": 1}
-        text = (await served.get("/metrics")).body.decode()
-        assert f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0' in text
-    assert "Traceback" not in caplog.text
+        await check_only_refused(served, CHAT, {"slow_body": 1}, caplog)
 
 
 async def test_the_rest_of_a_body_that_was_answered_already_is_given_up() -> None:
@@ -175,7 +173,7 @@ async def test_the_rest_of_a_body_that_was_answered_already_is_given_up() -> Non
 
 async def test_a_body_that_comes_on_may_take_long() -> None:
     async with limited(SHORT) as served:
-        data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode().ljust(300_000)
+        data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode().ljust(240_000)
         head = POST + b"authorization: Bearer key\r\nconnection: close\r\n"
         async with connected(served, head + b"content-length: %d\r\n\r\n" % len(data)) as client:
             for start in range(0, len(data), 20_000):
@@ -238,3 +236,97 @@ async def test_nothing_is_kept_of_a_connection_that_was_reset_after_its_answer()
         async with at_most(10):  # less than connections are kept alive for
             while any(id(each) not in of_other_tests for each in connections()):
                 await asyncio.sleep(0.05)
+
+
+BAD_FRAMING = [
+    pytest.param(b"transfer-encoding: chunked\r\n\r\nzz\r\n", id="bad size"),
+    pytest.param(b"transfer-encoding: xchunked\r\n\r\nzz\r\n", id="unknown coding"),
+    pytest.param(b"transfer-encoding: chunked\r\nexpect: 100-continue\r\n\r\nzz\r\n", id="expects 100"),
+    pytest.param(b"transfer-encoding: chunked\r\n\r\n2\r\n{}x", id="no end of a chunk"),
+]
+
+
+@pytest.mark.parametrize("rest", BAD_FRAMING)
+@pytest.mark.parametrize(
+    ("start", "endpoint"),
+    [
+        ("GET /health", "/health"),
+        ("GET /v1/models", "/v1/models"),
+        ("PUT /nowhere", "unmatched"),
+        (f"POST {CHAT}", CHAT),
+    ],
+)
+async def test_bad_framing_behind_a_good_head_is_a_400(
+    start: str, endpoint: str, rest: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = f"{start} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode()
+    with caplog.at_level("INFO"):
+        async with serving(FakeEngine()) as served:
+            for _ in range(3):
+                async with connected(served, head + rest) as client:
+                    assert error_of(await client.end()) == (400, "malformed_request")
+            await check_only_refused(served, endpoint, {"malformed_request": 3}, caplog)
+
+
+async def test_bad_framing_of_a_body_that_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        async with serving(FakeEngine()) as served:
+            async with connected(served, POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n") as client:
+                await asyncio.sleep(0.05)
+                client.writer.write(b"no-size\r\n")
+                assert error_of(await client.end()) == (400, "malformed_request")
+            await check_only_refused(served, CHAT, {"malformed_request": 1}, caplog)
+
+
+async def test_over_the_sum_of_unfinished_bodies_the_oldest_is_given_up() -> None:
+    room = ConnectionLimits(max_unfinished_bytes=1_000_000)
+    data = json.dumps({"messages": HELLO, "max_tokens": 2}).encode().rjust(250_000)
+    head = POST + b"connection: close\r\ncontent-length: 250000\r\n\r\n"
+    async with AsyncExitStack() as stack:
+        served = await stack.enter_async_context(
+            serving(FakeEngine(), connections=room, max_body_bytes=len(data))
+        )
+        for _ in range(2):  # what was complete, or given up, leaves its room to others
+            clients = []
+            for _ in range(6):
+                clients.append(await stack.enter_async_context(connected(served, head + data[:180_000])))
+                await asyncio.sleep(0.05)
+            answer = await clients[0].end()
+            assert error_of(answer) == (503, "no_room_for_body")
+            assert b"\r\nretry-after: 1\r\n" in answer
+            for client in clients[1:]:
+                client.writer.write(data[180_000:])
+                assert (await client.end()).startswith(b"HTTP/1.1 200 ")
+        assert await refusals(served) == {"no_room_for_body": 2}
+
+
+async def test_bodies_that_were_answered_or_cut_take_no_room() -> None:
+    """Nor do those that end with their connection, or that nobody reads."""
+    room = ConnectionLimits(max_unfinished_bytes=1_000_000)
+    half = b"content-length: 250000\r\n\r\n" + b" " * 180_000
+    async with limited(room) as served:
+        for _ in range(12):
+            async with connected(served, POST + half) as client:
+                assert (await client.reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 401 ")
+            async with connected(served, POST + b"authorization: Bearer key\r\n" + half):
+                await asyncio.sleep(0.05)
+        assert await refusals(served) == {}
+
+
+async def check_only_refused(
+    served: Served, endpoint: str, refused: dict[str, float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Check that requests are counted and logged as what their clients got, in a short line each."""
+    text = (await served.get("/metrics")).body.decode()
+    ((reason, times),) = refused.items()
+    status = {"malformed_request": 400, "slow_body": 408}[reason]
+    counted = [line for line in text.splitlines() if line.startswith("onbeat_http_requests_total{")]
+    assert counted == [
+        f'onbeat_http_requests_total{{endpoint="{endpoint}",status="{status}"}} {float(times)}'
+    ]
+    assert await refusals(served) == refused
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "INFO"]
+    assert len(lines) == times
+    assert all(f"{status} e2e_ms" in line and line.endswith(f"error={reason}") for line in lines)
+    assert [record.levelname for record in caplog.records if record.levelname not in ("INFO", "DEBUG")] == []
+    assert max(map(len, lines)) < 200

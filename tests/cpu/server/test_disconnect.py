@@ -101,17 +101,17 @@ async def test_leaving_before_the_first_token_aborts(
 
 
 HALF_A_BODY = b"content-length: 100\r\n\r\n{"
-BROKEN_CHUNK = b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\nno-size\r\n"
 
 
-@pytest.mark.parametrize("body", [HALF_A_BODY, BROKEN_CHUNK])
 async def test_a_body_that_never_comes_is_no_failure_of_the_server(
-    served: Served, slow_engine: FakeEngine, caplog: pytest.LogCaptureFixture, body: bytes
+    served: Served, slow_engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     host, port = served.url.removeprefix("http://").split(":")
     with caplog.at_level("INFO"):
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode() + body)
+        writer.write(
+            f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode() + HALF_A_BODY
+        )
         await writer.drain()
         await asyncio.sleep(0.05)
         await leave(writer)

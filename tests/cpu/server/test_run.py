@@ -10,7 +10,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from onbeat.server.connection import BoundedConnection
 from onbeat.server.run import bind, check_tls, serve
 from tests.cpu.server.running import HELLO, make_app, parse_events
 from tests.fakes_engine import FakeEngine
-from tests.waiting import at_most
+from tests.waiting import at_most, until
 
 ROOT = Path(__file__).parents[3]
 CHAT = "/v1/chat/completions"
@@ -143,6 +143,37 @@ async def test_a_client_that_does_not_read_cannot_hold_the_end_up() -> None:
         server.send_signal(signal.SIGTERM)
         assert await server.exit_code() == 0
         writer.transport.abort()
+
+
+async def test_the_memory_of_bodies_that_do_not_end_is_bounded_and_goes_back() -> None:
+    async with server_process() as server:
+        assert await server.status("/health") == 200
+        before = resident_megabytes(server.process.pid)
+        num_bytes = 10_300_000
+        writers = await asyncio.gather(*(send_unfinished_body(server, num_bytes) for _ in range(40)))
+        assert await server.status("/health") == 200
+        assert resident_megabytes(server.process.pid) - before < 200
+        for writer in writers:
+            writer.transport.abort()
+        await until(lambda: resident_megabytes(server.process.pid) - before < 40, 20)
+        assert await server.status("/health") == 200
+
+
+async def send_unfinished_body(server: ServerProcess, num_bytes: int) -> asyncio.StreamWriter:
+    host, port = server.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n".encode())
+    writer.write(b"content-length: %d\r\n\r\n" % (num_bytes + 1))
+    with suppress(ConnectionError):  # it may be given up for others
+        for start in range(0, num_bytes, 2**16):
+            writer.write(b" " * min(2**16, num_bytes - start))
+            await writer.drain()
+    return writer
+
+
+def resident_megabytes(process_id: int) -> int:
+    status = Path(f"/proc/{process_id}/status").read_text()
+    return int(status.partition("VmRSS:")[2].split()[0]) // 1024
 
 
 def test_a_busy_port_is_a_config_error() -> None:

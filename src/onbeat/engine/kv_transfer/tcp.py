@@ -19,6 +19,7 @@ import hmac
 import json
 import logging
 import secrets
+import selectors
 import socket
 import struct
 import threading
@@ -26,7 +27,7 @@ import time
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from onbeat.core.errors import KVUnavailable
 from onbeat.engine.kv_access import BlockMemory
@@ -42,8 +43,10 @@ _NONCE_BYTES = 16
 _DIGEST_BYTES = 32
 _MOST_REQUEST_BYTES = 1 << 16
 _HANDSHAKE_SECONDS = 2.0
-"""A stranger may keep a connection for as long."""
-_MOST_CONNECTIONS = 16
+"""A stranger may keep a connection for as long; one with the key waits as long for a place."""
+_MOST_STRANGERS = 256
+_MOST_COPIES = 16
+_BACKLOG = 1024
 _BUFFER_BYTES = 4 << 20
 _CRC = struct.Struct("<I")
 _LENGTH = struct.Struct("<I")
@@ -120,87 +123,195 @@ class TcpTransport:
             raise KVUnavailable(str(error))
 
 
+class _Stranger:
+    """A connection whose other side has not shown yet that it has the key; nothing waits for it.
+
+    Parameters
+    ----------
+    connection : just accepted.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+        self.end = time.monotonic() + _HANDSHAKE_SECONDS
+        self._challenge = secrets.token_bytes(_NONCE_BYTES)
+        self._received = bytearray()
+        connection.settimeout(0)
+        connection.send(self._challenge)  # finds room in any new connection
+
+    def hear(self, key: bytes) -> _Asked | None:
+        """Read what has come; return what is asked for, once it is there whole, from somebody with the key.
+
+        Raises
+        ------
+        OSError : the other side has left.
+        KVUnavailable : it has said something else.
+        """
+        data = self.connection.recv(_MOST_REQUEST_BYTES)
+        if not data:
+            raise ConnectionError("somebody has closed the connection")
+        self._received += data
+        start = _NONCE_BYTES + _LENGTH.size
+        if len(self._received) < start:
+            return None
+        nonce = bytes(self._received[:_NONCE_BYTES])
+        (length,) = _LENGTH.unpack_from(self._received, _NONCE_BYTES)
+        if length > _MOST_REQUEST_BYTES or len(self._received) > start + length + _DIGEST_BYTES:
+            raise KVUnavailable("somebody sent what is no request")
+        if len(self._received) < start + length + _DIGEST_BYTES:
+            return None
+        request = bytes(self._received[start : start + length])
+        if not hmac.compare_digest(
+            bytes(self._received[start + length :]), _digest(key, b"ask", self._challenge, nonce, request)
+        ):
+            raise KVUnavailable("somebody without the key asked for it")
+        return _Asked(nonce, *json.loads(request))
+
+
+class _Asked(NamedTuple):
+    """What a puller with the key wants."""
+
+    nonce: bytes
+    lease_id: str
+    serial: int
+    first_block: int
+    num_blocks: int
+
+
 class _Server:
-    """Listens, and sends leased blocks to whoever has the key."""
+    """Listens, and sends leased blocks to whoever has the key.
+
+    One thread hears all who have not shown the key; each copy has a thread and one of few places. Strangers
+    take none: there are at most `_MOST_STRANGERS` of them, and a newcomer puts out the one that came first.
+    """
 
     def __init__(self, key: bytes, host: str, memory: BlockMemory, leases: Leases) -> None:
         self._key = key
         self._memory = memory
         self._leases = leases
-        self._room = threading.Semaphore(_MOST_CONNECTIONS)
-        self._socket = socket.create_server((host, 0), backlog=_MOST_CONNECTIONS)
+        self._room = threading.Semaphore(_MOST_COPIES)
+        self._socket = socket.create_server((host, 0), backlog=_BACKLOG)
+        self._socket.settimeout(0)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, _Stranger] = {}  # in the order in which they came
         self._is_closed = False
         self.port = int(self._socket.getsockname()[1])
-        threading.Thread(target=self._accept, name="onbeat-kv", daemon=True).start()
+        self._thread = threading.Thread(target=self._listen, name="onbeat-kv", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for connections
-        self._socket.close()
-        for _ in range(_MOST_CONNECTIONS):  # nobody may read memory that is about to go
+        self._thread.join(PULL_SECONDS)
+        for _ in range(_MOST_COPIES):  # nobody may read memory that is about to go
             self._room.acquire(timeout=PULL_SECONDS)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._socket.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                time.sleep(0.05)  # out of file descriptors: there may be some again
-                continue
-            if not self._room.acquire(blocking=False):
-                connection.close()
-                continue
-            threading.Thread(target=self._serve, args=(connection,), name="onbeat-kv", daemon=True).start()
+    # --- strangers ------------------------------------------------------------------------------------
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _listen(self) -> None:
+        while not self._is_closed:
+            first = next(iter(self._strangers.values()), None)
+            wait = None if first is None else max(first.end - time.monotonic(), 0.0)
+            for ready, _ in self._selector.select(wait):
+                if ready.fileobj is self._socket:
+                    self._accept()
+                elif ready.data.connection in self._strangers:  # it may have been put out meanwhile
+                    self._hear(ready.data)
+            self._put_out_late()
+        for connection in list(self._strangers):
+            self._put_out(connection)
+        self._selector.close()
+        self._socket.close()
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._socket.accept()
+        except OSError:
+            if self._strangers:
+                self._put_out(next(iter(self._strangers)))
+            elif not self._is_closed:
+                time.sleep(0.05)  # out of file descriptors: there may be some again
+            return
+        if len(self._strangers) >= _MOST_STRANGERS:
+            self._put_out(next(iter(self._strangers)))
+        try:
+            stranger = _Stranger(connection)
+        except OSError:
+            connection.close()
+            return
+        self._strangers[connection] = stranger
+        self._selector.register(connection, selectors.EVENT_READ, stranger)
+
+    def _hear(self, stranger: _Stranger) -> None:
+        try:
+            asked = stranger.hear(self._key)
+        except (OSError, ValueError, TypeError, KVUnavailable) as error:
+            logger.debug("a connection for KV was closed: %s", error)
+            self._put_out(stranger.connection)
+            return
+        if asked is not None:
+            connection = stranger.connection
+            del self._strangers[connection]
+            self._selector.unregister(connection)
+            threading.Thread(
+                target=self._serve, args=(connection, asked), name="onbeat-kv", daemon=True
+            ).start()
+
+    def _put_out_late(self) -> None:
+        now = time.monotonic()
+        while self._strangers and (first := next(iter(self._strangers.values()))).end <= now:
+            self._put_out(first.connection)
+
+    def _put_out(self, connection: socket.socket) -> None:
+        del self._strangers[connection]
+        self._selector.unregister(connection)
+        connection.close()
+
+    # --- those with the key ---------------------------------------------------------------------------
+
+    def _serve(self, connection: socket.socket, asked: _Asked) -> None:
+        wire = _Wire(connection, time.monotonic() + PULL_SECONDS)
+        has_place = self._room.acquire(timeout=_HANDSHAKE_SECONDS)
         try:
             with connection:
-                self._answer(connection)
+                self._answer(wire, asked, has_place=has_place)
         except (OSError, ValueError, KVUnavailable) as error:
             logger.info("a copy of KV was not served: %s", error or type(error).__name__)
         finally:
-            self._room.release()
+            if has_place:
+                self._room.release()
 
-    def _answer(self, connection: socket.socket) -> None:
-        now = time.monotonic()
-        wire = _Wire(connection, now + _HANDSHAKE_SECONDS)
-        challenge = secrets.token_bytes(_NONCE_BYTES)
-        wire.send(challenge)
-        nonce = wire.receive(_NONCE_BYTES)
-        request = wire.receive_text()
-        if not hmac.compare_digest(
-            wire.receive(_DIGEST_BYTES), _digest(self._key, b"ask", challenge, nonce, request)
-        ):
-            raise KVUnavailable("somebody without the key asked for it")
-        lease_id, serial, first_block, num_blocks = json.loads(request)
-        wire.end = now + PULL_SECONDS
+    def _answer(self, wire: _Wire, asked: _Asked, *, has_place: bool) -> None:
         error: str | None = None
         block_ids: tuple[int, ...] = ()
         try:
-            block_ids = self._lent(lease_id, serial, first_block, num_blocks)
+            block_ids = self._lent(asked)
         except KVUnavailable as unavailable:
             error = str(unavailable)
+        if not has_place:
+            error = f"{_MOST_COPIES} others copy from there; try again later"
         answer = json.dumps(error).encode()
-        wire.send(_LENGTH.pack(len(answer)), answer, _digest(self._key, b"answer", nonce, answer))
+        wire.send(_LENGTH.pack(len(answer)), answer, _digest(self._key, b"answer", asked.nonce, answer))
         if error is not None:
             return
         for block_id in block_ids:
             self._send_block(wire, block_id)
         try:
-            self._leases.block_ids(lease_id, serial)
+            self._leases.block_ids(asked.lease_id, asked.serial)
         except KVUnavailable:
             wire.send(b"\x00")
         else:
             wire.send(b"\x01")
 
-    def _lent(self, lease_id: str, serial: int, first_block: int, num_blocks: int) -> tuple[int, ...]:
-        lent = self._leases.block_ids(lease_id, serial)
-        block_ids = lent[first_block : first_block + num_blocks]
-        if len(block_ids) != num_blocks:
-            raise KVUnavailable(f"{num_blocks} blocks from {first_block} on were asked for of {len(lent)}")
+    def _lent(self, asked: _Asked) -> tuple[int, ...]:
+        lent = self._leases.block_ids(asked.lease_id, asked.serial)
+        block_ids = lent[asked.first_block : asked.first_block + asked.num_blocks]
+        if len(block_ids) != asked.num_blocks:
+            raise KVUnavailable(
+                f"{asked.num_blocks} blocks from {asked.first_block} on were asked for of {len(lent)}"
+            )
         return block_ids
 
     def _send_block(self, wire: _Wire, block_id: int) -> None:

@@ -7,6 +7,8 @@ import signal
 import sys
 from multiprocessing.connection import Connection
 
+from onbeat.output import unblocked_output
+
 
 def main(file_descriptor: int) -> None:
     """Serve the steps of one rank until the first one closes the connection."""
@@ -14,12 +16,12 @@ def main(file_descriptor: int) -> None:
     # imported, which takes seconds.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from onbeat.engine.parallel.rank import run_rank
+    with unblocked_output():
+        from onbeat.engine.parallel.rank import run_rank
 
-    with Connection(file_descriptor) as connection:
-        run_rank(connection)
+        with Connection(file_descriptor) as connection:
+            run_rank(connection)
     # There is nothing to save, and to take torch apart would take longer than all the rest of the end.
-    sys.stderr.flush()
     os._exit(0)
 
 
