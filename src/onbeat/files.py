@@ -5,8 +5,12 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
+import os
+import stat
 import zlib
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,9 @@ import yaml
 from onbeat.core.errors import ConfigError
 
 _GZIP_MAGIC = b"\x1f\x8b"
+_MOST_OF_A_DEVICE = 2**20
+_MOST_NODES = 1_000_000
+"""Values of a YAML file; aliases make any number of a few bytes."""
 
 
 def read_text(path: Path, what: str = "") -> str:
@@ -28,8 +35,8 @@ def read_text(path: Path, what: str = "") -> str:
     ------
     ConfigError : the file is missing, unreadable, a broken gzip, or not UTF-8.
     """
+    content = read_bytes(path, what)
     try:
-        content = path.read_bytes()
         if content.startswith(_GZIP_MAGIC):
             content = gzip.decompress(content)
         return content.decode("utf-8-sig")
@@ -39,8 +46,48 @@ def read_text(path: Path, what: str = "") -> str:
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         reason = f"the gzip file is damaged ({error}); fetch it again"
         raise _unreadable(path, what, reason) from error
-    except OSError as error:
-        raise _unreadable(path, what, error.strerror or str(error)) from error
+
+
+def read_bytes(path: Path, what: str = "") -> bytes:
+    """Return a file's content as it is.
+
+    Raises
+    ------
+    ConfigError : the file cannot be read, or is a device that does not end.
+    """
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            if not (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)):
+                return file.read()
+            content = file.read(_MOST_OF_A_DEVICE + 1)
+    except (OSError, ValueError) as error:  # a ValueError says that no path has such characters
+        raise _unreadable(path, what, getattr(error, "strerror", None) or str(error)) from error
+    if len(content) > _MOST_OF_A_DEVICE:
+        raise _unreadable(path, what, "it is a device without an end; give a file")
+    return content
+
+
+def read_json(path: Path, what: str = "", *, hint: str = "") -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Parameters
+    ----------
+    what, hint : as for `read_yaml`.
+
+    Raises
+    ------
+    ConfigError : it cannot be read, or holds something else.
+    """
+    try:
+        content = json.loads(read_bytes(path, what))
+    except RecursionError as error:
+        raise _unreadable(path, what, "its brackets are nested too deeply" + hint) from error
+    except ValueError as error:
+        raise _unreadable(path, what, f"not valid JSON ({error})" + hint) from error
+    if not isinstance(content, dict):
+        raise _unreadable(path, what, f"it holds a JSON {type(content).__name__}, not an object" + hint)
+    return content
 
 
 def read_yaml(path: Path, what: str = "", *, hint: str = "") -> Any:
@@ -55,11 +102,31 @@ def read_yaml(path: Path, what: str = "", *, hint: str = "") -> Any:
     ConfigError : it cannot be read.
     """
     try:
-        return yaml.safe_load(read_text(path, what))
-    except yaml.YAMLError as error:
+        loader = yaml.SafeLoader(read_text(path, what))
+        try:
+            node = loader.get_single_node()
+            if _num_nodes(node, {}) > _MOST_NODES:
+                raise _unreadable(path, what, "its aliases stand for more than a million values" + hint)
+            return None if node is None else loader.construct_document(node)
+        finally:
+            loader.dispose()
+    except RecursionError as error:
+        raise _unreadable(path, what, "it is nested too deeply" + hint) from error
+    except (yaml.YAMLError, ValueError) as error:  # a ValueError is of a date or a number that is none
         raise _unreadable(path, what, " ".join(str(error).split()) + hint) from error
     except ConfigError as error:
         raise ConfigError(f"{error}{hint}") from error
+
+
+def _num_nodes(node: yaml.Node | None, known: dict[int, int]) -> int:
+    """Return how many values a node stands for, each alias counted with all that it names."""
+    if node is None or isinstance(node, yaml.ScalarNode):
+        return 1
+    if id(node) not in known:
+        known[id(node)] = _MOST_NODES  # within itself, an alias names it again without end
+        children = chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value
+        known[id(node)] = 1 + sum(_num_nodes(child, known) for child in children)
+    return known[id(node)]
 
 
 def read_csv(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import read_csv, read_text, read_yaml
+from onbeat.files import read_bytes, read_csv, read_json, read_text, read_yaml
 
 
 def write(path: Path, content: str | bytes) -> Path:
@@ -48,6 +48,46 @@ def test_yaml_that_is_none_is_told_in_one_line_with_what_else_could_be_meant(tmp
         assert "\n" not in str(caught.value)
 
 
+def test_aliases_that_make_millions_of_values_are_refused_and_others_taken(tmp_path: Path) -> None:
+    bomb = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+        f"a{n}: &a{n} [{', '.join(10 * [f'*a{n - 1}'])}]\n" for n in range(1, 12)
+    )
+    with pytest.raises(ConfigError, match=r"aliases stand for more than a million values"):
+        read_yaml(write(tmp_path / "bomb.yaml", bomb))
+    with pytest.raises(ConfigError, match=r"aliases stand for more than a million values"):
+        read_yaml(write(tmp_path / "circle.yaml", "a: &a [*a]"))
+    usual = "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n"
+    found = {"a": {"x": 1}, "b": {"x": 1}, "c": {"x": 1, "y": 2}}
+    assert read_yaml(write(tmp_path / "usual.yaml", usual)) == found
+
+
+@pytest.mark.parametrize(("read", "text"), [(read_yaml, "[" * 20_000), (read_json, "[" * 200_000)])
+def test_brackets_without_end_are_a_sentence(tmp_path: Path, read, text: str) -> None:
+    with pytest.raises(ConfigError, match="nested too deeply") as caught:
+        read(write(tmp_path / "deep", text))
+    assert len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", "", '{"a": 1} x', "\x00"])
+def test_json_that_is_no_object_is_a_sentence(tmp_path: Path, text: str) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^cannot read the profile \S+: (not valid JSON|it holds a JSON list)"
+    ):
+        read_json(write(tmp_path / "x.json", text), "the profile")
+
+
+@pytest.mark.parametrize("read", [read_bytes, read_text, read_yaml, read_json])
+def test_a_device_without_an_end_is_not_read(read) -> None:
+    with pytest.raises(ConfigError, match=r"/dev/zero: it is a device without an end"):
+        read(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("text", ["2001-99-99", "!!int x", "!!binary 4", "? [a]\n: b", "1: &a\n2: *b"])
+def test_values_that_yaml_cannot_make_are_a_sentence(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^cannot read "):
+        read_yaml(write(tmp_path / "x.yaml", text))
+
+
 def test_rows_of_a_table_come_with_their_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "x.csv", "a, b,c\n1, 2,3\n\n4,5,6\n")
     rows = list(read_csv(path, columns=("b", "a")))
@@ -71,3 +111,7 @@ def test_what_is_wrong_with_a_table_is_named(tmp_path: Path, text: str, message:
     with pytest.raises(ConfigError, match=message) as caught:
         list(read_csv(path, columns=("a",), together=("b", "c"), rows="steps", hint="Give a table"))
     assert str(path) in str(caught.value)
+
+
+def test_the_empty_device_is_empty() -> None:
+    assert read_bytes(Path("/dev/null")) == b""

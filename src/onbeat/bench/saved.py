@@ -13,6 +13,7 @@ from onbeat.bench.config import BenchConfig, DatasetConfig, LoadConfig
 from onbeat.bench.outcomes import RefusalAdvice, ResponseTimes, VerdictSummary
 from onbeat.bench.result import BenchResult
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_bytes
 from onbeat.metrics.summary import METRICS, GroupSummary, LatencyStatistic, gaps, ttft
 from onbeat.metrics.summary_keys import distribution_keys, milliseconds, run_keys
 from onbeat.report.result import CLIENT_QUEUE, ErrorGroup
@@ -239,9 +240,7 @@ def read_runs(path: Path) -> list[SavedRun]:
     ConfigError : the file is missing or not a result, or a key holds what it cannot.
     """
     try:
-        documents = _documents(path.read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+        documents = _documents(read_bytes(path))
     except orjson.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
     runs: list[Any] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.files import read_yaml
 
 T = TypeVar("T")
@@ -165,7 +165,7 @@ def read_config_flags(path: Path, command: argparse.ArgumentParser, given: Colle
             flags.append(f"{flag}={_as_json(value, f'{path}: {key!r}')}")
         elif isinstance(value, (list, dict)) or value is None:
             takes = "a mapping or its JSON" if flag in taking_json else "a plain value or a list of them"
-            raise ConfigError(f"{path}: {key!r} is {value!r}; this flag takes {takes}")
+            raise ConfigError(f"{path}: {key!r} is {quoted(value)}; this flag takes {takes}")
         else:
             flags.append(f"{flag}={value}")
     return flags
@@ -186,7 +186,9 @@ def _ungrouped(content: Mapping[Any, Any], path: Path) -> Iterator[tuple[Any, An
             yield name, value
             continue
         if not isinstance(value, dict):
-            raise ConfigError(f"{path}: {name!r} is {value!r}; it takes a mapping of {', '.join(known)}")
+            raise ConfigError(
+                f"{path}: {name!r} is {quoted(value)}; it takes a mapping of {', '.join(known)}"
+            )
         for key, each in value.items():
             if str(key).replace("_", "-") not in known:
                 raise ConfigError(f"{path}: {name!r} has no {key!r}; it takes {', '.join(known)}")
@@ -197,7 +199,9 @@ def _as_json(mapping: dict[Any, Any], what: str) -> str:
     try:
         return json.dumps(mapping)
     except TypeError as error:  # YAML knows dates and sets
-        raise ConfigError(f"{what} is {mapping!r}; its values must be texts, numbers or booleans") from error
+        raise ConfigError(
+            f"{what} is {quoted(mapping)}; its values must be texts, numbers or booleans"
+        ) from error
 
 
 def find_command(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import Any
 
 from onbeat.cli.bench_settings import BenchOptions
 from onbeat.cli.options import read_value
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.options import change, settings_of
 from onbeat.planner.plan_file import Promise
 
@@ -33,7 +33,7 @@ def with_planned_load(options: BenchOptions, promise: Promise) -> BenchOptions:
         try:
             wanted = read_value(setting, str(value)) if not isinstance(value, bool) else value
         except argparse.ArgumentTypeError as error:
-            raise ConfigError(f"{promise.path}: {name} is {value!r}: {error}") from error
+            raise ConfigError(f"{promise.path}: {name} is {quoted(value)}: {error}") from error
         own, default = given[setting.name], setting.default
         is_given = default is not MISSING and own != default
         if is_given and own != wanted and name not in _OWN:

@@ -18,7 +18,7 @@ from onbeat.bench.objectives import SendSLO
 from onbeat.bench.payload import Api
 from onbeat.cli.bench_load import DatasetOptions, LoadOptions, numbers, split_list
 from onbeat.cli.workload import ObjectiveOptions
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.options import option, part, settings_of
 from onbeat.core.slo import SLOMode, slo_mode_option
 from onbeat.metrics.summary import METRICS, SummaryOptions
@@ -131,8 +131,8 @@ class SamplingOptions:
         """
         try:
             extra = json.loads(self.extra_body)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"--extra-body is not JSON ({error}): {self.extra_body!r}") from error
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(f"--extra-body is not JSON ({error}): {quoted(self.extra_body)}") from error
         if not isinstance(extra, dict):
             raise ConfigError(f"--extra-body must be a JSON object, got {self.extra_body!r}")
         # Greedy by default: a load test should do the same work each time.

@@ -11,6 +11,7 @@ from pathlib import Path
 from onbeat.cli.options import add_options, find_group, read_options
 from onbeat.core.errors import ConfigError
 from onbeat.core.slo import OBJECTIVES, SLO
+from onbeat.files import read_text
 from onbeat.server.config import ServerConfig
 from onbeat.server.slo_defaults import ClassesFile, SLODefaults, read_classes_file
 
@@ -79,10 +80,7 @@ def _origins(text: str) -> list[str]:
 def _keys_in_file(path: Path | None) -> list[str]:
     if path is None:
         return []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the API keys in {path}: {error}") from error
+    lines = read_text(path, "the API keys in").splitlines()
     keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
     if not keys:
         raise ConfigError(f"{path} holds no API key; put one on a line")

@@ -16,6 +16,10 @@ OnbeatError
 
 from __future__ import annotations
 
+import reprlib
+from itertools import islice
+from typing import Any
+
 
 class OnbeatError(Exception):
     """Root of everything onbeat raises on purpose."""
@@ -118,3 +122,12 @@ class EngineError(OnbeatError):
 
 class KVUnavailable(OnbeatError):
     """KV that another replica holds, or held, cannot be copied: who wanted it computes the tokens itself."""
+
+
+class _Quote(reprlib.Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # which sorts them
+
+
+quoted = _Quote().repr
+"""Returns a value, shortened, as errors repeat it, in a time that does not grow with it."""

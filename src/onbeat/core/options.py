@@ -26,7 +26,7 @@ from typing import (
     get_type_hints,
 )
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 
 
 class Dataclass(Protocol):
@@ -180,7 +180,7 @@ def check(settings: Any, kind: type[Any]) -> None:
         if value is None or value in each.words:
             continue
         if each.choices and not each.option.choices and value not in each.choices:
-            raise ConfigError(f"unknown {each.key} {value!r}; choose one of {', '.join(each.choices)}")
+            raise ConfigError(f"unknown {each.key} {quoted(value)}; choose one of {', '.join(each.choices)}")
         if least is not None and not value >= least:
             raise ConfigError(f"{each.key} is {value}; it must be at least {least}")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ConfigError, ModelLoadError
+from onbeat.files import read_json
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("safetensors", "bin", "pt", "pth")
@@ -81,13 +81,12 @@ def indexed_files(index: Path) -> list[str]:
     ModelLoadError : it cannot be read, is damaged, or names a file outside of its directory.
     """
     try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        names = sorted(set(weight_map.values()))
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {index}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        names = sorted(set(read_json(index)["weight_map"].values()))
+    except ConfigError as error:
+        raise ModelLoadError(f"{error}; fetch the file again") from error
+    except (KeyError, TypeError, AttributeError) as error:
         raise ModelLoadError(f"{index} is not a valid weight index: {error!r}") from error
     for name in names:
-        if Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name:
             raise ModelLoadError(f"{index} names the file {name!r}, which is outside of its directory")
     return names

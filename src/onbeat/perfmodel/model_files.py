@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
+from onbeat.files import read_json
 
 CONFIG_NAME = "config.json"
 
@@ -79,13 +80,7 @@ def config_path(name_or_path: str) -> Path | None:
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:
-    try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} holds a {type(config).__name__}; a model's configuration is a JSON object")
-    return config
+    return read_json(path, "the model's configuration")
 
 
 def _unknown(name: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import ConfigError
+from onbeat.files import read_json
 from onbeat.perfmodel.profile import (
     REMEDY,
     EngineValue,
@@ -108,11 +108,7 @@ def read_profile(path: Path, expected: ProfileKey | None = None) -> Profile:
     ConfigError : the file cannot be read, is of another schema version, has a missing or wrong value, or
         holds for something other than expected.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read the profile {path}: {error}. {REMEDY}") from error
-    profile = parse_profile(content, path)
+    profile = parse_profile(read_json(path, "the profile", hint=f". {REMEDY}"), path)
     if expected is not None:
         check_profile(profile, path, **{name.name: getattr(expected, name.name) for name in fields(expected)})
     return profile

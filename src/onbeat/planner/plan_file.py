@@ -6,14 +6,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.slo import SLO_CLASSES, SLO_MODES, SLOMode
-from onbeat.files import read_yaml
+from onbeat.files import read_bytes, read_yaml
 from onbeat.workload.slo_config import read_slo_config
 
 SECTION = "plan"
@@ -83,15 +84,19 @@ def read_promise(path: Path) -> Promise:
             f"{path} was changed under 'plan' or 'fleet' since onbeat plan wrote it, so nobody has simulated "
             "what it says now; plan again, or take the change back"
         )
+    try:
+        _check_types(plan)
+    except KeyError as error:
+        raise ConfigError(
+            f"{path} is no plan that onbeat plan wrote: {error} is missing; plan again"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is no plan that onbeat plan wrote: {error}; plan again") from error
     promise, load = plan["promise"], dict(plan["load"])
     for name in PATHS:
         if name in load and load[name] not in SLO_CLASSES:
             load[name] = str(path.parent / load[name])
-    if promise["slo-mode"] not in SLO_MODES:
-        raise ConfigError(
-            f"{path} has the slo-mode {promise['slo-mode']!r}, which this version does not know"
-        )
-    _check_trace(path, load, plan["trace-sha256"])
+    _check_trace(path, load, plan.get("trace-sha256"))
     _check_classes(path, load, plan.get("classes-sha256"))
     tpot_ms = plan.get("verified", {}).get("mean-tpot-ms")
     return Promise(
@@ -104,6 +109,27 @@ def read_promise(path: Path) -> Promise:
     )
 
 
+def _check_types(plan: Mapping[str, Any]) -> None:
+    """Raise KeyError or ValueError where a plan, sealed anew by hand, has not what a promise is read from."""
+    promise, load, verified = plan["promise"], plan["load"], plan.get("verified", {})
+    for name, value, kind in (
+        ("fleet", plan["fleet"], str),
+        ("promise.attainment", promise["attainment"], int | float),
+        ("load", load, dict),
+        ("verified", verified, dict),
+        *((f"load.{name}", load[name], str) for name in PATHS if isinstance(load, dict) and name in load),
+    ):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ValueError(f"{name} is {quoted(value)}")  # noqa: TRY004 - one kind of fault
+    if not 0 < promise["attainment"] <= 1:
+        raise ValueError(f"promise.attainment is {promise['attainment']:g}; it must be in (0, 1]")
+    if promise["slo-mode"] not in SLO_MODES:
+        raise ValueError(f"slo-mode is {quoted(promise['slo-mode'])}, which this version does not know")
+    tpot_ms = verified.get("mean-tpot-ms")
+    if tpot_ms is not None and not (isinstance(tpot_ms, int | float) and 0 <= tpot_ms < inf):
+        raise ValueError(f"verified.mean-tpot-ms is {quoted(tpot_ms)}")
+
+
 def digest_of(path: Path) -> str:
     """Return what tells a file from others.
 
@@ -111,10 +137,7 @@ def digest_of(path: Path) -> str:
     ------
     ConfigError : it cannot be read.
     """
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    return hashlib.sha256(read_bytes(path)).hexdigest()
 
 
 def _check_trace(path: Path, load: Mapping[str, Any], digest: str | None) -> None:
@@ -149,4 +172,4 @@ def _check_classes(path: Path, load: Mapping[str, Any], digest: str | None) -> N
 
 def _seal(plan: Mapping[str, Any], fleet: Any) -> str:
     text = json.dumps([plan, fleet], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]

@@ -29,11 +29,11 @@ from onbeat.core.errors import ConfigError
 from onbeat.recording.background_file import BackgroundFile
 from onbeat.recording.hash_chain import LOGGED_BYTES
 from onbeat.recording.lines import GzipLines
+from onbeat.recording.typed import INFINITY, typed
 
 FILE_KIND = "onbeat-fleet-record"
 SCHEMA_VERSION = 1
 _TRAILER = "end"
-_INFINITY = "inf"
 
 OnDecision = Callable[[Any, float, Sequence[Any]], None]
 """Takes an event, its time, and the actions."""
@@ -44,7 +44,7 @@ def plain(value: object) -> Any:
     if isinstance(value, str | int | None):
         return value
     if isinstance(value, float):
-        return _INFINITY if value == inf else value
+        return INFINITY if value == inf else value
     if isinstance(value, bytes):
         return value[:LOGGED_BYTES].hex()
     if isinstance(value, Sequence):
@@ -101,6 +101,15 @@ def fleet_record(path: Path, about: Mapping[str, Any]) -> Iterator[OnDecision]:
         sink.close()
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Line:
+    """A call."""
+
+    now: float
+    event: Mapping[str, Any]
+    actions: Sequence[Mapping[str, Any]]
+
+
 class FleetRecording:
     """A record file of a fleet. Its calls are read as they are asked for.
 
@@ -149,10 +158,11 @@ class FleetRecording:
                 if values.get("call") == _TRAILER:
                     self.is_complete = True
                     return
-                now, event, actions = values["now"], values["event"], values["actions"]
-                del now, event, actions
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ConfigError(f"{self.path}, line {number}: not a line of a fleet's record") from error
+                typed(_Line, values)
+            except (ValueError, AttributeError) as error:
+                raise ConfigError(
+                    f"{self.path}, line {number}: not a line of a fleet's record ({error})"
+                ) from error
             yield number, values
         if not self._allow_partial:
             raise ConfigError(

@@ -10,10 +10,11 @@ from typing import Any, get_args
 
 import orjson
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.handover import StreamDeadlines
 from onbeat.core.request import WholeRequest
 from onbeat.core.slo import ShedMode
+from onbeat.recording.checks import Consistency, check_fields
 from onbeat.recording.lines import GzipLines
 from onbeat.recording.log import (
     DEADLINES,
@@ -33,6 +34,7 @@ from onbeat.recording.log import (
     ScheduleCall,
     UpdateCall,
 )
+from onbeat.recording.typed import typed
 
 _ROW_FIELDS = 4
 
@@ -83,6 +85,7 @@ class Recording:
     def _check(self, *, allow_partial: bool) -> None:
         lines = GzipLines(self.path)
         num_expected: int | None = None
+        consistency = Consistency()
         number = 0
         for number, line in enumerate(lines, 1):
             if number == 1:
@@ -93,6 +96,10 @@ class Recording:
                 num_expected = _load(line)["calls"]
                 break
             self.num_calls += 1
+            try:
+                consistency.check(call)
+            except ValueError as error:
+                raise self._bad_line(number, line, error) from error
             self._note(call)
         if number == 0:
             raise ConfigError(f"{self.path} is cut short before its first line; record the run again")
@@ -123,10 +130,10 @@ class Recording:
         try:
             values = _load(line)
             kind, version = values.pop("file"), values.pop("schema_version")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._bad_line(1, line) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise self._bad_line(1, line, error) from error
         if kind != FILE_KIND:
-            raise self._bad_line(1, line)
+            raise self._bad_line(1, line, f"file is {quoted(kind)}")
         if version not in READABLE_VERSIONS:
             *earlier, last = map(str, READABLE_VERSIONS)
             readable = f"{', '.join(earlier)} and {last}"
@@ -141,28 +148,30 @@ class Recording:
                 f"{values.get('onbeat_version')}"
             )
         try:
-            return RecordHeader(**values)
-        except TypeError as error:
-            raise self._bad_line(1, line) from error
+            header: RecordHeader = typed(RecordHeader, values)
+        except ValueError as error:
+            raise self._bad_line(1, line, error) from error
+        return header
 
     def _parse(self, number: int, line: bytes) -> Call | None:
         """Return the call of a line, or None for the trailer."""
         try:
             values = _load(line)
             name = values["call"]
+            check_fields(values)
             if not _comes_late(values):
                 return None if name == TRAILER else _PARSERS[name](values)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise self._bad_line(number, line) from error
+            raise self._bad_line(number, line, error) from error
         raise ConfigError(
             f"{self.path}, line {number}: the record is of KV that comes after its request was admitted, or "
             f"outlives it, which this onbeat does not do; replay it with onbeat {self.header.onbeat_version}"
         )
 
-    def _bad_line(self, number: int, line: bytes) -> ConfigError:
+    def _bad_line(self, number: int, line: bytes, why: object) -> ConfigError:
         shown = line[:80].decode(errors="replace")
         return ConfigError(
-            f"{self.path}, line {number}: {shown!r} is not a line of a record; give a file that "
+            f"{self.path}, line {number}: {shown!r} is not a line of a record ({why}); give a file that "
             "`onbeat serve --record FILE` has written"
         )
 

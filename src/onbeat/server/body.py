@@ -14,10 +14,10 @@ from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, Vali
 from pydantic_core import CoreSchema, core_schema
 from starlette.requests import Request
 
-from onbeat.core.errors import InvalidRequest
+from onbeat.core.errors import InvalidRequest, quoted
 from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.errors import ApiError, ClientGone
-from onbeat.server.fields import check_fields, quoted, refuse_unknown
+from onbeat.server.fields import check_fields, refuse_unknown
 from onbeat.server.middleware import context_of
 
 _Model = TypeVar("_Model", bound=BaseModel)

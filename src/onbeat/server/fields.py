@@ -10,9 +10,7 @@ would change every answer.
 from __future__ import annotations
 
 import difflib
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
-from itertools import islice
 from typing import Any
 
 from onbeat.core.errors import InvalidRequest
@@ -264,12 +262,3 @@ def with_one_unknown(value: Any, known: Collection[str]) -> Any:
         return value
     unknown = next(name for name in value if name not in known)
     return {name: value[name] for name in (*known, unknown) if name in value}
-
-
-class _Quote(reprlib.Repr):
-    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
-        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # which sorts them
-
-
-quoted = _Quote().repr
-"""Returns a value, shortened, as errors repeat it, in a time that does not grow with it."""

@@ -18,12 +18,12 @@ from pydantic import (
     model_validator,
 )
 
-from onbeat.core.errors import InvalidRequest, PromptTooLong
+from onbeat.core.errors import InvalidRequest, PromptTooLong, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.body import NUMBER, WHOLE, Flag
 from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
-from onbeat.server.fields import quoted, with_one_unknown
+from onbeat.server.fields import with_one_unknown
 from onbeat.server.generation import TextOptions
 from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from onbeat.core.errors import ConfigError
 from onbeat.core.protocols import Tokenizer
+from onbeat.files import read_text
 from onbeat.text.template_process import TemplateProcess
 from onbeat.text.template_sandbox import SandboxedTemplate
 
@@ -88,10 +88,7 @@ def load_chat_template(tokenizer: Tokenizer, override: Path | None) -> ChatTempl
     """
     source = tokenizer.chat_template
     if override is not None:
-        try:
-            source = override.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read the chat template {override}: {error}") from error
+        source = read_text(override, "the chat template")
     if source is None:
         return None
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_ids

@@ -9,15 +9,14 @@ generation_config.json.
 
 from __future__ import annotations
 
-import json
-import reprlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ConfigError, ModelLoadError, quoted
+from onbeat.files import read_json
 from onbeat.text.gguf_tokenizer import set_sequence_marks
 
 _TOKEN_FLAGS = ("lstrip", "rstrip", "normalized", "single_word", "special")
@@ -81,14 +80,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"cannot read {path}: {error}; fetch the file again") from error
-    if not isinstance(content, dict):
-        raise ModelLoadError(
-            f"{path} holds a JSON {type(content).__name__}, not an object; fetch the file again"
-        )
-    return content
+        return read_json(path)
+    except ConfigError as error:
+        raise ModelLoadError(f"{error}; fetch the file again") from error
 
 
 def _config_tokens(config: dict[str, Any]) -> dict[int, AddedToken]:
@@ -112,7 +106,7 @@ def _config_tokens(config: dict[str, Any]) -> dict[int, AddedToken]:
 def _wrong(
     name: str, value: Any, expected: str, file: str | Path = "tokenizer_config.json"
 ) -> ModelLoadError:
-    return ModelLoadError(f"{file}: {name} is {reprlib.repr(value)}, not {expected}; fetch the file again")
+    return ModelLoadError(f"{file}: {name} is {quoted(value)}, not {expected}; fetch the file again")
 
 
 def _add_config_tokens(backend: Tokenizer, tokens: dict[int, AddedToken]) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.workload.slo_classes import SLOClass, check_classes
 from onbeat.workload.slo_entries import OBJECTIVE_KEYS, read_entries, read_name, read_number, read_objectives
 
@@ -47,10 +47,10 @@ def _read_class(entry: Any, folder: Path, *, is_only: bool) -> SLOClass:
         raise ConfigError(f"class {name!r} has no share; give each of several classes one, adding up to 1")
     tenant = entry.get("tenant")
     if not (tenant is None or isinstance(tenant, str)):
-        raise ConfigError(f"the tenant of class {name!r} must be a name, got {tenant!r}")
+        raise ConfigError(f"the tenant of class {name!r} must be a name, got {quoted(tenant)}")
     trace = entry.get("trace")
     if not (trace is None or isinstance(trace, str)):
-        raise ConfigError(f"the trace of class {name!r} must be a file, got {trace!r}")
+        raise ConfigError(f"the trace of class {name!r} must be a file, got {quoted(trace)}")
     return SLOClass(
         name=name,
         slo=read_objectives(name, entry),

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.core.slo import SLO, SLO_CLASSES
 from onbeat.files import read_yaml
 
@@ -34,10 +34,12 @@ def read_name(entry: Any, known: Sequence[str]) -> str:
     ConfigError : it is no mapping with a name, or has a key that is not in `known`.
     """
     if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-        raise ConfigError(f"a class is a mapping with a name, got {entry!r}")
+        raise ConfigError(f"a class is a mapping with a name, got {quoted(entry)}")
     name: str = entry["name"]
     if unknown := sorted(map(str, entry.keys() - set(known))):
-        raise ConfigError(f"class {name!r} has an unknown key {unknown[0]!r}; known are {', '.join(known)}")
+        raise ConfigError(
+            f"class {name!r} has an unknown key {quoted(unknown[0])}; known are {', '.join(known)}"
+        )
     return name
 
 
@@ -80,5 +82,5 @@ def read_number(name: str, key: str, entry: Mapping[str, Any], *, default: float
     """
     value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"{key} of class {name!r} must be a number, got {value!r}")
+        raise ConfigError(f"{key} of class {name!r} must be a number, got {quoted(value)}")
     return float(value)

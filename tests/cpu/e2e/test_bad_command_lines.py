@@ -168,7 +168,7 @@ def test_a_configuration_that_does_not_fit(
 def test_a_configuration_that_is_no_json(weights_directory: Path, tmp_path: Path) -> None:
     path = copy(weights_directory, tmp_path / "model")
     (path / "config.json").write_text("{")
-    assert "config.json: Expecting property name" in refusal(path)
+    assert "config.json: not valid JSON (Expecting property name" in refusal(path)
 
 
 def test_a_tokenizer_that_is_no_json(weights_directory: Path, tmp_path: Path) -> None:

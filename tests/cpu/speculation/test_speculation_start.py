@@ -97,7 +97,7 @@ SAMPLINGS = (
     [
         ("other-tokenizer", {}, r"has another tokenizer than target: token 6\d is b'b' there and b'a' here"),
         ("larger", {}, r"larger has 0\.\d million parameters, more than the 0\.\d million of target"),
-        ("damaged", {}, r"the draft model cannot be loaded: .*config\.json is not valid JSON"),
+        ("damaged", {}, r"the draft model cannot be loaded: .*config\.json: not valid JSON"),
         ("missing", {}, r"the draft model cannot be loaded: .*missing does not exist"),
         (
             {"method": "ngram", "num_speculative_tokens": 17},

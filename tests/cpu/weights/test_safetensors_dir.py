@@ -108,7 +108,7 @@ def test_pickled_weights_are_refused(directory: Path, name: str) -> None:
 
 def test_missing_or_damaged_configuration(directory: Path) -> None:
     (directory / "config.json").write_text("{")
-    with pytest.raises(ModelLoadError, match=r"config\.json is not valid JSON"):
+    with pytest.raises(ModelLoadError, match=r"config\.json: not valid JSON"):
         open_directory(directory)
     (directory / "config.json").unlink()
     with pytest.raises(ModelLoadError, match=r"cannot read .*config\.json"):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.options import change
+from onbeat.files import read_yaml
 from onbeat.planner.fleets import FleetRun
 from onbeat.planner.plan_file import digest_of, digest_of_classes, read_promise, write_plan
 from onbeat.planner.plan_store import PlanStore, fingerprint, program_digest
 from onbeat.simulator.config import KVLink
+from tests.examples import examples
 from tests.pure.planner.test_units import BASE
 
 
@@ -163,3 +169,51 @@ def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
     for path in written:
         path.write_text("after")
     assert not set(before) & set(map(fingerprint, settings))
+
+
+OTHERS: list[Any] = [None, True, -1, 1, 1e308, "", "x", "/dev/zero", "\udcff", [], ["x"], {}, {"x": 1}]
+
+
+@examples(200)
+@given(
+    section=st.sampled_from(["promise", "load", "verified", None]),
+    name=st.sampled_from(
+        [
+            *(
+                "attainment",
+                "slo-mode",
+                "trace",
+                "dataset-path",
+                "slo-config",
+                "mean-tpot-ms",
+                "request-rate",
+            ),
+            *("promise", "load", "fleet", "trace-sha256", "classes-sha256", "verified"),
+        ]
+    ),
+    value=st.one_of(st.sampled_from(OTHERS), st.just(Ellipsis)),
+)
+def test_a_plan_that_was_sealed_anew_is_refused_in_words(
+    section: str | None, name: str, value: object
+) -> None:
+    with TemporaryDirectory() as folder:
+        path = write(Path(folder) / "plan.yaml")
+        plan = read_yaml(path)["plan"]
+        plan.pop("seal")
+        holder = plan if section is None else plan.setdefault(section, {})
+        if value is Ellipsis:
+            holder.pop(name, None)
+        else:
+            holder[name] = value
+        write_plan(path, {"model": "m", "fleet": {"replicas": 2}}, plan)
+        try:
+            read_promise(path)
+        except ConfigError as error:
+            assert len(str(error)) < 500  # noqa: PT017 - either is right
+
+
+def test_a_plan_that_lacks_its_load_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.yaml"
+    write_plan(path, {}, {"promise": {"attainment": 0.9, "slo-mode": "stream"}, "fleet": "2 l4"})
+    with pytest.raises(ConfigError, match="no plan that onbeat plan wrote: 'load' is missing; plan again"):
+        read_promise(path)

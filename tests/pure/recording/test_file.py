@@ -170,7 +170,7 @@ def test_any_cut_is_noticed_and_what_is_there_is_used(path: Path, share: float) 
 
 def test_a_missing_line_is_noticed(path: Path) -> None:
     small_run(path)
-    rewrite(path, lambda lines: [*lines[:5], *lines[6:]])
+    rewrite(path, lambda lines: [*lines[:-2], lines[-1]])
     with pytest.raises(ConfigError, match=r"line \d+: the trailer counts \d+ calls, but the file has \d+"):
         Recording(path)
 
@@ -282,7 +282,7 @@ def test_a_bug_in_the_record_ends_the_record_only(path: Path, caplog: pytest.Log
     run.add(make_request("r2", 20, 5))
     run.finish()
     assert run.finished == {"r2": "length"}
-    with pytest.raises(ConfigError, match="cut short"):
+    with pytest.raises(ConfigError, match=r"line 2: .*now is 'x'"):
         Recording(path)
 
 

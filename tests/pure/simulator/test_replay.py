@@ -72,7 +72,11 @@ def test_the_same_decisions_are_counted(path: Path) -> None:
         ("schedule", lambda line: line.__setitem__("rows", line["rows"][:-4]), "number of rows"),
         ("schedule", lambda line: line.__setitem__("released", ["r7"]), "released requests"),
         ("schedule", lambda line: line.__setitem__("new_block_ids", {"0": [99]}), "new blocks by row"),
-        ("schedule", lambda line: line.__setitem__("admitted", [[0, 1, [3]]]), "admitted requests"),
+        (
+            "schedule",
+            lambda line: line.__setitem__("admitted", [[line["rows"][0], 1, [3]]]),
+            "admitted requests",
+        ),
         ("schedule", lambda line: line.__setitem__("step_id", 999), "step"),
         ("update", lambda line: line.__setitem__("finished", {"1": "length"}), "requests that ended"),
     ],

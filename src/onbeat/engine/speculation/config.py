@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from onbeat.core.errors import ConfigError
+from onbeat.core.errors import ConfigError, quoted
 from onbeat.scheduler.config import DRAFT_LENGTHS, DraftLength, SpeculationConfig
 
 Method = Literal["ngram", "draft-model"]
@@ -103,9 +103,9 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
     """
     try:
         content = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
-            f"the speculative config is not JSON ({error}): {text!r}; write it such as "
+            f"the speculative config is not JSON ({error}): {quoted(text)}; write it such as "
             '\'{"method": "ngram", "num_speculative_tokens": 5}\''
         ) from error
     if not isinstance(content, dict):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from onbeat.core.errors import ModelLoadError
+from onbeat.core.errors import ConfigError, ModelLoadError
 from onbeat.engine.model_config import ModelConfig, model_config_from_hf
 from onbeat.engine.weights.checkpoint import Checkpoint
 from onbeat.engine.weights.gguf_file import GgufCheckpoint
 from onbeat.engine.weights.safetensors_dir import SafetensorsCheckpoint
+from onbeat.files import read_json
 from onbeat.hub.files import ModelFiles
 
 
@@ -43,11 +43,6 @@ def read_model_config(files: ModelFiles) -> ModelConfig:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelLoadError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelLoadError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelLoadError(f"{path} holds a JSON {type(value).__name__}; it must be an object")
-    return value
+        return read_json(path)
+    except ConfigError as error:
+        raise ModelLoadError(f"{error}; fetch the file again") from error

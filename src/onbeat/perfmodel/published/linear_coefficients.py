@@ -7,7 +7,6 @@ arXiv 2406.14066: one row a configuration).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from onbeat.core.errors import ConfigError
-from onbeat.files import read_csv
+from onbeat.files import read_csv, read_json
 
 _SECONDS_PER_MS = 1e-3
 _PREFILL, _SMALL, _LARGE = "prefill", "decoding_smallbs", "decoding_largebs"
@@ -171,13 +170,7 @@ def _read_csv(path: Path) -> list[dict[str, str]]:
 
 
 def _load_object(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"cannot read the coefficients in {path}: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold an object of model names, not a {type(content).__name__}")
-    return content
+    return read_json(path, "the coefficients in")
 
 
 def _match_model(model: str, known: list[str], path: Path) -> str:

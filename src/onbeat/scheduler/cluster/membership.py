@@ -10,7 +10,7 @@ from itertools import count
 from math import inf
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad, ScalingView, replica_id
+from onbeat.core.fleet import MOST_REPLICAS, ReplicaId, ReplicaLimits, ReplicaLoad, ScalingView, replica_id
 from onbeat.scheduler.cluster.least_loaded import NONE_EXCLUDED
 from onbeat.scheduler.cluster.routing import RoutingRequest
 
@@ -329,5 +329,5 @@ def least(first: float | None, second: float | None) -> float | None:
 
 def check_count(num_replicas: int) -> None:
     """Raise ConfigError unless a fleet can have so many replicas."""
-    if num_replicas < 0:
-        raise ConfigError(f"a fleet cannot have {num_replicas} replicas; give 0 or more")
+    if not 0 <= num_replicas <= MOST_REPLICAS:
+        raise ConfigError(f"a fleet cannot have {num_replicas} replicas; give 0 to {MOST_REPLICAS}")

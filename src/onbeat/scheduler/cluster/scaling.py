@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from onbeat.core.errors import ConfigError
-from onbeat.core.fleet import ScalingView
+from onbeat.core.fleet import MOST_REPLICAS, ScalingView
 from onbeat.scheduler.cluster.events import Rescale
 from onbeat.scheduler.cluster.freeness_scaling import HIGH, LOW, FreenessScaling
 from onbeat.scheduler.cluster.membership import Membership, ReplicaState
@@ -40,10 +40,10 @@ class ScaleBounds:
     most: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.least <= self.most or not self.most:
+        if not 0 <= self.least <= self.most <= MOST_REPLICAS or not self.most:
             raise ConfigError(
                 f"a fleet cannot scale between {self.least} and {self.most} replicas; give the fewest and "
-                "the most, 0..4 for instance"
+                f"the most, 0..4 for instance, {MOST_REPLICAS} at most"
             )
 
     def __str__(self) -> str:

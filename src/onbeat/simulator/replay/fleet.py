@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from functools import lru_cache
-from math import inf
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args
 
 from onbeat.core.errors import ConfigError
 from onbeat.recording.fleet import FleetRecording, named
+from onbeat.recording.typed import typed
 from onbeat.scheduler.cluster.events import FleetEvent
 from onbeat.scheduler.cluster.fleet import Fleet, FleetConfig
 from onbeat.scheduler.cluster.routers import make_router
@@ -76,7 +73,7 @@ def replay_fleet(recording: FleetRecording) -> FleetReplay:
     header = recording.header
     try:
         router = make_router(str(header["router"]), 0, seed=int(header.get("seed", 0)))
-        fleet = Fleet(router, FleetConfig(**header.get("fleet", {})))
+        fleet = Fleet(router, typed(FleetConfig, header.get("fleet", {})))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{recording.path}, line 1: no fleet can be made of its header: {error}") from error
     found = FleetReplay(str(header["router"]))
@@ -102,31 +99,7 @@ def _event(values: Mapping[str, Any], where: str) -> FleetEvent:
     """Return an event from its line."""
     try:
         kind = _EVENTS[values["kind"]]
-        event: FleetEvent = _made(kind, {name: each for name, each in values.items() if name != "kind"})
+        event: FleetEvent = typed(kind, {name: each for name, each in values.items() if name != "kind"})
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {values.get('kind')!r} is not an event of a fleet: {error}") from error
     return event
-
-
-def _made(kind: Any, value: Any) -> Any:
-    """Return a value of a type from what JSON has of it."""
-    if value == "inf":
-        return inf
-    if value is None:
-        return None
-    if get_origin(kind) in (types.UnionType, Union):
-        known = [each for each in get_args(kind) if each is not type(None)]
-        kind = known[0] if len(known) == 1 else kind
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        hints = _hints(kind)
-        return kind(**{name: _made(hints[name], each) for name, each in value.items()})
-    if isinstance(kind, type) and issubclass(kind, StrEnum):
-        return kind(value)
-    if isinstance(value, list):
-        return tuple(tuple(each) if isinstance(each, list) else each for each in value)
-    return value
-
-
-@lru_cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

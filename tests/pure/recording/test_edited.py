@@ -1,0 +1,129 @@
+"""Records that somebody has edited: a sentence, or a replay that says what differs; never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from functools import cache
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from onbeat.core.errors import ConfigError
+from onbeat.recording.fleet import FleetRecording
+from onbeat.recording.reader import Recording
+from onbeat.simulator.replay.decisions import Replay, scheduler_config
+from onbeat.simulator.replay.fleet import replay_fleet
+from onbeat.simulator.replay.history import read_history
+from tests.examples import examples
+from tests.pure.recording.recorded import start_run
+from tests.pure.recording.test_fleet import recorded as recorded_fleet
+from tests.pure.scheduler.driver import make_config, make_request
+
+OTHERS: list[Any] = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    7,
+    10**30,
+    1e308,
+    "",
+    "x",
+    "inf",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"x": 1},
+    {"0": 1},
+]
+
+
+@cache
+def recorded() -> bytes:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "run.gz"
+        run = start_run(path, make_config())
+        for index in range(6):
+            run.add(make_request(f"r{index}", 20 + index, 30, arrival=run.now))
+            for _ in range(4):
+                run.step()
+        run.abort("r5")
+        run.finish()
+        return path.read_bytes()
+
+
+def replay_steps(path: Path) -> None:
+    recording = Recording(path, allow_partial=True)
+    config = scheduler_config(recording.header)
+    assert config.num_blocks
+    read_history(recording)
+    Replay(recording).run()
+
+
+def replay_decisions(path: Path) -> None:
+    replay_fleet(FleetRecording(path, allow_partial=True))
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return every place within a value: what holds it, and under which key."""
+    found: list[tuple[Any, Any]] = []
+    keys = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in list(keys):
+        found += [(value, key), *places(each)]
+    return found
+
+
+def edit(content: bytes, seed: int) -> bytes:
+    """Change one value, leave one out, or move a line."""
+    rng = Random(seed)
+    lines = [json.loads(line) for line in gzip.decompress(content).splitlines()]
+    where = rng.randrange(len(lines))
+    match rng.randrange(8):
+        case 0:
+            del lines[where]
+        case 1:
+            lines.insert(rng.randrange(len(lines)), lines[where])
+        case 2:
+            lines[where] = rng.choice(OTHERS)
+        case 3:
+            holder, key = rng.choice(places(lines[where]))
+            del holder[key]
+        case _:
+            holder, key = rng.choice(places(lines[where]))
+            holder[key] = rng.choice(OTHERS)
+    return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), compresslevel=1)
+
+
+@pytest.mark.parametrize(
+    ("make", "replay"),
+    [(recorded, replay_steps), (lambda: recorded_fleet("slo"), replay_decisions)],
+    ids=["scheduler", "fleet"],
+)
+@examples(300)
+@given(seed=st.integers(0, 10**9))
+def test_an_edited_record_is_refused_in_words_or_replayed(make, replay, seed: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "edited.gz"
+        path.write_bytes(edit(make(), seed))
+        try:
+            replay(path)
+        except ConfigError as error:
+            assert len(str(error)) < 1000  # noqa: PT017 - either is right
+
+
+def test_an_update_of_a_request_that_nobody_added_is_named(tmp_path: Path) -> None:
+    lines = [json.loads(line) for line in gzip.decompress(recorded()).splitlines()]
+    update = next(line for line in lines if line.get("call") == "update")
+    update["block_hashes"] = {"99": ["aa"]}
+    path = tmp_path / "run.gz"
+    path.write_bytes(gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    with pytest.raises(ConfigError, match=r"line \d+.*request 99 is unknown"):
+        Recording(path)
