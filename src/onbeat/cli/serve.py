@@ -111,7 +111,7 @@ async def _serve(
     announcer: _Announcer,
 ) -> int:
     from onbeat.cluster.start import open_fleet
-    from onbeat.metrics.timeline import open_timeline
+    from onbeat.metrics.timeline import live_timeline
     from onbeat.server.app import create_app
     from onbeat.server.run import serve
     from onbeat.server.telemetry import Telemetry
@@ -121,7 +121,7 @@ async def _serve(
     tokenizer = load_tokenizer(args.tokenizer or engine.model.path)
     chat_template = load_chat_template(tokenizer, args.chat_template)
     with ExitStack() as stack:
-        listeners = [stack.enter_context(open_timeline(args.timeline))] if args.timeline else []
+        listeners = [stack.enter_context(live_timeline(args.timeline))] if args.timeline else []
         build = partial(_build_engine, log_level=args.log_level)
         client = open_fleet(fleet, engine, build, stack, on_progress=announcer.say)
         if not await _finishes_before_sigterm(client.start):

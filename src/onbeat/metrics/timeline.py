@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from onbeat.background_file import BackgroundFile, open_private
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import StepStats
 from onbeat.metrics.record import RequestRecord
@@ -41,8 +42,8 @@ class Timeline:
     file : open for writing bytes; `close` ends the array and leaves the file open.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file: BinaryIO | None = file
+    def __init__(self, file: BinaryIO | BackgroundFile) -> None:
+        self._file: BinaryIO | BackgroundFile | None = file
         self._tracks: dict[str, int] = {}
         self._refusals: dict[str, str] = {}
         """Request -> why it is being refused."""
@@ -221,9 +222,21 @@ class Timeline:
         logger.warning("the timeline ends here: cannot write it: %s", error)
 
 
-def _open_private(path: Path) -> int:
-    # Ids of requests may be their callers' own.
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+@contextmanager
+def live_timeline(path: Path) -> Iterator[Timeline]:
+    """Write a timeline as `open_timeline` does, but never wait for the disk: one that hangs ends the file.
+
+    Raises
+    ------
+    ConfigError : the file cannot be created.
+    """
+    file = BackgroundFile(path, "timeline", is_packed=False)
+    timeline = Timeline(file)
+    try:
+        yield timeline
+    finally:
+        timeline.close()
+        file.close()
 
 
 @contextmanager
@@ -235,7 +248,8 @@ def open_timeline(path: Path) -> Iterator[Timeline]:
     ConfigError : the file cannot be created.
     """
     try:
-        file = os.fdopen(_open_private(path), "wb", buffering=2**18)
+        # Ids of requests may be their callers' own.
+        file = os.fdopen(open_private(path), "wb", buffering=2**18)
     except OSError as error:
         raise ConfigError(
             f"cannot write the timeline to {path}: {error.strerror}; choose another file"

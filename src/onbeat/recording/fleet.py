@@ -25,8 +25,8 @@ from typing import Any
 import orjson
 
 from onbeat import __version__
+from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
-from onbeat.recording.background_file import BackgroundFile
 from onbeat.recording.hash_chain import LOGGED_BYTES
 from onbeat.recording.lines import GzipLines
 from onbeat.recording.typed import INFINITY, typed
@@ -83,21 +83,21 @@ def fleet_record(path: Path, about: Mapping[str, Any]) -> Iterator[OnDecision]:
     ------
     ConfigError : the file cannot be created.
     """
-    sink = BackgroundFile(path)
+    sink = BackgroundFile(path, "record", is_packed=True)
     num_calls = 0
 
     def on_decision(event: object, now: float, actions: Sequence[object]) -> None:
         nonlocal num_calls
         num_calls += 1
         line = {"now": now, "event": named(event), "actions": [named(each) for each in actions]}
-        sink.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        sink.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
     header = {"file": FILE_KIND, "schema_version": SCHEMA_VERSION, "onbeat_version": __version__, **about}
-    sink.append(orjson.dumps(header, option=orjson.OPT_APPEND_NEWLINE, default=str))
+    sink.write(orjson.dumps(header, option=orjson.OPT_APPEND_NEWLINE, default=str))
     try:
         yield on_decision
     finally:
-        sink.append(orjson.dumps({"call": _TRAILER, "calls": num_calls}, option=orjson.OPT_APPEND_NEWLINE))
+        sink.write(orjson.dumps({"call": _TRAILER, "calls": num_calls}, option=orjson.OPT_APPEND_NEWLINE))
         sink.close()
 
 

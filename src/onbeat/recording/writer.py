@@ -12,11 +12,11 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 import orjson
 
+from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import Overloaded, SLOUnattainable
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import ShedMode
 from onbeat.core.step import ModelRunnerOutput, ScheduledRequest, SchedulerOutput
-from onbeat.recording.background_file import BackgroundFile
 from onbeat.recording.hash_chain import HashChain
 from onbeat.recording.log import (
     DEADLINES,
@@ -333,7 +333,7 @@ class RecordWriter:
         self._append(call)
 
     def _append(self, line: dict[str, Any]) -> None:
-        self.sink.append(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
+        self.sink.write(orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
@@ -343,7 +343,7 @@ def create_record(path: Path) -> Callable[[RecordHeader], RecordWriter]:
     ------
     ConfigError : the file cannot be created.
     """
-    sink = BackgroundFile(path)
+    sink = BackgroundFile(path, "record", is_packed=True)
     return lambda header: RecordWriter(sink, header)
 
 

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from onbeat.core.errors import ConfigError, SLOUnattainable
 from onbeat.core.request import FinishReason
 from onbeat.core.step import StepOutputs
-from onbeat.metrics.timeline import Timeline, open_timeline
+from onbeat.metrics.timeline import Timeline, live_timeline, open_timeline
 from onbeat.metrics.tracker import RequestTracker
 from tests.pure.metrics.runs import output, request, run_one, stats, step
 
@@ -179,3 +181,26 @@ def test_a_new_timeline_is_for_its_user_alone(tmp_path: Path):
     finally:
         os.umask(before)
     assert (tmp_path / "run.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_does_not_wait_for_a_pipe_that_nobody_reads(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with live_timeline(path) as timeline:
+        tracker = RequestTracker([timeline])
+        for _ in range(200):  # far more than a pipe holds: a write would wait for ever
+            run_one(tracker)
+        os.set_blocking(reader, True)
+        drained = threading.Thread(target=lambda: [None for _ in iter(partial(os.read, reader, 2**16), b"")])
+        drained.start()
+    drained.join()
+    os.close(reader)
+
+
+def test_a_live_timeline_is_whole(tmp_path: Path) -> None:
+    with live_timeline(tmp_path / "live.json") as live, open_timeline(tmp_path / "run.json") as other:
+        run_one(RequestTracker([live, other]))
+    content = (tmp_path / "live.json").read_bytes()
+    assert content == (tmp_path / "run.json").read_bytes()
+    assert events_of(content)

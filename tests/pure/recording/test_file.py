@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from onbeat.background_file import BackgroundFile
 from onbeat.core.errors import ConfigError
 from onbeat.core.hashing import hash_block, root_hash
 from onbeat.core.request import Request, SamplingParams
-from onbeat.recording.background_file import BackgroundFile
 from onbeat.recording.hash_chain import LOGGED_BYTES, HashChain
 from onbeat.recording.log import AbortCall, AddCall, ScheduleCall, UpdateCall
 from onbeat.recording.reader import Recording
@@ -244,15 +244,15 @@ def test_a_record_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"cannot write the record to .*: No such file .*choose another file"
     ):
-        BackgroundFile(tmp_path / "nowhere" / "run.gz")
+        BackgroundFile(tmp_path / "nowhere" / "run.gz", "record", is_packed=True)
 
 
 def test_a_full_disk_ends_the_record_only(caplog: pytest.LogCaptureFixture) -> None:
-    sink = BackgroundFile(Path("/dev/full"))
+    sink = BackgroundFile(Path("/dev/full"), "record", is_packed=True)
     config = make_config()
     run = RecordedRun(config, RecordWriter(sink, make_header(config)))
     run.add(make_request("r0", 20, 100))
-    with caplog.at_level(logging.WARNING, "onbeat.recording"):
+    with caplog.at_level(logging.WARNING, "onbeat.files"):
         run.finish()
     assert run.finished == {"r0": "length"}
     assert sink.is_broken
@@ -264,10 +264,10 @@ def test_a_full_disk_ends_the_record_only(caplog: pytest.LogCaptureFixture) -> N
 def test_a_disk_that_falls_behind_ends_the_record_not_the_memory(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sink = BackgroundFile(path, max_pending_bytes=1000)
-    with caplog.at_level(logging.WARNING, "onbeat.recording"):
+    sink = BackgroundFile(path, "record", is_packed=True, max_pending_bytes=1000)
+    with caplog.at_level(logging.WARNING, "onbeat.files"):
         for _ in range(100):
-            sink.append(b"x" * 99 + b"\n")
+            sink.write(b"x" * 99 + b"\n")
     sink.close()
     assert sink.is_broken
     assert len(caplog.records) == 1
@@ -297,7 +297,7 @@ def test_the_header_is_kept(path: Path) -> None:
 def test_a_new_record_is_for_its_user_alone(path: Path) -> None:
     before = os.umask(0)
     try:
-        BackgroundFile(path).close()
+        BackgroundFile(path, "record", is_packed=True).close()
     finally:
         os.umask(before)
     assert path.stat().st_mode & 0o777 == 0o600

@@ -1,4 +1,4 @@
-"""A gzip file written by a thread of its own, so that the step loop never waits for a disk."""
+"""A file written by a thread of its own, so that neither steps nor answers wait for a disk."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import BinaryIO
 
 from onbeat.core.errors import ConfigError
 
-logger = logging.getLogger("onbeat.recording")
+logger = logging.getLogger("onbeat.files")
 
 FLUSH_SECONDS = 1.0
 MAX_PENDING_BYTES = 64 * 2**20
-"""A disk that falls behind by this much ends the recording, not the memory."""
+"""A disk that falls behind by this much ends the file, not the memory."""
 CLOSE_SECONDS = 10.0
 GZIP_LEVEL = 1
 GZIP_FORMAT = 31
@@ -25,11 +25,13 @@ GZIP_FORMAT = 31
 class BackgroundFile:
     """Takes lines at once, writes them about once a second; all that was flushed survives a kill.
 
-    A write error or a full disk ends the file with one warning; `append` then does nothing.
+    A write error or a full disk ends the file with one warning; `write` then does nothing.
 
     Parameters
     ----------
     path : created for this user alone, or overwritten with the mode that it has.
+    what : the file is, for messages: `record`.
+    is_packed : whether it is written as gzip.
     max_pending_bytes : text that may wait for the disk.
 
     Raises
@@ -37,27 +39,29 @@ class BackgroundFile:
     ConfigError : the file cannot be created.
     """
 
-    def __init__(self, path: Path, *, max_pending_bytes: int = MAX_PENDING_BYTES) -> None:
+    def __init__(
+        self, path: Path, what: str, *, is_packed: bool, max_pending_bytes: int = MAX_PENDING_BYTES
+    ) -> None:
         try:
             # The thread opens nothing: who records into a missing directory hears of it at once.
-            self._file: BinaryIO = os.fdopen(_open_private(path), "wb", buffering=0)
+            self._file: BinaryIO = os.fdopen(open_private(path), "wb", buffering=0)
         except OSError as error:
             raise ConfigError(
-                f"cannot write the record to {path}: {error.strerror}; choose another file"
+                f"cannot write the {what} to {path}: {error.strerror}; choose another file"
             ) from error
-        self._path = path
+        self._path, self._what = path, what
         self._max_pending_bytes = max_pending_bytes
-        self._compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_FORMAT)
+        self._compressor = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, GZIP_FORMAT) if is_packed else None
         self._lock = threading.Lock()
         self._pending: list[bytes] = []
         self._num_pending_bytes = 0
         self._is_closing = threading.Event()
         self.is_broken = False
         """Whether lines have been lost."""
-        self._thread = threading.Thread(target=self._run, name="onbeat-record", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"onbeat-{what}", daemon=True)
         self._thread.start()
 
-    def append(self, line: bytes) -> None:
+    def write(self, line: bytes) -> None:
         """Take one line, its end included."""
         if self.is_broken:
             return
@@ -66,6 +70,9 @@ class BackgroundFile:
             self._num_pending_bytes += len(line)
         if self._num_pending_bytes > self._max_pending_bytes:
             self.give_up(f"the disk is {self._max_pending_bytes:,} bytes behind")
+
+    def flush(self) -> None:
+        """Do nothing: the thread does, about once a second."""
 
     def close(self) -> None:
         """Write what is pending and close the file; gives up on a disk that hangs."""
@@ -76,7 +83,7 @@ class BackgroundFile:
         """Take no more lines; serving goes on. Those taken so far are written, if the disk takes them."""
         if not self.is_broken:
             self.is_broken = True
-            logger.warning("the record %s ends here, cut short: %s", self._path, reason)
+            logger.warning("the %s %s ends here, cut short: %s", self._what, self._path, reason)
 
     def _run(self) -> None:
         try:
@@ -93,7 +100,9 @@ class BackgroundFile:
             lines, self._pending, self._num_pending_bytes = self._pending, [], 0
         if not (lines or flush == zlib.Z_FINISH):
             return
-        data = self._compressor.compress(b"".join(lines)) + self._compressor.flush(flush)
+        data = b"".join(lines)
+        if self._compressor is not None:
+            data = self._compressor.compress(data) + self._compressor.flush(flush)
         view = memoryview(data)
         while view:
             view = view[self._file.write(view) :]
@@ -107,6 +116,7 @@ class BackgroundFile:
             self.give_up(error)
 
 
-def _open_private(path: Path) -> int:
+def open_private(path: Path) -> int:
+    """Return the descriptor of a file that is new or emptied; a new one is for this user alone."""
     # Tenants, and hashes by which a known prompt can be recognised, are nobody else's business.
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
