@@ -66,7 +66,9 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     from onbeat.planner.plan_store import PlanStore
     from onbeat.planner.plan_task import FleetPlan, PlanTask
     from onbeat.planner.prices import Prices
-    from onbeat.planner.units import longest_request, make_units, rate_unit
+    from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
+    from onbeat.simulator.setup import what_binds
+    from onbeat.workload.offered import LongerThanContext
 
     available = parse_gpus(args.gpus)
     rates = rates_by_hour(args)
@@ -83,7 +85,11 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     units, left_out = units_of()
     longest = max(map(longest_request, units), default=1 << 30)
     task_of = partial(plan_task, args, available, longest)
-    task = task_of(rate=max(rates, default=args.request_rate))
+    try:
+        task = task_of(rate=max(rates, default=args.request_rate))
+    except LongerThanContext as error:
+        unit = max(units, key=longest_request)
+        raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
     store = PlanStore(args.resume)
     if len(store):
         console.print(f"going on with {len(store)} result(s) of {args.resume}", markup=False)

@@ -21,6 +21,7 @@ from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.memory import Choices, DoesNotFit
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.config import SchedulerConfig
@@ -122,19 +123,20 @@ def make_units(
                 left_out[unit.name] = f"there are {available[device]:g} of {device}"
                 continue
             try:
-                build_simulation(settings)
+                build_simulation(settings, choices=choices_of(available[device]))
             except ConfigError as error:
                 errors.append(error)
                 left_out[unit.name] = str(error)
             else:
                 units.append(unit)
-    if not units and errors and not _is_about_memory(errors):
+    if not units and errors and not any(isinstance(error, DoesNotFit) for error in errors):
         raise errors[0]
     return units, left_out
 
 
-def _is_about_memory(errors: Sequence[ConfigError]) -> bool:
-    return any("does not fit" in str(error) for error in errors)
+def choices_of(num_devices: float) -> Choices:
+    """Return what may be changed where a unit does not hold the model, among so many devices."""
+    return Choices(pipeline=None, most_devices=num_devices)
 
 
 def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
