@@ -136,9 +136,11 @@ class _Search:
                 return
 
     def _shrink(self, start: float) -> None:
-        rate = start / self._options.growth
+        factor = self._options.growth
+        rate = start / factor
         while rate > self.low and not self._is_met(rate):
-            rate /= self._options.growth
+            factor *= factor  # a start far too high is left in few runs
+            rate /= factor
 
     def _is_met(self, rate: float) -> bool:
         verdict = self._judge(rate)

@@ -53,7 +53,7 @@ class World:
         )
         self.num_judged = 0
 
-    def judge(self, parts: Parts) -> Fleet:
+    def judge(self, parts: Parts, *, is_glance: bool = False) -> Fleet:
         self.num_judged += 1
         is_met = sum(self.truths[unit] * count for unit, count in parts) >= RATE
         return Fleet(
