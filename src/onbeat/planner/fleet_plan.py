@@ -8,7 +8,8 @@ from math import ceil, floor, inf
 from typing import Any, TypeVar
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
-from onbeat.planner.buckets import Bucket, buckets_of, rows_of
+from onbeat.planner.alone import AloneSearch
+from onbeat.planner.buckets import Bucket, buckets_of
 from onbeat.planner.fleets import (
     FleetCapacity,
     FleetCase,
@@ -25,20 +26,13 @@ from onbeat.planner.placement import Placement, PlacementSearch
 from onbeat.planner.plan_store import PlanStore
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
 from onbeat.planner.search import SearchOptions
-from onbeat.planner.units import (
-    RatedUnit,
-    Unit,
-    longest_request,
-    rate_unit,
-    share_in_time,
-    without_dominated,
-)
+from onbeat.planner.units import RatedUnit, Unit, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
 R = TypeVar("R")
 
-SEARCH_SECONDS = 30.0
-"""About so long is the load of the search for what a unit serves alone."""
+HEADROOM = SearchOptions(tolerance=0.1, growth=1.1, is_hasty=True, max_growths=6)
+"""Of the search for the rate that a fleet keeps up: most have little more than they need."""
 LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
 """How much longer objectives are tried, where the promise cannot be kept."""
 RATE_TRIES = 8
@@ -49,8 +43,6 @@ SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)
 """Of the objectives, for the cost over them."""
 LOAD_SCALES = (0.1, 2.0)
 """Between which factors the estimated loads are scaled to the cost that was found."""
-LEAST_REQUESTS, MOST_REQUESTS = 200, 4000
-"""Of that load."""
 
 
 @dataclass
@@ -86,7 +78,8 @@ class Planner:
         why = unservable(rated, buckets, self.task.objective.share)
         if not rated and left_out:
             why += f": {next(iter(left_out.values()))}"
-        units, useless = ([], {}) if why else self._calibrate(rated, buckets)
+        alone = AloneSearch(self.task, buckets, self.results, self.progress)
+        units, useless = ([], {}) if why else alone.calibrated(rated)
         left_out = left_out | useless
         why = why or _nothing_alone(units, useless)
         search = MixSearch(self.task, units, buckets, self.judge, self.progress)
@@ -260,71 +253,6 @@ class Planner:
         """Whether a fleet was simulated in all runs, and kept the promise in each."""
         return fleet.is_kept and len(fleet.runs) == len(self.task.runs)
 
-    def _calibrate(
-        self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket]
-    ) -> tuple[list[RatedUnit], dict[str, str]]:
-        """Hold the estimates against what each unit keeps up alone; leave out those of no use.
-
-        Units that another one beats are left out by the estimates, unless that one keeps up far less than it
-        was estimated to.
-        """
-        known: dict[str, RatedUnit] = {}
-        useless: dict[str, str] = {}
-        while True:
-            candidates = [known.get(each.unit.name, each) for each in rated if each.unit.name not in useless]
-            kept, dominated = without_dominated(candidates)
-            new = [each for each in kept if each.unit.name not in known]
-            if not new:
-                left = [known[each.unit.name] for each in rated if each.unit.name in known]
-                return left, useless | {name: why for name, why in dominated.items() if name not in known}
-            useless |= self._search_alone(new, buckets, known)
-
-    def _search_alone(
-        self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket], known: dict[str, RatedUnit]
-    ) -> dict[str, str]:
-        """Search what units keep up alone, into those that are known; return why others keep up nothing."""
-        self.progress.on_stage(f"searching what each of {len(rated)} kind(s) of replica serves")
-        useless: dict[str, str] = {}
-        searches: list[FleetSearch] = []
-        searched: list[RatedUnit] = []
-        for each in rated:
-            search = self._alone(each, buckets)
-            share = share_in_time(each.unit, search.load)
-            if share < self.task.objective.share:
-                useless[each.unit.name] = (
-                    f"even idle it serves {share * 100:.3g} % of the requests in time, and "
-                    f"{self.task.objective.share * 100:g} % must be"
-                )
-                continue
-            searches.append(search)
-            searched.append(each)
-
-        def note(index: int, capacity: FleetCapacity) -> None:
-            self.progress.on_note(f"1 {searched[index].unit.name}: {capacity.low:.3g} requests/s")
-
-        found = self.results(search_fleet, searches, FleetCapacity, note)
-        for each, search, capacity in zip(searched, searches, found, strict=True):
-            known[each.unit.name] = each.calibrated(capacity.low / search.start)
-        return useless
-
-    def _alone(self, rated: RatedUnit, buckets: Sequence[Bucket]) -> FleetSearch:
-        """Return the search for what one unit serves of the requests that it can serve at all."""
-        start = rated.rate(buckets)
-        most = round(min(max(start * SEARCH_SECONDS, LEAST_REQUESTS), MOST_REQUESTS))
-        load = self.task.load
-        rows = rows_of([bucket for bucket, rate in zip(buckets, rated.rates, strict=True) if rate > 0])
-        # A bucket that fits by its mean may have longer requests, which go to other units.
-        lengths = load.num_prompt_tokens[rows] + load.num_output_tokens[rows]
-        rows = rows[lengths <= longest_request(rated.unit)][:most]
-        return FleetSearch(
-            case=FleetCase(parts=((rated.unit, 1),)),
-            load=load.take(rows),
-            objective=self.task.objective,
-            start=start,
-            tolerance=0.1,
-            known=((start * SearchOptions().idle_share, True),),
-        )
-
     def _with_capacities(self, fleets: Sequence[Fleet]) -> list[Fleet]:
         """Search the highest rate of each fleet, from the rate that it is to serve."""
         if not fleets:
@@ -336,6 +264,7 @@ class Planner:
                 load=load,
                 objective=self.task.objective,
                 start=self.task.needed_rate,
+                options=HEADROOM,
                 known=((self.task.needed_rate, run.is_met),),
             )
             for fleet in fleets

@@ -200,9 +200,7 @@ class FleetSearch:
     objective: AttainmentObjective
     start: float
     """Requests per second; the nearer to the capacity, the fewer runs."""
-    tolerance: float = 0.08
-    growth: float = 1.3
-    """Of the rate, while it is looked for; small where the start is a good guess."""
+    options: SearchOptions
     known: tuple[tuple[float, bool], ...] = ()
     """Rates at which it is known whether the objective is kept: they are not simulated again."""
 
@@ -238,8 +236,7 @@ def search_fleet(task: FleetSearch, context: TaskContext) -> FleetCapacity | Non
         binds[rate] = run.binds
         return Verdict(is_met=run.is_met, reason=run.reason)
 
-    options = SearchOptions(tolerance=task.tolerance, growth=task.growth)
-    bracket = search_rate(judge, start=task.start, options=options)
+    bracket = search_rate(judge, start=task.start, options=task.options)
     if not bracket.is_finished:
         return None
     last = bracket.high if np.isfinite(bracket.high) else bracket.low
