@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True, highlight=False)
     require_jobs(args.jobs)
-    check_writable({"--output": args.output, "--json": args.json, "--report": args.report})
+    check_writable(
+        {"--output": args.output, "--json": args.json, "--report": args.report, "--resume": args.resume}
+    )
     try:
         report = _plan(args, console)
     except PlanInterrupted as error:
@@ -121,7 +123,7 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
 
 
 def _show(report: PlanReport) -> None:
-    from onbeat.cli.plan_output import conclusions, plan_tables
+    from onbeat.cli.plan_output import conclusions, plan_tables, warnings_of
 
     console = Console()
     if not console.is_terminal:
@@ -130,3 +132,5 @@ def _show(report: PlanReport) -> None:
         console.print(table)
     for line in conclusions(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in warnings_of(report):
+        console.print(f"warning: {line}", markup=False, highlight=False, soft_wrap=True)

@@ -31,7 +31,7 @@ from onbeat.workload.offered import OfferedLoad
 
 R = TypeVar("R")
 
-HEADROOM = SearchOptions(tolerance=0.1, growth=1.1, is_hasty=True, max_growths=6)
+HEADROOM = SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True, max_growths=6)
 """Of the search for the rate that a fleet keeps up: most have little more than they need."""
 LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
 """How much longer objectives are tried, where the promise cannot be kept."""

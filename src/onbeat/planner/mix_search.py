@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
 from onbeat.planner.plan_task import Fleet, PlanTask, Progress
-from onbeat.planner.units import RatedUnit, Unit
+from onbeat.planner.units import RatedUnit, Unit, longest_request
 
 Parts = tuple[tuple[Unit, int], ...]
 
@@ -57,6 +57,13 @@ def unservable(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share: flo
         return ""
     late = [bucket for bucket, is_in_time in zip(buckets, is_served, strict=True) if not is_in_time]
     worst = max(late, key=lambda bucket: bucket.share)
+    longest = max(longest_request(each.unit) for each in units)
+    if worst.num_prompt_tokens + worst.num_output_tokens > longest:
+        return (
+            f"{(1 - served) * 100:.3g} % of the requests cannot be served in time, and most of these do not "
+            f"fit a context: they have about {worst.name}, and model, memory or --max-model-len allow "
+            f"{longest} tokens"
+        )
     return (
         f"{served * 100:.3g} % of the requests can be in time, however many replicas there are, and "
         f"{share * 100:g} % must be: most of the others have about {worst.name}, which take longer even alone"
