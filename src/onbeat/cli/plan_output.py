@@ -195,7 +195,7 @@ def conclusions(report: PlanReport) -> list[str]:
     elif len(best.parts) > 1:
         lines.append("no fleet of equal replicas was found that keeps the promise")
     elif len(plan.units) > 1:
-        lines.append(f"equal replicas, {best.name}, are cheaper than every mix that was simulated")
+        lines.append(f"equal replicas, {best.name}, are cheapest: no cheaper mix that was simulated does")
     if report.hours:
         lines += _day(report, best)
     if report.placements:

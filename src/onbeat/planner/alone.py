@@ -80,6 +80,9 @@ class AloneSearch:
 
         found = self._results(search_fleet, searches, FleetCapacity, note)
         for each, search, capacity in zip(searched, searches, found, strict=True):
+            if capacity.low <= search.start * OPTIONS.idle_share:
+                self._useless[each.unit.name] = f"alone it keeps the objective at no rate ({capacity.binds})"
+                continue
             self._known[each.unit.name] = each.calibrated(capacity.low / search.start)
 
     def _search_of(self, rated: RatedUnit) -> FleetSearch:
@@ -98,5 +101,5 @@ class AloneSearch:
             objective=self._task.objective,
             start=start,
             options=OPTIONS,
-            known=((start * OPTIONS.idle_share, True),),
+            known=((start * OPTIONS.idle_share, True),),  # `share_in_time` has said so
         )
