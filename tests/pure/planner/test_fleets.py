@@ -102,7 +102,9 @@ def test_a_run_ends_once_those_late_without_a_first_token_are_too_many() -> None
     task = FleetTask(
         case=FleetCase(parts=((SHORT, 1),)), load=overload, objective=AttainmentObjective(share=0.9)
     )
-    run, whole = (run_fleet(each, QuietContext()) for each in (task, replace(task, to_the_end=True)))
+    context = QuietContext()
+    run, whole = (run_fleet(each, context) for each in (task, replace(task, to_the_end=True)))
+    assert context.events == [run, whole], "progress is told"
     assert run is not None
     assert whole is not None
     assert not run.is_met
