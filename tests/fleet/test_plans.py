@@ -65,8 +65,6 @@ def test_a_planned_fleet_keeps_its_promise_and_a_smaller_one_does_not(tmp_path: 
     stand_in: list[str | Path] = [
         "--load-format",
         "stand-in",
-        "--device",
-        "h100-sxm",
         "--tokenizer",
         tokenizer,
     ]

@@ -239,6 +239,19 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.slow
+def test_a_case_whose_memory_is_too_small_for_the_longest_request_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    load = ["--dataset-name", "random", "--input-len", "60000", "--output-len", "8", "--num-prompts", "20"]
+    flags = ["--vary", "device=l4,h100-sxm", "--slo-ttft-ms", "60000", "--objective", "attainment:0.5"]
+    flags += ["--repeats", "1", "--tolerance", "0.5", "--json", str(path)]
+    assert main(["capacity", *MODEL, *load, *flags]) == 0
+    small, large = json.loads(path.read_text())["cases"]
+    assert "do not fit a context of 34464 tokens" in small["reason"]
+    assert "needs 24.7 GiB of memory and has 21.6" in small["reason"]
+    assert small["reason"].endswith("What fits: --tp 2, or --pp 2, or --dtype fp8")
+    assert large["request_rate"] > 0
+
+
 @pytest.mark.parametrize("jobs", ["1", "2"])
 def test_ctrl_c_leaves_a_partial_result(jobs: str, tmp_path: Path) -> None:
     path = tmp_path / "capacity.json"

@@ -99,6 +99,31 @@ def test_plans_a_fleet_and_writes_it(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert len(files["runs.jsonl"].read_text().splitlines()) == num_runs
 
 
+def test_a_plan_of_one_kind_names_its_device_and_makes_the_folders_of_its_files(tmp_path: Path) -> None:
+    files = {flag: tmp_path / flag / "new" / "file" for flag in ("-o", "--json", "--report", "--resume")}
+    flags = [str(word) for pair in files.items() for word in pair]
+    assert plan("--gpus", "l4=4", "--rate", "1", "--slo-tbt-ms", "100", *flags) == 0
+    assert all(path.is_file() for path in files.values())
+    written = yaml.safe_load(files["-o"].read_text())
+    assert written["device"] == "l4"
+    warnings = json.loads(files["--json"].read_text())["warnings"]
+    assert any("begins below the promised 1;" in line for line in warnings), "of two runs nothing is sure"
+
+
+def test_files_that_cannot_be_written_are_named_before_anything_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for flag in ("-o", "--json", "--report", "--resume"):
+        assert plan("--gpus", "nonsense", "--rate", "1", flag, str(tmp_path / "file" / "plan.yaml")) == 2
+        assert "choose another file" in capsys.readouterr().err
+    bad = str(tmp_path / "file" / "x.json")
+    assert main(["capacity", "--model", "nobody/knows", "--device", "l4", "--json", bad]) == 2
+    assert "--json: cannot write" in capsys.readouterr().err
+    assert main(["simulate", "--model", "nobody/knows", "--device", "l4", "--records", bad]) == 2
+    assert "--records: cannot write" in capsys.readouterr().err
+
+
 def test_classes_with_traces_of_their_own_are_planned_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,8 +21,8 @@ from onbeat.planner.objectives import parse_objective
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.scheduler.replica.token_budget import mean_decode_context
 from onbeat.simulator.settings import AUTO, ReplicaSettings
-from onbeat.simulator.setup import Simulation, build_simulation, decode_context
-from onbeat.workload.offered import OfferedLoad
+from onbeat.simulator.setup import Simulation, build_simulation, decode_context, what_binds
+from onbeat.workload.offered import LongerThanContext, OfferedLoad
 
 _PLENTY_OF_BLOCKS = 1 << 24
 
@@ -91,7 +91,7 @@ def plan_cases(args: argparse.Namespace) -> list[PlannedCase]:
                     objective=judge,
                     loads=loads,
                     step_times="" if draft.simulation is None else draft.simulation.step_times,
-                    error=draft.error,
+                    error=draft.error or _too_short(draft, loads),
                 )
             )
     return planned
@@ -147,16 +147,31 @@ def _fits_with_plenty_of_memory(settings: ReplicaSettings) -> bool:
     return True
 
 
+def _too_short(draft: _Draft, loads: tuple[OfferedLoad, ...]) -> str:
+    """Return why a configuration cannot take the longest requests; empty where it can, or cannot run."""
+    if draft.simulation is None:
+        return ""
+    try:
+        for load in loads:
+            load.check_lengths(draft.simulation.config.max_model_len, overlong="error")
+    except LongerThanContext as error:
+        return str(what_binds(draft.settings, error))
+    return ""
+
+
 def _loads(workload: WorkloadOptions, num_repeats: int, drafts: list[_Draft]) -> tuple[OfferedLoad, ...]:
     """Return the load of each repeat; one for all where the seed changes nothing."""
     if num_repeats < 1:
         raise ConfigError(f"--repeats is {num_repeats}; it must be at least 1")
-    longest = [draft.simulation.config.scheduler.max_model_len for draft in drafts if draft.simulation]
-    max_model_len = max(longest) if longest else _PLENTY_OF_BLOCKS
-    loads = [
-        offered_load(workload, max_model_len=max_model_len, seed=workload.seed + repeat)
-        for repeat in range(num_repeats)
-    ]
+    longest = {draft.simulation.config.max_model_len: draft.settings for draft in drafts if draft.simulation}
+    max_model_len = max(longest, default=_PLENTY_OF_BLOCKS)
+    try:
+        loads = [
+            offered_load(workload, max_model_len=max_model_len, seed=workload.seed + repeat)
+            for repeat in range(num_repeats)
+        ]
+    except LongerThanContext as error:
+        raise what_binds(longest[max_model_len], error) from None
     return (loads[0],) if all(_are_equal(loads[0], load) for load in loads[1:]) else tuple(loads)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from rich.console import Console
@@ -122,5 +123,8 @@ def sweep(
         results = run_tasks(
             run_level, tasks, jobs=args.jobs, on_event=progress.on_event, on_result=progress.on_result
         )
-    points = [point for point in results if point is not None]
+    errors = {each.case.labels: each.error for each in planned}
+    points = [
+        replace(point, error=errors[point.labels] or point.error) for point in results if point is not None
+    ]
     return points, len(points) < len(tasks)

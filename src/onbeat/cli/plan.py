@@ -36,7 +36,9 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True, highlight=False)
     require_jobs(args.jobs)
-    check_writable({"--output": args.output, "--json": args.json, "--report": args.report})
+    check_writable(
+        {"--output": args.output, "--json": args.json, "--report": args.report, "--resume": args.resume}
+    )
     try:
         report = _plan(args, console)
     except PlanInterrupted as error:
@@ -66,7 +68,9 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     from onbeat.planner.plan_store import PlanStore
     from onbeat.planner.plan_task import FleetPlan, PlanTask
     from onbeat.planner.prices import Prices
-    from onbeat.planner.units import longest_request, make_units, rate_unit
+    from onbeat.planner.units import choices_of, longest_request, make_units, rate_unit
+    from onbeat.simulator.setup import what_binds
+    from onbeat.workload.offered import LongerThanContext
 
     available = parse_gpus(args.gpus)
     rates = rates_by_hour(args)
@@ -83,7 +87,11 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
     units, left_out = units_of()
     longest = max(map(longest_request, units), default=1 << 30)
     task_of = partial(plan_task, args, available, longest)
-    task = task_of(rate=max(rates, default=args.request_rate))
+    try:
+        task = task_of(rate=max(rates, default=args.request_rate))
+    except LongerThanContext as error:
+        unit = max(units, key=longest_request)
+        raise what_binds(unit.settings, error, choices_of(available[unit.device])) from None
     store = PlanStore(args.resume)
     if len(store):
         console.print(f"going on with {len(store)} result(s) of {args.resume}", markup=False)
@@ -115,7 +123,7 @@ def _plan(args: argparse.Namespace, console: Console) -> PlanReport:
 
 
 def _show(report: PlanReport) -> None:
-    from onbeat.cli.plan_output import conclusions, plan_tables
+    from onbeat.cli.plan_output import conclusions, plan_tables, warnings_of
 
     console = Console()
     if not console.is_terminal:
@@ -124,3 +132,5 @@ def _show(report: PlanReport) -> None:
         console.print(table)
     for line in conclusions(report):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in warnings_of(report):
+        console.print(f"warning: {line}", markup=False, highlight=False, soft_wrap=True)

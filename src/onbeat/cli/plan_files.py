@@ -22,6 +22,7 @@ from onbeat.cli.plan_output import (
     hour_rows,
     placement_rows,
     unit_rows,
+    warnings_of,
 )
 from onbeat.cli.workload import WorkloadOptions
 from onbeat.core.kinds import ReplicaGroup
@@ -89,6 +90,7 @@ def serve_settings(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
     served = {"router": "slo", "replicas": fleet.num_replicas}
     if len(fleet.parts) == 1:
         ((unit, _),) = fleet.parts
+        settings["device"] = unit.device
         if unit.num_devices > 1:
             settings["tensor-parallel-size"] = unit.num_devices
         return settings | {"fleet": served}
@@ -252,6 +254,7 @@ def to_document(report: PlanReport) -> dict[str, Any]:
         ],
         "cost_bound": plan.cost_bound,
         "is_exhausted": plan.is_exhausted,
+        "warnings": warnings_of(report),
         "infeasible": plan.infeasible or None,
         "nearest": list(plan.nearest),
     }
@@ -267,7 +270,7 @@ def plan_page(path: Path, report: PlanReport) -> None:
     plan = report.plan
     page = Page()
     body = heading(report.title, report.lead, _tiles(plan))
-    body += notes(conclusions(report))
+    body += notes([*conclusions(report), *(f"Warning: {line}" for line in warnings_of(report))])
     if plan.best is not None:
         body += "<h2>Fleets that keep the promise</h2>\n"
         body += table(FLEET_HEADER, fleet_rows(plan), texts=(8,))

@@ -25,6 +25,9 @@ HOUR_HEADER = ("hour", "requests/s", "fleet", "replicas", "$/h", "good", "busy")
 PLACEMENT_HEADER = ("pools", "KV goes", "$/h", "good", "keeps the promise")
 SEARCHES = {"across": "between machines", "within": "within a machine"}
 """Where KV goes from prompts to generation, by search."""
+LEAST_HEADROOM = 0.1
+"""Of the promised rate: with less, errors of predicted step times break the promise (docs/plan.md)."""
+ROOM_CURE = "--headroom 20 plans with room, and more --repeats narrow the intervals"
 MOST_FAILED = 8
 """Rows of the table of fleets that do not do."""
 
@@ -192,7 +195,7 @@ def conclusions(report: PlanReport) -> list[str]:
     elif len(best.parts) > 1:
         lines.append("no fleet of equal replicas was found that keeps the promise")
     elif len(plan.units) > 1:
-        lines.append(f"equal replicas, {best.name}, are cheaper than every mix that was simulated")
+        lines.append(f"equal replicas, {best.name}, are cheapest: no cheaper mix that was simulated does")
     if report.hours:
         lines += _day(report, best)
     if report.placements:
@@ -208,6 +211,48 @@ def conclusions(report: PlanReport) -> list[str]:
         lines.append(
             f"note: at {plan.rate:g} requests/s a run lasts {seconds:.0f} s, in which queues hardly grow; "
             "raise --num-prompts"
+        )
+    return lines
+
+
+def warnings_of(report: PlanReport) -> list[str]:
+    """Return why the chosen fleet may break its promise, in sentences."""
+    best = report.plan.best
+    if best is None:
+        return []
+    lines = [*_scarce(best, report.plan.rate), *_unsure(best, report.plan.rate, report.task.objective.share)]
+    hours = ", ".join(
+        str(hour.hour) for hour in report.hours if hour.fleet and _scarce(hour.fleet, hour.rate)
+    )
+    if hours:
+        lines.append(f"the headroom is below {LEAST_HEADROOM * 100:g} % in hour {hours}; {ROOM_CURE}")
+    return lines
+
+
+def _scarce(fleet: Fleet, rate: float) -> list[str]:
+    """Say that a fleet has little headroom, if it has."""
+    if fleet.capacity is None or fleet.capacity[0] >= rate * (1 + LEAST_HEADROOM) - 1e-9:
+        return []
+    return [
+        f"the headroom is {(fleet.capacity[0] / rate - 1) * 100:.0f} %, below {LEAST_HEADROOM * 100:g} %. "
+        f"Steps that take a little longer than predicted would break the promise; {ROOM_CURE}"
+    ]
+
+
+def _unsure(fleet: Fleet, rate: float, share: float) -> list[str]:
+    """Say which intervals reach below what is promised."""
+    lines = []
+    if fleet.capacity is not None and fleet.capacity[1] < rate:
+        interval = _range(fleet.capacity[1], fleet.capacity[2])
+        lines.append(
+            f"the promise is not sure: the 95 % interval of the rate that the fleet keeps up, {interval} "
+            f"requests/s, begins below the promised {rate:g}; {ROOM_CURE}"
+        )
+    if fleet.attainment is not None and fleet.attainment[1] < share:
+        low, high = (each * 100 for each in fleet.attainment[1:])
+        lines.append(
+            f"the promise is not sure: the 95 % interval of the good requests, {low:.1f} to {high:.1f} %, "
+            f"begins below the promised {share * 100:g} %; {ROOM_CURE}"
         )
     return lines
 

@@ -21,12 +21,13 @@ def show_progress(console: Console, *, is_quiet: bool) -> Iterator[Progress]:
     bar = Bar(
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
+        TextColumn("{task.completed} runs simulated"),
         TimeElapsedColumn(),
         console=console,
         transient=True,
         disable=not console.is_terminal,
     )
-    row = bar.add_task("planning")
+    row = bar.add_task("planning", total=None)
 
     def on_stage(text: str) -> None:
         bar.update(row, description=text)
@@ -37,4 +38,4 @@ def show_progress(console: Console, *, is_quiet: bool) -> Iterator[Progress]:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     with bar:
-        yield Progress(on_stage=on_stage, on_note=on_note)
+        yield Progress(on_stage=on_stage, on_note=on_note, on_run=lambda: bar.advance(row))

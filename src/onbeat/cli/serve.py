@@ -64,8 +64,10 @@ def run(args: argparse.Namespace) -> int:
     check_packages("serve", SERVE_PACKAGES)
     import uvloop
 
+    from onbeat.cli.outputs import check_writable
     from onbeat.server.run import bind, check_tls
 
+    check_writable({"--timeline": args.timeline, "--record": args.record})
     started = time.monotonic()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     config = server_config(args)

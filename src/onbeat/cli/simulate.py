@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> int:
     settings = replica_settings(args)
     workload = read_options(args, WorkloadOptions)
     require_jobs(args.jobs)
+    check_writable({f"--{name}": getattr(args, name) for name in OUTPUTS})
     simulation, load = build_for_load(
         settings,
         lambda max_model_len: offered_load(workload, max_model_len=max_model_len, seed=workload.seed),
         tbt=workload.objectives.tightest_tbt(),
     )
-    check_writable({f"--{name}": getattr(args, name) for name in OUTPUTS})
     console.print(_describe(settings, simulation), markup=False, soft_wrap=True)
     result = run_simulation(
         simulation,

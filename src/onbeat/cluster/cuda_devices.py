@@ -6,6 +6,7 @@ import ctypes
 import os
 
 from onbeat.core.errors import ConfigError
+from onbeat.perfmodel.device_spec import is_gpu
 
 
 def visible_devices() -> list[str]:
@@ -41,7 +42,7 @@ def share_devices(device: str, num_replicas: int, num_each: int) -> list[tuple[s
     ------
     ConfigError : there are fewer devices than the replicas need.
     """
-    if device not in ("auto", "cuda"):
+    if device not in ("auto", "cuda") and not is_gpu(device):
         return []
     devices = visible_devices()
     if not devices:

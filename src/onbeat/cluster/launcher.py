@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from onbeat.core.errors import ConfigError
 from onbeat.core.fleet import ReplicaId
 from onbeat.engine.process import BuildEngine, EngineLink
+from onbeat.perfmodel.device_spec import is_gpu
 
 OnLost = Callable[[ReplicaId, int, str], None]
 """Called with a replica, which of its lives ended, and why, as far as that can be seen from outside."""
@@ -59,7 +60,8 @@ class ReplicaNeeds:
         ConfigError : it is not known how many CPUs it needs.
         """
         has_gpus = cluster.get("GPU", 0) > 0
-        if self.device.startswith("cuda") or (self.device == "auto" and has_gpus):
+        is_cuda = self.device.startswith("cuda") or is_gpu(self.device)
+        if is_cuda or (self.device == "auto" and has_gpus):
             return {"CPU": 1.0, "GPU": float(self.num_devices)}
         if self.num_cpus is None:
             raise ConfigError(

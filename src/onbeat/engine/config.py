@@ -64,7 +64,8 @@ class EngineConfig:
     seed: int = _model(0, help="seed of dummy weights")
     device: str = _engine(
         "auto",
-        help="where to run: auto, cpu, cuda or cuda:N; of a stand-in what it stands in for, such as h100-sxm",
+        help="where to run: auto, cpu, cuda, cuda:N, or a GPU by name, such as h100-sxm, which is cuda and "
+        "must be that one; of a stand-in what it stands in for",
     )
     backend: BackendName = _engine(
         "auto", help="what computes steps: the native CPU engine, or torch; auto: native where it can"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from onbeat.core.errors import ConfigError
 from onbeat.engine import numa
 from onbeat.engine.container import FreeMemory, host_memory, usable_cores
+from onbeat.perfmodel.device_spec import is_gpu
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _ADDRESSES_OF_THREADS = 256 * 2**20
@@ -39,7 +41,8 @@ def detect_device(device: str = "auto", dtype: str = "auto", num_threads: int | 
 
     Parameters
     ----------
-    device : `auto` (cuda where there is one), `cpu`, `cuda` or `cuda:N`.
+    device : `auto` (cuda where there is one), `cpu`, `cuda`, `cuda:N`, or a GPU as plans name it, such as
+        `h100-sxm`: cuda, which must be that.
     dtype : `auto` (bfloat16 where the device multiplies it natively, else float32) or a key of `DTYPES`.
     num_threads : CPU threads; None takes one for each core that this process may run on, and no more than
         whole cores' worth of time that its container has: a step waits for its slowest thread.
@@ -97,6 +100,8 @@ def allocate_zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.de
 def _resolve_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if is_gpu(name):
+        return _planned_gpu(name)
     try:
         device = torch.device(name)
     except RuntimeError as error:
@@ -110,6 +115,20 @@ def _resolve_device(name: str) -> torch.device:
                 f"device {name!r} is not there: this machine has {count} CUDA devices usable by torch"
             )
     return device
+
+
+def _planned_gpu(device_id: str) -> torch.device:
+    """Return the GPU that a plan was made for."""
+    if not torch.cuda.is_available():
+        found = "no CUDA device that torch can use"
+    else:
+        found = torch.cuda.get_device_name()
+        if device_id.partition("-")[0] in re.split(r"\W+", found.lower()):
+            return torch.device("cuda")
+    raise ConfigError(
+        f"device {device_id!r} is not there: this machine has {found}. --device auto serves on what there "
+        "is, --load-format stand-in without any"
+    )
 
 
 def _default_dtype(device: torch.device) -> torch.dtype:

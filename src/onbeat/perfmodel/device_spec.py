@@ -70,6 +70,11 @@ def device_ids() -> tuple[str, ...]:
     return (*_table(), CPU)
 
 
+def is_gpu(device_id: str) -> bool:
+    """Whether an id is one of the table: any but that of this machine's CPU."""
+    return device_id in _table()
+
+
 def find_device(device_id: str) -> DeviceSpec:
     """Return a device by its id; `cpu` is this machine, measured once a process (under 2 s).
 

@@ -1,8 +1,10 @@
-"""How much KV cache fits beside the weights."""
+"""How much KV cache fits beside the weights, and what helps where too little does."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import CPU, DeviceSpec
@@ -15,6 +17,10 @@ CONTEXT_BYTES = 1 * 2**30
 """What a device's runtime, libraries and captured graphs take; a CPU has none of it."""
 _ACTIVATION_COPIES = 2
 _GIB = 2**30
+
+
+class DoesNotFit(ConfigError):
+    """Devices have too little memory for a model and the KV that it must hold; the message says bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,7 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     block_size: int = 16,
     max_num_batched_tokens: int = 2048,
     gpu_memory_utilization: float = 0.9,
+    least_tokens: int = 1,
 ) -> KVCapacity:
     """Return the KV blocks of one replica.
 
@@ -57,10 +64,12 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
     block_size : tokens of one block.
     max_num_batched_tokens : most tokens of one step; activations are sized for them.
     gpu_memory_utilization : share of the device's memory that may be used, in (0, 1].
+    least_tokens : that the KV cache must hold.
 
     Raises
     ------
-    ConfigError : weights and activations do not fit; the message says by how much and what helps.
+    DoesNotFit : so much KV does not fit beside weights and activations; `what_fits` finds what helps.
+    ConfigError : an option out of range, or a model that cannot be cut that way.
     """
     parallelism, precision = parallelism or Parallelism(), precision or Precision()
     _check(block_size, max_num_batched_tokens, gpu_memory_utilization)
@@ -78,12 +87,14 @@ def kv_capacity(  # noqa: PLR0913 - each is a flag of its own
         * block_size
     )
     left = usable - weights - activations
-    if left < block_bytes:
-        raise ConfigError(
-            f"{model.name} does not fit {device.name} ({parallelism}, {precision}): {weights / _GIB:.1f} GiB "
-            f"of weights and {activations / _GIB:.1f} GiB of activations and runtime leave nothing for KV of "
-            f"the {usable / _GIB:.1f} GiB usable a device ({gpu_memory_utilization:.0%} of "
-            f"{device.memory_bytes / _GIB:.1f}). {_cure(weights, usable, parallelism, precision)}"
+    kv_needed = -(-least_tokens // block_size) * block_bytes
+    if left < kv_needed:
+        raise DoesNotFit(
+            f"{model.name} does not fit {device.name} ({parallelism}, {precision}): a device needs "
+            f"{(weights + activations + kv_needed) / _GIB:.1f} GiB of memory and has {usable / _GIB:.1f} "
+            f"({gpu_memory_utilization:.0%} of {device.memory_bytes / _GIB:.1f}). It needs "
+            f"{weights / _GIB:.1f} for weights, {activations / _GIB:.1f} for activations and runtime, "
+            f"{kv_needed / _GIB:.2g} for KV of {least_tokens} token{'s' if least_tokens > 1 else ''}"
         )
     return KVCapacity(
         num_blocks=int(left // block_bytes),
@@ -128,10 +139,83 @@ def _activation_bytes(
     return _ACTIVATION_COPIES * num_tokens * width * precision.activation_bytes + logits
 
 
-def _cure(weights: float, usable: float, parallelism: Parallelism, precision: Precision) -> str:
-    needed = parallelism.tensor
-    while weights * parallelism.tensor / needed > 0.8 * usable:
-        needed *= 2
-    needed = max(needed, 2 * parallelism.tensor)
-    narrower = "" if precision.weight_bytes <= 1 else " or weights in fp8, int8 or int4,"
-    return f"Use a tensor-parallel degree of {needed} or more,{narrower} or a device with more memory"
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Another way to run a model that does not fit as it is."""
+
+    tensor: int
+    pipeline: int
+    weights: str
+    """Number format, as the caller spells it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What may be changed where a model does not fit, by the flags of whoever is told."""
+
+    tensor: str = "--tp"
+    pipeline: str | None = "--pp"
+    """None: there are no stages."""
+    weights: str = "--dtype"
+    formats: Sequence[str] = ()
+    """Narrower ones, the widest first."""
+    most_devices: float = inf
+    """Of one replica."""
+
+
+def what_fits(now: Change, model: ModelSpec, choices: Choices, attempt: Callable[[Change], object]) -> str:
+    """Return what helps where a model does not fit, as a sentence: each change was tried, and is the least.
+
+    That is the smallest tensor-parallel degree, the fewest stages and the widest format, each alone; where
+    none of them is enough, the widest format that fits with both degrees free, on the fewest devices.
+
+    Parameters
+    ----------
+    now : what does not fit.
+    attempt : tries one; raises ConfigError where it does not do.
+    """
+
+    def first(candidates: Iterator[Change] | Sequence[Change]) -> list[Change]:
+        return next(([each] for each in candidates if _does(attempt, each)), [])
+
+    degrees = [each for each in range(now.tensor, model.num_heads + 1) if model.num_heads % each == 0]
+    stages = range(now.pipeline, model.num_layers + 1) if choices.pipeline else [now.pipeline]
+    pairs = sorted(
+        (
+            (tensor, pipeline)
+            for tensor in degrees
+            for pipeline in stages
+            if tensor * pipeline <= choices.most_devices
+        ),
+        key=lambda pair: (pair[0] * pair[1], pair[1]),
+    )
+    found = first([Change(t, p, now.weights) for t, p in pairs if p == now.pipeline and t > now.tensor])
+    found += first([Change(t, p, now.weights) for t, p in pairs if t == now.tensor and p > now.pipeline])
+    found += first([Change(now.tensor, now.pipeline, weights) for weights in choices.formats])
+    found = found or first(
+        Change(t, p, weights) for weights in (now.weights, *choices.formats) for t, p in pairs
+    )
+    if not found:
+        return "No degree and no format of the weights that was tried fits: use a device with more memory"
+    return f"What fits: {', or '.join(_spelled(now, each, choices) for each in found)}"
+
+
+def _does(attempt: Callable[[Change], object], change: Change) -> bool:
+    try:
+        attempt(change)
+    except ConfigError:
+        return False
+    return True
+
+
+def _spelled(now: Change, change: Change, choices: Choices) -> str:
+    flags = [
+        f"{flag} {new}"
+        for flag, old, new in (
+            (choices.tensor, now.tensor, change.tensor),
+            (choices.pipeline, now.pipeline, change.pipeline),
+            (choices.weights, now.weights, change.weights),
+        )
+        if new != old
+    ]
+    return " ".join(flags)

@@ -28,6 +28,12 @@ def bytes_of(dtype: str) -> float:
         raise ConfigError(f"unknown number format {dtype!r}; known are {', '.join(BYTES)}") from None
 
 
+def narrower_formats(dtype: str) -> tuple[str, ...]:
+    """Return the formats with fewer bytes a number, the widest first."""
+    narrower = [name for name, size in BYTES.items() if size < bytes_of(dtype)]
+    return tuple(sorted(narrower, key=lambda name: -BYTES[name]))
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How numbers are stored and multiplied.

@@ -8,7 +8,8 @@ from math import ceil, floor, inf
 from typing import Any, TypeVar
 
 from onbeat.core.slo import LONGEST_OBJECTIVE, SHORTEST_OBJECTIVE, SLO
-from onbeat.planner.buckets import Bucket, buckets_of, rows_of
+from onbeat.planner.alone import AloneSearch
+from onbeat.planner.buckets import Bucket, buckets_of
 from onbeat.planner.fleets import (
     FleetCapacity,
     FleetCase,
@@ -24,13 +25,14 @@ from onbeat.planner.parallel import run_tasks
 from onbeat.planner.placement import Placement, PlacementSearch
 from onbeat.planner.plan_store import PlanStore
 from onbeat.planner.plan_task import CostAt, Fleet, FleetPlan, PlanInterrupted, PlanTask, Progress
-from onbeat.planner.units import RatedUnit, Unit, longest_request, rate_unit, without_dominated
+from onbeat.planner.search import SearchOptions
+from onbeat.planner.units import RatedUnit, Unit, rate_unit, without_dominated
 from onbeat.workload.offered import OfferedLoad
 
 R = TypeVar("R")
 
-SEARCH_SECONDS = 30.0
-"""About so long is the load of the search for what a unit serves alone."""
+HEADROOM = SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True, max_growths=6)
+"""Of the search for the rate that a fleet keeps up: most have little more than they need."""
 LONGER = (1.25, 1.5, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 50.0)
 """How much longer objectives are tried, where the promise cannot be kept."""
 RATE_TRIES = 8
@@ -41,8 +43,6 @@ SCALES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0, 4.0)
 """Of the objectives, for the cost over them."""
 LOAD_SCALES = (0.1, 2.0)
 """Between which factors the estimated loads are scaled to the cost that was found."""
-LEAST_REQUESTS, MOST_REQUESTS = 200, 4000
-"""Of that load."""
 
 
 @dataclass
@@ -58,6 +58,9 @@ class Planner:
     store: PlanStore = field(default_factory=PlanStore)
     jobs: int = 1
     progress: Progress = field(default_factory=Progress)
+    _hardest: int | None = field(default=None, init=False)
+    """The run that the first fleet to keep the promise came nearest to miss in, or that one missed later on;
+    None before there is one."""
 
     def plan(self, rated: Sequence[RatedUnit], left_out: dict[str, str]) -> FleetPlan:
         """Return the cheapest fleet of some units.
@@ -75,13 +78,17 @@ class Planner:
         why = unservable(rated, buckets, self.task.objective.share)
         if not rated and left_out:
             why += f": {next(iter(left_out.values()))}"
-        kept_units, dominated = without_dominated(rated)
-        units, idle = ([], {}) if why else self._calibrate(kept_units, buckets)
-        left_out = left_out | dominated | idle
+        alone = AloneSearch(self.task, buckets, self.results, self.progress)
+        units, useless = ([], {}) if why else alone.calibrated(rated)
+        left_out = left_out | useless
+        why = why or _nothing_alone(units, useless)
         search = MixSearch(self.task, units, buckets, self.judge, self.progress)
-        best = search.run()
-        kept = sorted((fleet for fleet in search.fleets if fleet.is_kept), key=_cost)
-        shown = self._at_promise(self._with_capacities(_worth_showing(best, kept)))
+        best = None if why else search.run()
+        if best is not None:
+            search.confirm_alone()
+        kept = sorted((fleet for fleet in search.fleets if self._is_proved(fleet)), key=_cost)
+        shown = _worth_showing(best, kept)
+        shown = self._at_promise([*self._with_capacities(shown[:1]), *shown[1:]])
         return FleetPlan(
             rate=self.task.rate,
             needed_rate=self.task.needed_rate,
@@ -131,10 +138,11 @@ class Planner:
         parts = everything(units, buckets, available) if units else None
         nearest = []
         if parts is not None:
-            lowest = min(run.attainment or 0.0 for run in self.judge(parts, to_the_end=True).runs)
+            all_devices = self.judge(parts, to_the_end=True)
+            lowest = min(run.attainment or 0.0 for run in all_devices.runs)
             if lowest >= 0.01:
                 nearest.append(f"--objective attainment:{floor(lowest * 100) / 100:g}")
-            nearest += self._kept_rate(parts)
+            nearest += self._kept_rate(all_devices)
         for factor in LONGER:
             longer = buckets_of(with_longer_objectives(self.task.load, factor))
             rerated = [rate_unit(each.unit, longer) for each in rated]
@@ -147,15 +155,15 @@ class Planner:
                 break
         return tuple(nearest)
 
-    def _kept_rate(self, parts: Parts) -> list[str]:
+    def _kept_rate(self, fleet: Fleet) -> list[str]:
         """Return the highest rate that a fleet keeps in every run, as flags; nothing where there is none."""
-        (fleet,) = self._with_capacities([Fleet(parts=parts, runs=())])
+        (fleet,) = self._with_capacities([fleet])
         rate = min(each.low for each in fleet.capacities) / (1 + self.task.headroom)
         for _ in range(RATE_TRIES if rate > 0 else 0):
             rate = float(f"{0.995 * rate:.3g}")
             needed = rate * (1 + self.task.headroom)
             runs = tuple(load.at_rate(needed) for load in self.task.runs)
-            if replace(self, task=replace(self.task, rate=rate, runs=runs)).judge(parts).is_kept:
+            if replace(self, task=replace(self.task, rate=rate, runs=runs)).judge(fleet.parts).is_kept:
                 # As many requests as here: by itself a run has fewer at a lower rate, and they are others.
                 return [f"--rate {rate:g} --num-prompts {len(runs[0])}"]
         return []
@@ -185,11 +193,8 @@ class Planner:
 
         def cheapest(scale: float, load_scale: float) -> CostAt | None:
             buckets = buckets_of(with_longer_objectives(self.task.load, scale))
-            estimates = [
-                rate_unit(each.unit, buckets).calibrated(factors[each.unit.device] / load_scale)
-                for each in known
-            ]
-            worthy, _ = without_dominated(estimates)
+            estimates, _ = without_dominated([rate_unit(each.unit, buckets) for each in known])
+            worthy = [each.calibrated(factors[each.unit.device] / load_scale) for each in estimates]
             if unservable(worthy, buckets, self.task.objective.share):
                 return None
             mix = solve_mix(problem_of(self.task, worthy, buckets, [1.0] * len(worthy)))
@@ -208,67 +213,62 @@ class Planner:
 
     # ---- what is simulated ----
 
-    def judge(self, parts: Parts, *, to_the_end: bool = False) -> Fleet:
-        """Simulate a fleet at the needed rate; one that misses in a run is not tried in the others."""
+    def judge(self, parts: Parts, *, to_the_end: bool = False, is_glance: bool = False) -> Fleet:
+        """Simulate a fleet at the needed rate; one that misses in a run is not tried in the others.
+
+        Parameters
+        ----------
+        to_the_end : finish runs that miss, and try the others all the same.
+        is_glance : one run is enough, that which is hardest to keep, once it is known which that is.
+        """
+        order = list(range(len(self.task.runs)))
+        if self._hardest is not None:
+            order.insert(0, order.pop(self._hardest))
+        most = 1 if is_glance and self._hardest is not None else len(order)
         case = FleetCase(parts=parts)
-        runs: list[FleetRun] = []
-        while len(runs) < len(self.task.runs) and (to_the_end or all(run.is_met for run in runs)):
-            loads = self.task.runs[len(runs) : len(runs) + self.jobs]
+        runs: dict[int, FleetRun] = {}
+        while len(runs) < most and (to_the_end or all(run.is_met for run in runs.values())):
+            # A glance uses idle processes for runs that are likely to be asked for next.
+            chosen = order[len(runs) : len(runs) + self.jobs]
             tasks = [
-                FleetTask(case=case, load=load, objective=self.task.objective, to_the_end=to_the_end)
-                for load in loads
+                FleetTask(
+                    case=case,
+                    load=self.task.runs[number],
+                    objective=self.task.objective,
+                    to_the_end=to_the_end,
+                )
+                for number in chosen
             ]
-            runs += self.results(run_fleet, tasks, FleetRun)
-        return Fleet(parts=parts, runs=tuple(runs))
+            found = self.results(run_fleet, tasks, FleetRun)
+            runs |= dict(list(zip(chosen, found, strict=True))[: most - len(runs)])
+        fleet = Fleet(parts=parts, runs=tuple(runs[number] for number in sorted(runs)))
+        missed = [number for number in runs if not runs[number].is_met]
+        if self._hardest is None and self._is_proved(fleet):
+            self._hardest = min(runs, key=lambda number: runs[number].attainment or 0.0)
+        elif self._hardest is not None and missed:
+            self._hardest = missed[0]
+        return fleet
 
-    def _calibrate(
-        self, rated: Sequence[RatedUnit], buckets: Sequence[Bucket]
-    ) -> tuple[list[RatedUnit], dict[str, str]]:
-        """Hold the estimates against what each unit keeps up alone; leave out those that keep nothing."""
-        self.progress.on_stage(f"searching what each of {len(rated)} kind(s) of replica serves")
-        searches = [self._alone(each, buckets) for each in rated]
-        found = self.results(search_fleet, searches, FleetCapacity)
-        units: list[RatedUnit] = []
-        left_out: dict[str, str] = {}
-        for each, search, capacity in zip(rated, searches, found, strict=True):
-            name = each.unit.name
-            if capacity.low == 0:
-                left_out[name] = f"alone it keeps the objective at no rate ({capacity.binds or 'too slow'})"
-                continue
-            units.append(each.calibrated(capacity.low / search.start))
-            self.progress.on_note(f"1 {name}: {capacity.low:.3g} requests/s")
-        return units, left_out
-
-    def _alone(self, rated: RatedUnit, buckets: Sequence[Bucket]) -> FleetSearch:
-        """Return the search for what one unit serves of the requests that it can serve at all."""
-        start = rated.rate(buckets)
-        most = round(min(max(start * SEARCH_SECONDS, LEAST_REQUESTS), MOST_REQUESTS))
-        load = self.task.load
-        rows = rows_of([bucket for bucket, rate in zip(buckets, rated.rates, strict=True) if rate > 0])
-        # A bucket that fits by its mean may have longer requests, which go to other units.
-        lengths = load.num_prompt_tokens[rows] + load.num_output_tokens[rows]
-        rows = rows[lengths <= longest_request(rated.unit)][:most]
-        return FleetSearch(
-            case=FleetCase(parts=((rated.unit, 1),)),
-            load=load.take(rows),
-            objective=self.task.objective,
-            start=start,
-        )
+    def _is_proved(self, fleet: Fleet) -> bool:
+        """Whether a fleet was simulated in all runs, and kept the promise in each."""
+        return fleet.is_kept and len(fleet.runs) == len(self.task.runs)
 
     def _with_capacities(self, fleets: Sequence[Fleet]) -> list[Fleet]:
         """Search the highest rate of each fleet, from the rate that it is to serve."""
         if not fleets:
             return []
-        self.progress.on_stage(f"searching the headroom of {len(fleets)} fleet(s)")
+        self.progress.on_stage("searching the highest rate that the fleet keeps up")
         searches = [
             FleetSearch(
                 case=FleetCase(parts=fleet.parts),
                 load=load,
                 objective=self.task.objective,
                 start=self.task.needed_rate,
+                options=HEADROOM,
+                known=((self.task.needed_rate, run.is_met),),
             )
             for fleet in fleets
-            for load in self.task.runs
+            for load, run in zip(self.task.runs, fleet.runs, strict=True)
         ]
         found = iter(self.results(search_fleet, searches, FleetCapacity))
         return [
@@ -284,8 +284,19 @@ class Planner:
         judged = [replace(fleet, runs=at_promise.judge(fleet.parts).runs) for fleet in fleets]
         return [fleet for fleet in judged if fleet.is_kept]
 
-    def results(self, worker: Any, tasks: Sequence[Any], make: Callable[..., R]) -> list[R]:
-        """Return the results of tasks, those that are known from the store."""
+    def results(
+        self,
+        worker: Any,
+        tasks: Sequence[Any],
+        make: Callable[..., R],
+        on_result: Callable[[int, R], None] = lambda _index, _result: None,
+    ) -> list[R]:
+        """Return the results of tasks, those that are known from the store.
+
+        Parameters
+        ----------
+        on_result : hears (task, its result) of those that were not known.
+        """
         results = [self.store.find(task, make) for task in tasks]
         missing = [number for number, result in enumerate(results) if result is None]
 
@@ -293,11 +304,23 @@ class Planner:
             if result is not None:
                 self.store.keep(tasks[missing[index]], result.as_dict())
                 results[missing[index]] = result
+                on_result(missing[index], result)
 
-        run_tasks(worker, [tasks[number] for number in missing], jobs=self.jobs, on_result=keep)
+        run_tasks(
+            worker,
+            [tasks[number] for number in missing],
+            jobs=self.jobs,
+            on_event=lambda _index, _run: self.progress.on_run(),
+            on_result=keep,
+        )
         if any(result is None for result in results):
             raise PlanInterrupted("interrupted: nothing is planned; --resume FILE keeps what was found")
         return [result for result in results if result is not None]
+
+
+def _nothing_alone(units: Sequence[RatedUnit], useless: dict[str, str]) -> str:
+    """Return why no unit is left that could hold the model; empty where one is."""
+    return "" if units else "; ".join(f"{name}: {why}" for name, why in useless.items())
 
 
 def _cost(fleet: Fleet) -> float:

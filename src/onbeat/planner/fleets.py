@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import isnan
 from typing import Any, Protocol
 
 import numpy as np
@@ -104,10 +105,17 @@ class FleetRun:
 
 
 def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
-    """Run one fleet; a worker of `parallel.run_tasks`. None where it was stopped.
+    """Run one fleet, and report that; a worker of `parallel.run_tasks`. None where it was stopped.
 
     Requests that no replica takes, since they are too long, count as not good.
     """
+    run = _run(task, context)
+    if run is not None:
+        context.report(run)
+    return run
+
+
+def _run(task: FleetTask, context: TaskContext) -> FleetRun | None:
     objective, load, built = task.objective, task.load, task.case.build()
     fits = load.num_prompt_tokens + load.num_output_tokens <= built.config.max_model_len
     if not fits.any():
@@ -120,7 +128,9 @@ def run_fleet(task: FleetTask, context: TaskContext) -> FleetRun | None:
             watched=None if task.to_the_end else objective,
         )
     except ObjectiveMissed as missed:
-        return FleetRun(is_met=False, reason=missed.verdict.reason)
+        return FleetRun(
+            is_met=False, reason=missed.verdict.reason, binds=what_binds(missed.records, objective)
+        )
     except Stopped:
         context.stop()
         return None
@@ -174,7 +184,7 @@ def what_binds(records: Sequence[RequestRecord], objective: AttainmentObjective)
 
 
 def _missed_by(record: RequestRecord) -> str:
-    if not record.is_completed:
+    if not record.is_completed and not isnan(record.end):
         return "refused"
     limit = record.slo.ttft if record.slo else None
     is_late = limit is not None and (record.ttft is None or record.ttft > limit + TOLERANCE)
@@ -190,9 +200,9 @@ class FleetSearch:
     objective: AttainmentObjective
     start: float
     """Requests per second; the nearer to the capacity, the fewer runs."""
-    tolerance: float = 0.05
-    growth: float = 1.3
-    """Of the rate, while it is looked for; small where the start is a good guess."""
+    options: SearchOptions
+    known: tuple[tuple[float, bool], ...] = ()
+    """Rates at which it is known whether the objective is kept: they are not simulated again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,23 +222,22 @@ class FleetCapacity:
 
 def search_fleet(task: FleetSearch, context: TaskContext) -> FleetCapacity | None:
     """Search one fleet; a worker of `parallel.run_tasks`. None where it was stopped."""
+    known = dict(task.known)
+    binds = {}
 
     def judge(rate: float) -> Verdict:
+        if rate in known:
+            return Verdict(is_met=known[rate], reason="known")
         run = run_fleet(
             FleetTask(case=task.case, load=task.load.at_rate(rate), objective=task.objective), context
         )
         if run is None:
             raise Stopped
-        context.report(run)
+        binds[rate] = run.binds
         return Verdict(is_met=run.is_met, reason=run.reason)
 
-    options = SearchOptions(tolerance=task.tolerance, growth=task.growth)
-    bracket = search_rate(judge, start=task.start, options=options)
+    bracket = search_rate(judge, start=task.start, options=task.options)
     if not bracket.is_finished:
         return None
-    rate = bracket.high if np.isfinite(bracket.high) else bracket.low
-    last = FleetTask(case=task.case, load=task.load.at_rate(rate), objective=task.objective, to_the_end=True)
-    whole = run_fleet(last, context)
-    if whole is None:
-        return None
-    return FleetCapacity(low=bracket.low, high=bracket.high, binds=whole.binds)
+    last = bracket.high if np.isfinite(bracket.high) else bracket.low
+    return FleetCapacity(low=bracket.low, high=bracket.high, binds=binds.get(last, ""))

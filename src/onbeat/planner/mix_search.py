@@ -5,6 +5,10 @@
 3. Mixes that cost less, by the integer program (`mix`); each is simulated as a whole, with the live router.
    One that fails is cut off, with all that have no more of any unit, and the program is solved again.
 
+A fleet is held to one run first, the one that was hardest to keep so far. The cheapest that keeps it is
+simulated in all runs; if one of them misses, the search goes on. Fleets that cost more than one that keeps
+the promise are not simulated.
+
 The program's loads are estimates. Fleets of one type say between which bounds they are right: their fewest
 replicas did, one less did not. The search for mixes goes from the upper bound, by halves, to the lower one,
 and from there upwards by cost: what it leaves out costs more than what it found, or failed, or needs more
@@ -13,8 +17,9 @@ units than even the lower bound of the loads allows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil, inf
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +27,7 @@ from numpy.typing import NDArray
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.mix import Counts, Mix, MixProblem, lower_bound, solve_mix
 from onbeat.planner.plan_task import Fleet, PlanTask, Progress
-from onbeat.planner.units import RatedUnit, Unit
+from onbeat.planner.units import RatedUnit, Unit, longest_request
 
 Parts = tuple[tuple[Unit, int], ...]
 
@@ -52,6 +57,13 @@ def unservable(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share: flo
         return ""
     late = [bucket for bucket, is_in_time in zip(buckets, is_served, strict=True) if not is_in_time]
     worst = max(late, key=lambda bucket: bucket.share)
+    longest = max(longest_request(each.unit) for each in units)
+    if worst.num_prompt_tokens + worst.num_output_tokens > longest:
+        return (
+            f"{(1 - served) * 100:.3g} % of the requests cannot be served in time, and most of these do not "
+            f"fit a context: they have about {worst.name}, and model, memory or --max-model-len allow "
+            f"{longest} tokens"
+        )
     return (
         f"{served * 100:.3g} % of the requests can be in time, however many replicas there are, and "
         f"{share * 100:g} % must be: most of the others have about {worst.name}, which take longer even alone"
@@ -121,12 +133,18 @@ def _must_be_served(units: Sequence[RatedUnit], buckets: Sequence[Bucket], share
     return must
 
 
+class Judge(Protocol):
+    """Simulates a fleet in all runs until one misses or, at a glance, in one run."""
+
+    def __call__(self, parts: Parts, /, *, is_glance: bool) -> Fleet: ...
+
+
 class MixSearch:
     """Tries fleets of one type, then mixes that cost less.
 
     Parameters
     ----------
-    judge : simulates a fleet.
+    judge : simulates a fleet, in all runs or, at a glance, in one.
     units : with calibrated rates for the buckets.
     """
 
@@ -135,7 +153,7 @@ class MixSearch:
         task: PlanTask,
         units: Sequence[RatedUnit],
         buckets: Sequence[Bucket],
-        judge: Callable[[Parts], Fleet],
+        judge: Judge,
         progress: Progress,
     ) -> None:
         self._task, self._units, self._buckets = task, units, buckets
@@ -145,6 +163,8 @@ class MixSearch:
         self._fewest: dict[int, int] = {}
         """Fewest replicas of a unit that do alone."""
         self._best: Fleet | None = None
+        self._left = task.most_candidates
+        """Mixes that may still be simulated."""
         self.is_exhausted = False
         self.infeasible = ""
         self.cost_bound = 0.0
@@ -159,12 +179,34 @@ class MixSearch:
         self.infeasible = unservable(self._units, self._buckets, self._task.objective.share)
         if self.infeasible:
             return None
-        for number in self._singles():
-            self._find_fewest(number)
-        self._find_mix()
-        if self._best is None:
-            self._grow()
-        return self._best
+        while True:
+            for number in self._singles():
+                self._find_fewest(number)
+            self._find_mix()
+            if self._best is None:
+                self._grow()
+            if self._best is None or self._confirm(self._best):
+                return self._best
+
+    def confirm_alone(self) -> None:
+        """Simulate the cheapest fleet of one kind in all runs, to set the best one against."""
+        alone = [fleet for fleet in self._known.values() if fleet.is_kept and len(fleet.parts) == 1]
+        for fleet in sorted(alone, key=lambda each: each.usd_per_hour):
+            if self._confirm(fleet):
+                return
+
+    def _confirm(self, fleet: Fleet) -> bool:
+        """Simulate a fleet that kept the promise at a glance in all runs; return whether it still does."""
+        counts = next(each for each, known in self._known.items() if known is fleet)
+        if len(fleet.runs) < len(self._task.runs):
+            self._known[counts] = fleet = self._note(self._simulate(fleet.parts, is_glance=False))
+        if not fleet.is_kept:
+            self._fewest.clear()
+            kept = [each for each in self._known.values() if each.is_kept]
+            self._best = min(kept, key=lambda each: each.usd_per_hour, default=None)
+        elif self._best is not None and fleet.parts == self._best.parts:
+            self._best = fleet
+        return fleet.is_kept
 
     # ---- fleets of one type ----
 
@@ -187,10 +229,14 @@ class MixSearch:
         return most_of(self._units[number].unit, self._available)
 
     def _find_fewest(self, number: int) -> None:
-        """Find the fewest replicas of one unit that do."""
+        """Find the fewest replicas of one unit that do, if they cost less than the best fleet so far."""
         unit = self._units[number].unit
-        self._progress.on_stage(f"simulating fleets of {unit.name} alone")
         most = int(min(self._most(number), 1e6))
+        if self._best is not None and {one for one, _ in self._best.parts} != {unit}:
+            most = min(most, ceil(self._best.usd_per_hour / unit.usd_per_hour - 1e-9) - 1)
+        if number in self._fewest or most < 1:
+            return
+        self._progress.on_stage(f"simulating fleets of {unit.name} alone")
         low, high, step = 0, most + 1, 1
         count = max(1, min(round(self._load(number)), most))
         while True:
@@ -214,27 +260,29 @@ class MixSearch:
     def _find_mix(self) -> None:
         """Find a mix that costs less than the best fleet of one type."""
         self._progress.on_stage("simulating mixes")
-        self.cost_bound = lower_bound(self._problem(0.0))
+        self.cost_bound, self.is_exhausted = lower_bound(self._problem(0.0)), False
         low, high = 0.0, 1.0
-        position, left = 1.0, self._task.most_candidates
+        position = 1.0
         for _ in range(HALVINGS):
-            mix = self._cheapest(position)
-            if mix is None:
-                high = position
-            elif left and not self._judge(mix.counts).is_kept:
-                left, low = left - 1, position
-            else:
-                left, high = left - 1, position
-            position = (low + high) / 2
-            if left <= 0:
+            if not self._left:
                 return
-        while left:
+            mix = self._cheapest(position)
+            if mix is not None and not self._try(mix):
+                low = position
+            else:
+                high = position
+            position = (low + high) / 2
+        while self._left:
             mix = self._cheapest(0.0)
             if mix is None:
                 self.is_exhausted = True
                 return
-            self._judge(mix.counts)
-            left -= 1
+            self._try(mix)
+
+    def _try(self, mix: Mix) -> bool:
+        """Simulate a mix that counts among the candidates."""
+        self._left -= 1
+        return self._judge(mix.counts).is_kept
 
     def _grow(self) -> None:
         """Find any fleet, where all that the estimates proposed have failed."""
@@ -295,10 +343,16 @@ class MixSearch:
         if fleet is not None:
             return fleet
         parts = tuple((each.unit, count) for each, count in zip(self._units, counts, strict=True) if count)
-        fleet = self._known[counts] = self._simulate(parts)
-        verdict = "keeps the promise" if fleet.is_kept else f"does not: {fleet.reason}"
-        self._progress.on_note(f"{fleet.name} (${fleet.usd_per_hour:.2f}/h) {verdict}")
+        fleet = self._known[counts] = self._note(self._simulate(parts, is_glance=True))
         is_cheaper = self._best is None or fleet.usd_per_hour < self._best.usd_per_hour - 1e-9
         if fleet.is_kept and is_cheaper:
             self._best = fleet
+        return fleet
+
+    def _note(self, fleet: Fleet) -> Fleet:
+        """Say what a simulation showed."""
+        num_runs, num_all = len(fleet.runs), len(self._task.runs)
+        some = "" if num_runs == num_all else f" in {num_runs} run(s) of {num_all}"
+        verdict = f"keeps the promise{some}" if fleet.is_kept else f"does not: {fleet.reason}"
+        self._progress.on_note(f"{fleet.name} (${fleet.usd_per_hour:.2f}/h) {verdict}")
         return fleet

@@ -86,6 +86,8 @@ class Allowance:
     allowed: int
     count: Callable[[Sequence[RequestRecord]], int]
     """How many of some ended requests (or of their gaps) missed it."""
+    is_lost: Callable[[RequestRecord, float], bool] = lambda _record, _now: False
+    """Whether a request that has not ended is certain to miss it, at a time in the run."""
 
 
 def allowed_above(num_values: int, percentile: float) -> int:

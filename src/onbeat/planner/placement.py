@@ -29,6 +29,7 @@ from onbeat.core.slo import SLO
 from onbeat.planner.cases import BuiltCase, Labels
 from onbeat.planner.fleets import FleetCapacity, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
 from onbeat.planner.plan_task import PlanTask, attainment_of
+from onbeat.planner.search import SearchOptions
 from onbeat.planner.units import Unit
 from onbeat.simulator.result import SimulationResult
 from onbeat.simulator.setup import build_simulation
@@ -48,6 +49,7 @@ MOST_GROWTH = 8
 """Replicas that are added to a placement until it keeps the promise."""
 START = 4.0
 """Requests per second at which a search starts."""
+OPTIONS = SearchOptions(tolerance=0.1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +207,7 @@ class PlacementSearch:
         return PooledCase(prefill=(pair.prefill[0], count), decode=(pair.decode[0], count))
 
     def _search(self, case: PooledCase, load: OfferedLoad) -> FleetSearch:
-        return FleetSearch(
-            case=case, load=load, objective=self._task.objective, start=START, growth=2.0, tolerance=0.1
-        )
+        return FleetSearch(case=case, load=load, objective=self._task.objective, start=START, options=OPTIONS)
 
     def _grown(self, search: Search, case: PooledCase) -> Placement | None:
         """Return a placement with replicas added for what binds; None where the devices do not suffice."""

@@ -208,3 +208,5 @@ class Progress:
     """A stage begins."""
     on_note: Callable[[str], None] = lambda _text: None
     """Something was found out."""
+    on_run: Callable[[], None] = lambda: None
+    """A simulated run has ended."""

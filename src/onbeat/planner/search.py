@@ -25,8 +25,10 @@ class SearchOptions:
     """Width of the final bracket, as a share of its lower end."""
     growth: float = 2.0
     """Factor between the rates that look for the bracket."""
+    is_hasty: bool = False
+    """Whether the factor is squared each time: for a start that is near, as a rule."""
     max_growths: int = 12
-    """A load that still keeps the objective at `growth ** max_growths` times the start does not saturate."""
+    """A load that still keeps the objective after so many steps does not saturate."""
     idle_share: float = 1 / 4096
     """Share of the start rate at which requests meet no others."""
 
@@ -131,14 +133,18 @@ class _Search:
             self._is_met((self.low + self.high) / 2)
 
     def _grow(self, start: float) -> None:
-        for power in range(1, self._options.max_growths + 1):
-            if not self._is_met(start * self._options.growth**power):
+        factor = self._options.growth
+        for _ in range(self._options.max_growths):
+            if not self._is_met(start * factor):
                 return
+            factor *= factor if self._options.is_hasty else self._options.growth
 
     def _shrink(self, start: float) -> None:
-        rate = start / self._options.growth
+        factor = self._options.growth
+        rate = start / factor
         while rate > self.low and not self._is_met(rate):
-            rate /= self._options.growth
+            factor *= factor  # a start far too high is left in few runs
+            rate /= factor
 
     def _is_met(self, rate: float) -> bool:
         verdict = self._judge(rate)

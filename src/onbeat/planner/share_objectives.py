@@ -65,7 +65,13 @@ class AttainmentObjective:
             num_left_out=self._num_hopeless(load),
         )
         count = allowance.count
-        return (replace(allowance, count=lambda records: count(self._counted(records))),)
+        return (
+            replace(
+                allowance,
+                count=lambda records: count(self._counted(records)),
+                is_lost=lambda record, now: _is_overdue(record, now) and bool(self._counted([record])),
+            ),
+        )
 
     def _counted(self, records: Sequence[RequestRecord]) -> list[RequestRecord]:
         is_hopeless = self.is_hopeless
@@ -149,7 +155,13 @@ def _allowed_bad(
         return len(judged) - int(good(judged).sum())
 
     allowed = floor(num_with_slo * (1 - share) + 1e-9)  # so that 0.1 of 10 requests is 1
-    return Allowance(what="requests that are not good", allowed=allowed, count=count)
+    return Allowance(what="requests that are not good", allowed=allowed, count=count, is_lost=_is_overdue)
+
+
+def _is_overdue(record: RequestRecord, now: float) -> bool:
+    """Whether a request has no first token, and the time for it is over."""
+    limit = record.slo.ttft if record.slo else None
+    return limit is not None and not record.delivery_times and now > record.arrival + limit + TOLERANCE
 
 
 def _judge_share(records: Sequence[RequestRecord], good: Flags, limit: float, tokens: str) -> Verdict:

@@ -61,17 +61,18 @@ def simulate_trial(
 
 
 class ObjectiveMissed(Exception):
-    """Ends a run; carries the verdict."""
+    """Ends a run; carries the verdict, and the requests that had ended or were lost by then."""
 
-    def __init__(self, verdict: Verdict) -> None:
+    def __init__(self, verdict: Verdict, records: Sequence[RequestRecord]) -> None:
         super().__init__(verdict.reason)
-        self.verdict = verdict
+        self.verdict, self.records = verdict, records
 
 
 class MissWatch:
     """An observer that ends a run by raising `ObjectiveMissed`.
 
-    Ended requests are counted in batches; since a batch depends on virtual time alone, so does the end.
+    Ended requests are counted in batches, beside those under way that are lost: under overload they end late.
+    Since a batch depends on virtual time alone, so does the end.
 
     Parameters
     ----------
@@ -81,16 +82,18 @@ class MissWatch:
 
     wanted_steps: StepsWanted = "none"
 
-    def __init__(self, allowances: Sequence[Allowance], num_requests: int, *, batch: int = 128) -> None:
+    def __init__(self, allowances: Sequence[Allowance], num_requests: int, *, batch: int = 32) -> None:
         self._allowances = allowances
         self._num_requests = num_requests
         self._batch = batch
         self._counts = [0] * len(allowances)
         self._uncounted: list[RequestRecord] = []
-        self._num_ended = 0
+        self._ended: list[RequestRecord] = []
+        self._open: dict[str, RequestRecord] = {}
 
     def on_request(self, record: RequestRecord) -> None:
-        pass
+        """Take note of a request that may be lost before it ends."""
+        self._open[record.request_id] = record
 
     def on_step(self, replica: int, stats: StepStats) -> None:
         pass
@@ -102,19 +105,22 @@ class MissWatch:
         ------
         ObjectiveMissed : one that is too many.
         """
+        self._open.pop(record.request_id, None)
         self._uncounted.append(record)
         if len(self._uncounted) < self._batch:
             return
-        self._num_ended += len(self._uncounted)
+        self._ended += self._uncounted
         for index, allowance in enumerate(self._allowances):
             self._counts[index] += allowance.count(self._uncounted)
-            if self._counts[index] > allowance.allowed:
-                raise ObjectiveMissed(self._verdict(allowance, self._counts[index]))
+            lost = [each for each in self._open.values() if allowance.is_lost(each, record.end)]
+            count = self._counts[index] + len(lost)
+            if count > allowance.allowed:
+                raise ObjectiveMissed(self._verdict(allowance, count), [*self._ended, *lost])
         self._uncounted = []
 
     def _verdict(self, allowance: Allowance, count: int) -> Verdict:
         reason = (
-            f"{count} {allowance.what}, where {allowance.allowed} are allowed, after {self._num_ended} of "
+            f"{count} {allowance.what}, where {allowance.allowed} are allowed, after {len(self._ended)} of "
             f"{self._num_requests} requests"
         )
         return Verdict(is_met=False, reason=reason)

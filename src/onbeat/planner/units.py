@@ -21,18 +21,22 @@ from onbeat.core.options import change
 from onbeat.core.slo import SLO
 from onbeat.core.step import BatchShape
 from onbeat.core.step_time import StepTimeModel
+from onbeat.perfmodel.memory import Choices, DoesNotFit
 from onbeat.planner.buckets import Bucket
 from onbeat.planner.prices import Prices
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.simulator.idle import IdleReplica
 from onbeat.simulator.settings import ReplicaSettings
 from onbeat.simulator.setup import build_simulation
+from onbeat.workload.offered import OfferedLoad
 
 Array = NDArray[np.float64]
 
 WORTH = 1.05
 """A unit of more devices stays only if it serves so much more per dollar in some bucket: the rates are
 estimates."""
+MISJUDGED = 0.7
+"""A unit that keeps up a smaller share of its estimate has not beaten others by that estimate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,19 +126,37 @@ def make_units(
                 left_out[unit.name] = f"there are {available[device]:g} of {device}"
                 continue
             try:
-                build_simulation(settings)
+                build_simulation(settings, choices=choices_of(available[device]))
             except ConfigError as error:
                 errors.append(error)
                 left_out[unit.name] = str(error)
             else:
                 units.append(unit)
-    if not units and errors and not _is_about_memory(errors):
+    if not units and errors and not any(isinstance(error, DoesNotFit) for error in errors):
         raise errors[0]
     return units, left_out
 
 
-def _is_about_memory(errors: Sequence[ConfigError]) -> bool:
-    return any("does not fit" in str(error) for error in errors)
+def choices_of(num_devices: float) -> Choices:
+    """Return what may be changed where a unit does not hold the model, among so many devices."""
+    return Choices(pipeline=None, most_devices=num_devices)
+
+
+def _claimed(rated: RatedUnit) -> Array:
+    """Return the rates by which a unit beats others."""
+    return rated.rates / (rated.factor if rated.factor >= MISJUDGED else 1.0)
+
+
+def share_in_time(unit: Unit, load: OfferedLoad) -> float:
+    """Return the share of requests whose objectives a unit keeps that has nothing else to do."""
+    simulation = build_simulation(unit.settings)
+    idle = IdleReplica(simulation.step_time, host_overhead=simulation.config.host_overhead)
+    rows = zip(load.num_prompt_tokens.tolist(), load.num_output_tokens.tolist(), strict=True)
+    late = sum(
+        idle.is_infeasible(load.slo(row) or SLO(), num_prompt, num_output)
+        for row, (num_prompt, num_output) in enumerate(rows)
+    )
+    return 1 - late / len(load)
 
 
 def rate_unit(unit: Unit, buckets: Sequence[Bucket]) -> RatedUnit:
@@ -205,6 +227,8 @@ def _pace(slo: SLO, num_output_tokens: int) -> float:
 def without_dominated(rated: Sequence[RatedUnit]) -> tuple[list[RatedUnit], dict[str, str]]:
     """Leave out units that a smaller one of the same device beats for its money in every bucket.
 
+    Both are taken by their estimates; a smaller one that is far below its own counts with what it keeps up.
+
     Returns
     -------
     Those that stay, and why others do not, by their names.
@@ -212,13 +236,13 @@ def without_dominated(rated: Sequence[RatedUnit]) -> tuple[list[RatedUnit], dict
     kept: list[RatedUnit] = []
     left_out: dict[str, str] = {}
     for each in sorted(rated, key=lambda one: one.unit.num_devices):
-        per_dollar = each.rates / each.unit.usd_per_hour
+        per_dollar = each.rates / each.factor / each.unit.usd_per_hour
         better = next(
             (
                 one
                 for one in kept
                 if one.unit.device == each.unit.device
-                and (per_dollar <= WORTH * one.rates / one.unit.usd_per_hour).all()
+                and (per_dollar <= WORTH * _claimed(one) / one.unit.usd_per_hour).all()
             ),
             None,
         )

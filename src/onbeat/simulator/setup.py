@@ -13,11 +13,11 @@ from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
 from onbeat.perfmodel.engines import find_engine
 from onbeat.perfmodel.fit_errors import FitErrors
-from onbeat.perfmodel.memory import KVCapacity, kv_capacity
+from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, KVCapacity, kv_capacity, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
-from onbeat.perfmodel.precision import Precision
+from onbeat.perfmodel.precision import Precision, narrower_formats
 from onbeat.perfmodel.predictor import Predictor
 from onbeat.perfmodel.speculative import SpeculativeStepTime
 from onbeat.scheduler.cluster.scaling import (
@@ -36,11 +36,13 @@ from onbeat.simulator.config import (
 )
 from onbeat.simulator.settings import AUTO, ReplicaSettings
 from onbeat.simulator.speculation import beside_draft_model
-from onbeat.workload.offered import OfferedLoad
+from onbeat.workload.offered import LongerThanContext, OfferedLoad
 
 POOL_BANDWIDTH = 200e9 / 8
 """Bytes per second between replicas that compute prompts and those that generate, unless somebody says
 otherwise: an InfiniBand HDR link."""
+CHOICES = Choices()
+"""What `simulate` and `capacity` let their users change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,11 @@ class Simulation:
 
 
 def build_simulation(
-    settings: ReplicaSettings, *, tbt: float | None = None, context_tokens: int | None = None
+    settings: ReplicaSettings,
+    *,
+    tbt: float | None = None,
+    context_tokens: int | None = None,
+    choices: Choices = CHOICES,
 ) -> Simulation:
     """Resolve a configuration.
 
@@ -75,13 +81,31 @@ def build_simulation(
     tbt : objective that an automatic token budget keeps, seconds.
     context_tokens : mean context of the decodes beside which an automatic budget must do, tokens; None is
         half the longest request.
+    choices : what may be changed where the model does not fit, and its flags.
 
     Raises
     ------
-    ConfigError : an unknown name, sizes that do not fit together, or a model that does not fit the devices.
+    DoesNotFit : memory holds no model and request of this size; the message says what was tried and fits.
+    ConfigError : an unknown name, or sizes that do not fit together.
     """
     if settings.kinds:
         return _build_mixed(settings, tbt=tbt, context_tokens=context_tokens)
+    try:
+        return _build(settings, tbt, context_tokens)
+    except DoesNotFit as error:
+
+        def attempt(to: Change) -> None:
+            own = {"tensor_parallel": to.tensor, "pipeline_parallel": to.pipeline, "dtype": to.weights}
+            _build(change(settings, **own), tbt, context_tokens)
+
+        now = Change(settings.tensor_parallel, settings.pipeline_parallel, settings.dtype)
+        choices = replace(choices, formats=narrower_formats(settings.dtype))
+        cure = what_fits(now, find_model_spec(settings.model), choices, attempt)
+        raise DoesNotFit(f"{error}. {cure}") from None
+
+
+def _build(settings: ReplicaSettings, tbt: float | None, context_tokens: int | None) -> Simulation:
+    """Resolve a configuration of equal replicas."""
     model = find_model_spec(settings.model)
     device = find_device(settings.device)
     parallelism = _parallelism(settings)
@@ -103,7 +127,8 @@ def build_simulation(
     if settings.num_blocks is None:
         memory = _memory(settings, model, device, precision)
         if draft is not None and has_own_kv:
-            memory = beside_draft_model(memory, _memory(settings, draft, device, precision))
+            own = _memory(settings, draft, device, precision)
+            memory = beside_draft_model(memory, own, _least_tokens(settings, model))
     num_blocks = settings.num_blocks if memory is None else memory.num_blocks
     assert num_blocks is not None
     scheduler = settle(
@@ -169,7 +194,10 @@ def _build_mixed(settings: ReplicaSettings, *, tbt: float | None, context_tokens
     for each in settings.kinds:
         own = as_settings(each, "device", "tensor_parallel", "policy")
         simulation = build_simulation(
-            change(settings, **alone, **own), tbt=tbt, context_tokens=context_tokens
+            change(settings, **alone, **own),
+            tbt=tbt,
+            context_tokens=context_tokens,
+            choices=Choices(tensor="tp of that kind"),
         )
         built.append((simulation, each.replicas))
     first = built[0][0]
@@ -248,13 +276,34 @@ def build_for_load(
     ------
     ConfigError : see `build_simulation`; and whatever `make` raises.
     """
-    if settings.limits.max_num_batched_tokens != AUTO:
-        simulation = build_simulation(settings, tbt=tbt)
-        return simulation, make(simulation.config.max_model_len)
-    limits = build_simulation(change(settings, max_num_batched_tokens=None)).config.scheduler
-    load = make(limits.max_model_len)
-    context = decode_context(load, limits)
+    is_auto = settings.limits.max_num_batched_tokens == AUTO
+    first = change(settings, max_num_batched_tokens=None) if is_auto else settings
+    simulation = build_simulation(first, tbt=tbt)
+    try:
+        load = make(simulation.config.max_model_len)
+    except LongerThanContext as error:
+        raise what_binds(first, error) from None
+    if not is_auto:
+        return simulation, load
+    context = decode_context(load, simulation.config.scheduler)
     return build_simulation(settings, tbt=tbt, context_tokens=context), load
+
+
+def what_binds(
+    settings: ReplicaSettings, error: LongerThanContext, choices: Choices = CHOICES
+) -> ConfigError:
+    """Return why a replica's context is too short for a load: what was given, the model, or memory."""
+    longest = find_model_spec(settings.model).max_position_embeddings
+    if error.num_tokens > longest:
+        return ConfigError(f"{error}. The model was made for {longest} tokens")
+    given = settings.limits.max_model_len
+    try:
+        build_simulation(change(settings, max_model_len=error.num_tokens), choices=choices)
+    except ConfigError as cause:
+        return type(cause)(f"{error}. A longer context: {cause}")
+    return ConfigError(
+        f"{error}. --max-model-len is {given}; --max-model-len {error.num_tokens} takes them in"
+    )
 
 
 def decode_context(load: OfferedLoad, limits: SchedulerConfig) -> int:
@@ -303,7 +352,13 @@ def _memory(
         block_size=settings.limits.block_size,
         max_num_batched_tokens=_largest_step(settings),
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        least_tokens=_least_tokens(settings, model),
     )
+
+
+def _least_tokens(settings: ReplicaSettings, model: ModelSpec) -> int:
+    """Return what the KV cache must hold: the longest request, where somebody said how long that is."""
+    return min(settings.limits.max_model_len or 1, model.max_position_embeddings)
 
 
 def _parallelism(settings: ReplicaSettings) -> Parallelism:

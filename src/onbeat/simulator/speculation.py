@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from onbeat.core.errors import ConfigError
-from onbeat.perfmodel.memory import KVCapacity
+from onbeat.perfmodel.memory import DoesNotFit, KVCapacity
 from onbeat.perfmodel.model_sizes import ModelSpec
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.scheduler.config import SpeculationConfig
@@ -54,22 +54,27 @@ class SpeculationSettings:
         return draft
 
 
-def beside_draft_model(target: KVCapacity, draft: KVCapacity) -> KVCapacity:
+def beside_draft_model(target: KVCapacity, draft: KVCapacity, least_tokens: int) -> KVCapacity:
     """Return the target's KV capacity where a draft model and its KV share the devices with it.
 
     Every block of the target has one of the draft model beside it, for the same tokens.
 
+    Parameters
+    ----------
+    least_tokens : that the KV caches must hold.
+
     Raises
     ------
-    ConfigError : nothing is left.
+    DoesNotFit : they hold fewer.
     """
     left = target.kv_bytes - draft.weight_bytes
     block_bytes = target.block_bytes + draft.block_bytes
-    if left < block_bytes:
-        raise ConfigError(
-            "the draft model does not fit beside the model: its weights take "
-            f"{draft.weight_bytes / 2**30:.1f} GiB of the {target.kv_bytes / 2**30:.1f} GiB that a device "
-            "has left; choose a smaller one, more devices or narrower weights"
+    kv_needed = -(-least_tokens // target.block_size) * block_bytes
+    if left < kv_needed:
+        raise DoesNotFit(
+            "the draft model does not fit beside the model: a device has "
+            f"{target.kv_bytes / 2**30:.1f} GiB left, but its weights take {draft.weight_bytes / 2**30:.1f} "
+            f"and both KV caches {kv_needed / 2**30:.2g} for {least_tokens} tokens"
         )
     return replace(
         target,

@@ -20,6 +20,19 @@ from onbeat.workload.slo_classes import ClassIds, SLOClass, assign_classes, chec
 Overlong = Literal["error", "skip"]
 
 
+class LongerThanContext(ConfigError):
+    """Requests do not fit a context.
+
+    Parameters
+    ----------
+    num_tokens : of the longest, prompt and output.
+    """
+
+    def __init__(self, message: str, *, num_tokens: int) -> None:
+        super().__init__(message)
+        self.num_tokens = num_tokens
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferedLoad:
     """The requests of a run in order of arrival, one row each.
@@ -117,7 +130,7 @@ class OfferedLoad:
 
         Raises
         ------
-        ConfigError : a request that does not fit (`error`), or none that does.
+        LongerThanContext : a request that does not fit (`error`), or none that does.
         """
         totals = self.num_prompt_tokens + self.num_output_tokens
         fitting = totals <= max_model_len
@@ -129,12 +142,12 @@ class OfferedLoad:
             return replace(fitted, num_skipped=self.num_skipped + num_overlong)
         first = int(np.argmin(fitting))
         where = f"request {first}" if self.lines is None else f"on line {int(self.lines[first])}"
-        leave_out = "" if num_overlong == len(self) else "--overlong skip leaves such requests out, "
-        raise ConfigError(
+        leave_out = "" if num_overlong == len(self) else "; --overlong skip leaves such requests out"
+        raise LongerThanContext(
             f"{num_overlong} of {len(self)} requests of the {self.name} load do not fit a context of "
             f"{max_model_len} tokens; the first is {where}: prompt {int(self.num_prompt_tokens[first])} + "
-            f"output {int(self.num_output_tokens[first])} tokens. {leave_out}a longer context "
-            f"(--max-model-len, as far as model and KV cache allow) takes them in"
+            f"output {int(self.num_output_tokens[first])} tokens{leave_out}",
+            num_tokens=int(totals.max()),
         )
 
     def scaled(self, rate_scale: float) -> OfferedLoad:

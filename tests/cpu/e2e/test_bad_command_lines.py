@@ -70,7 +70,7 @@ def copy(directory: Path, target: Path, **config: Any) -> Path:
         pytest.param(["--api-key-file", os.devnull], "holds no API key", marks=pytest.mark.slow),
         pytest.param(["--chat-template", "/no/template.jinja"], "/no/template.jinja", marks=pytest.mark.slow),
         (["--tokenizer", "/no/tokenizer"], "/no/tokenizer"),
-        (["--timeline", "/no/such/folder/t.json"], "cannot write the timeline to /no/such/folder/t.json"),
+        (["--timeline", "/dev/null/t.json"], "--timeline: cannot write /dev/null/t.json"),
         pytest.param(["--threads", "0"], "threads is 0", marks=pytest.mark.slow),
         pytest.param(["--config", "/no/config.yaml"], "/no/config.yaml", marks=pytest.mark.slow),
     ],
@@ -278,6 +278,11 @@ def test_too_little_memory_is_said_with_what_fits(tiny_directory: Path) -> None:
 
 def test_cuda_where_there_is_none(tiny_directory: Path) -> None:
     assert "cuda" in refusal(tiny_directory, *DUMMY, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.parametrize("flag", ["--timeline", "--record"])
+def test_a_file_that_cannot_be_written_is_named_before_the_model_is_looked_for(flag: str) -> None:
+    assert f"{flag}: cannot write" in refusal("no/such-model", flag, "/dev/null/new/file")
 
 
 # --- what does work --------------------------------------------------------------------------------------

@@ -290,7 +290,18 @@ class TestConfiguration:
             ({"threads": 2}, r"--threads"),
             ({"quantization": "int8"}, r"no weights for --quantization int8"),
             ({"step_time_profile": "calibrate"}, r"choose one of auto, roofline, none"),
-            ({"device": "l4", "name": "Llama-3.1-70B"}, r"does not fit"),
+            (
+                {"device": "l4", "name": "Llama-3.1-70B"},
+                r"does not fit.* What fits: --tensor-parallel-size 8$",
+            ),
+            (
+                {"device": "l4", "limits": SchedulerLimits(max_model_len=65536)},
+                r"needs 25.4 GiB of memory and has 21.6.* What fits: --tensor-parallel-size 2$",
+            ),
+            (
+                {"device": "l4", "dtype": "float32"},
+                r"does not fit.* What fits: --tensor-parallel-size 2, or --dtype bfloat16$",
+            ),
             ({"kv_cache_memory_bytes": 1000}, r"hold no block"),
             ({"memory_share": MemoryShare(20 << 30, 400)}, r"256 MiB, .* 20480 MiB .* use --replicas 80$"),
         ],

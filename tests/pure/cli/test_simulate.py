@@ -297,7 +297,7 @@ BAD_FLAGS = [
     (["--tp", "0"], "tensor_parallel_size is 0; it must be at least 1"),
     (["--pp", "100"], "32 layers; they cannot make 100 stages"),
     (["--model", "llama-3.1-70b"], "does not fit NVIDIA H100"),
-    (["--model", "llama-3.1-70b"], "Use a tensor-parallel degree of 4 or more"),
+    (["--model", "llama-3.1-70b"], "What fits: --tp 2, or --pp 2, or --dtype fp8"),
     (["--gpu-memory-utilization", "nan"], "above 0 and at most 1"),
     (["--num-blocks", "0"], "num_blocks is 0; it must be at least 1"),
     (["--num-blocks", "10"], "do not fit a context of 160 tokens"),

@@ -4,7 +4,7 @@ import pytest
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import find_device
-from onbeat.perfmodel.memory import kv_capacity
+from onbeat.perfmodel.memory import DoesNotFit, kv_capacity
 from onbeat.perfmodel.model_spec import find_model_spec
 from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
@@ -51,13 +51,19 @@ def test_more_utilisation_and_fewer_batched_tokens_leave_more():
     assert kv_capacity(LLAMA_8B, H100, max_num_batched_tokens=16384).num_blocks < base
 
 
-def test_what_does_not_fit_is_named_with_a_cure():
+def test_what_does_not_fit_is_told_in_bytes():
     with pytest.raises(
-        ConfigError, match=r"Llama-3.1-70B does not fit NVIDIA H100.*131.4 GiB of weights"
+        DoesNotFit, match=r"Llama-3.1-70B does not fit NVIDIA H100.*needs 133.2 GiB of memory and has 72"
     ) as caught:
         kv_capacity(LLAMA_70B, H100)
-    assert "tensor-parallel degree of 4 or more" in str(caught.value)
-    kv_capacity(LLAMA_70B, H100, parallelism=Parallelism(4))  # the cure works
+    assert "131.4 for weights" in str(caught.value)
+
+
+def test_kv_for_the_longest_request_is_counted():
+    most = kv_capacity(LLAMA_8B, H100).num_tokens
+    assert kv_capacity(LLAMA_8B, H100, least_tokens=most).num_tokens == most
+    with pytest.raises(DoesNotFit, match=f"for KV of {most + 1} tokens"):
+        kv_capacity(LLAMA_8B, H100, least_tokens=most + 1)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import pytest
 
 from onbeat.core.options import change
 from onbeat.core.slo import SLO
-from onbeat.planner.fleets import FleetCase, FleetTask, run_fleet
+from onbeat.planner import fleets
+from onbeat.planner.fleets import FleetCase, FleetRun, FleetSearch, FleetTask, run_fleet, search_fleet
+from onbeat.planner.search import SearchOptions
 from onbeat.planner.share_objectives import AttainmentObjective
 from onbeat.planner.units import Unit
 from onbeat.scheduler.cluster.scaling import ScaleBounds
@@ -65,3 +67,49 @@ def test_a_load_is_held_against_the_replicas_with_the_longest_context() -> None:
     config = replace(built.config, scheduler=kinds[0].scheduler, kinds=kinds)
     result = simulate(load_of([(100, 10), (4000, 10)]), config, built.step_time)
     assert result.num_completed == 2
+
+
+def test_a_search_runs_nothing_twice_and_nothing_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates: list[float] = []
+
+    def run(task: FleetTask, _context: object) -> FleetRun:
+        assert task.load.rate is not None
+        rates.append(round(task.load.rate, 3))
+        assert not task.to_the_end
+        return FleetRun(is_met=task.load.rate < 12.0, reason="too slow", binds="TBT")
+
+    monkeypatch.setattr(fleets, "run_fleet", run)
+    search = FleetSearch(
+        case=FleetCase(parts=((SHORT, 1),)),
+        load=load_of([(100, 10)] * 20, SLO(ttft=5.0)),
+        objective=AttainmentObjective(share=0.9),
+        start=10.0,
+        options=SearchOptions(tolerance=0.105, growth=1.1, is_hasty=True),
+        known=((10.0, True),),
+    )
+    found = search_fleet(search, QuietContext())
+    assert found is not None
+    assert len(rates) == len(set(rates)) == 2
+    assert 10.0 not in rates
+    assert found.low < 12.0 <= found.high <= 1.105 * found.low
+    assert found.binds == "TBT", "of the run that missed, which was ended early"
+
+
+def test_a_run_ends_once_those_late_without_a_first_token_are_too_many() -> None:
+    """Prompts that are left behind end last: counted as they end, they would show up when all is over."""
+    sizes = [(900, 100)] * 400
+    overload = load_of(sizes, SLO(ttft=0.5, tbt=0.05)).at_rate(200.0)
+    task = FleetTask(
+        case=FleetCase(parts=((SHORT, 1),)), load=overload, objective=AttainmentObjective(share=0.9)
+    )
+    context = QuietContext()
+    run, whole = (run_fleet(each, context) for each in (task, replace(task, to_the_end=True)))
+    assert context.events == [run, whole], "progress is told"
+    assert run is not None
+    assert whole is not None
+    assert not run.is_met
+    assert not whole.is_met
+    assert whole.attainment is not None
+    assert run.binds == whole.binds == "TTFT"
+    num_ended = int(run.reason.split(" after ")[1].split()[0])
+    assert num_ended < 0.5 * len(overload)

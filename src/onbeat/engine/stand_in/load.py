@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,10 +25,11 @@ from onbeat.hub.files import ModelFiles
 from onbeat.hub.known import KNOWN_MODELS
 from onbeat.perfmodel.description import StepTimeDescription
 from onbeat.perfmodel.device_spec import device_ids, find_device
-from onbeat.perfmodel.memory import kv_capacity
+from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, kv_capacity, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
 from onbeat.perfmodel.models import make_step_time_model
 from onbeat.perfmodel.parallelism import Parallelism
+from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.utilisation import StepWork
 from onbeat.scheduler.config import SchedulerConfig, SchedulerLimits
 from onbeat.scheduler.replica.policies import LARGEST_BUDGET, settle
@@ -148,10 +149,8 @@ def prepare_stand_in(config: EngineConfig) -> StandInLoader:
     _check(config)
     _check_memory(config.memory_share)
     device = find_device(config.device)
-    dtype = DTYPES["bfloat16" if config.dtype == "auto" else config.dtype]
-    precision = precision_of(dtype)
-    if precision is None:
-        raise ConfigError(f"no step-time model knows {config.dtype}; choose --dtype bfloat16 or float32")
+    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    precision = _precision(dtype)
     device.peak(precision.compute)
     description = StepTimeDescription(
         model=sizes_of(config.model),
@@ -162,7 +161,7 @@ def prepare_stand_in(config: EngineConfig) -> StandInLoader:
     return StandInLoader(
         name=config.model.name,
         description=description,
-        device=DeviceConfig(torch.device("cpu"), dtype, num_threads=1),
+        device=DeviceConfig(torch.device("cpu"), DTYPES[dtype], num_threads=1),
         limits=_limits(config.limits, config.kv_cache_memory_bytes, description),
         tokenizer_path=config.model.path,
     )
@@ -215,16 +214,8 @@ def _limits(
 ) -> SchedulerConfig:
     """Decide what the user left open, as the device's memory allows."""
     model, size = description.model, limits.block_size
-    largest = limits.max_num_batched_tokens
     if kv_bytes is None:
-        num_blocks = kv_capacity(
-            model,
-            description.device,
-            parallelism=description.parallelism,
-            precision=description.precision,
-            block_size=size,
-            max_num_batched_tokens=largest if isinstance(largest, int) else LARGEST_BUDGET,
-        ).num_blocks
+        num_blocks = _blocks_that_fit(limits, description)
     else:
         block_bytes = int(model.kv_bytes_per_token(description.precision) * size)
         num_blocks = kv_bytes // block_bytes
@@ -236,6 +227,53 @@ def _limits(
     longest = limits.max_model_len or model.max_position_embeddings
     num_blocks = min(num_blocks, limits.max_num_seqs * -(-longest // size))
     return settle(limits, num_blocks=num_blocks, model_len=model.max_position_embeddings)
+
+
+def _blocks_that_fit(limits: SchedulerLimits, what: StepTimeDescription) -> int:
+    """Return the KV blocks that the device holds beside the weights.
+
+    Raises
+    ------
+    DoesNotFit : it does not hold the longest request; the message says what was tried and fits.
+    """
+    largest = limits.max_num_batched_tokens
+
+    def num_blocks(parallelism: Parallelism, precision: Precision) -> int:
+        return kv_capacity(
+            what.model,
+            what.device,
+            parallelism=parallelism,
+            precision=precision,
+            block_size=limits.block_size,
+            max_num_batched_tokens=largest if isinstance(largest, int) else LARGEST_BUDGET,
+            least_tokens=min(limits.max_model_len or 1, what.model.max_position_embeddings),
+        ).num_blocks
+
+    def attempt(to: Change) -> None:
+        replace(what, parallelism=Parallelism(to.tensor), precision=_precision(to.weights)).predictor()
+        num_blocks(Parallelism(to.tensor), _precision(to.weights))
+
+    try:
+        return num_blocks(what.parallelism, what.precision)
+    except DoesNotFit as error:
+        is_wide = what.precision.weights == "fp32"
+        now = Change(what.parallelism.tensor, 1, "float32" if is_wide else "bfloat16")
+        formats = ("bfloat16",) if is_wide else ()
+        choices = Choices(tensor="--tensor-parallel-size", pipeline=None, formats=formats)
+        raise DoesNotFit(f"{error}. {what_fits(now, what.model, choices, attempt)}") from None
+
+
+def _precision(dtype: str) -> Precision:
+    """Return the number formats of a stand-in.
+
+    Raises
+    ------
+    ConfigError : no step-time model knows them.
+    """
+    precision = precision_of(DTYPES[dtype])
+    if precision is None:
+        raise ConfigError(f"no step-time model knows {dtype}; choose --dtype bfloat16 or float32")
+    return precision
 
 
 def _model_config(spec: ModelSpec, tokenizer: Tokenizer) -> ModelConfig:

@@ -1,0 +1,89 @@
+"""What a plan says against the fleet that it chose."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from onbeat.cli.plan_output import PlanReport, warnings_of
+from onbeat.core.slo import SLO
+from onbeat.planner.day import Hour
+from onbeat.planner.fleets import FleetCapacity, FleetRun
+from onbeat.planner.plan_task import Fleet, FleetPlan, PlanTask
+from onbeat.planner.prices import Prices
+from onbeat.planner.share_objectives import AttainmentObjective
+from onbeat.planner.units import Unit
+from tests.pure.planner.test_units import BASE, load_of
+
+UNIT = Unit(settings=BASE, usd_per_hour=1.0, watts=1.0)
+
+
+def fleet_of(capacities: list[float], shares: list[float]) -> Fleet:
+    return Fleet(
+        parts=((UNIT, 2),),
+        runs=tuple(FleetRun(is_met=True, reason="", attainment=share) for share in shares),
+        capacities=tuple(FleetCapacity(low=rate, high=rate * 1.02, binds="TTFT") for rate in capacities),
+    )
+
+
+def report_of(best: Fleet | None, *hours: Hour) -> PlanReport:
+    load = load_of([(100, 10)] * 3, SLO(ttft=1.0))
+    task = PlanTask(
+        rate=10.0, objective=AttainmentObjective(share=0.9), load=load, runs=(load,), available=()
+    )
+    plan = FleetPlan(
+        rate=10.0,
+        needed_rate=10.0,
+        best=best,
+        alternatives=(),
+        failed=(),
+        units=(),
+        buckets=(),
+        left_out={},
+        cost_bound=0.0,
+        is_exhausted=True,
+    )
+    return PlanReport(
+        args=argparse.Namespace(), base=BASE, task=task, plan=plan, prices=Prices(), hours=hours
+    )
+
+
+@pytest.mark.parametrize(
+    ("capacities", "shares", "expected"),
+    [
+        ([12.0, 12.1, 12.2], [0.97, 0.97, 0.98], []),
+        ([10.4, 10.4, 10.4], [0.97, 0.97, 0.98], ["the headroom is 4 %, below 10 %"]),
+        (
+            [14.0, 6.5, 21.0],
+            [0.97, 0.97, 0.98],
+            ["keeps up, 0 to 32.5 requests/s, begins below the promised 10;"],
+        ),
+        (
+            [12.0, 12.1, 12.2],
+            [0.91, 0.99, 1.0],
+            ["good requests, 84.4 to 100.0 %, begins below the promised 90 %;"],
+        ),
+        (
+            [10.0, 10.0, 12.0],
+            [0.9, 0.95, 0.99],
+            ["the headroom is 7 %", "begins below the promised 10;", "begins below the promised 90 %;"],
+        ),
+    ],
+)
+def test_a_fleet_near_its_limits_is_not_shown_without_a_word(
+    capacities: list[float], shares: list[float], expected: list[str]
+) -> None:
+    lines = warnings_of(report_of(fleet_of(capacities, shares)))
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+        assert "--headroom 20" in line
+
+
+def test_hours_with_little_room_are_named() -> None:
+    scarce, ample = (fleet_of([rate] * 3, [0.99] * 3) for rate in (10.2, 20.0))
+    hours = [Hour(hour=n, rate=10.0, fleet=fleet) for n, fleet in enumerate([ample, scarce, scarce])]
+    (line,) = warnings_of(report_of(ample, *hours))
+    assert "below 10 % in hour 1, 2;" in line
+    assert warnings_of(report_of(None)) == []
