@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from onbeat.core.errors import OnbeatError
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
-from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras
-from onbeat.server.answer_report import slo_report, usage_of
+from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
+from onbeat.server.answer_report import slo_report, usage_of, worst_report
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.generation import Choice, ChoiceDelta
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext, context_of
 from onbeat.server.services import Services
+from onbeat.server.turns import Turns
 
 logger = logging.getLogger("onbeat.server")
+
+PIECE_BYTES = 2**16
+"""Of a whole answer, what is sent at a time."""
 
 
 class AnswerResponse(Response):
@@ -68,12 +72,11 @@ class AnswerResponse(Response):
                     if self._is_streamed:
                         last = await self._send_events(deltas, send, context)
                     else:
-                        last = self._writer.whole(await _collected(deltas, self._choices))
-                if self._is_streamed:
-                    await send({"type": "http.response.body", "body": last, "more_body": False})
-                else:
-                    response = Response(last, headers=self._prediction(), media_type="application/json")
-                    await response(scope, receive, send)
+                        pieces = await self._collect(deltas)
+            if self._is_streamed:
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+            else:
+                await self._send_whole(pieces, send)
         except ClientGone:
             context.finish = "client_gone"
         except OnbeatError as error:
@@ -87,13 +90,13 @@ class AnswerResponse(Response):
     ) -> bytes:
         """Send the events of all deltas and return the last bytes of the stream."""
         first = await anext(deltas)
-        own = {**EVENT_STREAM_HEADERS, **self._prediction()}
-        headers = [(name.encode(), value.encode()) for name, value in own.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await self._send_start(EVENT_STREAM_HEADERS, send)
+        turns = Turns()
         try:
-            await self._send_delta(first, send)
+            await self._send_body(self._writer.events(first), send)
             async for delta in deltas:
-                await self._send_delta(delta, send)
+                await self._send_body(self._writer.events(delta), send)
+                await turns.rest()
         except Exception as error:  # the status is out: the stream itself must tell
             reply = error_reply(error)
             context.error_code = reply.code
@@ -102,8 +105,34 @@ class AnswerResponse(Response):
             return b"data: " + reply.body + b"\n\n" + DONE
         return self._writer.end()
 
-    async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
-        body = self._writer.events(delta)
+    async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[bytes | bytearray]:
+        """Return the pieces of the whole answer."""
+        turns = Turns()
+        async for delta in deltas:
+            self._writer.add(delta)
+            await turns.rest()
+        pieces = []
+        for piece in self._writer.whole():
+            pieces.append(piece)
+            await turns.rest()
+        return pieces
+
+    async def _send_whole(self, pieces: Sequence[bytes | bytearray], send: Send) -> None:
+        num_bytes = sum(map(len, pieces))
+        about = {"content-type": "application/json", "content-length": str(num_bytes)}
+        await self._send_start(about, send)
+        turns = Turns()
+        for body in _bodies(pieces):
+            await self._send_body(body, send)
+            await turns.rest()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_start(self, about: Mapping[str, str], send: Send) -> None:
+        own = {**about, **self._prediction()}
+        headers = [(name.encode(), value.encode()) for name, value in own.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _send_body(self, body: bytes, send: Send) -> None:
         await send({"type": "http.response.body", "body": body, "more_body": True})
 
     def _prediction(self) -> Mapping[str, str]:
@@ -113,7 +142,7 @@ class AnswerResponse(Response):
 
 
 class _AnswerWriter:
-    """Makes the bytes of one answer."""
+    """Makes the bytes of one answer, as its tokens come."""
 
     def __init__(
         self,
@@ -128,18 +157,27 @@ class _AnswerWriter:
         self._has_usage_event = body.includes_usage
         self._has_usage_so_far = body.has_continuous_usage
         self._num_open = len(choices)
+        self._slo_reports: list[dict[str, Any]] = []
+        """Of the choices that have ended."""
+        num_columns = len(answer_format.columns([]))
+        self._whole = [] if body.stream else [WholeChoice(choice, num_columns) for choice in choices]
 
-    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
-        """Return the answer as one object."""
-        return orjson.dumps(self._format.response(choices, self._final_extras()))
+    def add(self, delta: ChoiceDelta) -> None:
+        """Add a delta to the whole answer."""
+        self._note_end(delta)
+        self._whole[delta.choice.index].add(delta, self._format.columns(delta.tokens))
+
+    def whole(self) -> Iterator[bytes | bytearray]:
+        """Yield the answer as one object, in pieces."""
+        return self._format.whole(self._whole, self._final_extras())
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one delta, in the order in which they are sent."""
-        self._num_open -= delta.finish_reason is not None
+        self._note_end(delta)
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = Extras(
             usage=usage_of([delta.choice], delta) if self._has_usage_so_far else None,
-            slo=slo_report(self._choices, self._slo_mode) if is_last else None,
+            slo=worst_report(self._slo_reports) if is_last else None,
         )
         return self._format.events(delta, extras)
 
@@ -147,24 +185,27 @@ class _AnswerWriter:
         """Return what comes behind the events of all deltas."""
         return self._format.usage_event(self._final_extras()) + DONE if self._has_usage_event else DONE
 
+    def _note_end(self, delta: ChoiceDelta) -> None:
+        """Judge a choice when it ends: all of them at once could take long."""
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            if (report := slo_report(delta.choice, self._slo_mode)) is not None:
+                self._slo_reports.append(report)
+
     def _final_extras(self) -> Extras:
-        return Extras(usage=usage_of(self._choices), slo=slo_report(self._choices, self._slo_mode))
+        return Extras(usage=usage_of(self._choices), slo=worst_report(self._slo_reports))
 
 
-async def _collected(
-    deltas: AsyncGenerator[ChoiceDelta, None], choices: Sequence[Choice]
-) -> list[ChoiceDelta]:
-    """Return each choice as one delta."""
-    whole = [ChoiceDelta(choice, "", [], choice.token_ids, None) for choice in choices]
-    texts: list[list[str]] = [[] for _ in choices]
-    async for delta in deltas:
-        index = delta.choice.index
-        texts[index].append(delta.text)
-        whole[index].tokens += delta.tokens
-        whole[index].finish_reason = delta.finish_reason
-    for choice, pieces in zip(whole, texts, strict=True):
-        choice.text = "".join(pieces)
-    return whole
+def _bodies(pieces: Sequence[bytes | bytearray]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces that are quickly sent, and not many of them."""
+    gathered = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), PIECE_BYTES):
+            gathered += memoryview(piece)[start : start + PIECE_BYTES]
+            if len(gathered) >= PIECE_BYTES:
+                yield bytes(gathered)
+                gathered.clear()
+    yield bytes(gathered)
 
 
 def _note(choices: Sequence[Choice], context: HttpContext) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -18,6 +18,11 @@ from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.errors import unattainable
 from onbeat.server.lifecycle import Lifecycle
 from onbeat.text.stream import TextStream, holds_text
+
+BEGUN_TOKENS = 2**15
+"""Prompt tokens of the choices of one request that are handed to the engine before others have their turn."""
+BEGIN_COST_TOKENS = 2**10
+"""What it takes to begin a choice, beside its prompt: as long as so many tokens of one."""
 
 
 @dataclass(slots=True)
@@ -239,12 +244,13 @@ class Generator:
         RequestRejected, EngineDead, EngineError : as the engine does; the other choices are aborted.
         """
         streams = [self._run_one(choice, options) for choice in choices]
+        sizes = [len(choice.request.prompt_token_ids) + BEGIN_COST_TOKENS for choice in choices]
         if len(streams) == 1:
             together = streams[0]
         elif any(choice.request.shed is ShedMode.REJECT for choice in choices):
-            together = _held_until_all_begin(_merged(streams), len(streams))
+            together = _held_until_all_begin(_merged(streams, sizes), len(streams))
         else:
-            together = _merged(streams)
+            together = _merged(streams, sizes)
         async with aclosing(together) as deltas:
             async for delta in deltas:
                 yield delta
@@ -286,8 +292,15 @@ class Generator:
             yield last
 
 
-async def _merged(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:
-    """Stream what several generators make, as it comes; the first error ends all of them."""
+async def _merged(
+    streams: Sequence[AsyncGenerator[ChoiceDelta, None]], sizes: Sequence[int]
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Stream what several generators make, as it comes; the first error ends all of them.
+
+    Parameters
+    ----------
+    sizes : tokens that it takes to begin each: a few choices begin at a time, so that others have their turn.
+    """
     # bounded: a client that reads slowly holds the choices back instead of filling memory
     queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
@@ -301,8 +314,14 @@ async def _merged(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> Async
         else:
             await queue.put(None)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    num_running = len(tasks)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def begin_all() -> None:
+        async for index in _a_few_at_a_time(sizes):
+            tasks.append(asyncio.create_task(pump(streams[index])))
+
+    beginning = asyncio.create_task(begin_all())
+    num_running = len(streams)
     try:
         while num_running:
             item = await queue.get()
@@ -313,9 +332,21 @@ async def _merged(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> Async
             else:
                 yield item
     finally:
+        beginning.cancel()
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(beginning, *tasks, return_exceptions=True)
+
+
+async def _a_few_at_a_time(sizes: Sequence[int]) -> AsyncIterator[int]:
+    """Yield 0, 1, 2 and so on; wait for the event loop's next round whenever the sizes add up to much."""
+    total = 0
+    for index, size in enumerate(sizes):
+        if total and total + size > BEGUN_TOKENS:
+            await asyncio.sleep(0)
+            total = 0
+        total += size
+        yield index
 
 
 async def _held_until_all_begin(

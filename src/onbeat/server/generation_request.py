@@ -28,6 +28,7 @@ from onbeat.server.generation import TextOptions
 from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.turns import Turns
 
 _SEED_MASK = 2**63 - 1
 _INT64 = 2**63
@@ -265,7 +266,7 @@ def truncate_to(asked: int | None, *, max_tokens: int | None, max_model_len: int
     return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked
 
 
-def engine_requests(
+async def engine_requests(
     body: GenerationRequest,
     prompts: Sequence[list[int]],
     objectives: RequestObjectives,
@@ -293,6 +294,7 @@ def engine_requests(
     num_choices = len(prompts) * body.num_choices
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))
     whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
+    turns = Turns()
     for token_ids in prompts:
         sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
         prompt_token_ids = tuple(token_ids)
@@ -317,6 +319,7 @@ def engine_requests(
                 resumes=objectives.resumes,
             )
             requests.append(request)
+            await turns.rest()
     return requests
 
 
