@@ -21,7 +21,7 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
-from onbeat.server.lifecycle import EngineWatch, Lifecycle
+from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
 from onbeat.server.middleware import (
     DOCS_FILES,
     IGNORED_FIELDS_HEADER,
@@ -96,10 +96,12 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.watch.run())
+        watching = [asyncio.create_task(task) for task in (services.watch.run(), tidy(lifecycle))]
         async with telemetry.watched_loop():
-            yield
-        watching.cancel()
+            with garbage_kept():
+                yield
+        for task in watching:
+            task.cancel()
         services.encoder.close()
 
     app = FastAPIOffline(
