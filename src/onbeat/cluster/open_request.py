@@ -12,7 +12,6 @@ from onbeat.core.fleet import ReplicaId
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import Request, RequestOutput
 
-
 MOST_AT_ONCE = 32
 """Streams that go on in one round of the event loop: a step may have something for hundreds."""
 

@@ -11,11 +11,12 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from onbeat.core.errors import OnbeatError
+from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
 from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
 from onbeat.server.answer_report import slo_report, usage_of, worst_report
+from onbeat.server.config import MAX_ANSWER_PARTS
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.generation import Choice, ChoiceDelta
 from onbeat.server.generation_request import GenerationRequest
@@ -27,6 +28,9 @@ logger = logging.getLogger("onbeat.server")
 
 PIECE_BYTES = 2**16
 """Of a whole answer, what is sent at a time."""
+TOKEN_BYTES = 400
+ALTERNATIVE_BYTES = 80
+"""What a token, and each alternative to it, takes in memory from its delivery until it is written."""
 
 
 class AnswerResponse(Response):
@@ -40,6 +44,10 @@ class AnswerResponse(Response):
     requests : of the engine, one for each choice: `n` for each prompt, in their order.
     answer_format : the endpoint's.
     services : run the requests.
+
+    Raises
+    ------
+    InvalidRequest : several choices may become more than one answer holds.
     """
 
     def __init__(
@@ -50,6 +58,7 @@ class AnswerResponse(Response):
         services: Services,
     ) -> None:
         super().__init__()
+        _check_size(requests, services.info.max_model_len)
         self._is_streamed = bool(body.stream)
         self._choices = [
             Choice(
@@ -63,6 +72,19 @@ class AnswerResponse(Response):
         self._deltas = services.generator.run(self._choices, body.text_options)
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
         self._lifecycle = services.lifecycle
+        self._slow_readers = services.slow_readers
+        self._num_unsent_bytes = 0
+        """Of a whole answer that is being sent."""
+
+    @property
+    def name(self) -> str:
+        return self._choices[0].request.request_id
+
+    @property
+    def num_unread_bytes(self) -> int:
+        num_alternatives = self._choices[0].request.sampling.num_logprobs or 0
+        num_tokens = sum(choice.num_untaken_tokens for choice in self._choices)
+        return self._num_unsent_bytes + num_tokens * (TOKEN_BYTES + num_alternatives * ALTERNATIVE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
@@ -81,7 +103,9 @@ class AnswerResponse(Response):
             context.finish = "client_gone"
         except OnbeatError as error:
             context.error_code = error_reply(error).code
-            raise
+            if not self._num_unsent_bytes:
+                raise
+            # half an answer is out: only that the connection closes tells the client
         finally:
             _note(self._choices, context)
 
@@ -121,9 +145,11 @@ class AnswerResponse(Response):
         num_bytes = sum(map(len, pieces))
         about = {"content-type": "application/json", "content-length": str(num_bytes)}
         await self._send_start(about, send)
+        self._num_unsent_bytes = num_bytes
         turns = Turns()
         for body in _bodies(pieces):
             await self._send_body(body, send)
+            self._num_unsent_bytes -= len(body)
             await turns.rest()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -133,12 +159,29 @@ class AnswerResponse(Response):
         await send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _send_body(self, body: bytes, send: Send) -> None:
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        sending = send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._slow_readers.sent(self, sending)
 
     def _prediction(self) -> Mapping[str, str]:
         """Return the header that tells the latest TTFT predicted for any choice, if one was."""
         known = [choice.predicted_ttft for choice in self._choices if choice.predicted_ttft is not None]
         return predicted_ttft_header(max(known, default=None))
+
+
+def _check_size(requests: Sequence[Request], max_model_len: int) -> None:
+    """Refuse an answer that could become larger than any that is read; one choice may fill the context."""
+    per_token = 1 + (requests[0].sampling.num_logprobs or 0)
+    num_parts = per_token * sum(request.sampling.max_tokens for request in requests)
+    most = max(MAX_ANSWER_PARTS, 32 * max_model_len)
+    if len(requests) > 1 and num_parts > most:
+        max_tokens = max(request.sampling.max_tokens for request in requests)
+        raise InvalidRequest(
+            f"{len(requests)} choices of up to {max_tokens} tokens with {per_token - 1} alternatives each "
+            f"may come to {num_parts} tokens and log-probabilities; an answer holds at most {most}. Ask for "
+            f"fewer choices or alternatives, or set max_tokens to {most // len(requests) // per_token}",
+            param="n",
+            code="answer_too_large",
+        )
 
 
 class _AnswerWriter:

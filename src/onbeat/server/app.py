@@ -37,6 +37,7 @@ from onbeat.server.services import Services
 from onbeat.server.status import health_routes, model_routes
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_routes
+from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 
 ENDPOINTS = OPEN_PATHS | {
@@ -90,13 +91,15 @@ def create_app(
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),
+        slow_readers=SlowReaders(config.max_unread_bytes),
         created=int(time.time()),
     )
     telemetry.exporter.watch(engine, fleet)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watching = [asyncio.create_task(task) for task in (services.watch.run(), tidy(lifecycle))]
+        duties = (services.watch.run(), services.slow_readers.run(), tidy(lifecycle))
+        watching = [asyncio.create_task(duty) for duty in duties]
         async with telemetry.watched_loop():
             with garbage_kept():
                 yield

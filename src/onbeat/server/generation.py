@@ -14,6 +14,7 @@ from onbeat.core.errors import EngineError, Overloaded, RequestRejected, SLOUnat
 from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.core.slo import ShedMode
+from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.errors import unattainable
 from onbeat.server.lifecycle import Lifecycle
@@ -86,6 +87,13 @@ class Choice:
     """The stop string, or the caller's stop token, that ended it."""
     token_ids: list[int] = field(default_factory=list)
     """All output tokens."""
+    record: RequestRecord | None = None
+    """Its record while it is open and later; None before."""
+
+    @property
+    def num_untaken_tokens(self) -> int:
+        """Tokens that the engine has delivered and nobody has taken."""
+        return 0 if self.record is None else self.record.num_untaken_tokens
 
     @property
     def first_delivery(self) -> float | None:
@@ -262,7 +270,7 @@ class Generator:
         end: float | None = None
         left = FinishReason.ABORT
         """How it ends without an end of its own."""
-        self._tracker.open(request, is_streamed=choice.is_streamed)
+        choice.record = self._tracker.open(request, is_streamed=choice.is_streamed)
         try:
             with self._lifecycle.engine_request(request.request_id):
                 async with aclosing(self._engine.generate(request)) as deliveries:
@@ -304,21 +312,11 @@ async def _merged(
     # bounded: a client that reads slowly holds the choices back instead of filling memory
     queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
-    async def pump(stream: AsyncGenerator[ChoiceDelta, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    await queue.put(delta)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
     tasks: list[asyncio.Task[None]] = []
 
     async def begin_all() -> None:
         async for index in _a_few_at_a_time(sizes):
-            tasks.append(asyncio.create_task(pump(streams[index])))
+            tasks.append(asyncio.create_task(_pump(streams[index], queue)))
 
     beginning = asyncio.create_task(begin_all())
     num_running = len(streams)
@@ -336,6 +334,20 @@ async def _merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(beginning, *tasks, return_exceptions=True)
+
+
+async def _pump(
+    stream: AsyncGenerator[ChoiceDelta, None], queue: asyncio.Queue[ChoiceDelta | Exception | None]
+) -> None:
+    """Put what a generator makes in a queue, then how it ended: None, or the error."""
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
 
 
 async def _a_few_at_a_time(sizes: Sequence[int]) -> AsyncIterator[int]:

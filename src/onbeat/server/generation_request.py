@@ -22,7 +22,7 @@ from onbeat.core.errors import InvalidRequest, PromptTooLong, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.body import NUMBER, WHOLE, Flag
-from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.config import MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.fields import with_one_unknown
 from onbeat.server.generation import TextOptions
 from onbeat.server.middleware import HttpContext
@@ -58,6 +58,8 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, dict):
         raise ValueError(f"logit_bias is {quoted(value)}; it should be an object")  # noqa: TRY004 - what pydantic takes
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias has {len(value)} entries; at most {MAX_BIASES} are taken. Send fewer")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 20):
@@ -290,11 +292,10 @@ async def engine_requests(
     InvalidRequest : values contradict each other, or leave no token to sample.
     PromptTooLong : a prompt leaves no room for the answer.
     """
-    requests: list[Request] = []
+    requests, turns = list[Request](), Turns()
     num_choices = len(prompts) * body.num_choices
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))
     whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
-    turns = Turns()
     for token_ids in prompts:
         sampling = _sampling_params(body, len(token_ids), info, eos_token_ids)
         prompt_token_ids = tuple(token_ids)

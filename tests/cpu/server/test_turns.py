@@ -1,0 +1,131 @@
+"""Requests and answers at the limits: none takes the event loop for long, whatever the route."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from onbeat.metrics.record import RequestRecord
+from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
+from tests.cpu.server.loop_turns import post_from_outside, quickly
+from tests.cpu.server.running import HELLO, Served, parse_events, serving
+from tests.fakes_engine import FakeEngine
+from tests.fleet.fleets import fleet_of
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+PROMPTS = [f"{index} a" for index in range(32)]
+LONG_PROMPTS = [[5] * 8000] * 32
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+TIGHT = {"ttft_ms": 1, "tbt_ms": 1, "e2e_ms": 1}
+STOPS = ["".join(chr((start + k) % 97) for k in range(970)) + "z" for start in range(0, 96, 6)]
+"""Each begins where an answer is, for as long as may be, and never ends in one."""
+
+MANY = {"prompt": PROMPTS, "n": 16, "max_tokens": 12}
+ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "512 choices": (TEXT, MANY),
+    "512 streamed choices": (TEXT, {**MANY, "stream": True, "stream_options": USAGE}),
+    "512 choices with objectives": (TEXT, {**MANY, "slo": TIGHT, "stream": True}),
+    "512 choices with alternatives": (TEXT, {**MANY, "logprobs": 20}),
+    "512 streamed choices with alternatives": (TEXT, {**MANY, "logprobs": 20, "stream": True}),
+    "512 choices with long stops": (TEXT, {**MANY, "max_tokens": 150, "stop": STOPS}),
+    "512 choices of long ids": (
+        TEXT,
+        {**MANY, "prompt": LONG_PROMPTS, "max_tokens": 2, "return_token_ids": True},
+    ),
+    "512 streamed choices of long ids": (
+        TEXT,
+        {**MANY, "prompt": LONG_PROMPTS, "max_tokens": 2, "return_token_ids": True, "stream": True},
+    ),
+    "512 echoes": (TEXT, {**MANY, "prompt": ["a" * 8000] * 32, "max_tokens": 2, "echo": True}),
+    "512 streamed echoes": (
+        TEXT,
+        {**MANY, "prompt": ["a" * 8000] * 32, "max_tokens": 2, "echo": True, "stream": True},
+    ),
+    "the longest prompt": (TEXT, {"prompt": [5] * (MAX_JSON_VALUES - 100), "return_token_ids": True}),
+    "16 choices of a long prompt": (TEXT, {"prompt": [5] * 100_000, "n": 16, "max_tokens": 2}),
+    "a chat with alternatives": (
+        CHAT,
+        {"messages": HELLO, "n": 16, "max_tokens": 200, "logprobs": True, "top_logprobs": 20},
+    ),
+    "a streamed chat with alternatives": (
+        CHAT,
+        {
+            **{"messages": HELLO, "n": 16, "max_tokens": 200, "logprobs": True, "top_logprobs": 20},
+            **{"return_token_ids": True, "stream": True, "stream_options": USAGE},
+        },
+    ),
+    "a long chat": (
+        CHAT,
+        {"messages": HELLO, "max_tokens": 2500, "logprobs": True, "top_logprobs": 20, "slo": TIGHT},
+    ),
+}
+
+
+@asynccontextmanager
+async def served_fleet(**fields: Any) -> AsyncIterator[Served]:
+    """Serve an engine that has a process of its own, as the real one has."""
+    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2**14, "num_blocks": 300_000}
+    async with (
+        fleet_of(1, router="prefix-affinity", max_model_len=300_000, **limits) as client,
+        serving(cast(FakeEngine, client), has_fleet=True, max_body_bytes=10 * 2**20, **fields) as served,
+    ):
+        for path in ("/metrics", "/fleet", "/v1/models"):  # what is made for the first one alone
+            assert (await post_from_outside(served, path, None)).status == 200
+        assert (await post_from_outside(served, TEXT, b'{"prompt":"a"}')).status == 200
+        yield served
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+async def test_no_answer_holds_up_the_event_loop(name: str) -> None:
+    path, fields = ANSWERS[name]
+    body = json.dumps({"ignore_eos": True, **fields}).encode()
+    async with served_fleet() as served:
+        answer = await quickly(lambda: post_from_outside(served, path, body))
+    assert answer.status == 200, answer.body[:500]
+    if fields.get("stream"):
+        parts = [part for part in parse_events(answer.body)[:-1] if part["choices"]]
+        assert len({part["choices"][0]["index"] for part in parts}) == fields.get("n", 1) * len(
+            fields.get("prompt", [0])
+        )
+    else:
+        choices = answer.json["choices"]
+        num_tokens = fields.get("max_tokens", 16) * len(choices)
+        assert answer.json["usage"]["completion_tokens"] == num_tokens
+        assert {choice["finish_reason"] for choice in choices} == {"length"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": "a" * 250_000, "return_token_strs": True}),
+        ("/detokenize", {"tokens": [97] * (MAX_JSON_VALUES - 10)}),
+        ("/metrics", None),
+        ("/fleet", None),
+        ("/v1/models", None),
+    ],
+)
+async def test_no_other_route_holds_up_the_event_loop(path: str, body: dict[str, Any] | None) -> None:
+    data = None if body is None else json.dumps(body).encode()
+    async with served_fleet(metrics_aliases="vllm") as served:
+        for number in range(20_000):
+            _end_one(served, number)
+        answer = await quickly(lambda: post_from_outside(served, path, data))
+    assert answer.status == 200
+    if path == "/metrics":
+        assert b'onbeat_slo_requests_total{outcome="bad",slo_class="batch"} 20000.0' in answer.body
+
+
+def _end_one(served: Served, number: int) -> None:
+    """Let the server remember one more request."""
+
+
+async def test_an_answer_of_many_choices_has_a_bound() -> None:
+    raise NotImplementedError
+
+
+_ = (RequestRecord, MAX_ANSWER_PARTS)
