@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
 
-from onbeat.metrics.record import RequestRecord
+from onbeat.core.request import FinishReason, Request, RequestOutput
+from onbeat.core.slo import SLO
+from onbeat.core.step import StepOutputs
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Served, parse_events, serving
@@ -55,8 +58,14 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     "a streamed chat with alternatives": (
         CHAT,
         {
-            **{"messages": HELLO, "n": 16, "max_tokens": 200, "logprobs": True, "top_logprobs": 20},
-            **{"return_token_ids": True, "stream": True, "stream_options": USAGE},
+            "messages": HELLO,
+            "n": 16,
+            "max_tokens": 200,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "return_token_ids": True,
+            "stream": True,
+            "stream_options": USAGE,
         },
     ),
     "a long chat": (
@@ -71,7 +80,7 @@ async def served_fleet(**fields: Any) -> AsyncIterator[Served]:
     """Serve an engine that has a process of its own, as the real one has."""
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2**14, "num_blocks": 300_000}
     async with (
-        fleet_of(1, router="prefix-affinity", max_model_len=300_000, **limits) as client,
+        fleet_of(1, max_model_len=300_000, **limits) as client,
         serving(cast(FakeEngine, client), has_fleet=True, max_body_bytes=10 * 2**20, **fields) as served,
     ):
         for path in ("/metrics", "/fleet", "/v1/models"):  # what is made for the first one alone
@@ -121,11 +130,30 @@ async def test_no_other_route_holds_up_the_event_loop(path: str, body: dict[str,
 
 
 def _end_one(served: Served, number: int) -> None:
-    """Let the server remember one more request."""
+    """Let the server remember one more request, which was late."""
+    request = Request(
+        request_id=f"old-{number}", prompt_token_ids=range(5), slo=SLO(ttft=0.1), slo_class="batch"
+    )
+    tracker, now = served.app.state.telemetry.tracker, time.monotonic()
+    tracker.open(request)
+    output = RequestOutput(request.request_id, [1], finish_reason=FinishReason.STOP)
+    tracker.on_step(StepOutputs(now, [output]))
 
 
-async def test_an_answer_of_many_choices_has_a_bound() -> None:
-    raise NotImplementedError
-
-
-_ = (RequestRecord, MAX_ANSWER_PARTS)
+async def test_an_answer_of_several_choices_has_a_bound(served: Served, engine: FakeEngine) -> None:
+    engine.max_model_len = 8000  # 32 of them are fewer
+    most = MAX_ANSWER_PARTS // 512 // 21
+    fields = {"prompt": ["a"] * 32, "n": 16, "logprobs": 20, "stop_token_ids": [ord("H")]}
+    error = (await served.post(TEXT, {**fields, "max_tokens": most + 1})).error
+    assert (error["code"], error["param"]) == ("answer_too_large", "n")
+    for word in ("512 choices", f"{most + 1} tokens", "20 alternatives", f"most {MAX_ANSWER_PARTS}"):
+        assert word in error["message"]
+    assert error["message"].endswith(f"max_tokens to {most}")
+    assert not engine.requests
+    assert (await served.post(TEXT, {**fields, "max_tokens": most})).status == 200
+    # one choice may always fill the context, and 16 may without alternatives
+    engine.max_model_len = 2 * MAX_ANSWER_PARTS
+    stop = {"messages": HELLO, "stop_token_ids": [ord("H")]}
+    assert (await served.post(CHAT, {**stop, "logprobs": True, "top_logprobs": 20})).status == 200
+    assert (await served.post(CHAT, {**stop, "n": 16})).status == 200
+    assert (await served.post(CHAT, {**stop, "n": 2, "logprobs": True, "top_logprobs": 20})).status == 400
