@@ -12,7 +12,6 @@ import pytest
 
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
-from onbeat.core.step import StepOutputs
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Served, parse_events, serving
@@ -70,7 +69,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "a long chat": (
         CHAT,
-        {"messages": HELLO, "max_tokens": 2500, "logprobs": True, "top_logprobs": 20, "slo": TIGHT},
+        {"messages": HELLO, "max_tokens": 1000, "logprobs": True, "top_logprobs": 20, "slo": TIGHT},
     ),
 }
 
@@ -80,7 +79,7 @@ async def served_fleet(**fields: Any) -> AsyncIterator[Served]:
     """Serve an engine that has a process of its own, as the real one has."""
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2**14, "num_blocks": 300_000}
     async with (
-        fleet_of(1, max_model_len=300_000, **limits) as client,
+        fleet_of(1, step_seconds=0.002, max_model_len=300_000, **limits) as client,
         serving(cast(FakeEngine, client), has_fleet=True, max_body_bytes=10 * 2**20, **fields) as served,
     ):
         for path in ("/metrics", "/fleet", "/v1/models"):  # what is made for the first one alone
@@ -136,8 +135,8 @@ def _end_one(served: Served, number: int) -> None:
     )
     tracker, now = served.app.state.telemetry.tracker, time.monotonic()
     tracker.open(request)
-    output = RequestOutput(request.request_id, [1], finish_reason=FinishReason.STOP)
-    tracker.on_step(StepOutputs(now, [output]))
+    tracker.deliver(RequestOutput(request.request_id, [1]), now, 1)
+    tracker.close(request.request_id, FinishReason.STOP, now)
 
 
 async def test_an_answer_of_several_choices_has_a_bound(served: Served, engine: FakeEngine) -> None:
