@@ -21,13 +21,12 @@ from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.generation import Choice, ChoiceDelta
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext, context_of
+from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.services import Services
 from onbeat.server.turns import Turns
 
 logger = logging.getLogger("onbeat.server")
 
-PIECE_BYTES = 2**16
-"""Of a whole answer, what is sent at a time."""
 TOKEN_BYTES = 400
 ALTERNATIVE_BYTES = 80
 """What a token, and each alternative to it, takes in memory from its delivery until it is written."""
@@ -73,8 +72,6 @@ class AnswerResponse(Response):
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
         self._lifecycle = services.lifecycle
         self._slow_readers = services.slow_readers
-        self._num_unsent_bytes = 0
-        """Of a whole answer that is being sent."""
 
     @property
     def name(self) -> str:
@@ -84,7 +81,7 @@ class AnswerResponse(Response):
     def num_unread_bytes(self) -> int:
         num_alternatives = self._choices[0].request.sampling.num_logprobs or 0
         num_tokens = sum(choice.num_untaken_tokens for choice in self._choices)
-        return self._num_unsent_bytes + num_tokens * (TOKEN_BYTES + num_alternatives * ALTERNATIVE_BYTES)
+        return num_tokens * (TOKEN_BYTES + num_alternatives * ALTERNATIVE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
@@ -98,14 +95,13 @@ class AnswerResponse(Response):
             if self._is_streamed:
                 await send({"type": "http.response.body", "body": last, "more_body": False})
             else:
-                await self._send_whole(pieces, send)
+                response = PiecesResponse(pieces, self._slow_readers, self._prediction())
+                await response(scope, receive, send)
         except ClientGone:
             context.finish = "client_gone"
         except OnbeatError as error:
             context.error_code = error_reply(error).code
-            if not self._num_unsent_bytes:
-                raise
-            # half an answer is out: only that the connection closes tells the client
+            raise
         finally:
             _note(self._choices, context)
 
@@ -114,12 +110,14 @@ class AnswerResponse(Response):
     ) -> bytes:
         """Send the events of all deltas and return the last bytes of the stream."""
         first = await anext(deltas)
-        await self._send_start(EVENT_STREAM_HEADERS, send)
+        own = {**EVENT_STREAM_HEADERS, **self._prediction()}
+        headers = [(name.encode(), value.encode()) for name, value in own.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         turns = Turns()
         try:
-            await self._send_body(self._writer.events(first), send)
+            await self._send_delta(first, send)
             async for delta in deltas:
-                await self._send_body(self._writer.events(delta), send)
+                await self._send_delta(delta, send)
                 await turns.rest()
         except Exception as error:  # the status is out: the stream itself must tell
             reply = error_reply(error)
@@ -129,7 +127,7 @@ class AnswerResponse(Response):
             return b"data: " + reply.body + b"\n\n" + DONE
         return self._writer.end()
 
-    async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[bytes | bytearray]:
+    async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[Piece]:
         """Return the pieces of the whole answer."""
         turns = Turns()
         async for delta in deltas:
@@ -141,26 +139,11 @@ class AnswerResponse(Response):
             await turns.rest()
         return pieces
 
-    async def _send_whole(self, pieces: Sequence[bytes | bytearray], send: Send) -> None:
-        num_bytes = sum(map(len, pieces))
-        about = {"content-type": "application/json", "content-length": str(num_bytes)}
-        await self._send_start(about, send)
-        self._num_unsent_bytes = num_bytes
-        turns = Turns()
-        for body in _bodies(pieces):
-            await self._send_body(body, send)
-            self._num_unsent_bytes -= len(body)
-            await turns.rest()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send_start(self, about: Mapping[str, str], send: Send) -> None:
-        own = {**about, **self._prediction()}
-        headers = [(name.encode(), value.encode()) for name, value in own.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-
-    async def _send_body(self, body: bytes, send: Send) -> None:
-        sending = send({"type": "http.response.body", "body": body, "more_body": True})
-        await self._slow_readers.sent(self, sending)
+    async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
+        body = self._writer.events(delta)
+        await self._slow_readers.sent(
+            self, send({"type": "http.response.body", "body": body, "more_body": True})
+        )
 
     def _prediction(self) -> Mapping[str, str]:
         """Return the header that tells the latest TTFT predicted for any choice, if one was."""
@@ -210,7 +193,7 @@ class _AnswerWriter:
         self._note_end(delta)
         self._whole[delta.choice.index].add(delta, self._format.columns(delta.tokens))
 
-    def whole(self) -> Iterator[bytes | bytearray]:
+    def whole(self) -> Iterator[Piece]:
         """Yield the answer as one object, in pieces."""
         return self._format.whole(self._whole, self._final_extras())
 
@@ -237,18 +220,6 @@ class _AnswerWriter:
 
     def _final_extras(self) -> Extras:
         return Extras(usage=usage_of(self._choices), slo=worst_report(self._slo_reports))
-
-
-def _bodies(pieces: Sequence[bytes | bytearray]) -> Iterator[bytes]:
-    """Yield the same bytes in pieces that are quickly sent, and not many of them."""
-    gathered = bytearray()
-    for piece in pieces:
-        for start in range(0, len(piece), PIECE_BYTES):
-            gathered += memoryview(piece)[start : start + PIECE_BYTES]
-            if len(gathered) >= PIECE_BYTES:
-                yield bytes(gathered)
-                gathered.clear()
-    yield bytes(gathered)
 
 
 def _note(choices: Sequence[Choice], context: HttpContext) -> None:

@@ -15,6 +15,7 @@ import orjson
 
 from onbeat import __version__
 from onbeat.server.generation import Choice, ChoiceDelta, ShownToken
+from onbeat.server.pieces import Piece, json_inside
 
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -125,19 +126,12 @@ class AnswerFormat(Protocol):
         """Return the event with the final usage and no choices."""
         ...
 
-    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[bytes | bytearray]:
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         """Yield the whole answer in pieces, none of which takes long to make."""
         ...
 
 
-def json_inside(value: str | Sequence[Any]) -> bytes:
-    """Return what stands between the quotes of a text in JSON, or between the brackets of a list."""
-    return orjson.dumps(value)[1:-1]
-
-
-def whole_answer(
-    head: dict[str, Any], choices: Iterable[Iterator[bytes | bytearray]], extras: Extras
-) -> Iterator[bytes | bytearray]:
+def whole_answer(head: dict[str, Any], choices: Iterable[Iterator[Piece]], extras: Extras) -> Iterator[Piece]:
     """Yield an object with all fields of a whole answer, given the pieces of each choice's JSON."""
     yield orjson.dumps(head | extras.fields())[:-1] + b',"choices":['
     for index, choice in enumerate(choices):

@@ -25,7 +25,6 @@ from onbeat.server.answer_format import (
     WholeChoice,
     choice_end,
     event,
-    json_inside,
     new_head,
     whole_answer,
 )
@@ -42,6 +41,7 @@ from onbeat.server.generation_request import (
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import ChatCompletion, generation_route
+from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.services import Services
 
 
@@ -185,7 +185,7 @@ class ChatFormat:
     def usage_event(self, extras: Extras) -> bytes:
         return event({**self._chunk_fields, "choices": [], **extras.fields()})
 
-    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[bytes | bytearray]:
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         if self._has_token_ids:
             extras = replace(extras, prompt_token_ids=choices[0].choice.request.prompt_token_ids)
         return whole_answer(self._head.fields("chat.completion"), map(self._whole, choices), extras)
@@ -205,13 +205,13 @@ class ChatFormat:
 
     def _choice(self, delta: ChoiceDelta) -> bytes:
         content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
-        parts: list[bytes | bytearray] = [b'{"index":%d,"delta":' % delta.choice.index, content]
+        parts: list[Piece] = [b'{"index":%d,"delta":' % delta.choice.index, content]
         parts += _logprobs(self.columns(delta.tokens) if delta.tokens else ())
         if self._has_token_ids:
             parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
         return b"".join(parts) + choice_end(delta)
 
-    def _whole(self, finished: WholeChoice) -> Iterator[bytes | bytearray]:
+    def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
         # no null `refusal`: clients send the message back, and some make a field of their own out of it
         start = (finished.choice.index, orjson.dumps(self._role))
         yield b'{"index":%d,"message":{"role":%b,"content":"' % start
@@ -224,7 +224,7 @@ class ChatFormat:
         yield choice_end(finished)
 
 
-def _logprobs(columns: Sequence[bytes | bytearray]) -> Iterator[bytes | bytearray]:
+def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
     """Yield the field `logprobs`."""
     if not columns:
         yield b',"logprobs":null'

@@ -26,7 +26,6 @@ from onbeat.server.answer_format import (
     WholeChoice,
     choice_end,
     event,
-    json_inside,
     new_head,
     whole_answer,
 )
@@ -43,6 +42,7 @@ from onbeat.server.generation_request import (
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import Completion, generation_route
+from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services
 
@@ -218,7 +218,7 @@ class CompletionFormat:
         if is_first:
             self._started.add(choice.index)
             text = self._echoes[choice.prompt_index] + text
-        parts: list[bytes | bytearray] = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text)]
+        parts: list[Piece] = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text)]
         parts += _logprobs(self.columns(delta.tokens))
         if self._has_token_ids:
             parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
@@ -229,10 +229,10 @@ class CompletionFormat:
     def usage_event(self, extras: Extras) -> bytes:
         return event({**self._fields, "choices": [], **extras.fields()})
 
-    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[bytes | bytearray]:
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         return whole_answer(self._fields, map(self._whole, choices), extras)
 
-    def _whole(self, finished: WholeChoice) -> Iterator[bytes | bytearray]:
+    def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
         choice = finished.choice
         echo = self._echoes[choice.prompt_index]
         yield b'{"index":%d,"text":"%b' % (choice.index, json_inside(echo))
@@ -255,7 +255,7 @@ class CompletionFormat:
         return known
 
 
-def _logprobs(columns: Sequence[bytes | bytearray]) -> Iterator[bytes | bytearray]:
+def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
     """Yield the field `logprobs`."""
     if not columns:
         yield b',"logprobs":null'
