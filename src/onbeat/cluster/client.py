@@ -16,7 +16,7 @@ from onbeat.cluster.life import Life
 from onbeat.cluster.open_request import HandOut, OpenRequest, Origin, OutOfPlace
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.refusals import LOSSES, refusal
-from onbeat.cluster.routing_request import UNIT_COSTS, routing_request
+from onbeat.cluster.routing_request import UNIT_COSTS, prompt_hashes, routing_request
 from onbeat.core.errors import (
     ConfigError,
     EngineDead,
@@ -295,6 +295,7 @@ class FleetClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
+        routed = await self._describe(request)
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         if request.whole is not None:
@@ -303,7 +304,7 @@ class FleetClient:
         opened = self._open[request_id] = OpenRequest(request)
         finished = False
         try:
-            self.controller.tell(Arrived(self._describe(request)))
+            self.controller.tell(Arrived(routed))
             while not finished:
                 item = await opened.stream.get()
                 if isinstance(item, OnbeatError):
@@ -335,12 +336,12 @@ class FleetClient:
     async def is_idle(self) -> bool:
         return not self._open
 
-    def _describe(self, request: Request) -> RoutingRequest:
-        lives = self.controller.lives.values()
-        block_size = self.info.block_size if self._hashes_prompts and len(lives) > 1 else None
-        loads = (life.load for life in lives if life.load is not None)
+    async def _describe(self, request: Request) -> RoutingRequest:
+        has_prefixes = self._hashes_prompts and len(self.controller.lives) > 1
+        block_hashes = await prompt_hashes(request, self.info.block_size) if has_prefixes else ()
+        loads = (life.load for life in self.controller.lives.values() if life.load is not None)
         costs = next((load.costs for load in loads if load.costs is not None), UNIT_COSTS)
-        return routing_request(request, costs, block_size=block_size)
+        return routing_request(request, costs, block_hashes=block_hashes)
 
     # --- what the controller hears (its `Listener`) -----------------------------------------------------
 

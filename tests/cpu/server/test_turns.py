@@ -75,17 +75,26 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @asynccontextmanager
-async def served_fleet(**fields: Any) -> AsyncIterator[Served]:
-    """Serve an engine that has a process of its own, as the real one has."""
+async def served_fleet(num_replicas: int = 1, **fields: Any) -> AsyncIterator[Served]:
+    """Serve engines that have processes of their own, as real ones have."""
     limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2**14, "num_blocks": 300_000}
     async with (
-        fleet_of(1, step_seconds=0.002, max_model_len=300_000, **limits) as client,
+        fleet_of(
+            num_replicas, hashes_prompts=True, step_seconds=0.002, max_model_len=300_000, **limits
+        ) as client,
         serving(cast(FakeEngine, client), has_fleet=True, max_body_bytes=10 * 2**20, **fields) as served,
     ):
         for path in ("/metrics", "/fleet", "/v1/models"):  # what is made for the first one alone
             assert (await post_from_outside(served, path, None)).status == 200
         assert (await post_from_outside(served, TEXT, b'{"prompt":"a"}')).status == 200
         yield served
+
+
+async def test_no_prompt_that_is_routed_by_its_prefix_holds_up_the_event_loop() -> None:
+    body = json.dumps({"prompt": [5] * (MAX_JSON_VALUES - 100), "n": 16, "max_tokens": 1}).encode()
+    async with served_fleet(2) as served:
+        answer = await quickly(lambda: post_from_outside(served, TEXT, body))
+    assert answer.json["usage"]["completion_tokens"] == 16
 
 
 @pytest.mark.parametrize("name", ANSWERS)
