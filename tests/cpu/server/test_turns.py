@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import time
 from collections.abc import AsyncIterator
@@ -9,13 +11,20 @@ from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from onbeat.cluster.open_request import MOST_AT_ONCE, HandOut, OpenRequest
+from onbeat.cluster.routing_request import prompt_hashes
+from onbeat.core.hashing import hash_blocks, root_hash
+from onbeat.core.protocols import Delivery
 from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
+from onbeat.server import lifecycle
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import post_from_outside, quickly
-from tests.cpu.server.running import HELLO, Served, parse_events, serving
-from tests.fakes_engine import FakeEngine
+from tests.cpu.server.running import HELLO, Served, parse_events, serving, until
+from tests.fakes_engine import FakeEngine, Script
 from tests.fleet.fleets import fleet_of
 
 CHAT = "/v1/chat/completions"
@@ -165,3 +174,58 @@ async def test_an_answer_of_several_choices_has_a_bound(served: Served, engine: 
     assert (await served.post(CHAT, {**stop, "logprobs": True, "top_logprobs": 20})).status == 200
     assert (await served.post(CHAT, {**stop, "n": 16})).status == 200
     assert (await served.post(CHAT, {**stop, "n": 2, "logprobs": True, "top_logprobs": 20})).status == 400
+
+
+@given(st.integers(0, 70_000), st.sampled_from([1, 7, 16]))
+@settings(max_examples=10, deadline=None)
+def test_hashes_made_in_parts_are_those_of_the_whole_prompt(num_tokens: int, block_size: int) -> None:
+    request = Request(request_id="a", prompt_token_ids=range(num_tokens), cache_salt="salt")
+    expected = hash_blocks(root_hash("salt"), request.prompt_token_ids, block_size)
+    assert asyncio.run(prompt_hashes(request, block_size)) == expected
+
+
+async def test_a_step_for_many_wakes_some_streams_at_a_time_and_keeps_the_order() -> None:
+    hand_out, order = HandOut(), list[tuple[int, float]]()
+    opened = [OpenRequest(Request(request_id=str(i), prompt_token_ids=(1,))) for i in range(200)]
+
+    async def read(index: int) -> None:
+        for _ in range(3):
+            item = await opened[index].stream.get()
+            assert isinstance(item, Delivery)
+            order.append((index, item.time))
+
+    readers = [asyncio.create_task(read(index)) for index in range(200)]
+    await asyncio.sleep(0)
+    for time_ in range(3):
+        for each in opened:
+            hand_out.put(each, Delivery(float(time_), RequestOutput("", [])))
+    rounds = []
+    while not all(reader.done() for reader in readers):
+        before = len(order)
+        await asyncio.sleep(0)
+        rounds.append(len(order) - before)
+    assert max(rounds) <= MOST_AT_ONCE
+    for index in range(200):
+        assert [time_ for other, time_ in order if other == index] == [0.0, 1.0, 2.0]
+
+
+async def test_full_rounds_of_garbage_collection_wait_until_nothing_is_open(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "TIDY_SECONDS", 0.01)
+    collected: list[int] = []
+    monkeypatch.setattr(lifecycle.gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(lifecycle.gc, "get_count", lambda: (0, 0, 1))
+    before = gc.get_threshold()
+    engine.script = Script("a", end=False, seconds_per_step=0.01)
+    async with serving(engine) as served:
+        assert gc.get_threshold()[2] > 10**6
+        await until(lambda: collected)
+        answer = asyncio.create_task(served.post(TEXT, {"prompt": "a", "max_tokens": 30}))
+        await until(lambda: served.app.state.lifecycle.num_open)
+        collected.clear()
+        await asyncio.sleep(0.1)
+        assert not collected
+        assert (await answer).status == 200
+        await until(lambda: collected)
+    assert gc.get_threshold() == before
