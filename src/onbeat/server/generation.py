@@ -24,6 +24,8 @@ BEGUN_TOKENS = 2**15
 """Prompt tokens of the choices of one request that are handed to the engine before others have their turn."""
 BEGIN_COST_TOKENS = 2**10
 """What it takes to begin a choice, beside its prompt: as long as so many tokens of one."""
+ENDED_TASKS = 16
+"""Choices that are given up before others have their turn."""
 
 
 @dataclass(slots=True)
@@ -331,9 +333,20 @@ async def _merged(
                 yield item
     finally:
         beginning.cancel()
+        await _end_all(tasks)
+
+
+async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for them, a few at a time: each has to tell the engine."""
+    try:
+        for start in range(0, len(tasks), ENDED_TASKS):
+            some = tasks[start : start + ENDED_TASKS]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+    finally:  # should this wait be cancelled itself
         for task in tasks:
             task.cancel()
-        await asyncio.gather(beginning, *tasks, return_exceptions=True)
 
 
 async def _pump(

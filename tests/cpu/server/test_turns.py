@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import http.client
 import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +25,7 @@ from onbeat.core.slo import SLO
 from onbeat.server import lifecycle
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import post_from_outside, quickly
-from tests.cpu.server.running import HELLO, Served, parse_events, serving, until
+from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving, until
 from tests.fakes_engine import FakeEngine, Script
 from tests.fleet.fleets import fleet_of
 
@@ -93,7 +95,7 @@ async def served_fleet(num_replicas: int = 1, **fields: Any) -> AsyncIterator[Se
         ) as client,
         serving(cast(FakeEngine, client), has_fleet=True, max_body_bytes=10 * 2**20, **fields) as served,
     ):
-        for path in ("/metrics", "/fleet", "/v1/models"):  # what is made for the first one alone
+        for path in ("/metrics", "/fleet", "/v1/models", "/openapi.json"):  # what is made once, at the start
             assert (await post_from_outside(served, path, None)).status == 200
         assert (await post_from_outside(served, TEXT, b'{"prompt":"a"}')).status == 200
         yield served
@@ -104,6 +106,24 @@ async def test_no_prompt_that_is_routed_by_its_prefix_holds_up_the_event_loop() 
     async with served_fleet(2) as served:
         answer = await quickly(lambda: post_from_outside(served, TEXT, body))
     assert answer.json["usage"]["completion_tokens"] == 16
+
+
+async def test_a_client_that_leaves_512_choices_does_not_hold_up_the_event_loop() -> None:
+    body = json.dumps({**MANY, "max_tokens": 1000, "ignore_eos": True, "stream": True}).encode()
+
+    def leave() -> None:
+        connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=60)
+        connection.request("POST", TEXT, body, {"content-type": "application/json"})
+        connection.getresponse().read(2**16)
+        connection.close()
+
+    async def leave_and_wait() -> Answer:
+        await asyncio.to_thread(leave)
+        await until(lambda: not served.app.state.fleet.replicas()[0].num_outstanding, timeout=30)
+        return await post_from_outside(served, "/load", None)
+
+    async with served_fleet() as served:
+        assert (await quickly(leave_and_wait)).json == {"server_load": 0}
 
 
 @pytest.mark.parametrize("name", ANSWERS)
@@ -133,6 +153,8 @@ async def test_no_answer_holds_up_the_event_loop(name: str) -> None:
         ("/metrics", None),
         ("/fleet", None),
         ("/v1/models", None),
+        ("/openapi.json", None),
+        ("/docs", None),
     ],
 )
 async def test_no_other_route_holds_up_the_event_loop(path: str, body: dict[str, Any] | None) -> None:
