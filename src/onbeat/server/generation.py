@@ -332,8 +332,7 @@ async def _merged(
             else:
                 yield item
     finally:
-        beginning.cancel()
-        await _end_all(tasks)
+        await _end_all([beginning, *tasks])
 
 
 async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
