@@ -15,8 +15,8 @@ UNIT_COSTS = PrefillCosts(token=1.0, pair=0.0, step=0.0, decode=1.0)
 """Where no replica predicts: a token is as much as another."""
 
 
-_BLOCKS_AT_ONCE = 2048
-"""Blocks that are hashed before others of the event loop have their turn: some two milliseconds."""
+_BLOCKS_AT_ONCE = 512
+"""Blocks that are hashed before others of the event loop have their turn, such as other choices' blocks."""
 
 
 async def prompt_hashes(request: Request, block_size: int) -> list[bytes]:
