@@ -14,6 +14,7 @@ from tests.cpu.server.running import Answer, Served
 
 LONGEST_TURN = 0.02
 """Seconds of processor time that the loop may take at a stretch."""
+KEY = "key"
 TRIES = 3
 """What holds the loop does so each time; what others do to the processor's caches does not."""
 
@@ -67,7 +68,9 @@ async def post_from_outside(served: Served, path: str, body: bytes | None) -> An
         address = urlsplit(served.url)
         connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
         try:
-            headers = {} if body is None else {"content-type": "application/json"}
+            headers = {"authorization": f"Bearer {KEY}"}
+            if body is not None:
+                headers["content-type"] = "application/json"
             connection.request("GET" if body is None else "POST", path, body, headers)
             response = connection.getresponse()
             return Answer(response.status, dict(response.getheaders()), response.read())

@@ -24,7 +24,7 @@ from onbeat.core.request import FinishReason, Request, RequestOutput
 from onbeat.core.slo import SLO
 from onbeat.server import lifecycle
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
-from tests.cpu.server.loop_turns import post_from_outside, quickly
+from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
 from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving, until
 from tests.fakes_engine import FakeEngine, Script
 from tests.fleet.fleets import fleet_of
@@ -93,7 +93,7 @@ async def served_fleet(num_replicas: int = 1, **fields: Any) -> AsyncIterator[Se
         fleet_of(
             num_replicas, hashes_prompts=True, step_seconds=0.002, max_model_len=300_000, **limits
         ) as client,
-        serving(cast(FakeEngine, client), has_fleet=True, max_body_bytes=10 * 2**20, **fields) as served,
+        serving(cast(FakeEngine, client), has_fleet=True, api_keys=(KEY,), **fields) as served,
     ):
         for path in ("/metrics", "/fleet", "/v1/models", "/openapi.json"):  # what is made once, at the start
             assert (await post_from_outside(served, path, None)).status == 200
@@ -113,7 +113,9 @@ async def test_a_client_that_leaves_512_choices_does_not_hold_up_the_event_loop(
 
     def leave() -> None:
         connection = http.client.HTTPConnection(urlsplit(served.url).netloc, timeout=60)
-        connection.request("POST", TEXT, body, {"content-type": "application/json"})
+        connection.request(
+            "POST", TEXT, body, {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+        )
         connection.getresponse().read(2**16)
         connection.close()
 
