@@ -9,6 +9,7 @@ import numpy as np
 
 from onbeat.core.errors import EngineDead
 from onbeat.core.protocols import EngineInfo
+from onbeat.core.request import TokenLogprobs
 from onbeat.core.step import ModelRunnerOutput, SchedulerOutput
 from onbeat.engine.core import EngineCore
 from onbeat.engine.executor import ThreadExecutor
@@ -16,11 +17,11 @@ from onbeat.engine.kv_access import BlockMemory, KVLayout, KVRegion
 from onbeat.scheduler.config import SchedulerConfig
 from onbeat.scheduler.replica.scheduler import Scheduler
 from tests.fake_step_time import LinearStepTime
-from tests.fakes_engine import VOCAB_SIZE
+from tests.fakes_engine import LOGPROB, VOCAB_SIZE
 
 
 class FakeRunner:
-    """Token at position p is p % 97.
+    """Token at position p is p % 97, and its alternatives are the tokens after it.
 
     A request named `bad...` fails, one named `boom...` its whole step, one named `dead...` the engine.
 
@@ -33,6 +34,7 @@ class FakeRunner:
     def __init__(self, step_seconds: float = 0.0, *, idle_checks: int | None = None) -> None:
         self.step_seconds = step_seconds
         self._idle_checks = idle_checks
+        self._num_logprobs: dict[str, int | None] = {}
 
     def check_alive(self) -> None:
         if self._idle_checks is not None:
@@ -52,7 +54,25 @@ class FakeRunner:
             for row in scheduled.rows
             if row.samples
         ]
-        return ModelRunnerOutput(sampled, failed=failed or None)
+        return ModelRunnerOutput(sampled, self._logprobs(scheduled, sampled), failed=failed or None)
+
+    def _logprobs(
+        self, scheduled: SchedulerOutput, sampled: list[list[int]]
+    ) -> list[list[TokenLogprobs] | None] | None:
+        for admitted in scheduled.admitted:
+            self._num_logprobs[admitted.request.request_id] = admitted.request.sampling.num_logprobs
+        numbers = [self._num_logprobs.get(row.request_id) for row in scheduled.rows if row.samples]
+        if all(number is None for number in numbers):
+            return None
+        return [
+            None if number is None else [_token_logprobs(token_id, number) for token_id in token_ids]
+            for token_ids, number in zip(sampled, numbers, strict=True)
+        ]
+
+
+def _token_logprobs(token_id: int, num_alternatives: int) -> TokenLogprobs:
+    others = tuple((token_id + k) % 97 for k in range(num_alternatives))
+    return TokenLogprobs(token_id, LOGPROB, others, tuple(LOGPROB - k for k in range(num_alternatives)))
 
 
 class KeepingRunner(FakeRunner):

@@ -58,6 +58,7 @@ def fleet_of(
     move_rule: str = "mend",
     autoscale: str = "",
     bounds: ScaleBounds | None = None,
+    hashes_prompts: bool = False,
     **options: Any,
 ) -> FleetClient:
     """Return the client of a fleet that has not been started; options are those of `build_fake_engine`."""
@@ -71,6 +72,7 @@ def fleet_of(
         make_build or (lambda _replica, _life: build),
         num_replicas=num_replicas,
         bounds=bounds,
+        hashes_prompts=hashes_prompts,
         kv_transports=kv_transports,
     )
 

@@ -13,10 +13,10 @@ from onbeat.cluster.config import TRANSPORTS
 from onbeat.cluster.controller import FleetController
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
-from onbeat.cluster.open_request import OpenRequest, Origin, OutOfPlace
+from onbeat.cluster.open_request import HandOut, OpenRequest, Origin, OutOfPlace
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild
 from onbeat.cluster.refusals import LOSSES, refusal
-from onbeat.cluster.routing_request import UNIT_COSTS, routing_request
+from onbeat.cluster.routing_request import UNIT_COSTS, prompt_hashes, routing_request
 from onbeat.core.errors import (
     ConfigError,
     EngineDead,
@@ -99,6 +99,7 @@ class FleetClient:
         self._hashes_prompts = hashes_prompts
         self._observers = list(observers)
         self._open: dict[str, OpenRequest] = {}
+        self._hand_out = HandOut()
         self._by_name: dict[str, OpenRequest] = {}
         """Requests by the names under which replicas have them."""
         self.counts = FleetCounts()
@@ -294,6 +295,7 @@ class FleetClient:
 
     async def generate(self, request: Request) -> AsyncGenerator[Delivery, None]:
         request_id = request.request_id
+        routed = await self._describe(request)
         if request_id in self._open:
             raise InvalidRequest(f"request id {request_id!r} is in use; use a new one", param="request_id")
         if request.whole is not None:
@@ -302,7 +304,7 @@ class FleetClient:
         opened = self._open[request_id] = OpenRequest(request)
         finished = False
         try:
-            self.controller.tell(Arrived(self._describe(request)))
+            self.controller.tell(Arrived(routed))
             while not finished:
                 item = await opened.stream.get()
                 if isinstance(item, OnbeatError):
@@ -329,17 +331,17 @@ class FleetClient:
             else:
                 self.controller.tell(Aborted(request_id))
                 output = RequestOutput(request_id, [], finish_reason=FinishReason.ABORT)
-                opened.stream.put_nowait(Delivery(time.monotonic(), output))
+                self._hand_out.put(opened, Delivery(time.monotonic(), output))
 
     async def is_idle(self) -> bool:
         return not self._open
 
-    def _describe(self, request: Request) -> RoutingRequest:
-        lives = self.controller.lives.values()
-        block_size = self.info.block_size if self._hashes_prompts and len(lives) > 1 else None
-        loads = (life.load for life in lives if life.load is not None)
+    async def _describe(self, request: Request) -> RoutingRequest:
+        has_prefixes = self._hashes_prompts and len(self.controller.lives) > 1
+        block_hashes = await prompt_hashes(request, self.info.block_size) if has_prefixes else ()
+        loads = (life.load for life in self.controller.lives.values() if life.load is not None)
         costs = next((load.costs for load in loads if load.costs is not None), UNIT_COSTS)
-        return routing_request(request, costs, block_size=block_size)
+        return routing_request(request, costs, block_hashes=block_hashes)
 
     # --- what the controller hears (its `Listener`) -----------------------------------------------------
 
@@ -356,7 +358,7 @@ class FleetClient:
         opened = self._open[action.request_id]
         opened.replica = None
         self.counts.num_failed += action.reason in LOSSES or bool(opened.token_ids)
-        opened.stream.put_nowait(refusal(action, opened))
+        self._hand_out.put(opened, refusal(action, opened))
 
     def on_moved(self, opened: OpenRequest, origin: Origin) -> None:
         self._by_name.pop(origin.name, None)
@@ -404,7 +406,7 @@ class FleetClient:
         for observer in self._observers:
             observer.on_step(outputs, life.replica_number)
         for opened, output in deliveries:
-            opened.stream.put_nowait(Delivery(now, output))
+            self._hand_out.put(opened, Delivery(now, output))
             is_finished = output.finish_reason is not None
             is_first = bool(output.new_token_ids) and not opened.has_begun
             opened.has_begun = opened.has_begun or is_first
@@ -421,7 +423,7 @@ class FleetClient:
             return opened.take(output, now)
         except OutOfPlace as error:
             logger.exception("the deliveries of %s do not fit together", opened.name)
-            opened.stream.put_nowait(EngineError(f"the deliveries do not fit together: {error}"))
+            self._hand_out.put(opened, EngineError(f"the deliveries do not fit together: {error}"))
             self.controller.tell(Aborted(opened.request.request_id))
             return None
 

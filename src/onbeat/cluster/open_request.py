@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -10,6 +11,9 @@ from onbeat.core.errors import OnbeatError, RequestRejected
 from onbeat.core.fleet import ReplicaId
 from onbeat.core.protocols import Delivery
 from onbeat.core.request import Request, RequestOutput
+
+MOST_AT_ONCE = 32
+"""Streams that go on in one round of the event loop: a step may have something for hundreds."""
 
 
 class OutOfPlace(Exception):
@@ -125,3 +129,30 @@ class OpenRequest:
                 output.predicted_ttft = None  # of a first token that has come long ago
         self._last = output
         return output
+
+
+class HandOut:
+    """Puts into streams what comes for them, in order, for a few streams in each round of the event loop."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[OpenRequest, Delivery | OnbeatError]] = deque()
+        self._num_put = 0
+        self._is_due = False
+
+    def put(self, opened: OpenRequest, item: Delivery | OnbeatError) -> None:
+        """Put an item into a request's stream, now or in one of the next rounds."""
+        self._waiting.append((opened, item))
+        self._put_some()
+
+    def _put_some(self) -> None:
+        while self._waiting and self._num_put < MOST_AT_ONCE:
+            opened, item = self._waiting.popleft()
+            opened.stream.put_nowait(item)
+            self._num_put += 1
+        if self._num_put and not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._begin_round)
+
+    def _begin_round(self) -> None:
+        self._is_due, self._num_put = False, 0
+        self._put_some()

@@ -15,8 +15,8 @@ from onbeat.engine.messages import FromEngine, ToEngine, decode_from_engine, enc
 
 logger = logging.getLogger("onbeat.cluster")
 
-_MOST_AT_ONCE = 200
-"""Messages read before others of the event loop have their turn."""
+_TURN_SECONDS = 0.002
+"""How long messages are read before others of the event loop have their turn."""
 
 OnMessage = Callable[[bytes, FromEngine], None]
 
@@ -96,7 +96,8 @@ class Wire:
     def read(self) -> None:
         """Take the messages that are there; the descriptor tells no more of those that one leaves."""
         socket = self._socket
-        for _ in range(_MOST_AT_ONCE):
+        end = self._loop.time() + _TURN_SECONDS
+        while self._loop.time() < end:
             if not self._is_open:
                 return
             try:

@@ -234,6 +234,7 @@ class RunCounts:
             engine = self.engines[name] = EngineGauges()
         engine.on_step(stats)
         self.policy.on_step(stats, name)
+        self.slo.judge()
         shape = stats.shape
         self.num_steps += 1
         self.num_preemptions += stats.num_preemptions

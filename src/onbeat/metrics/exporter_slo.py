@@ -10,7 +10,7 @@ from onbeat.metrics.breakdown import by_prompt_decile, worst_decile
 from onbeat.metrics.counts import RunCounts
 from onbeat.metrics.families import counter, counters, gauge, gauges, histogram, histograms, keyed
 from onbeat.metrics.policy_counts import LoadEstimate, PolicyCounts
-from onbeat.metrics.slo_counts import WINDOW_SECONDS, ClassCounts, SLOCounts, objectives_by_class
+from onbeat.metrics.slo_counts import WINDOW_SECONDS, SLOCounts, objectives_by_class
 
 
 def slo_metrics(counts: RunCounts, now: float, *, uptime: float) -> Iterator[Metric]:
@@ -68,7 +68,7 @@ def _classes(counts: SLOCounts) -> Iterator[Metric]:
 
 
 def _recent(counts: SLOCounts, now: float, *, window: float) -> Iterator[Metric]:
-    recent = {(name,): _judged_and_good(own, now) for name, own in counts.classes.items()}
+    recent = {(name,): own.judged_and_good(now) for name, own in counts.classes.items()}
     yield gauges(
         "onbeat_slo_attainment",
         "Share of the requests ended in the last minute that were good",
@@ -81,11 +81,6 @@ def _recent(counts: SLOCounts, now: float, *, window: float) -> Iterator[Metric]
         ("slo_class",),
         {key: good / window if window > 0 else None for key, (_, good) in recent.items()},
     )
-
-
-def _judged_and_good(counts: ClassCounts, now: float) -> tuple[int, int]:
-    recent = counts.recent(now)
-    return len(recent), sum(ended.is_good for ended in recent)
 
 
 def _worst_decile(counts: SLOCounts, now: float) -> Iterator[Metric]:

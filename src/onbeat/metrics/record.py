@@ -40,6 +40,8 @@ class RequestRecord:
     finish_reason: str | None = None
     """`stop`, `length`, `abort`, `error`, `expired`, `rejected`; None while it runs."""
     num_output_tokens: int = 0
+    num_untaken_tokens: int = 0
+    """What the engine has delivered beyond that, for an answer that is read slowly."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held."""
     num_preemptions: int = 0

@@ -7,9 +7,8 @@ objectives of their own and no class are counted as `unnamed`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,12 @@ OUTCOMES = ("good", "bad", "rejected", "expired", "abandoned")
 """What became of a request. `abandoned`: its caller left while its objectives were still kept; not judged."""
 WINDOW_SECONDS = 60.0
 """What "of late" is."""
+MOST_RECENT = 2**13
+"""Requests of a class of late that are looked at one by one, the last ones."""
+JUDGED_DELIVERIES = 2**15
+"""What is judged at a time: some milliseconds of work."""
+JUDGED_REQUESTS = 64
+"""Ended requests that wait to be judged. Together they take little longer than each would alone."""
 
 
 class EndedRequest(NamedTuple):
@@ -50,6 +55,8 @@ class ClassCounts:
         self.gap = Histogram(TBT_SECONDS)
         self._recent: deque[EndedRequest] = deque()
         """The judged requests of late, by end."""
+        self._num_good = 0
+        """Of these."""
 
     def take(self, record: RequestRecord, outcome: str) -> None:
         """Count a request that ended."""
@@ -64,16 +71,22 @@ class ClassCounts:
                     is_good=outcome == "good",
                 )
             )
+            self._num_good += outcome == "good"
             self._forget(record.end)
 
-    def recent(self, now: float) -> Sequence[EndedRequest]:
-        """Return the judged requests that have ended of late."""
+    def recent(self, now: float) -> list[EndedRequest]:
+        """Return the judged requests that have ended of late, the last `MOST_RECENT`."""
         self._forget(now)
-        return self._recent
+        return list(islice(self._recent, max(len(self._recent) - MOST_RECENT, 0), None))
+
+    def judged_and_good(self, now: float) -> tuple[int, int]:
+        """Return how many requests of late were judged, and how many of them were good."""
+        self._forget(now)
+        return len(self._recent), self._num_good
 
     def _forget(self, now: float) -> None:
         while self._recent and self._recent[0].end <= now - WINDOW_SECONDS:
-            self._recent.popleft()
+            self._num_good -= self._recent.popleft().is_good
 
 
 class SLOCounts:
@@ -86,7 +99,16 @@ class SLOCounts:
 
     def __init__(self, mode: SLOMode = "stream") -> None:
         self.mode = mode
-        self.classes: dict[str, ClassCounts] = {}
+        self._classes: dict[str, ClassCounts] = {}
+        self._ended: deque[RequestRecord] = deque()
+        """Requests that wait to be judged."""
+
+    @property
+    def classes(self) -> dict[str, ClassCounts]:
+        """Counts by class, with all requests that have ended."""
+        while self._ended:
+            self.judge()
+        return self._classes
 
     def on_request(self, record: RequestRecord) -> None:
         """Note a class and its objectives as soon as it has a request."""
@@ -104,9 +126,29 @@ class SLOCounts:
             self._class(record).ttft.observe(times[0] - record.arrival)
 
     def on_finish(self, record: RequestRecord) -> None:
-        """Judge a request."""
+        """Take a request that is to be judged."""
         if has_objectives(record):
-            self._class(record).take(record, self._outcome(record))
+            self._ended.append(record)
+            if len(self._ended) >= JUDGED_REQUESTS:
+                self.judge()
+
+    def judge(self) -> None:
+        """Judge some requests that have ended, those that wait for it longest."""
+        if not self._ended:
+            return
+        records: list[RequestRecord] = []
+        num_deliveries = 0
+        while self._ended and num_deliveries < JUDGED_DELIVERIES:
+            records.append(self._ended.popleft())
+            num_deliveries += len(records[-1].delivery_times)
+        # One that was aborted is judged as far as it came: a caller who has waited too long for a token was
+        # not served in time.
+        as_if_whole = [
+            replace(record, finish_reason="stop") if record.finish_reason == "abort" else record
+            for record in records
+        ]
+        for record, is_good in zip(records, good_requests(as_if_whole, mode=self.mode).tolist(), strict=True):
+            self._class(record).take(record, _outcome(record, is_good=is_good))
 
     def recent(self, now: float) -> Outcomes:
         """Return the judged requests of all classes that have ended of late, by class and end."""
@@ -120,20 +162,17 @@ class SLOCounts:
 
     def _class(self, record: RequestRecord) -> ClassCounts:
         name = record.request_class or UNNAMED
-        if name not in self.classes:
-            self.classes[name] = ClassCounts()
-        return self.classes[name]
+        if name not in self._classes:
+            self._classes[name] = ClassCounts()
+        return self._classes[name]
 
-    def _outcome(self, record: RequestRecord) -> str:
-        if record.finish_reason in ("rejected", "expired"):
-            return record.finish_reason
-        if record.finish_reason == "abort":
-            # Judged as far as it came: a caller who has waited too long for a token was not served in time.
-            return "abandoned" if self._is_good(replace(record, finish_reason="stop")) else "bad"
-        return "good" if self._is_good(record) else "bad"
 
-    def _is_good(self, record: RequestRecord) -> bool:
-        return bool(good_requests([record], mode=self.mode)[0])
+def _outcome(record: RequestRecord, *, is_good: bool) -> str:
+    if record.finish_reason in ("rejected", "expired"):
+        return record.finish_reason
+    if record.finish_reason == "abort":
+        return "abandoned" if is_good else "bad"
+    return "good" if is_good else "bad"
 
 
 def objectives_by_class(counts: SLOCounts) -> dict[tuple[str, ...], float | None]:

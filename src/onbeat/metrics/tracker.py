@@ -96,6 +96,7 @@ class RequestTracker:
         record = self._open.get(output.request_id)
         if record is None:
             return
+        record.num_untaken_tokens -= len(output.new_token_ids)
         _take_start(record, output)
         if output.num_preemptions > record.num_preemptions:
             record.num_preemptions = output.num_preemptions
@@ -138,8 +139,11 @@ class RequestTracker:
             for listener in self._listeners:
                 listener.on_step(message.stats, replica)
         for output in message.outputs:
-            record = self._open.get(output.request_id) if output.finish_reason is not None else None
+            record = self._open.get(output.request_id)
             if record is None:
+                continue
+            record.num_untaken_tokens += len(output.new_token_ids)
+            if output.finish_reason is None:
                 continue
             self._leave(record)
             if output.finish_reason is FinishReason.EXPIRED:  # it has no answer that could end otherwise

@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
+from typing import Any
 
-import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from onbeat.core.errors import OnbeatError
+from onbeat.core.errors import InvalidRequest, OnbeatError
 from onbeat.core.request import Request
 from onbeat.core.slo import SLOMode
-from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras
-from onbeat.server.answer_report import slo_report, usage_of
+from onbeat.server.answer_format import DONE, EVENT_STREAM_HEADERS, AnswerFormat, Extras, WholeChoice
+from onbeat.server.answer_report import slo_report, usage_of, worst_report
+from onbeat.server.config import MAX_ANSWER_PARTS
 from onbeat.server.errors import ClientGone, error_reply, predicted_ttft_header
 from onbeat.server.generation import Choice, ChoiceDelta
 from onbeat.server.generation_request import GenerationRequest
 from onbeat.server.middleware import HttpContext, context_of
+from onbeat.server.pieces import Piece, PiecesResponse
 from onbeat.server.services import Services
+from onbeat.server.turns import Turns
 
 logger = logging.getLogger("onbeat.server")
+
+TOKEN_BYTES = 400
+ALTERNATIVE_BYTES = 80
+"""What a token, and each alternative to it, takes in memory from its delivery until it is written."""
 
 
 class AnswerResponse(Response):
@@ -36,6 +43,10 @@ class AnswerResponse(Response):
     requests : of the engine, one for each choice: `n` for each prompt, in their order.
     answer_format : the endpoint's.
     services : run the requests.
+
+    Raises
+    ------
+    InvalidRequest : several choices may become more than one answer holds.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class AnswerResponse(Response):
         services: Services,
     ) -> None:
         super().__init__()
+        _check_size(requests, services.info.max_model_len)
         self._is_streamed = bool(body.stream)
         self._choices = [
             Choice(
@@ -59,6 +71,17 @@ class AnswerResponse(Response):
         self._deltas = services.generator.run(self._choices, body.text_options)
         self._writer = _AnswerWriter(self._choices, body, answer_format, services.config.slo.mode)
         self._lifecycle = services.lifecycle
+        self._slow_readers = services.slow_readers
+
+    @property
+    def name(self) -> str:
+        return self._choices[0].request.request_id
+
+    @property
+    def num_unread_bytes(self) -> int:
+        num_alternatives = self._choices[0].request.sampling.num_logprobs or 0
+        num_tokens = sum(choice.num_untaken_tokens for choice in self._choices)
+        return num_tokens * (TOKEN_BYTES + num_alternatives * ALTERNATIVE_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         context = context_of(scope)
@@ -68,12 +91,12 @@ class AnswerResponse(Response):
                     if self._is_streamed:
                         last = await self._send_events(deltas, send, context)
                     else:
-                        last = self._writer.whole(await _collected(deltas, self._choices))
-                if self._is_streamed:
-                    await send({"type": "http.response.body", "body": last, "more_body": False})
-                else:
-                    response = Response(last, headers=self._prediction(), media_type="application/json")
-                    await response(scope, receive, send)
+                        pieces = await self._collect(deltas)
+            if self._is_streamed:
+                await send({"type": "http.response.body", "body": last, "more_body": False})
+            else:
+                response = PiecesResponse(pieces, self._slow_readers, self._prediction())
+                await response(scope, receive, send)
         except ClientGone:
             context.finish = "client_gone"
         except OnbeatError as error:
@@ -90,10 +113,12 @@ class AnswerResponse(Response):
         own = {**EVENT_STREAM_HEADERS, **self._prediction()}
         headers = [(name.encode(), value.encode()) for name, value in own.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        turns = Turns()
         try:
             await self._send_delta(first, send)
             async for delta in deltas:
                 await self._send_delta(delta, send)
+                await turns.rest()
         except Exception as error:  # the status is out: the stream itself must tell
             reply = error_reply(error)
             context.error_code = reply.code
@@ -102,9 +127,23 @@ class AnswerResponse(Response):
             return b"data: " + reply.body + b"\n\n" + DONE
         return self._writer.end()
 
+    async def _collect(self, deltas: AsyncGenerator[ChoiceDelta, None]) -> list[Piece]:
+        """Return the pieces of the whole answer."""
+        turns = Turns()
+        async for delta in deltas:
+            self._writer.add(delta)
+            await turns.rest()
+        pieces = []
+        for piece in self._writer.whole():
+            pieces.append(piece)
+            await turns.rest()
+        return pieces
+
     async def _send_delta(self, delta: ChoiceDelta, send: Send) -> None:
         body = self._writer.events(delta)
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._slow_readers.sent(
+            self, send({"type": "http.response.body", "body": body, "more_body": True})
+        )
 
     def _prediction(self) -> Mapping[str, str]:
         """Return the header that tells the latest TTFT predicted for any choice, if one was."""
@@ -112,8 +151,24 @@ class AnswerResponse(Response):
         return predicted_ttft_header(max(known, default=None))
 
 
+def _check_size(requests: Sequence[Request], max_model_len: int) -> None:
+    """Refuse an answer that could become larger than any that is read; one choice may fill the context."""
+    per_token = 1 + (requests[0].sampling.num_logprobs or 0)
+    num_parts = per_token * sum(request.sampling.max_tokens for request in requests)
+    most = max(MAX_ANSWER_PARTS, 32 * max_model_len)
+    if len(requests) > 1 and num_parts > most:
+        max_tokens = max(request.sampling.max_tokens for request in requests)
+        raise InvalidRequest(
+            f"{len(requests)} choices of up to {max_tokens} tokens with {per_token - 1} alternatives each "
+            f"may come to {num_parts} tokens and log-probabilities; an answer holds at most {most}. Ask for "
+            f"fewer choices or alternatives, or set max_tokens to {most // len(requests) // per_token}",
+            param="n",
+            code="answer_too_large",
+        )
+
+
 class _AnswerWriter:
-    """Makes the bytes of one answer."""
+    """Makes the bytes of one answer, as its tokens come."""
 
     def __init__(
         self,
@@ -128,18 +183,27 @@ class _AnswerWriter:
         self._has_usage_event = body.includes_usage
         self._has_usage_so_far = body.has_continuous_usage
         self._num_open = len(choices)
+        self._slo_reports: list[dict[str, Any]] = []
+        """Of the choices that have ended."""
+        num_columns = len(answer_format.columns([]))
+        self._whole = [] if body.stream else [WholeChoice(choice, num_columns) for choice in choices]
 
-    def whole(self, choices: Sequence[ChoiceDelta]) -> bytes:
-        """Return the answer as one object."""
-        return orjson.dumps(self._format.response(choices, self._final_extras()))
+    def add(self, delta: ChoiceDelta) -> None:
+        """Add a delta to the whole answer."""
+        self._note_end(delta)
+        self._whole[delta.choice.index].add(delta, self._format.columns(delta.tokens))
+
+    def whole(self) -> Iterator[Piece]:
+        """Yield the answer as one object, in pieces."""
+        return self._format.whole(self._whole, self._final_extras())
 
     def events(self, delta: ChoiceDelta) -> bytes:
         """Return the events of one delta, in the order in which they are sent."""
-        self._num_open -= delta.finish_reason is not None
+        self._note_end(delta)
         is_last = self._num_open == 0 and not self._has_usage_event
         extras = Extras(
             usage=usage_of([delta.choice], delta) if self._has_usage_so_far else None,
-            slo=slo_report(self._choices, self._slo_mode) if is_last else None,
+            slo=worst_report(self._slo_reports) if is_last else None,
         )
         return self._format.events(delta, extras)
 
@@ -147,24 +211,15 @@ class _AnswerWriter:
         """Return what comes behind the events of all deltas."""
         return self._format.usage_event(self._final_extras()) + DONE if self._has_usage_event else DONE
 
+    def _note_end(self, delta: ChoiceDelta) -> None:
+        """Judge a choice when it ends: all of them at once could take long."""
+        if delta.finish_reason is not None:
+            self._num_open -= 1
+            if (report := slo_report(delta.choice, self._slo_mode)) is not None:
+                self._slo_reports.append(report)
+
     def _final_extras(self) -> Extras:
-        return Extras(usage=usage_of(self._choices), slo=slo_report(self._choices, self._slo_mode))
-
-
-async def _collected(
-    deltas: AsyncGenerator[ChoiceDelta, None], choices: Sequence[Choice]
-) -> list[ChoiceDelta]:
-    """Return each choice as one delta."""
-    whole = [ChoiceDelta(choice, "", [], choice.token_ids, None) for choice in choices]
-    texts: list[list[str]] = [[] for _ in choices]
-    async for delta in deltas:
-        index = delta.choice.index
-        texts[index].append(delta.text)
-        whole[index].tokens += delta.tokens
-        whole[index].finish_reason = delta.finish_reason
-    for choice, pieces in zip(whole, texts, strict=True):
-        choice.text = "".join(pieces)
-    return whole
+        return Extras(usage=usage_of(self._choices), slo=worst_report(self._slo_reports))
 
 
 def _note(choices: Sequence[Choice], context: HttpContext) -> None:

@@ -1,17 +1,21 @@
-"""What the formats of both completion endpoints share: the head of an answer, server-sent events, extras."""
+"""What the formats of both completion endpoints share: the head of an answer, server-sent events, extras.
+
+Both write JSON as tokens come, so that no work is left for the end of a long answer but to send it.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import orjson
 
 from onbeat import __version__
-from onbeat.server.generation import ChoiceDelta
+from onbeat.server.generation import Choice, ChoiceDelta, ShownToken
+from onbeat.server.pieces import Piece, json_inside
 
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -24,6 +28,9 @@ DONE = b"data: [DONE]\n\n"
 
 LOWEST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON lacks (OpenAI's value)."""
+
+CACHED_TOKENS = 2**15
+"""Tokens whose spelling is kept ready, of a server: the same ones come up as alternatives again and again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,8 +76,47 @@ class Extras:
         return {name: value for name, value in given.items() if value is not None}
 
 
+class WholeChoice:
+    """A choice of a whole answer, written as it comes.
+
+    Parameters
+    ----------
+    choice : which one.
+    num_columns : of `AnswerFormat.columns`.
+
+    Attributes
+    ----------
+    text : inside of its JSON string.
+    columns : inside of the JSON arrays that tell of its tokens' log-probabilities.
+    finish_reason : as in `ChoiceDelta`.
+    """
+
+    def __init__(self, choice: Choice, num_columns: int) -> None:
+        self.choice = choice
+        self.text = bytearray()
+        self.columns = [bytearray() for _ in range(num_columns)]
+        self.finish_reason: str | None = None
+
+    def add(self, delta: ChoiceDelta, columns: Sequence[bytes]) -> None:
+        """Take a delta, and its own columns."""
+        self.text += json_inside(delta.text)
+        self.finish_reason = delta.finish_reason
+        if delta.tokens:
+            for own, new in zip(self.columns, columns, strict=True):
+                if own:
+                    own += b","
+                own += new
+
+
 class AnswerFormat(Protocol):
     """How one endpoint writes its answers."""
+
+    def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
+        """Return the inside of the JSON arrays that tell of tokens' log-probabilities; none if not asked.
+
+        Those of more tokens are joined by commas.
+        """
+        ...
 
     def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
         """Return the events of one delta."""
@@ -80,9 +126,19 @@ class AnswerFormat(Protocol):
         """Return the event with the final usage and no choices."""
         ...
 
-    def response(self, choices: Sequence[ChoiceDelta], extras: Extras) -> dict[str, Any]:
-        """Return the whole answer as one object; of each choice there is one delta that holds all of it."""
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
+        """Yield the whole answer in pieces, none of which takes long to make."""
         ...
+
+
+def whole_answer(head: dict[str, Any], choices: Iterable[Iterator[Piece]], extras: Extras) -> Iterator[Piece]:
+    """Yield an object with all fields of a whole answer, given the pieces of each choice's JSON."""
+    yield orjson.dumps(head | extras.fields())[:-1] + b',"choices":['
+    for index, choice in enumerate(choices):
+        if index:
+            yield b","
+        yield from choice
+    yield b"]}"
 
 
 def event(value: dict[str, Any]) -> bytes:
@@ -120,8 +176,8 @@ class ChunkTemplate:
         return b"".join(parts)
 
 
-def choice_end(delta: ChoiceDelta) -> bytes:
-    """Return the last fields of a choice in a chunk: why it ended, if it has."""
+def choice_end(delta: ChoiceDelta | WholeChoice) -> bytes:
+    """Return the last fields of a choice: why it ended, if it has."""
     if delta.finish_reason is None:
         return b',"finish_reason":null}'
     reason, stop = orjson.dumps(delta.finish_reason), orjson.dumps(delta.choice.stop_reason)

@@ -46,25 +46,25 @@ def usage_of(choices: Sequence[Choice], delta: ChoiceDelta | None = None) -> dic
     }
 
 
-def slo_report(choices: Sequence[Choice], mode: SLOMode) -> dict[str, Any] | None:
-    """Return the `slo` object of a finished answer: how its worst choice fared. None without objectives.
+def slo_report(choice: Choice, mode: SLOMode) -> dict[str, Any] | None:
+    """Return how a finished choice fared, as the `slo` object of an answer. None without objectives.
+
+    Times are those of the engine's deliveries; what the network adds is not in them.
 
     Parameters
     ----------
-    choices : of one request, all of them finished.
     mode : what keeping a TBT objective means.
-
-    Notes
-    -----
-    The worst is the first by: objectives not met, fewer tokens in time, later first token. Times are those of
-    the engine's deliveries; what the network adds is not in them.
     """
-    reports = [
-        _report(choice, choice.request.slo, mode)
-        for choice in choices
-        if choice.request.slo is not None and not choice.request.slo.is_empty
-    ]
-    return min(reports, key=_goodness) if reports else None
+    slo = choice.request.slo
+    return None if slo is None or slo.is_empty else _report(choice, slo, mode)
+
+
+def worst_report(reports: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the `slo` object of an answer: that of its worst choice. None without any.
+
+    The worst is the first by: objectives not met, fewer tokens in time, later first token.
+    """
+    return min(reports, key=_goodness, default=None)
 
 
 def _goodness(report: dict[str, Any]) -> tuple[bool, float, float]:
@@ -97,7 +97,7 @@ def _record(choice: Choice) -> RequestRecord:
         is_streamed=choice.is_streamed,
         delivery_times=times,
         delivery_sizes=choice.delivery_sizes,
-        num_output_tokens=sum(choice.delivery_sizes),
+        num_output_tokens=int(np.sum(choice.delivery_sizes)),
         finish_reason=None if choice.finish_reason is None else choice.finish_reason.value,
         end=times[-1] if times else math.nan,
     )

@@ -21,7 +21,7 @@ from onbeat.server.config import ServerConfig
 from onbeat.server.errors import PREDICTED_TTFT_HEADER, handle_error
 from onbeat.server.fleet import FLEET_BODIES, fleet_routes
 from onbeat.server.generation import Generator
-from onbeat.server.lifecycle import EngineWatch, Lifecycle
+from onbeat.server.lifecycle import EngineWatch, Lifecycle, garbage_kept, tidy
 from onbeat.server.middleware import (
     DOCS_FILES,
     IGNORED_FIELDS_HEADER,
@@ -37,6 +37,7 @@ from onbeat.server.services import Services
 from onbeat.server.status import health_routes, model_routes
 from onbeat.server.telemetry import Telemetry
 from onbeat.server.tokenization import DetokenizeRequest, TokenizeRequest, tokenizer_routes
+from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 
 ENDPOINTS = OPEN_PATHS | {
@@ -90,16 +91,20 @@ def create_app(
         encoder=PromptEncoder(tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len),
         generator=Generator(engine, tokenizer, lifecycle, telemetry.tracker),
         watch=EngineWatch(engine, config.hang),
+        slow_readers=SlowReaders(config.max_unread_bytes),
         created=int(time.time()),
     )
     telemetry.exporter.watch(engine, fleet)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        watching = asyncio.create_task(services.watch.run())
+        duties = (services.watch.run(), services.slow_readers.run(), tidy(lifecycle))
+        watching = [asyncio.create_task(duty) for duty in duties]
         async with telemetry.watched_loop():
-            yield
-        watching.cancel()
+            with garbage_kept():
+                yield
+        for task in watching:
+            task.cancel()
         services.encoder.close()
 
     app = FastAPIOffline(

@@ -19,6 +19,7 @@ from onbeat.server.config import MAX_JSON_PARTS, MAX_JSON_VALUES, MAX_QUOTED
 from onbeat.server.errors import ApiError, ClientGone
 from onbeat.server.fields import check_fields, refuse_unknown
 from onbeat.server.middleware import context_of
+from onbeat.server.turns import Turns
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -94,11 +95,14 @@ async def read_body(request: Request, model: type[_Model], *, unused: Collection
     else:
         kept, ignored = check_fields(body, model.model_fields, unused)
         context.ignored_fields += ignored
+    turns = Turns()
     try:
         # models add what they ignore inside of objects
-        return model.model_validate(kept, context=context.ignored_fields)
+        checked = model.model_validate(kept, context=context.ignored_fields)
     except ValidationError as error:
         raise _first_error(error) from error
+    await turns.rest()
+    return checked
 
 
 async def _read_json_object(request: Request) -> dict[str, Any]:
@@ -110,6 +114,7 @@ async def _read_json_object(request: Request) -> dict[str, Any]:
             code="invalid_content_type",
         )
     raw = await _read_body(request)
+    turns = Turns()
     for marks, most, what in _MOST_MARKS:
         if _num_bytes(raw, marks) > most and await asyncio.to_thread(_num_outside_strings, raw, marks) > most:
             raise ApiError(
@@ -117,6 +122,7 @@ async def _read_json_object(request: Request) -> dict[str, Any]:
                 f"the body holds more than {most} {what}; send less in a request",
                 code="request_too_large",
             )
+        await turns.rest()
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
@@ -125,6 +131,7 @@ async def _read_json_object(request: Request) -> dict[str, Any]:
         raise InvalidRequest(
             f"the body is a JSON {_json_type(body)}; it must be an object", code="invalid_json"
         )
+    await turns.rest()
     return body
 
 

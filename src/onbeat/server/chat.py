@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from typing import Annotated, Any
 
 import orjson
@@ -15,13 +17,16 @@ from onbeat.core.errors import InvalidRequest
 from onbeat.core.protocols import Tokenizer
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
+    CACHED_TOKENS,
     LOWEST_LOGPROB,
     AnswerHead,
     ChunkTemplate,
     Extras,
+    WholeChoice,
     choice_end,
     event,
     new_head,
+    whole_answer,
 )
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.chat_prompt import ChatMessages, render_chat
@@ -36,6 +41,7 @@ from onbeat.server.generation_request import (
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import ChatCompletion, generation_route
+from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.services import Services
 
 
@@ -93,6 +99,7 @@ def chat_routes(services: Services) -> APIRouter:
     """Return the route of chat completions."""
     router = APIRouter()
     config, tokenizer = services.config, services.tokenizer
+    writer = _TokenWriter(tokenizer)
 
     @router.post("/v1/chat/completions", **generation_route(ChatCompletionRequest, ChatCompletion))
     async def chat_completions(request: Request) -> Response:
@@ -109,28 +116,61 @@ def chat_routes(services: Services) -> APIRouter:
         async with cancelled_on_disconnect(request.receive):
             text = await render_chat(body, encoder, services.chat_template, caller)
             prompt = await encoder.encode(text, encode_options(body, info.max_model_len), caller)
-        requests = engine_requests(body, [prompt], objectives, info, tokenizer.eos_token_ids, context)
-        return AnswerResponse(
-            body, requests, ChatFormat(head, body, tokenizer, config.response_role), services
-        )
+        requests = await engine_requests(body, [prompt], objectives, info, tokenizer.eos_token_ids, context)
+        return AnswerResponse(body, requests, ChatFormat(head, body, writer, config.response_role), services)
 
     return router
+
+
+class _TokenWriter:
+    """Writes log-probabilities of tokens.
+
+    Parameters
+    ----------
+    tokenizer : the model's.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._around = lru_cache(CACHED_TOKENS)(self._spell)
+
+    def _spell(self, token_id: int) -> tuple[bytes, bytes]:
+        """Return what stands before and behind a token's log-probability."""
+        text, data = self._tokenizer.token_text(token_id), self._tokenizer.token_bytes(token_id)
+        return (
+            b'{"token":%b,"logprob":' % orjson.dumps(text),
+            b',"bytes":%b' % orjson.dumps(list(data)),
+        )
+
+    def entry(self, token: ShownToken) -> bytes:
+        """Return a token of `logprobs.content`."""
+        values = token.known_logprobs
+        logprobs = [max(logprob, LOWEST_LOGPROB) for logprob in (values.logprob, *values.top_logprobs)]
+        numbers = json_inside(logprobs).split(b",")
+        around = map(self._around, (values.token_id, *values.top_token_ids))
+        own, *top = (
+            before + number + behind for (before, behind), number in zip(around, numbers, strict=True)
+        )
+        return own + b',"top_logprobs":[' + b"},".join(top) + (b"}]}" if top else b"]}")
 
 
 class ChatFormat:
     """Writes chat completions and their chunks."""
 
     def __init__(
-        self, head: AnswerHead, body: ChatCompletionRequest, tokenizer: Tokenizer, role: str
+        self, head: AnswerHead, body: ChatCompletionRequest, writer: _TokenWriter, role: str
     ) -> None:
         self._head = head
         self._has_logprobs = bool(body.logprobs)
         self._has_token_ids = bool(body.return_token_ids)
-        self._tokenizer = tokenizer
+        self._writer = writer
         self._role = role
         self._chunk_fields = head.fields("chat.completion.chunk")
         self._template = ChunkTemplate(self._chunk_fields, has_usage=body.includes_usage)
         self._started: set[int] = set()
+
+    def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
+        return (b",".join(map(self._writer.entry, tokens)),) if self._has_logprobs else ()
 
     def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
         index = delta.choice.index
@@ -145,14 +185,10 @@ class ChatFormat:
     def usage_event(self, extras: Extras) -> bytes:
         return event({**self._chunk_fields, "choices": [], **extras.fields()})
 
-    def response(self, choices: Sequence[ChoiceDelta], extras: Extras) -> dict[str, Any]:
-        answer = {
-            **self._head.fields("chat.completion"),
-            "choices": [self._whole(choice) for choice in choices],
-        }
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
         if self._has_token_ids:
-            answer["prompt_token_ids"] = list(choices[0].choice.request.prompt_token_ids)
-        return answer | extras.fields()
+            extras = replace(extras, prompt_token_ids=choices[0].choice.request.prompt_token_ids)
+        return whole_answer(self._head.fields("chat.completion"), map(self._whole, choices), extras)
 
     def _start(self, delta: ChoiceDelta, usage: dict[str, Any] | None) -> bytes:
         """Return the chunk that names the role of a choice."""
@@ -169,46 +205,31 @@ class ChatFormat:
 
     def _choice(self, delta: ChoiceDelta) -> bytes:
         content = b'{"content":' + orjson.dumps(delta.text) + b"}" if delta.text else b"{}"
-        parts = [b'{"index":%d,"delta":' % delta.choice.index, content, b',"logprobs":']
-        if self._has_logprobs and delta.tokens:
-            parts.append(orjson.dumps(_logprobs(delta.tokens, self._tokenizer)))
-        else:
-            parts.append(b"null")
+        parts: list[Piece] = [b'{"index":%d,"delta":' % delta.choice.index, content]
+        parts += _logprobs(self.columns(delta.tokens) if delta.tokens else ())
         if self._has_token_ids:
             parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
         return b"".join(parts) + choice_end(delta)
 
-    def _whole(self, finished: ChoiceDelta) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": finished.choice.index,
-            # no null `refusal`: clients send the message back, and some make a field of their own out of it
-            "message": {"role": self._role, "content": finished.text},
-            "logprobs": _logprobs(finished.tokens, self._tokenizer) if self._has_logprobs else None,
-            "finish_reason": finished.finish_reason,
-            "stop_reason": finished.choice.stop_reason,
-        }
+    def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
+        # no null `refusal`: clients send the message back, and some make a field of their own out of it
+        start = (finished.choice.index, orjson.dumps(self._role))
+        yield b'{"index":%d,"message":{"role":%b,"content":"' % start
+        yield finished.text
+        yield b'"}'
+        yield from _logprobs(finished.columns)
         if self._has_token_ids:
-            choice["token_ids"] = finished.choice.token_ids
-        return choice
+            yield b',"token_ids":'
+            yield orjson.dumps(finished.choice.token_ids)
+        yield choice_end(finished)
 
 
-def _logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the `logprobs` object of a chat choice."""
-    return {"content": [_entry(token, tokenizer) for token in tokens], "refusal": None}
-
-
-def _entry(token: ShownToken, tokenizer: Tokenizer) -> dict[str, Any]:
-    values = token.known_logprobs
-    top = zip(values.top_token_ids, values.top_logprobs, strict=True)
-    return {
-        **_json_token(values.token_id, values.logprob, tokenizer),
-        "top_logprobs": [_json_token(token_id, logprob, tokenizer) for token_id, logprob in top],
-    }
-
-
-def _json_token(token_id: int, logprob: float, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "token": tokenizer.token_text(token_id),
-        "logprob": max(logprob, LOWEST_LOGPROB),
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }
+def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield the field `logprobs`."""
+    if not columns:
+        yield b',"logprobs":null'
+        return
+    (content,) = columns
+    yield b',"logprobs":{"content":['
+    yield content
+    yield b'],"refusal":null}'

@@ -19,6 +19,7 @@ from onbeat.server.config import MAX_MESSAGES, MAX_VARIABLES_BYTES
 from onbeat.server.errors import ApiError, unsupported
 from onbeat.server.fields import ignorable
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.turns import Turns
 from onbeat.text.chat_template import ChatTemplate
 
 _START_MARK = "\ue000onbeat-start\ue000"
@@ -183,7 +184,10 @@ async def render_chat(
             "--chat-template",
             code="no_chat_template",
         )
-    messages = [_template_message(message, f"messages[{i}]") for i, message in enumerate(body.messages or ())]
+    messages, turns = list[dict[str, str]](), Turns()
+    for index, message in enumerate(body.messages or ()):
+        messages.append(_template_message(message, f"messages[{index}]"))
+        await turns.rest()
     variables = {
         **(body.chat_template_kwargs or {}),
         "add_generation_prompt": body.add_generation_prompt is not False,
@@ -231,8 +235,9 @@ def _continued(rendered: str, marked: str, content: str) -> str:
 def _template_message(message: ChatMessage, where: str) -> dict[str, str]:
     if message.role in ("tool", "function"):
         raise unsupported(f"{where}.role is {message.role!r}; this server has no tool calls", f"{where}.role")
+    given = message.__dict__ | (message.model_extra or {})  # asking a model for what it lacks takes long
     for field in _LACKED:
-        if getattr(message, field, None):
+        if given.get(field):
             raise unsupported(f"{where}.{field} is not supported by this server", f"{where}.{field}")
     result: dict[str, str] = {
         "role": message.role,

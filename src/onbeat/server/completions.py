@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import chain
 from typing import Annotated, Any
 
@@ -17,18 +18,21 @@ from onbeat.core.protocols import Tokenizer
 from onbeat.core.request import TokenLogprobs
 from onbeat.server.answer import AnswerResponse, cancelled_on_disconnect
 from onbeat.server.answer_format import (
+    CACHED_TOKENS,
     LOWEST_LOGPROB,
     AnswerHead,
     ChunkTemplate,
     Extras,
+    WholeChoice,
     choice_end,
     event,
     new_head,
+    whole_answer,
 )
 from onbeat.server.body import WHOLE, Flag, read_body
 from onbeat.server.config import ServerConfig
 from onbeat.server.errors import unsupported
-from onbeat.server.generation import ChoiceDelta, ShownToken
+from onbeat.server.generation import Choice, ChoiceDelta, ShownToken
 from onbeat.server.generation_request import (
     GenerationRequest,
     check_common,
@@ -38,6 +42,7 @@ from onbeat.server.generation_request import (
 from onbeat.server.middleware import context_of
 from onbeat.server.objectives import request_objectives
 from onbeat.server.openapi import Completion, generation_route
+from onbeat.server.pieces import Piece, json_inside
 from onbeat.server.prompts import TOKEN_ID_SCHEMA, EncodeOptions, PromptInput
 from onbeat.server.services import Services
 
@@ -129,6 +134,7 @@ def completion_routes(services: Services) -> APIRouter:
     """Return the route of text completions."""
     router = APIRouter()
     config, tokenizer = services.config, services.tokenizer
+    token_name = lru_cache(CACHED_TOKENS)(partial(_token_name, tokenizer))
 
     @router.post("/v1/completions", **generation_route(CompletionRequest, Completion))
     async def completions(request: Request) -> Response:
@@ -144,7 +150,7 @@ def completion_routes(services: Services) -> APIRouter:
         options = encode_options(body, info.max_model_len)
         async with cancelled_on_disconnect(request.receive):
             prompts = await services.encoder.encode_all(body.prompt, options, context.caller)
-        requests = engine_requests(body, prompts, objectives, info, tokenizer.eos_token_ids, context)
+        requests = await engine_requests(body, prompts, objectives, info, tokenizer.eos_token_ids, context)
         echoes = [""] * len(prompts)
         if body.echo:
             used = list(zip(body.prompt, prompts, strict=True))
@@ -154,7 +160,7 @@ def completion_routes(services: Services) -> APIRouter:
                     sum(map(len, prompts)),
                     lambda: [_echo(*pair, options, tokenizer) for pair in used],
                 )
-        return AnswerResponse(body, requests, CompletionFormat(head, body, tokenizer, echoes), services)
+        return AnswerResponse(body, requests, CompletionFormat(head, body, token_name, echoes), services)
 
     return router
 
@@ -174,20 +180,37 @@ class CompletionFormat:
     ----------
     head : what all chunks share.
     body : says what the caller wants beside the text.
-    tokenizer : the model's.
+    token_name : names a token.
     echoes : for each prompt the text that goes before its answers, empty unless `echo`.
     """
 
     def __init__(
-        self, head: AnswerHead, body: CompletionRequest, tokenizer: Tokenizer, echoes: Sequence[str]
+        self,
+        head: AnswerHead,
+        body: CompletionRequest,
+        token_name: Callable[[int], str],
+        echoes: Sequence[str],
     ) -> None:
         self._fields = head.fields("text_completion")
         self._has_logprobs = body.logprobs is not None
         self._has_token_ids = bool(body.return_token_ids)
-        self._tokenizer = tokenizer
+        self._token_name = token_name
         self._echoes = echoes
         self._template = ChunkTemplate(self._fields, has_usage=body.includes_usage)
         self._started: set[int] = set()
+        self._prompt_json: dict[int, bytes] = {}
+
+    def columns(self, tokens: Sequence[ShownToken]) -> Sequence[bytes]:
+        if not self._has_logprobs:
+            return ()
+        name = self._token_name
+        known = [token.known_logprobs for token in tokens]
+        return (
+            json_inside([name(values.token_id) for values in known]),
+            json_inside([max(values.logprob, LOWEST_LOGPROB) for values in known]),
+            json_inside([_top_logprobs(values, name) for values in known]),
+            json_inside([token.text_offset for token in tokens]),
+        )
 
     def events(self, delta: ChoiceDelta, extras: Extras) -> bytes:
         choice, text = delta.choice, delta.text
@@ -195,57 +218,66 @@ class CompletionFormat:
         if is_first:
             self._started.add(choice.index)
             text = self._echoes[choice.prompt_index] + text
-        parts = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text), b',"logprobs":']
-        parts.append(orjson.dumps(self._logprobs(delta.tokens)))
+        parts: list[Piece] = [b'{"index":%d,"text":' % choice.index, orjson.dumps(text)]
+        parts += _logprobs(self.columns(delta.tokens))
         if self._has_token_ids:
             parts += (b',"token_ids":', orjson.dumps(delta.token_ids))
             if is_first:
-                parts += (b',"prompt_token_ids":', orjson.dumps(choice.request.prompt_token_ids))
+                parts += (b',"prompt_token_ids":', self._prompt_token_ids(choice))
         return self._template.chunk(b"".join(parts) + choice_end(delta), extras)
 
     def usage_event(self, extras: Extras) -> bytes:
         return event({**self._fields, "choices": [], **extras.fields()})
 
-    def response(self, choices: Sequence[ChoiceDelta], extras: Extras) -> dict[str, Any]:
-        return {**self._fields, "choices": [self._whole(choice) for choice in choices], **extras.fields()}
+    def whole(self, choices: Sequence[WholeChoice], extras: Extras) -> Iterator[Piece]:
+        return whole_answer(self._fields, map(self._whole, choices), extras)
 
-    def _whole(self, finished: ChoiceDelta) -> dict[str, Any]:
+    def _whole(self, finished: WholeChoice) -> Iterator[Piece]:
         choice = finished.choice
-        result: dict[str, Any] = {
-            "index": choice.index,
-            "text": self._echoes[choice.prompt_index] + finished.text,
-            "logprobs": self._logprobs(finished.tokens),
-            "finish_reason": finished.finish_reason,
-            "stop_reason": choice.stop_reason,
-        }
+        echo = self._echoes[choice.prompt_index]
+        yield b'{"index":%d,"text":"%b' % (choice.index, json_inside(echo))
+        yield finished.text
+        yield b'"'
+        yield from _logprobs(finished.columns)
         if self._has_token_ids:
-            result["token_ids"] = choice.token_ids
-            result["prompt_token_ids"] = list(choice.request.prompt_token_ids)
-        return result
+            yield b',"token_ids":'
+            yield orjson.dumps(choice.token_ids)
+            yield b',"prompt_token_ids":'
+            yield self._prompt_token_ids(choice)
+        yield choice_end(finished)
 
-    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any] | None:
-        return _json_logprobs(tokens, self._tokenizer) if self._has_logprobs else None
-
-
-def _json_logprobs(tokens: Sequence[ShownToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the `logprobs` object of a text completion."""
-    return {
-        "tokens": [_token_name(token.token_id, tokenizer) for token in tokens],
-        "token_logprobs": [max(token.known_logprobs.logprob, LOWEST_LOGPROB) for token in tokens],
-        "top_logprobs": [_top_logprobs(token.known_logprobs, tokenizer) for token in tokens],
-        "text_offset": [token.text_offset for token in tokens],
-    }
+    def _prompt_token_ids(self, choice: Choice) -> bytes:
+        """Return the tokens of a choice's prompt, which it shares with others."""
+        known = self._prompt_json.get(choice.prompt_index)
+        if known is None:
+            known = orjson.dumps(choice.request.prompt_token_ids)
+            self._prompt_json[choice.prompt_index] = known
+        return known
 
 
-def _top_logprobs(values: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
+def _logprobs(columns: Sequence[Piece]) -> Iterator[Piece]:
+    """Yield the field `logprobs`."""
+    if not columns:
+        yield b',"logprobs":null'
+        return
+    names = (b"tokens", b"token_logprobs", b"top_logprobs", b"text_offset")
+    start = b',"logprobs":{"'
+    for name, column in zip(names, columns, strict=True):
+        yield start + name + b'":['
+        yield column
+        start = b'],"'
+    yield b"]}"
+
+
+def _top_logprobs(values: TokenLogprobs, token_name: Callable[[int], str]) -> dict[str, float]:
     """Return values by name: the sampled token's own first, and of others of one name the likelier's."""
-    top = {_token_name(values.token_id, tokenizer): values.logprob}
+    top = {token_name(values.token_id): values.logprob}
     for token_id, logprob in zip(values.top_token_ids, values.top_logprobs, strict=True):
-        top.setdefault(_token_name(token_id, tokenizer), logprob)  # the most likely comes first
+        top.setdefault(token_name(token_id), logprob)  # the most likely comes first
     return {name: max(logprob, LOWEST_LOGPROB) for name, logprob in top.items()}
 
 
-def _token_name(token_id: int, tokenizer: Tokenizer) -> str:
+def _token_name(tokenizer: Tokenizer, token_id: int) -> str:
     """Return a token's text; of one that is no whole characters its bytes, as OpenAI names it."""
     data = tokenizer.token_bytes(token_id)
     try:

@@ -19,7 +19,7 @@ MAX_QUOTED = 100
 MAX_STOP_STRINGS = 16
 """Most stop strings of one request."""
 
-MAX_MESSAGES = 2**13
+MAX_MESSAGES = 2**12
 """Most messages of one chat, and parts of their contents: the event loop checks them, one by one."""
 
 MAX_VARIABLES_BYTES = 2**16
@@ -28,11 +28,19 @@ MAX_VARIABLES_BYTES = 2**16
 MAX_LISTED_TOKENS = 2**17
 """Most token ids that a request may list for its sampling, over all choices: each is sent its own lists."""
 
-MAX_JSON_VALUES = 2**19
-"""Most values of one body, such as the token ids of its prompts."""
+MAX_BIASES = 2**15
+"""Most entries of `logit_bias`: the event loop checks them, one by one."""
 
-MAX_JSON_PARTS = 2**17
+MAX_JSON_VALUES = 2**18
+"""Most values of one body, such as the token ids of its prompts: reading them takes some 15 ms."""
+
+MAX_JSON_PARTS = 2**16
 """Most objects, arrays and fields of one body: each takes as long to read as ten numbers."""
+
+MAX_ANSWER_PARTS = 2**21
+"""Most tokens and log-probabilities of one answer that has several choices: some 150 MB of JSON. 32 times as
+many as the context has tokens are always taken, so that ordinary requests never meet this: 16 choices may
+fill it, and so may two with 15 alternatives for each token."""
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#*\sA-Z]+", re.ASCII)
 """What a browser sends as `Origin`, and `*` for all of them."""
@@ -100,6 +108,8 @@ class ServerConfig:
     max_n: int = _option(16, at_least=1, metavar="N", help="largest `n` of a request")
     max_choices: int = 512
     """Most choices of one request, over all its prompts."""
+    max_unread_bytes: int = 2**28
+    """What answers that wait for their readers may hold together, beside what sockets hold."""
     max_logprobs: int = _option(20, at_least=0, metavar="N", help="largest `top_logprobs`")
     shutdown_timeout: float = _option(30.0, metavar="SECONDS", help="time to drain after SIGTERM")
     hang: HangLimits = field(default_factory=HangLimits)

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from array import array
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -14,10 +14,18 @@ from onbeat.core.errors import EngineError, Overloaded, RequestRejected, SLOUnat
 from onbeat.core.protocols import Delivery, EngineClient, Tokenizer
 from onbeat.core.request import FinishReason, Request, RequestOutput, TokenLogprobs
 from onbeat.core.slo import ShedMode
+from onbeat.metrics.record import RequestRecord
 from onbeat.metrics.tracker import RequestTracker
 from onbeat.server.errors import unattainable
 from onbeat.server.lifecycle import Lifecycle
 from onbeat.text.stream import TextStream, holds_text
+
+BEGUN_TOKENS = 2**15
+"""Prompt tokens of the choices of one request that are handed to the engine before others have their turn."""
+BEGIN_COST_TOKENS = 2**10
+"""What it takes to begin a choice, beside its prompt: as long as so many tokens of one."""
+ENDED_TASKS = 16
+"""Choices that are given up before others have their turn."""
 
 
 @dataclass(slots=True)
@@ -81,6 +89,13 @@ class Choice:
     """The stop string, or the caller's stop token, that ended it."""
     token_ids: list[int] = field(default_factory=list)
     """All output tokens."""
+    record: RequestRecord | None = None
+    """Its record while it is open and later; None before."""
+
+    @property
+    def num_untaken_tokens(self) -> int:
+        """Tokens that the engine has delivered and nobody has taken."""
+        return 0 if self.record is None else self.record.num_untaken_tokens
 
     @property
     def first_delivery(self) -> float | None:
@@ -239,12 +254,13 @@ class Generator:
         RequestRejected, EngineDead, EngineError : as the engine does; the other choices are aborted.
         """
         streams = [self._run_one(choice, options) for choice in choices]
+        sizes = [len(choice.request.prompt_token_ids) + BEGIN_COST_TOKENS for choice in choices]
         if len(streams) == 1:
             together = streams[0]
         elif any(choice.request.shed is ShedMode.REJECT for choice in choices):
-            together = _held_until_all_begin(_merged(streams), len(streams))
+            together = _held_until_all_begin(_merged(streams, sizes), len(streams))
         else:
-            together = _merged(streams)
+            together = _merged(streams, sizes)
         async with aclosing(together) as deltas:
             async for delta in deltas:
                 yield delta
@@ -256,7 +272,7 @@ class Generator:
         end: float | None = None
         left = FinishReason.ABORT
         """How it ends without an end of its own."""
-        self._tracker.open(request, is_streamed=choice.is_streamed)
+        choice.record = self._tracker.open(request, is_streamed=choice.is_streamed)
         try:
             with self._lifecycle.engine_request(request.request_id):
                 async with aclosing(self._engine.generate(request)) as deliveries:
@@ -286,23 +302,26 @@ class Generator:
             yield last
 
 
-async def _merged(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> AsyncGenerator[ChoiceDelta, None]:
-    """Stream what several generators make, as it comes; the first error ends all of them."""
+async def _merged(
+    streams: Sequence[AsyncGenerator[ChoiceDelta, None]], sizes: Sequence[int]
+) -> AsyncGenerator[ChoiceDelta, None]:
+    """Stream what several generators make, as it comes; the first error ends all of them.
+
+    Parameters
+    ----------
+    sizes : tokens that it takes to begin each: a few choices begin at a time, so that others have their turn.
+    """
     # bounded: a client that reads slowly holds the choices back instead of filling memory
     queue: asyncio.Queue[ChoiceDelta | Exception | None] = asyncio.Queue(maxsize=len(streams))
 
-    async def pump(stream: AsyncGenerator[ChoiceDelta, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    await queue.put(delta)
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
+    tasks: list[asyncio.Task[None]] = []
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    num_running = len(tasks)
+    async def begin_all() -> None:
+        async for index in _a_few_at_a_time(sizes):
+            tasks.append(asyncio.create_task(_pump(streams[index], queue)))
+
+    beginning = asyncio.create_task(begin_all())
+    num_running = len(streams)
     try:
         while num_running:
             item = await queue.get()
@@ -313,9 +332,45 @@ async def _merged(streams: Sequence[AsyncGenerator[ChoiceDelta, None]]) -> Async
             else:
                 yield item
     finally:
+        await _end_all([beginning, *tasks])
+
+
+async def _end_all(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel tasks and wait for them, a few at a time: each has to tell the engine."""
+    try:
+        for start in range(0, len(tasks), ENDED_TASKS):
+            some = tasks[start : start + ENDED_TASKS]
+            for task in some:
+                task.cancel()
+            await asyncio.gather(*some, return_exceptions=True)
+    finally:  # should this wait be cancelled itself
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _pump(
+    stream: AsyncGenerator[ChoiceDelta, None], queue: asyncio.Queue[ChoiceDelta | Exception | None]
+) -> None:
+    """Put what a generator makes in a queue, then how it ended: None, or the error."""
+    try:
+        async with aclosing(stream):
+            async for delta in stream:
+                await queue.put(delta)
+    except Exception as error:
+        await queue.put(error)
+    else:
+        await queue.put(None)
+
+
+async def _a_few_at_a_time(sizes: Sequence[int]) -> AsyncIterator[int]:
+    """Yield 0, 1, 2 and so on; wait for the event loop's next round whenever the sizes add up to much."""
+    total = 0
+    for index, size in enumerate(sizes):
+        if total and total + size > BEGUN_TOKENS:
+            await asyncio.sleep(0)
+            total = 0
+        total += size
+        yield index
 
 
 async def _held_until_all_begin(

@@ -22,12 +22,13 @@ from onbeat.core.errors import InvalidRequest, PromptTooLong, quoted
 from onbeat.core.protocols import EngineInfo
 from onbeat.core.request import Request, SamplingParams, WholeRequest
 from onbeat.server.body import NUMBER, WHOLE, Flag
-from onbeat.server.config import MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
+from onbeat.server.config import MAX_BIASES, MAX_LISTED_TOKENS, MAX_STOP_STRINGS, ServerConfig
 from onbeat.server.fields import with_one_unknown
 from onbeat.server.generation import TextOptions
 from onbeat.server.middleware import HttpContext
 from onbeat.server.objectives import ObjectiveFields, RequestObjectives
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
+from onbeat.server.turns import Turns
 
 _SEED_MASK = 2**63 - 1
 _INT64 = 2**63
@@ -57,6 +58,8 @@ def _checked_bias(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, dict):
         raise ValueError(f"logit_bias is {quoted(value)}; it should be an object")  # noqa: TRY004 - what pydantic takes
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"logit_bias has {len(value)} entries; at most {MAX_BIASES} are taken. Send fewer")
     biases: dict[int, float] = {}
     for key, bias in value.items():
         if not (key.isascii() and key.isdecimal() and len(key) < 20):
@@ -265,7 +268,7 @@ def truncate_to(asked: int | None, *, max_tokens: int | None, max_model_len: int
     return max(max_model_len - (max_tokens or 1), 1) if asked == -1 else asked
 
 
-def engine_requests(
+async def engine_requests(
     body: GenerationRequest,
     prompts: Sequence[list[int]],
     objectives: RequestObjectives,
@@ -289,7 +292,7 @@ def engine_requests(
     InvalidRequest : values contradict each other, or leave no token to sample.
     PromptTooLong : a prompt leaves no room for the answer.
     """
-    requests: list[Request] = []
+    requests, turns = list[Request](), Turns()
     num_choices = len(prompts) * body.num_choices
     num_prompt_tokens = body.num_choices * sum(map(len, prompts))
     whole = WholeRequest(context.completion_id, num_choices, num_prompt_tokens) if num_choices > 1 else None
@@ -317,6 +320,7 @@ def engine_requests(
                 resumes=objectives.resumes,
             )
             requests.append(request)
+            await turns.rest()
     return requests
 
 

@@ -1,8 +1,12 @@
-"""Whether the server takes requests, how many it still owes an answer, and whether its engine goes on."""
+"""Whether the server takes requests, how many it still owes an answer, and whether its engine goes on.
+
+And when it looks for garbage: a full round stops the event loop for longer the more is open.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +20,11 @@ logger = logging.getLogger("onbeat.server")
 
 LOOK_SECONDS = 0.5
 """How often the engine is looked at."""
+TIDY_SECONDS = 5.0
+"""How often garbage is looked for while nothing is open."""
+LONGEST_UNTIDY_SECONDS = 600.0
+"""How long that may wait for such a moment."""
+_NEVER = 2**30
 
 
 class Lifecycle:
@@ -79,6 +88,28 @@ class Lifecycle:
             yield
         finally:
             self._engine_ids.discard(request_id)
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Leave full rounds of garbage collection to `tidy` while the block runs."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(*thresholds[:2], _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+async def tidy(lifecycle: Lifecycle) -> None:
+    """Collect garbage while no generation is open, or after a long time without such a moment; for ever."""
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(TIDY_SECONDS)
+        is_due = lifecycle.num_open == 0 or time.monotonic() - last > LONGEST_UNTIDY_SECONDS
+        if is_due and gc.get_count()[2]:  # there have been smaller rounds, and what outlived them
+            gc.collect()
+            last = time.monotonic()
 
 
 class EngineWatch:

@@ -142,6 +142,7 @@ async def serve(
     check_tls(config)
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:  # not every libc has it
         mallopt(_M_MMAP_THRESHOLD, _LEAST_MAPPED_BYTES)
+    app.openapi()  # kept: the first who asks for it would hold up all others
     _listen(sock, f"{config.host}:{config.port}")
     server = _Server(uvicorn_config(app, config), lambda: on_started(_url(config, sock)))
     stopper = _Stopper(app.state, server, config.shutdown_timeout)

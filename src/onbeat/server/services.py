@@ -10,6 +10,7 @@ from onbeat.server.errors import ApiError
 from onbeat.server.generation import Generator
 from onbeat.server.lifecycle import EngineWatch, Lifecycle
 from onbeat.server.prompts import PromptEncoder
+from onbeat.server.unread import SlowReaders
 from onbeat.text.chat_template import ChatTemplate
 
 
@@ -27,6 +28,7 @@ class Services:
     encoder: PromptEncoder
     generator: Generator
     watch: EngineWatch
+    slow_readers: SlowReaders
     created: int
     """Unix time at which the server started, seconds."""
 

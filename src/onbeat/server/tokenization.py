@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import orjson
@@ -19,6 +20,7 @@ from onbeat.server.completions import CompletionRequest
 from onbeat.server.generation_request import truncate_to
 from onbeat.server.middleware import context_of
 from onbeat.server.openapi import Detokenized, Tokens, error_answers, json_body
+from onbeat.server.pieces import PiecesResponse, json_inside, list_in_pieces
 from onbeat.server.prompts import EncodeOptions, TokenId, check_token_ids
 from onbeat.server.services import Services
 
@@ -78,22 +80,15 @@ def tokenizer_routes(services: Services) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         text, options = body.prompt, _encode_options(body, services.info.max_model_len)
-        strs = None
         async with cancelled_on_disconnect(request.receive):
             if text is None:
                 text = await render_chat(body, encoder, services.chat_template, caller)
             token_ids = await encoder.encode_text(text, options, caller)
-            if body.return_token_strs:
-                strs = await encoder.off_loop(
-                    caller, len(token_ids), lambda: list(map(tokenizer.token_entry, token_ids))
-                )
-        answer = {
-            "count": len(token_ids),
-            "max_model_len": services.info.max_model_len,
-            "tokens": token_ids,
-            "token_strs": strs,
-        }
-        return Response(orjson.dumps(answer), media_type="application/json")
+            # written there, too: what a long list leaves behind takes as long to be freed
+            pieces = await encoder.off_loop(
+                caller, len(token_ids), lambda: list(_written(token_ids, body, services))
+            )
+        return PiecesResponse(pieces, services.slow_readers)
 
     @router.post(
         "/detokenize",
@@ -115,6 +110,19 @@ def tokenizer_routes(services: Services) -> APIRouter:
         return Response(orjson.dumps({"prompt": text}), media_type="application/json")
 
     return router
+
+
+def _written(token_ids: Sequence[int], body: TokenizeRequest, services: Services) -> Iterator[bytes]:
+    """Yield the answer of /tokenize in pieces."""
+    entry = services.tokenizer.token_entry
+    yield b'{"count":%d,"max_model_len":%d,"tokens":' % (len(token_ids), services.info.max_model_len)
+    yield from list_in_pieces(token_ids)
+    yield b',"token_strs":'
+    if body.return_token_strs:
+        yield from list_in_pieces(token_ids, lambda part: json_inside(list(map(entry, part))))
+    else:
+        yield b"null"
+    yield b"}"
 
 
 def _encode_options(body: TokenizeRequest, max_model_len: int) -> EncodeOptions:

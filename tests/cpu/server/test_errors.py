@@ -303,7 +303,7 @@ async def test_unknown_inner_fields_are_named(served: Served) -> None:
         assert param in check(answer, 400, "unknown_parameter", param)
 
 
-@pytest.mark.parametrize("depth", [500, 1020, 100_000])
+@pytest.mark.parametrize("depth", [500, 1020, 60_000])
 async def test_deep_nesting(served: Served, depth: int) -> None:
     deep = "[" * depth + "]" * depth
     for body in (

@@ -105,8 +105,8 @@ async def test_foreign_names_are_no_slips(served: Served, name: str) -> None:
 
 
 async def test_too_many_unknown_fields_are_refused(served: Served) -> None:
-    code, message = refused(await chat(served, **{f"zz{i}": 1 for i in range(100_000)}))
-    assert (code, "100000 fields are unknown" in message) == ("unknown_parameter", True)
+    code, message = refused(await chat(served, **{f"zz{i}": 1 for i in range(60_000)}))
+    assert (code, "60000 fields are unknown" in message) == ("unknown_parameter", True)
     messages = [{"role": "user", "content": "x", f"zz{i}": 1} for i in range(1000)]
     assert "messages[]" in refused(await served.post(CHAT, {"messages": messages}))[1]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from onbeat.core.request import FinishReason, Request
 from onbeat.core.slo import SLO, SLO_MODES, SLOMode
-from onbeat.server.answer_report import slo_report
+from onbeat.server.answer_report import slo_report, worst_report
 from onbeat.server.generation import Choice
 from onbeat.server.slo_defaults import SLODefaults
 from tests.cpu.server.predicting_engine import PredictingEngine
@@ -153,7 +153,8 @@ def choice(
 
 
 def report(*choices: Choice, mode: SLOMode = "stream") -> dict[str, Any]:
-    result = slo_report(choices, mode)
+    reports = [slo_report(each, mode) for each in choices]
+    result = worst_report([each for each in reports if each is not None])
     assert result is not None
     return result
 
@@ -207,7 +208,8 @@ def test_of_several_choices_the_worst_counts() -> None:
 
 def test_without_objectives_nothing_is_said() -> None:
     empty = choice([0.1], slo=SLO())
-    assert slo_report([empty], "stream") is None
+    assert slo_report(empty, "stream") is None
+    assert worst_report([]) is None
 
 
 @given(

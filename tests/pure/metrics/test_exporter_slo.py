@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from onbeat.core.request import FinishReason
 from onbeat.core.slo import SLO
 from onbeat.core.step import SchedulerState, StepOutputs
 from onbeat.metrics.histogram import Histogram
-from onbeat.metrics.slo_counts import OUTCOMES
+from onbeat.metrics.record import RequestRecord
+from onbeat.metrics.slo_counts import JUDGED_REQUESTS, MOST_RECENT, OUTCOMES, SLOCounts
 from tests.pure.metrics.fake_server import FakeServer
 from tests.pure.metrics.runs import output, step
 from tests.pure.metrics.test_exporter import samples
@@ -216,3 +219,49 @@ def test_many_values_at_once_count_like_one_by_one(values: list[float], bounds: 
         apart.observe(value)
     assert together.cumulative() == apart.cumulative()
     assert together.sum == pytest.approx(apart.sum)
+
+
+@given(
+    ends=st.lists(
+        st.tuples(
+            st.sampled_from(list(FinishReason)),
+            st.lists(st.sampled_from([0.0, 0.05, 0.2, 0.9]), max_size=4),
+        ),
+        min_size=1,
+        max_size=2 * JUDGED_REQUESTS,
+    )
+)
+def test_requests_judged_together_have_the_outcomes_that_they_have_alone(ends) -> None:
+    together, alone = SLOCounts(), Counter[str]()
+    for reason, gaps in ends:
+        times = array("d", (sum(gaps[: index + 1]) for index in range(len(gaps))))
+        record = RequestRecord(
+            request_id="a",
+            arrival=0.0,
+            num_prompt_tokens=5,
+            slo=SLO(ttft=0.5, tbt=0.1),
+            request_class="chat",
+            delivery_times=times,
+            delivery_sizes=array("I", [1] * len(times)),
+            num_output_tokens=len(times),
+            finish_reason=reason.value,
+            end=4.0,
+        )
+        single = SLOCounts()
+        for counts in (together, single):
+            counts.on_finish(record)
+        alone += +single.classes["chat"].outcomes
+    assert +together.classes["chat"].outcomes == alone
+    judged = alone.total() - alone["abandoned"]
+    assert together.classes["chat"].judged_and_good(5.0) == (judged, alone["good"])
+    assert together.classes["chat"].judged_and_good(64.1) == (0, 0)
+
+
+def test_of_many_requests_of_late_the_last_are_looked_at() -> None:
+    server = FakeServer()
+    for number in range(MOST_RECENT + 100):
+        server.serve(str(number), number * 1e-3, [0.5])
+    got = metrics(server, 10.0)
+    assert outcomes(got) == {"good": MOST_RECENT + 100}
+    assert got["onbeat_goodput_requests_per_second{slo_class=chat}"] == (MOST_RECENT + 100) / 10
+    assert len(server.counts.slo.recent(10.0).waits) == MOST_RECENT
