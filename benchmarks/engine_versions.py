@@ -13,8 +13,8 @@ Loads (`engine_loads.csv`): means over open-loop loads of a vLLM of 2026-02 on H
 inference-sim/training (facts; it names no licence). Nothing is fitted to them. A TPOT is (latency - TTFT) /
 (output - 1) and is predicted as a decode step of rate x (latency - TTFT) requests at their mean context. What
 prompts add is left out: there are 100 of them, so that each but the first of its kind is in the prefix cache.
-Left out are four loads of long outputs, of which the one looked at had most requests time out, and some loads
-of which others are alike.
+Left out are four loads of long outputs, of which the one looked at had most requests time out, and four more
+of `codegen`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class ReplicaSettings:
     device: str = _hardware(
         metavar="ID|FILE.yaml",
         parse=_known_device,
-        help="such as h100-sxm, a100-80-sxm, l4, cpu; or a device of your own",
+        help="such as h100-sxm, a100-80-sxm, l4, cpu; or your own (FILE.yaml)",
     )
     dtype: DTypeName = _hardware("bf16", help="of the weights")
     kv_cache_dtype: Literal["auto"] | DTypeName = _hardware(
@@ -163,8 +163,8 @@ class ReplicaSettings:
         NO_ENGINE,
         metavar=ENGINE_FORM,
         parse=require_engine,
-        help=f"give the roofline the terms of a whole engine ({', '.join(ENGINES)}), the newest or those of "
-        "a version, and plan steps ahead as that engine does",
+        help=f"give the roofline the terms of a whole engine ({', '.join(ENGINES)}), the newest, those of a "
+        "version (vllm@0.12) or your own (FILE.yaml), and plan steps ahead as that engine does",
     )
     host_overhead: float = _step(
         0.0,
