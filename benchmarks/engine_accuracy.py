@@ -15,6 +15,9 @@ measurements of TTFT and TPOT in a closed loop of so many clients. Choices:
 * TPOT of a row is a decode step of c requests at their mean context, and what the other c - 1 prompts add to
   it: each joins one step in `output` steps. c is the number of clients, or what KV memory holds. SGLang reads
   waiting prompts before anything else, in the order of arrival, so that half of them fall into others' TTFT.
+* A row has the terms of its version; one that does not tell its version, the oldest terms of its engine. All
+  dense rows of vLLM are of before 0.14, all of MiniMax-M2.5 newer: the newer terms are the older ones with
+  the host time of a row that `engine_versions.py` fits to other data.
 * 16-bit KV in SGLang and in vLLM's Qwen rows (their defaults), else the format of the weights.
 * Left out: the 21 rows of vLLM with Llama 3.1 8B in FP8, whose clients' rate would take up to all of the data
   sheet's arithmetic (others: at most 53 %); rows of replicated attention; nvfp4, and models with latent or
@@ -28,15 +31,17 @@ from __future__ import annotations
 import argparse
 import csv
 import hashlib
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
+from engine_versions import fit_row_seconds
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
@@ -52,6 +57,8 @@ from onbeat.perfmodel.shapes import shape_matrix
 
 Vector = NDArray[np.float64]
 Steps = Callable[["Deployment", Vector], Vector]
+Terms = Mapping[tuple[str, bool], "EngineTerms"]
+"""By engine, and whether they are the older ones."""
 
 ROWS = Path(__file__).parent / "data" / "engine_tpot.csv"
 MODELS = {
@@ -64,6 +71,9 @@ MODELS = {
 }
 DEVICES = {"h100_sxm": "h100-sxm", "h200_sxm": "h200", "b200_sxm": "b200"}
 BACKENDS = {"vllm": "vllm", "trtllm": "tensorrt-llm", "sglang": "sglang"}
+OLDER = {"vllm": "vllm@0.6", "tensorrt-llm": "tensorrt-llm", "sglang": "sglang"}
+NEWER_VLLM = (0, 14)
+"""From which version on vLLM has the newer terms."""
 IMPOSSIBLE = ("vllm", "Llama-3.1-8B")
 PROMPTS_MET = {"vllm": 1.0, "tensorrt-llm": 1.0, "sglang": 0.5}
 """Share of the other prompts that a request's decodes wait for."""
@@ -96,6 +106,13 @@ class Deployment:
     device: str
     weights: str
     tensor: int
+    is_older: bool
+    """Whether the rows have the older terms of their engine, where it has two."""
+
+    @property
+    def terms(self) -> EngineTerms:
+        """Those of the package."""
+        return find_engine(OLDER[self.engine] if self.is_older else self.engine)
 
     def __str__(self) -> str:
         return f"{self.engine} {self.model} {self.device} {self.weights} TP {self.tensor}"
@@ -195,7 +212,16 @@ def with_terms(terms: EngineTerms) -> Steps:
 
 def of_package(at: Deployment, matrix: Vector) -> Vector:
     """Return steps with the terms that the package has."""
-    return with_terms(find_engine(at.engine))(at, matrix)
+    return with_terms(at.terms)(at, matrix)
+
+
+def of_fit(found: Terms) -> Steps:
+    """Return steps with terms that were fitted."""
+
+    def steps(at: Deployment, matrix: Vector) -> Vector:
+        return with_terms(found[at.engine, at.is_older])(at, matrix)
+
+    return steps
 
 
 # Rows
@@ -257,7 +283,10 @@ def cases_of(rows: Iterable[Row]) -> list[Case]:
     groups: dict[Deployment, list[Row]] = defaultdict(list)
     for row in rows:
         if (row.engine, row.model) != IMPOSSIBLE:
-            groups[Deployment(row.engine, row.model, row.device, row.weights, row.tensor)].append(row)
+            version = [int(part) for part in re.findall(r"\d+", row.version)[:2]]
+            is_older = row.engine != "vllm" or tuple(version) < NEWER_VLLM
+            at = Deployment(row.engine, row.model, row.device, row.weights, row.tensor, is_older)
+            groups[at].append(row)
     return [Case(deployment, group) for deployment, group in groups.items()]
 
 
@@ -281,36 +310,34 @@ def halves(cases: Iterable[Case]) -> tuple[list[Case], list[Case]]:
 START = EngineTerms(
     row_seconds=1e-5,
     layer_seconds=8e-6,
-    expert_layer_seconds=2e-5,
+    expert_seconds=1e-7,
     all_reduce_seconds=1e-5,
     link_efficiency=0.6,
     gemm_efficiency=0.75,
     narrow_gemm_efficiency=0.75,
     kv_bandwidth_efficiency=0.7,
 )
-DENSE_TERMS = tuple(name for name in BOUNDS if name != "expert_layer_seconds")
+DENSE_TERMS = tuple(name for name in BOUNDS if name != "expert_seconds")
 FLOOR = 1e-7
 PRIOR_WEIGHT = 0.05
 OUTLIER = 0.1
 
 
-def fit_all(cases: Sequence[Case]) -> dict[str, EngineTerms]:
-    """Fit every engine's terms to its dense models, and then one number for layers with experts to all."""
+def fit_all(cases: Sequence[Case]) -> dict[tuple[str, bool], EngineTerms]:
+    """Fit every engine's terms to its dense models, and then one number for experts to all that have some."""
     found = {}
     for engine in ENGINES:
         own = [case for case in cases if case.deployment.engine == engine]
-        found[engine] = fit_dense([case for case in own if not case.deployment.spec.is_moe])
+        found[engine, True] = fit_dense([case for case in own if not case.deployment.spec.is_moe])
+    found["vllm", False] = replace(found["vllm", True], row_seconds=fit_row_seconds()[0])
     experts = [case for case in cases if case.deployment.spec.is_moe]
-    grid = np.linspace(0, BOUNDS["expert_layer_seconds"][1], 201)
-    losses = [
-        sum(
-            _loss(case.errors(with_terms(replace(found[case.deployment.engine], expert_layer_seconds=value))))
-            for case in experts
-        )
-        for value in grid
-    ]
-    best = float(grid[int(np.argmin(losses))])
-    return {engine: replace(terms, expert_layer_seconds=best) for engine, terms in found.items()}
+
+    def with_experts(value: float) -> dict[tuple[str, bool], EngineTerms]:
+        return {name: replace(terms, expert_seconds=value) for name, terms in found.items()}
+
+    grid = np.linspace(0, 1e-6, 201)
+    losses = [sum(_loss(case.errors(of_fit(with_experts(value)))) for case in experts) for value in grid]
+    return with_experts(float(grid[int(np.argmin(losses))]))
 
 
 def _loss(errors: Vector) -> float:
@@ -340,9 +367,9 @@ def fit_dense(cases: Sequence[Case]) -> EngineTerms:
 # Tables
 
 
-def print_terms(found: dict[str, EngineTerms]) -> None:
-    for engine, terms in found.items():
-        print(f"{engine}:")
+def print_terms(found: Terms) -> None:
+    for (engine, is_older), terms in found.items():
+        print(f"{engine}:" if is_older else f"{engine}, newer:")
         for name in BOUNDS:
             print(f"  {name}: {getattr(terms, name):.3g}")
 
@@ -375,12 +402,9 @@ def groups_of(cases: Iterable[Case]) -> list[tuple[str, Chosen]]:
     return groups
 
 
-def print_accuracy(fitted: Sequence[Case], held: Sequence[Case], swapped: dict[str, EngineTerms]) -> None:
+def print_accuracy(fitted: Sequence[Case], held: Sequence[Case], swapped: Terms) -> None:
     """Print errors before and after, by what rows have in common."""
-
-    def other_way(at: Deployment, matrix: Vector) -> Vector:
-        return with_terms(swapped[at.engine])(at, matrix)
-
+    other_way = of_fit(swapped)
     print(
         "| | rows | data sheets | with terms | signed | rows | data sheets | with terms | fitted otherwise |"
     )

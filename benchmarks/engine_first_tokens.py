@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-from engine_accuracy import Case, Deployment, Row, cases_of, halves, percent, read_rows
+from engine_accuracy import OLDER, Case, Deployment, Row, cases_of, halves, percent, read_rows
 
 from onbeat.scheduler.config import SchedulerLimits
 from onbeat.simulator.settings import ReplicaSettings
@@ -48,7 +48,10 @@ def print_ttft(held: Sequence[Case]) -> None:
         at = case.deployment
         for row in case.rows if at.model == TTFT_MODEL else ():
             if row.concurrency <= TTFT_CLIENTS and row.output_tokens == TTFT_OUTPUT:
-                found = [_simulated(at, row, *how) for how in (("none", 0), (at.engine, 0), (at.engine, 1))]
+                found = [
+                    _simulated(at, row, *how)
+                    for how in (("none", 0), (OLDER[at.engine], 0), (OLDER[at.engine], 1))
+                ]
                 groups[f"{at.engine}, {at.device}"].append(
                     [
                         (
@@ -119,7 +122,7 @@ def print_late_answers(fitted: Sequence[Case], held: Sequence[Case]) -> None:
             if at.engine != LATE_ENGINE or at.model != TTFT_MODEL or at.tensor not in LATE_DEGREES:
                 continue
             found[at] = [
-                (row.ttft_ms, *_simulated(at, row, at.engine, 1))
+                (row.ttft_ms, *_simulated(at, row, OLDER[at.engine], 1))
                 for row in case.rows
                 if row.concurrency <= LATE_CLIENTS
                 and (row.input_tokens, row.output_tokens) == (PROMPTS[0], TTFT_OUTPUT)

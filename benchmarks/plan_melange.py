@@ -141,10 +141,10 @@ def main() -> None:
     buckets = at_corners(buckets_of(load)) if args.corners else buckets_of(load)
     old = nullcontext()
     if args.shared is not None:
-        args.engine = "vllm"
+        args.engine = "vllm@0.6"
         host = row_seconds(args.shared / "data" / "profiles")
         print(f"{host * 1e6:.0f} us of host time a row\n")
-        terms = {"vllm": replace(engines.find_engine("vllm"), row_seconds=host)}
+        terms = {"vllm": (replace(engines.find_engine("vllm@0.6"), row_seconds=host),)}
         old = patch.object(engines, "_table", lambda: terms)
     with old:
         units = rated_units(buckets, args.engine, args.host_overhead_ms / 1e3)

@@ -124,6 +124,26 @@ def test_files_that_cannot_be_written_are_named_before_anything_else(
     assert "--records: cannot write" in capsys.readouterr().err
 
 
+def test_plans_with_a_device_and_an_engine_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    device, prices, output = (tmp_path / name for name in ("mine.yaml", "prices.yaml", "plan.yaml"))
+    device.write_text(
+        "{memory_gib: 48, memory_bandwidth_gb_s: 900, peak_tflops: {bf16: 300}, tdp_watts: 300}"
+    )
+    prices.write_text(f"{device}: 0.4\n")
+    flags = ["--gpus", f"{device}=4", "--rate", "2", "--engine", "vllm@0.6", "-o", str(output)]
+    assert plan(*flags) == 2
+    assert f"no price of {device} is known" in " ".join(capsys.readouterr().err.split())
+    assert plan(*flags, "--prices", str(prices)) == 0
+    written = yaml.safe_load(output.read_text())
+    section = written["plan"]
+    assert written["device"] == str(device)
+    assert str(device) in section["fleet"]
+    assert section["step-times"] == "roofline of vllm@0.6 (terms from version 0.6 on)"
+    assert read_promise(output).share > 0
+
+
 def test_classes_with_traces_of_their_own_are_planned_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,7 @@ from onbeat.report.page import Page, heading, notes, table
 from onbeat.report.run_report import settings_section
 from onbeat.scheduler.config import SchedulerLimits
 from onbeat.simulator.settings import AUTO, ReplicaSettings
+from onbeat.simulator.setup import described_times
 
 SCHEMA_VERSION = 1
 _SERVE_FORMATS: dict[str, dict[str, Any]] = {
@@ -149,9 +150,7 @@ def promise_section(report: PlanReport, fleet: Fleet) -> dict[str, Any]:
         "kv-cache-dtype": report.base.kv_cache_dtype,
         "gpu-memory-utilization": report.base.gpu_memory_utilization,
         **({"note": note} if (note := not_served(report.base)) else {}),
-        "step-times": report.base.step_time
-        if report.base.engine == "none"
-        else f"{report.base.step_time} of {report.base.engine}",
+        "step-times": described_times(report.base),
         "host-overhead-ms": _plain(report.base.host_overhead * 1e3),
         "trace-sha256": None if file is None else digest_of(file),
         **({} if classes is None else {"classes-sha256": digest_of_classes(classes)}),

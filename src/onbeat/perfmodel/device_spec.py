@@ -16,8 +16,12 @@ from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.measure_cpu import CPULimits, measure_cpu, memory_bytes_of_machine
 from onbeat.perfmodel.precision import BYTES
 from onbeat.perfmodel.product_rates import ProductRates
+from onbeat.perfmodel.spec_file import check_fields, is_spec_file, positive, read_fields, text, texts
 
 CPU = "cpu"
+_NEEDED = ("memory_gib", "memory_bandwidth_gb_s", "peak_tflops")
+_LINKS = ("nvlink_gb_s", "pcie_gb_s")
+_OTHERS = ("name", "architecture", *_LINKS, "tdp_watts", "sources")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +70,7 @@ class DeviceSpec:
 
 
 def device_ids() -> tuple[str, ...]:
-    """Return the ids that `find_device` takes."""
+    """Return the ids that `find_device` takes, beside files."""
     return (*_table(), CPU)
 
 
@@ -78,12 +82,19 @@ def is_gpu(device_id: str) -> bool:
 def find_device(device_id: str) -> DeviceSpec:
     """Return a device by its id; `cpu` is this machine, measured once a process (under 2 s).
 
+    Parameters
+    ----------
+    device_id : one of `device_ids`, or the path of a YAML file with the fields of an entry of
+        `data/devices.yaml`, of which the id of the device is then the path.
+
     Raises
     ------
-    ConfigError : an unknown id; near matches are named.
+    ConfigError : an unknown id, near matches are named; or a file that is not there or says something wrong.
     """
     if device_id == CPU:
         return _measured_cpu()
+    if is_spec_file(device_id):
+        return _from_yaml(device_id, read_fields(device_id, "device"), device_id)
     try:
         return _table()[device_id]
     except KeyError:
@@ -92,7 +103,9 @@ def find_device(device_id: str) -> DeviceSpec:
         near = near or get_close_matches(name, device_ids(), n=2, cutoff=0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         known = ", ".join(device_ids())
-        raise ConfigError(f"unknown device {device_id!r}: {hint}known are {known}") from None
+        raise ConfigError(
+            f"unknown device {device_id!r}: {hint}known are {known}, or a file of your own, FILE.yaml"
+        ) from None
 
 
 def cpu_device(
@@ -150,20 +163,39 @@ def _measured_cpu() -> DeviceSpec:
 @cache
 def _table() -> Mapping[str, DeviceSpec]:
     text = files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text("utf-8")
-    return MappingProxyType({id_: _from_yaml(id_, entry) for id_, entry in yaml.safe_load(text).items()})
+    return MappingProxyType({id_: _from_yaml(id_, entry, id_) for id_, entry in yaml.safe_load(text).items()})
 
 
-def _from_yaml(device_id: str, entry: Mapping[str, Any]) -> DeviceSpec:
-    nvlink = entry["nvlink_gb_s"]
+def _from_yaml(device_id: str, entry: Any, where: str) -> DeviceSpec:
+    """Return the device of an entry; `where` tells in errors which it is."""
+    check_fields(entry, where, needed=_NEEDED, others=_OTHERS)
+    numbers = {
+        name: positive(entry[name], f"{name} of {where}")
+        for name in (*_NEEDED[:2], *_LINKS, "tdp_watts")
+        if entry.get(name) is not None
+    }
+    if missing := [name for name in _NEEDED if entry[name] is None]:
+        raise ConfigError(f"{missing[0]} of {where} is empty; give a number")
+    links = {name: numbers[name] * 1e9 if name in numbers else None for name in _LINKS}
     return DeviceSpec(
         id=device_id,
-        name=entry["name"],
-        architecture=entry["architecture"],
-        memory_bytes=entry["memory_gib"] * 2**30,
-        memory_bandwidth=entry["memory_bandwidth_gb_s"] * 1e9,
-        peak_flops=MappingProxyType({dtype: tera * 1e12 for dtype, tera in entry["peak_tflops"].items()}),
-        nvlink_bandwidth=None if nvlink is None else nvlink * 1e9,
-        pcie_bandwidth=entry["pcie_gb_s"] * 1e9,
-        tdp_watts=float(entry["tdp_watts"]),
-        sources=MappingProxyType(entry["sources"]),
+        name=text(entry.get("name", device_id), f"name of {where}"),
+        architecture=text(entry.get("architecture", "gpu"), f"architecture of {where}"),
+        memory_bytes=numbers["memory_gib"] * 2**30,
+        memory_bandwidth=numbers["memory_bandwidth_gb_s"] * 1e9,
+        peak_flops=_peaks(entry["peak_tflops"], f"peak_tflops of {where}"),
+        nvlink_bandwidth=links["nvlink_gb_s"],
+        pcie_bandwidth=links["pcie_gb_s"],
+        tdp_watts=numbers.get("tdp_watts"),
+        sources=texts(entry.get("sources", {}), f"sources of {where}"),
+    )
+
+
+def _peaks(entry: Any, where: str) -> Mapping[str, float]:
+    if not isinstance(entry, dict) or not entry:
+        raise ConfigError(f"{where} is {entry!r}; give rates by number format, such as {{bf16: 312}}")
+    if unknown := [name for name in entry if name not in BYTES]:
+        raise ConfigError(f"{where} has the number format {unknown[0]!r}; known are {', '.join(BYTES)}")
+    return MappingProxyType(
+        {name: positive(tera, f"{where}, {name},") * 1e12 for name, tera in entry.items()}
     )

@@ -1,18 +1,21 @@
 """What a step costs in another engine: terms of whole engines around the roofline of their operators.
 
 A data sheet knows nothing of an engine: what its host does for each row, the gaps between its kernels, how
-fast its kernels are and how its devices talk to each other. Each of these is a number an engine, fitted to
-published measurements (`data/engines.yaml` says which, and docs/calibration.md how well they hold).
+fast its kernels are and how its devices talk to each other. Each of these is a number of an engine from a
+version on, fitted to published measurements (`data/engines.yaml` says which, and docs/calibration.md how well
+they hold).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from math import log2
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import yaml
@@ -31,8 +34,11 @@ from onbeat.perfmodel.roofline import (
 )
 from onbeat.perfmodel.runs import StepSeconds
 from onbeat.perfmodel.shapes import NEW_TOKENS, SEQUENCES
+from onbeat.perfmodel.spec_file import check_fields, is_spec_file, number, read_fields, text, texts
 
 ENGINES = ("vllm", "tensorrt-llm", "sglang")
+NO_ENGINE = "none"
+ENGINE_FORM = "NAME|NAME@VERSION|FILE.yaml"
 
 PER_DOUBLING = 0.5
 """What each doubling of the devices beyond two adds to an all-reduce's start, as a share of that of two."""
@@ -40,14 +46,14 @@ PER_DOUBLING = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineTerms:
-    """One engine. Times are seconds, efficiencies shares of the data sheet's peak."""
+    """One engine from a version on. Times are seconds, efficiencies shares of the data sheet's peak."""
 
     row_seconds: float
     """Host time of a step for each of its rows, where the device waits for it."""
     layer_seconds: float
     """Launches and gaps between the kernels of one layer."""
-    expert_layer_seconds: float
-    """The same, of what a layer with experts has beyond others: routing, gathering, scattering."""
+    expert_seconds: float
+    """The same, for each expert of a layer that has some, read or not: routing, gathering, scattering."""
     all_reduce_seconds: float
     """Start of one all-reduce between two devices."""
     link_efficiency: float
@@ -60,6 +66,10 @@ class EngineTerms:
     """Of memory bandwidth, reading KV."""
     steps_ahead: int = 0
     """Steps that are planned before the results of the step under way are there."""
+    version: str = ""
+    """From which on they hold; empty where nobody said."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where the numbers are from, by their names."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in BOUNDS.items():
@@ -73,7 +83,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
         "row_seconds": (0.0, 3e-4),
         "layer_seconds": (0.0, 2e-4),
-        "expert_layer_seconds": (0.0, 2e-4),
+        "expert_seconds": (0.0, 2e-6),
         "all_reduce_seconds": (0.0, 6e-5),
         "link_efficiency": (0.1, 0.95),
         "gemm_efficiency": (0.2, 0.95),
@@ -85,16 +95,50 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 
 
 def find_engine(name: str) -> EngineTerms:
-    """Return the terms of an engine of `ENGINES`.
+    """Return the terms of an engine.
+
+    Parameters
+    ----------
+    name : one of `ENGINES`, for the newest terms; with a version behind it (`vllm@0.12`), for the terms of
+        that version, which are those of the newest version that is not newer; or the path of a YAML file with
+        the fields of an entry of `data/engines.yaml`.
 
     Raises
     ------
-    ConfigError : an unknown engine.
+    ConfigError : an unknown engine or version, those that are known are named; or a file that is not there or
+        says something wrong.
     """
-    try:
-        return _table()[name]
-    except KeyError:
-        raise ConfigError(f"unknown engine {name!r}; known are {', '.join(ENGINES)}") from None
+    if is_spec_file(name):
+        return _terms(read_fields(name, "engine"), name)
+    engine, at, version = name.partition("@")
+    known = _table().get(engine)
+    if known is None:
+        raise ConfigError(
+            f"unknown engine {engine!r}; known are {', '.join(ENGINES)}, or a file of terms, FILE.yaml"
+        )
+    if not at:
+        return known[-1]
+    if re.fullmatch(r"[0-9]+(\.[0-9]+)*", version):
+        terms = [each for each in known if _order(each.version) <= _order(version)]
+        if terms:
+            return terms[-1]
+    versions = " and ".join(each.version for each in known)
+    raise ConfigError(
+        f"no terms of {engine} {version!r} are known; there are some from version {versions} on, such as "
+        f"{engine}@{known[0].version}"
+    )
+
+
+def require_engine(name: str) -> str:
+    """Return the name of an engine, or `none`, as it is.
+
+    Raises
+    ------
+    ConfigError : see `find_engine`.
+    """
+    if name != NO_ENGINE:
+        find_engine(name)
+    return name
 
 
 def engine_parameters(
@@ -118,7 +162,7 @@ def engine_parameters(
         )
     is_wide = precision.compute in SIXTEEN_BIT or precision.compute == "fp32"
     tensor = parallelism.tensor
-    experts = engine.expert_layer_seconds * model.num_moe_layers / model.num_layers
+    experts = engine.expert_seconds * model.num_experts * model.num_moe_layers / model.num_layers
     return replace(
         RooflineParameters.DEFAULTS,
         gemm_efficiency=engine.gemm_efficiency if is_wide else engine.narrow_gemm_efficiency,
@@ -191,12 +235,34 @@ def engine_seconds(
 
 
 @cache
-def _table() -> Mapping[str, EngineTerms]:
-    text = files("onbeat.perfmodel").joinpath("data", "engines.yaml").read_text("utf-8")
-    names = [field.name for field in fields(EngineTerms)]
+def _table() -> Mapping[str, tuple[EngineTerms, ...]]:
+    """Return the terms in the package by engine, those of older versions first."""
+    content = files("onbeat.perfmodel").joinpath("data", "engines.yaml").read_text("utf-8")
     return MappingProxyType(
         {
-            engine: EngineTerms(**{name: entry[name] for name in names})
-            for engine, entry in yaml.safe_load(text)["engines"].items()
+            engine: tuple(sorted((_terms(each, engine) for each in entries), key=lambda t: _order(t.version)))
+            for engine, entries in yaml.safe_load(content)["engines"].items()
         }
     )
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def _terms(entry: Any, where: str) -> EngineTerms:
+    """Return the terms of an entry; `where` tells in errors which it is."""
+    check_fields(entry, where, needed=BOUNDS, others=("steps_ahead", "version", "sources"))
+    terms = {name: number(entry[name], f"{name} of {where}") for name in BOUNDS}
+    steps_ahead = entry.get("steps_ahead", 0)
+    if steps_ahead not in (0, 1) or isinstance(steps_ahead, bool):
+        raise ConfigError(f"steps_ahead of {where} is {steps_ahead!r}; it must be 0 or 1")
+    try:
+        return EngineTerms(
+            **terms,
+            steps_ahead=int(steps_ahead),
+            version=text(entry["version"], f"version of {where}") if "version" in entry else "",
+            sources=texts(entry.get("sources", {}), f"sources of {where}"),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error

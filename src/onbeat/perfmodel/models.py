@@ -46,7 +46,7 @@ class Deployment:
     profile: Path | None
     """Where the measurements are; what is in it depends on the model's kind."""
     engine: str | None
-    """One of `engines.ENGINES`, whose terms the roofline gets."""
+    """As `find_engine` takes it; its terms go to the roofline."""
 
 
 def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
@@ -67,7 +67,7 @@ def make_step_time_model(  # noqa: PLR0913 - a kind, and what it is asked of
     profile : `fitted`: a file that `onbeat profile` wrote; `step-table`: a table of steps, see
         `read_step_table`; `operator-table`: a directory of CSV files in Vidur's format, or a YAML file that
         names them; `linear`: a file of coefficients; `roofline`: none.
-    engine : one of `engines.ENGINES`, whose terms the roofline gets; the other kinds measure what they model.
+    engine : as `find_engine` takes it; its terms go to the roofline, other kinds measure what they model.
 
     Returns
     -------

@@ -13,9 +13,11 @@ from onbeat.core.kinds import KIND_FORM, KIND_HELP, ReplicaGroup, check_kinds, p
 from onbeat.core.options import check, option, part
 from onbeat.core.slo import ShedMode, shed_option
 from onbeat.perfmodel.device_spec import CPU, find_device
+from onbeat.perfmodel.engines import ENGINE_FORM, ENGINES, NO_ENGINE, require_engine
 from onbeat.perfmodel.model_files import config_path
 from onbeat.perfmodel.models import STEP_TIME_MODELS, require_step_time
 from onbeat.perfmodel.models import files_of as step_time_files
+from onbeat.perfmodel.spec_file import is_spec_file
 from onbeat.scheduler.cluster.migration import MOVE_HELP, MOVE_RULES, check_move_rule
 from onbeat.scheduler.cluster.pools import RULE_HELP, PoolRule, check_pools
 from onbeat.scheduler.cluster.routers import ROUTERS
@@ -52,7 +54,11 @@ class ReplicaSettings:
     model: str = _hardware(
         help="a known model such as meta-llama/Llama-3.1-8B, or the path of a config.json or its directory"
     )
-    device: str = _hardware(metavar="ID", parse=_known_device, help="such as h100-sxm, a100-80-sxm, l4, cpu")
+    device: str = _hardware(
+        metavar="ID|FILE.yaml",
+        parse=_known_device,
+        help="such as h100-sxm, a100-80-sxm, l4, cpu; or your own (FILE.yaml)",
+    )
     dtype: DTypeName = _hardware("bf16", help="of the weights")
     kv_cache_dtype: Literal["auto"] | DTypeName = _hardware(
         AUTO, help="of the KV cache; auto: that of the weights, at least 16 bits wide"
@@ -153,9 +159,12 @@ class ReplicaSettings:
     profile: Path | None = _step(
         None, metavar="FILE", help="what it is made from: of `onbeat profile`, or a table"
     )
-    engine: Literal["none", "vllm", "tensorrt-llm", "sglang"] = _step(
-        "none",
-        help="give the roofline the terms of a whole engine, and plan a step ahead as that engine does",
+    engine: str = _step(
+        NO_ENGINE,
+        metavar=ENGINE_FORM,
+        parse=require_engine,
+        help=f"give the roofline the terms of a whole engine ({', '.join(ENGINES)}), the newest, those of a "
+        "version (vllm@0.12) or your own (FILE.yaml), and plan steps ahead as that engine does",
     )
     host_overhead: float = _step(
         0.0,
@@ -212,4 +221,6 @@ def files_of(settings: ReplicaSettings) -> tuple[Path, ...]:
     """
     config = config_path(settings.model)
     measured = step_time_files(settings.step_time, settings.profile)
-    return measured if config is None else (config, *measured)
+    devices = (settings.device, *(each.device for each in settings.kinds if each.device is not None))
+    own = tuple(Path(name) for name in (*devices, settings.engine) if is_spec_file(name))
+    return (*own, *measured) if config is None else (config, *own, *measured)

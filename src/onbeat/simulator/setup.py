@@ -11,7 +11,7 @@ from onbeat.core.kinds import as_settings
 from onbeat.core.options import change
 from onbeat.core.step_time import StepTimeModel
 from onbeat.perfmodel.device_spec import DeviceSpec, find_device
-from onbeat.perfmodel.engines import find_engine
+from onbeat.perfmodel.engines import NO_ENGINE, find_engine
 from onbeat.perfmodel.fit_errors import FitErrors
 from onbeat.perfmodel.memory import Change, Choices, DoesNotFit, KVCapacity, kv_capacity, what_fits
 from onbeat.perfmodel.model_spec import ModelSpec, find_model_spec
@@ -327,12 +327,21 @@ def _roofline(
 
 
 def _engine(settings: ReplicaSettings) -> str | None:
-    return None if settings.engine == "none" else settings.engine
+    return None if settings.engine == NO_ENGINE else settings.engine
 
 
 def _described(settings: ReplicaSettings, errors: FitErrors | None) -> str:
-    name = settings.step_time if settings.engine == "none" else f"{settings.step_time} of {settings.engine}"
+    name = described_times(settings)
     return name if errors is None else f"{name}, fitted to measured steps (relative error: {errors})"
+
+
+def described_times(settings: ReplicaSettings) -> str:
+    """Return the name of the step times, and from which version of an engine on its terms hold."""
+    engine = _engine(settings)
+    if engine is None:
+        return settings.step_time
+    version = find_engine(engine).version
+    return f"{settings.step_time} of {engine}" + (f" (terms from version {version} on)" if version else "")
 
 
 def _steps_ahead(settings: ReplicaSettings) -> int:

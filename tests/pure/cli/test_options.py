@@ -61,6 +61,7 @@ READ_AT_ONCE = ("speculative_config", "fleet_changes", "disaggregate", "kinds")
 EXAMPLES = {
     "speculative": {"method": "ngram"},
     "device": "cpu",
+    "engine": "vllm@0.6",
     "disaggregate": "prefill=1,decode=2",
     "autoscale": "0..4",
     "autoscale_policy": "freeness:20..80",

@@ -6,10 +6,12 @@ import argparse
 import gzip
 import json
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from onbeat.cli.main import main
 from onbeat.cli.options import read_options
@@ -429,7 +431,36 @@ def test_an_engine_takes_longer_and_plans_ahead(tmp_path: Path, capsys: pytest.C
     assert engine["mean_tpot_ms"] > 1.05 * plain["mean_tpot_ms"]
     more = engine["mean_ttft_ms"] - plain["mean_ttft_ms"]
     assert more > 0.4 * engine["mean_tpot_ms"]  # an idle replica begins at once
-    assert "step times: roofline of vllm" in capsys.readouterr().err
+    assert "step times: roofline of vllm (terms from version 0.14 on)" in capsys.readouterr().err
+
+
+def test_an_older_version_of_an_engine_takes_longer_and_plans_no_step_ahead(tmp_path: Path) -> None:
+    new, old = (summary_of(tmp_path, "--engine", name) for name in ("vllm", "vllm@0.6"))
+    assert old["engine"] == "vllm@0.6"
+    assert old["mean_tpot_ms"] > new["mean_tpot_ms"]
+
+
+def test_a_device_and_the_terms_of_an_engine_may_be_files(tmp_path: Path) -> None:
+    entries = yaml.safe_load(files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text())
+    device, engine = tmp_path / "device.yaml", tmp_path / "engine.yaml"
+    device.write_text(yaml.safe_dump(entries["h100-sxm"]))
+    terms = yaml.safe_load(files("onbeat.perfmodel").joinpath("data", "engines.yaml").read_text())["engines"]
+    engine.write_text(yaml.safe_dump(terms["vllm"][-1]))
+    named = summary_of(tmp_path, "--device", "h100-sxm", "--engine", "vllm")
+    from_files = summary_of(tmp_path, "--device", str(device), "--engine", str(engine))
+    assert (from_files["device"], from_files["engine"]) == (str(device), str(engine))
+    for name in ("mean_ttft_ms", "mean_tpot_ms", "duration"):
+        assert from_files[name] == named[name]
+
+
+@pytest.mark.parametrize("flag", ["--device", "--engine"])
+def test_a_file_with_a_wrong_field_ends_the_command_with_a_sentence(
+    tmp_path: Path, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("speed: 3")
+    assert simulate(flag, str(path)) == 2
+    assert "mine.yaml has an unknown field 'speed'" in error_of(capsys)
 
 
 def edit_profile(path: Path, edit: Callable[[dict[str, Any]], object]) -> None:

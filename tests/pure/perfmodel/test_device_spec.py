@@ -1,6 +1,11 @@
 """Devices: every id, dense rates, sources, and the measured CPU."""
 
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+
 import pytest
+import yaml
 
 from onbeat.core.errors import ConfigError
 from onbeat.perfmodel.device_spec import cpu_device, device_ids, find_device
@@ -63,3 +68,71 @@ def test_cpu_device_takes_measured_limits():
     assert cpu_device(memory_bandwidth=2e10, peak_flops=1e11).peak("int8") == 1e11
     with pytest.raises(ConfigError, match="must be above 0"):
         cpu_device(memory_bandwidth=0.0, peak_flops=1e11)
+
+
+MINE = {"memory_gib": 24, "memory_bandwidth_gb_s": 300, "peak_tflops": {"fp32": 30.3, "bf16": 121}}
+
+
+def written(tmp_path: Path, content: object) -> str:
+    """Return the path of a file of a device."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def test_a_device_may_come_from_a_file(tmp_path: Path) -> None:
+    name = written(tmp_path, MINE)
+    device = find_device(name)
+    assert (device.id, device.name) == (name, name)
+    assert device.memory_bytes == 24 * 2**30
+    assert device.memory_bandwidth == 300e9
+    assert device.peak("bf16") == 121e12
+    assert (device.link_bandwidth, device.tdp_watts) == (None, None)
+
+
+def test_a_file_with_the_fields_of_an_entry_is_that_device(tmp_path: Path) -> None:
+    entries = yaml.safe_load(files("onbeat.perfmodel").joinpath("data", "devices.yaml").read_text())
+    name = written(tmp_path, entries["h100-sxm"])
+    assert find_device(name) == replace(find_device("h100-sxm"), id=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory_gb": 24}, "unknown field 'memory_gb': did you mean memory_gib"),
+        ({"memory_gib": "much"}, "memory_gib of .* is 'much'; it must be a number"),
+        ({"memory_gib": 0}, "memory_gib of .* is 0; it must be above 0"),
+        ({"memory_gib": None}, "memory_gib of .* is empty; give a number"),
+        ({"memory_bandwidth_gb_s": True}, "memory_bandwidth_gb_s of .* is True; it must be a number"),
+        ({"memory_bandwidth_gb_s": float("inf")}, "memory_bandwidth_gb_s of .* is inf; it must be a number"),
+        ({"nvlink_gb_s": -600}, "nvlink_gb_s of .* is -600; it must be above 0"),
+        ({"peak_tflops": 312}, "peak_tflops of .* is 312; give rates by number format"),
+        ({"peak_tflops": None}, "peak_tflops of .* is empty"),
+        (
+            {"peak_tflops": {"bf17": 312}},
+            "peak_tflops of .* has the number format 'bf17'; known are fp32, bf16",
+        ),
+        ({"peak_tflops": {"bf16": "fast"}}, "peak_tflops of .*, bf16, is 'fast'; it must be a number"),
+        ({"name": 3}, "name of .* is 3; it must be a text"),
+        ({"sources": {"all": 3}}, "sources of .*, all, is 3; it must be a text"),
+    ],
+)
+def test_wrong_fields_of_a_file_are_refused(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_device(written(tmp_path, {**MINE, **fields}))
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_a_file_that_lacks_numbers_or_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine\.yaml lacks memory_bandwidth_gb_s, peak_tflops"):
+        find_device(written(tmp_path, {"memory_gib": 24}))
+    for content in ([MINE], "h100-sxm", None):
+        with pytest.raises(ConfigError, match=r"mine\.yaml holds no fields"):
+            find_device(written(tmp_path, content))
+    with pytest.raises(ConfigError, match=r"cannot read the device in .*none\.yaml: No such file"):
+        find_device(str(tmp_path / "none.yaml"))
+
+
+def test_an_unknown_device_is_told_of_files() -> None:
+    with pytest.raises(ConfigError, match=r"or a file of your own, FILE\.yaml"):
+        find_device("gaudi")

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
-from typing import get_args, get_type_hints
+from pathlib import Path
 
 import pytest
+import yaml
 
 from onbeat.core.errors import ConfigError
 from onbeat.core.step import BatchShape
 from onbeat.perfmodel.device_spec import cpu_device, find_device
 from onbeat.perfmodel.engines import (
+    BOUNDS,
     ENGINES,
     EngineTerms,
     engine_seconds,
@@ -23,7 +26,6 @@ from onbeat.perfmodel.parallelism import Parallelism
 from onbeat.perfmodel.precision import Precision
 from onbeat.perfmodel.roofline import make_roofline
 from onbeat.perfmodel.shapes import shape_matrix
-from onbeat.simulator.settings import ReplicaSettings
 from tests.pure.perfmodel.shapes import decodes, mixed_batches
 
 MODEL = find_model_spec("Llama-3.1-8B")
@@ -44,10 +46,101 @@ def step(terms: EngineTerms, shape: BatchShape = SHAPE, *, tensor: int = 1, spec
     return closure(shape)
 
 
-def test_every_engine_has_terms_and_a_flag() -> None:
-    assert get_args(get_type_hints(ReplicaSettings)["engine"]) == ("none", *ENGINES)
+OWN = {name: getattr(TERMS, name) for name in BOUNDS}
+
+
+def written(tmp_path: Path, **fields: object) -> str:
+    """Return the path of a file of terms."""
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    return str(path)
+
+
+def test_every_engine_has_terms_from_a_version_on() -> None:
     for name in ENGINES:
         assert find_engine(name).steps_ahead == 1
+        assert find_engine(name).version
+        assert find_engine(name).sources
+
+
+def test_an_engine_without_a_version_is_the_newest() -> None:
+    assert find_engine("vllm") == find_engine("vllm@0.14")
+    assert find_engine("vllm").row_seconds < find_engine("vllm@0.6").row_seconds / 2
+
+
+@pytest.mark.parametrize(
+    ("version", "entry"),
+    [
+        ("0.6", "0.6"),
+        ("0.6.3", "0.6"),
+        ("0.13.9", "0.6"),
+        ("0.14", "0.14"),
+        ("0.14.0", "0.14"),
+        ("0.20.1", "0.14"),
+        ("1", "0.14"),
+    ],
+)
+def test_a_version_has_the_terms_of_the_newest_that_is_not_newer(version: str, entry: str) -> None:
+    assert find_engine(f"vllm@{version}").version == entry
+
+
+def test_vllm_plans_no_step_ahead_before_it_did() -> None:
+    assert find_engine("vllm@0.12").steps_ahead == 0
+
+
+@pytest.mark.parametrize("version", ["0.5", "0.5.9", "", "new", "0.6rc1", "-1", "0..6", "٣"])
+def test_an_unknown_version_is_refused_with_those_that_are_known(version: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"no terms of vllm {version!r} are known")) as caught:
+        find_engine(f"vllm@{version}")
+    assert "from version 0.6 and 0.14 on, such as vllm@0.6" in str(caught.value)
+
+
+def test_terms_may_come_from_a_file(tmp_path: Path) -> None:
+    name = written(tmp_path, **{**OWN, "row_seconds": 2e-5}, version="9.1", sources={"row_seconds": "me"})
+    terms = find_engine(name)
+    assert (terms.row_seconds, terms.steps_ahead, terms.version) == (2e-5, 0, "9.1")
+    model = make_step_time_model("roofline", model=MODEL, device=DEVICE, engine=name)
+    newest = make_step_time_model("roofline", model=MODEL, device=DEVICE, engine="vllm")
+    more = 8 * (2e-5 - TERMS.row_seconds)
+    assert model.step_time(SHAPE) - newest.step_time(SHAPE) == pytest.approx(more)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"row_second": 1e-5}, "unknown field 'row_second': did you mean row_seconds"),
+        ({"row_seconds": "fast"}, "row_seconds of .* is 'fast'; it must be a number"),
+        ({"row_seconds": True}, "row_seconds of .* is True; it must be a number"),
+        ({"row_seconds": [1]}, r"row_seconds of .* is \[1\]; it must be a number"),
+        ({"gemm_efficiency": 3}, "gemm_efficiency of an engine is 3; it must be in"),
+        ({"steps_ahead": 2}, "steps_ahead of .* is 2; it must be 0 or 1"),
+        ({"steps_ahead": True}, "steps_ahead of .* is True; it must be 0 or 1"),
+        ({"version": 0.2}, "version of .* is 0.2; it must be a text"),
+        ({"sources": "me"}, "sources of .* is 'me'; it must be a mapping"),
+    ],
+)
+def test_wrong_terms_in_a_file_are_refused(tmp_path: Path, fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        find_engine(written(tmp_path, **{**OWN, **fields}))
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_a_file_that_lacks_terms_or_is_none_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="lacks layer_seconds, expert_seconds"):
+        find_engine(written(tmp_path, row_seconds=1e-5))
+    path = tmp_path / "empty.yml"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="holds no fields; write some as 'name: value': row_seconds, "):
+        find_engine(str(path))
+    with pytest.raises(ConfigError, match=r"cannot read the engine in .*none\.yaml"):
+        find_engine(str(tmp_path / "none.yaml"))
+
+
+def test_a_number_without_a_point_is_a_number_too(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(yaml.safe_dump(OWN).replace("row_seconds: 9.66e-06", "row_seconds: 1e-05"))
+    assert isinstance(yaml.safe_load(path.read_text())["row_seconds"], str)
+    assert find_engine(str(path)).row_seconds == 1e-5
 
 
 @pytest.mark.parametrize("spec", [MODEL, EXPERTS], ids=["dense", "experts"])
@@ -75,15 +168,14 @@ def test_a_run_of_steps_takes_what_its_steps_take_to_the_last_digit() -> None:
 
 
 def test_a_term_costs_what_it_says() -> None:
-    free = replace(
-        TERMS, row_seconds=0.0, layer_seconds=0.0, expert_layer_seconds=0.0, all_reduce_seconds=0.0
-    )
+    free = replace(TERMS, row_seconds=0.0, layer_seconds=0.0, expert_seconds=0.0, all_reduce_seconds=0.0)
     layers = MODEL.num_layers
     assert step(replace(free, row_seconds=1e-5)) - step(free) == pytest.approx(8e-5)
     assert step(replace(free, layer_seconds=1e-5)) - step(free) == pytest.approx(1e-5 * layers)
-    assert step(replace(free, expert_layer_seconds=1e-5)) == step(free)
-    more = replace(free, expert_layer_seconds=1e-5)
-    assert step(more, spec=EXPERTS) - step(free, spec=EXPERTS) == pytest.approx(1e-5 * EXPERTS.num_moe_layers)
+    assert step(replace(free, expert_seconds=1e-7)) == step(free)
+    more = replace(free, expert_seconds=1e-7)
+    experts = EXPERTS.num_experts * EXPERTS.num_moe_layers
+    assert step(more, spec=EXPERTS) - step(free, spec=EXPERTS) == pytest.approx(1e-7 * experts)
     slow = replace(free, all_reduce_seconds=1e-5)
     starts = [(step(slow, tensor=each) - step(free, tensor=each)) / (2 * layers) for each in (1, 2, 4, 8)]
     assert starts == pytest.approx([0, 1e-5, 1.5e-5, 2e-5], abs=1e-12)
@@ -105,7 +197,7 @@ def test_eight_bit_arithmetic_has_an_efficiency_of_its_own() -> None:
 
 def test_a_step_of_an_engine_takes_longer_than_its_operators() -> None:
     operators = make_roofline(MODEL, DEVICE, parallelism=Parallelism(8))
-    for name in ENGINES:
+    for name in (*ENGINES, "vllm@0.6"):
         model = make_step_time_model(
             "roofline", model=MODEL, device=DEVICE, parallelism=Parallelism(8), engine=name
         )

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from onbeat.core.errors import ConfigError
+from onbeat.core.kinds import ReplicaGroup
 from onbeat.core.options import change
 from onbeat.files import read_yaml
 from onbeat.planner.fleets import FleetRun
@@ -154,7 +155,8 @@ def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
     named = tmp_path / "named.yaml"
     named.write_text("mlp: operators/mlp.csv\nattention: operators/attention.csv\n")
     table = tmp_path / "steps.csv"
-    written = [profile, operators / "mlp.csv", operators / "attention.csv", table, model]
+    device, engine = tmp_path / "device.yaml", tmp_path / "engine.yaml"
+    written = [profile, operators / "mlp.csv", operators / "attention.csv", table, model, device, engine]
     for path in written:
         path.write_text("before")
     settings = [
@@ -163,6 +165,9 @@ def test_fingerprints_tell_contents_of_files_apart(tmp_path: Path) -> None:
         change(BASE, step_time="operator-table", profile=named),
         change(BASE, step_time=str(table)),
         change(BASE, model=str(model)),
+        change(BASE, device=str(device)),
+        change(BASE, kinds=(ReplicaGroup(device=str(device)),)),
+        change(BASE, engine=str(engine)),
     ]
     before = list(map(fingerprint, settings))
     assert before == list(map(fingerprint, settings))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from functools import partial
 from math import inf
 
 import pytest
@@ -20,6 +21,7 @@ from onbeat.scheduler.replica.slo import admission
 from onbeat.scheduler.replica.slo.work import PrefillWork
 from tests.pure.scheduler.test_slo_admission import Watch
 from tests.pure.scheduler.timed import make_request
+from tests.pure.simulator.test_calls import num_calls
 
 COSTS = PrefillCosts(token=1e-4, pair=0.0, step=5e-3, decode=1e-4)
 
@@ -359,6 +361,26 @@ def test_of_many_replicas_the_holders_and_the_idle_are_looked_at():
     router.on_report(42, load(), 0.0)
     assert place(router, request("idle")) == 42
     assert place(router, request("other"), excluded={42}) != 42
+
+
+def calls_of(num_replicas: int) -> tuple[float, float]:
+    """Return the calls of functions that a choice and a report make on average."""
+    busy = load(num_running=8, num_decodes=8, backlog=((0.5, 0.3, 1),))
+    router = router_of(*(busy for _ in range(num_replicas)))
+    choices = reports = 0
+    for index in range(200):
+        asked = request(f"q{index}", blocks=tuple(range(index % 20)), ttft=5.0)
+        choices += num_calls(partial(place, router, asked, 0.01 * index))
+        number = index * 7 % num_replicas
+        reports += num_calls(partial(router.on_report, number, load(num_taken=index), 0.01 * index))
+    return choices / 200, reports / 200
+
+
+def test_a_choice_and_a_report_cost_the_same_in_a_large_fleet():
+    few, many = calls_of(400), calls_of(4000)
+    assert many[0] < 1.1 * few[0]
+    assert many[1] < 1.1 * few[1]
+    assert calls_of(20)[0] < 1.1 * few[0]
 
 
 def test_a_replica_that_left_is_forgotten():

@@ -173,9 +173,12 @@ class LoadView:
     def work_left(self, now: float) -> float:
         """Return the seconds of prefill work that it has, roughly: what orders many replicas."""
         load = self.load
-        total = sum(seconds for _, seconds, _ in load.backlog) + load.best_effort_work
-        done = max(0.0, now - self.reported - load.busy) * load.prefill_share if total else 0.0
-        return max(0.0, total - done) + sum(each.seconds for each in self.sent)
+        total = load.best_effort_work
+        if load.backlog:
+            total = sum([seconds for _, seconds, _ in load.backlog]) + total
+        if total:
+            total = max(0.0, total - max(0.0, now - self.reported - load.busy) * load.prefill_share)
+        return total + sum([each.seconds for each in self.sent]) if self.sent else total
 
     def soonest(self, seconds: float, now: float) -> float:
         """Return a bound of `FirstToken.seconds` from below, without a look at what waits.

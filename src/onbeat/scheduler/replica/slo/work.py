@@ -87,6 +87,8 @@ class PrefillWork:
         self._model = model
         self._quantile = quantile
         self._most_step_tokens = most_step_tokens
+        self._costs: PrefillCosts | None = None
+        """As they were last asked for; None since the coefficients are others."""
         self._num_left = _REFRESH_STEPS
         """Steps until the coefficients are taken again."""
         self._chunks = _timers(model, _CHUNKS, quantile)
@@ -139,6 +141,7 @@ class PrefillWork:
         num_fewer = _MANY_DECODES.decode_context_tokens - _SHORT_DECODES.decode_context_tokens
         context = max(0.0, (many - short) / num_fewer)
         self.context_seconds = min(context, self.decode_seconds / USUAL_CONTEXT)
+        self._costs = None
 
     def spread(self) -> float:
         """Return what 99 of 100 steps take no longer than, over the mean; infinite where nobody knows."""
@@ -156,14 +159,16 @@ class PrefillWork:
     @property
     def costs(self) -> PrefillCosts:
         """The coefficients, for those who know the replica by its reports alone."""
-        return PrefillCosts(
-            token=self.token,
-            pair=self.pair,
-            step=self.step_seconds,
-            decode=self.decode_seconds,
-            context=self.context_seconds,
-            decode_base=self.base_seconds,
-        )
+        if self._costs is None:
+            self._costs = PrefillCosts(
+                token=self.token,
+                pair=self.pair,
+                step=self.step_seconds,
+                decode=self.decode_seconds,
+                context=self.context_seconds,
+                decode_base=self.base_seconds,
+            )
+        return self._costs
 
     def of(self, shape: BatchShape) -> float:
         """Return the time of a step, seconds."""
