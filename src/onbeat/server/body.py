@@ -10,8 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import orjson
-from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, BeforeValidator, GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from starlette.requests import Request
 
 from onbeat.core.errors import InvalidRequest, quoted
@@ -58,10 +57,10 @@ class _AlsoText:
         is_whole = isinstance(value, float) and value.is_integer() and abs(value) < 2**53
         return int(value) if is_whole and self._read is int else value  # type: ignore[call-overload]
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self._value, handler(source))
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> Any:
+        return BeforeValidator(self._value).__get_pydantic_core_schema__(source, handler)
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> Any:
+    def __get_pydantic_json_schema__(self, schema: Any, handler: GetJsonSchemaHandler) -> Any:
         text = {"type": "string", "pattern": f"^({self._pattern.pattern})$"}
         return {"anyOf": [handler(schema), text]}
 

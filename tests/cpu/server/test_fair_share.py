@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ import pytest
 from onbeat.server.fair_threads import MOST_SHORT_WORK, FairThreads
 from onbeat.server.prompts import PromptEncoder
 from onbeat.text.chat_template import ChatTemplate
-from tests.cpu.server.running import HELLO, Answer, Served, serving, until
+from tests.cpu.server.running import HELLO, Answer, Served, serving
 from tests.fakes_engine import ByteTokenizer, FakeEngine
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -210,7 +212,7 @@ async def test_chats_of_clients_that_left_are_not_rendered(rendering: Held) -> N
         tasks = []
         for number, body in enumerate(bodies, 1):
             tasks.append(asyncio.create_task(served.post(CHAT, body)))
-            await until(lambda number=number: rendering.num_asked == number)
+            await until(partial(lambda asked: rendering.num_asked == asked, number))
         tasks[1].cancel()
         left = f'onbeat_http_requests_total{{endpoint="{CHAT}",status="499"}} 1.0'
         async with asyncio.timeout(10):

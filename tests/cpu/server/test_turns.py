@@ -25,9 +25,10 @@ from onbeat.core.slo import SLO
 from onbeat.server import lifecycle
 from onbeat.server.config import MAX_ANSWER_PARTS, MAX_JSON_VALUES
 from tests.cpu.server.loop_turns import KEY, post_from_outside, quickly
-from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving, until
+from tests.cpu.server.running import HELLO, Answer, Served, parse_events, serving
 from tests.fakes_engine import FakeEngine, Script
 from tests.fleet.fleets import fleet_of
+from tests.waiting import until
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -88,7 +89,7 @@ ANSWERS: dict[str, tuple[str, dict[str, Any]]] = {
 @asynccontextmanager
 async def served_fleet(num_replicas: int = 1, **fields: Any) -> AsyncIterator[Served]:
     """Serve engines that have processes of their own, as real ones have."""
-    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 2**14, "num_blocks": 300_000}
+    limits: dict[str, Any] = {"max_num_seqs": 256, "max_num_batched_tokens": 2**14, "num_blocks": 300_000}
     async with (
         fleet_of(
             num_replicas, hashes_prompts=True, step_seconds=0.002, max_model_len=300_000, **limits
@@ -238,8 +239,8 @@ async def test_full_rounds_of_garbage_collection_wait_until_nothing_is_open(
 ) -> None:
     monkeypatch.setattr(lifecycle, "TIDY_SECONDS", 0.01)
     collected: list[int] = []
-    monkeypatch.setattr(lifecycle.gc, "collect", lambda: collected.append(1))
-    monkeypatch.setattr(lifecycle.gc, "get_count", lambda: (0, 0, 1))
+    monkeypatch.setattr(gc, "collect", lambda: collected.append(1))
+    monkeypatch.setattr(gc, "get_count", lambda: (0, 0, 1))
     before = gc.get_threshold()
     engine.script = Script("a", end=False, seconds_per_step=0.01)
     async with serving(engine) as served:

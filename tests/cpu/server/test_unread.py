@@ -8,10 +8,11 @@ from typing import Any, cast
 
 import pytest
 
-from tests.cpu.server.running import HELLO, Served, parse_events, serving, until
+from tests.cpu.server.running import HELLO, Served, parse_events, serving
 from tests.cpu.server.test_disconnect import leave, send
 from tests.fakes_engine import FakeEngine, Script
 from tests.fleet.fleets import fleet_of
+from tests.waiting import until
 
 MOST = 200_000
 FIELDS = {"messages": HELLO, "ignore_eos": True}
