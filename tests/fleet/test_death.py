@@ -156,6 +156,17 @@ async def test_a_request_that_kills_its_replicas_is_given_up() -> None:
         await check_all(started)
 
 
+async def test_streams_outlive_replicas_that_are_killed_in_one_moment() -> None:
+    async with fleet_of(4) as client:
+        started = start_requests(client, 48, max_tokens=300)
+        await until(lambda: sum(view.num_streaming for view in client.replicas()) == 48)
+        for replica in ("r0", "r1", "r2", "r3"):
+            send_signal(client, replica, signal.SIGKILL)
+        await check_all(started, timeout=60)
+        assert client.counts.num_failed == 0
+        client._fleet.check_invariants()
+
+
 async def test_a_replica_that_dies_again_and_again_stays_down() -> None:
     async with fleet_of(1) as client:
         for life in range(1, 4):

@@ -245,7 +245,7 @@ class FleetController:
         self._listener.before_loss(life.replica)
         self._listener.on_lost(life.replica)
         self.processes.kill(life)
-        self.tell(Lost(life.replica, why))
+        self.tell(Lost(life.replica, why, life.num_taken))
         self.changed.set()
 
     async def _look_after(self) -> None:
@@ -280,8 +280,8 @@ class FleetController:
                     life.load = outputs.load
                     self.tell(Reported(life.replica, outputs.load))
                 self._listener.on_stepped(life, outputs)
-            case Heartbeat(pulse):
-                life.pulse = pulse
+            case Heartbeat(pulse, num_taken):
+                life.pulse, life.num_taken = pulse, num_taken
             case Rejected() as rejected:
                 self._listener.on_rejected(life, rejected)
             case Progress() | Ready() | StartFailed():

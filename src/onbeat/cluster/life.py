@@ -37,6 +37,8 @@ class Life:
     info: EngineInfo | None = None
     """None until it is ready."""
     pulse: EnginePulse = field(default_factory=lambda: EnginePulse(0.0))
+    num_taken: int = 0
+    """Requests that it has read, as it said last."""
     load: ReplicaLoad | None = None
     last_words: str = ""
     shares_kv: bool = False

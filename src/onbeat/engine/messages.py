@@ -100,9 +100,11 @@ class Stepped(msgspec.Struct, tag="stepped", array_like=True):
 
 
 class Heartbeat(msgspec.Struct, tag="heartbeat", array_like=True):
-    """Said where nothing else was for a while."""
+    """Said where nothing else was for a while, and when requests have been read, before they run."""
 
     pulse: EnginePulse
+    num_taken: int
+    """Requests that have been read so far: whoever sent more knows which of them did not arrive."""
 
 
 ToEngine = AddRequest | AbortRequests | Shutdown | OpenKV | AskMove

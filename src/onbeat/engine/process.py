@@ -174,6 +174,7 @@ class _EngineLoop:
         self._address = address
         self._socket = socket
         self._last_word = time.monotonic()
+        self._num_taken = 0
         self._stopped = False
         self._wants_to_leave = False
         # Not getppid(): the parent may have died while the model was loaded.
@@ -225,19 +226,18 @@ class _EngineLoop:
             self._wants_to_leave = False
             self._say(Leaving())
         self._moves.look()
-        now = time.monotonic()
-        if now - self._last_word >= HEARTBEAT_SECONDS:
-            self._last_word = now
-            self._say(Heartbeat(self._core.pulse()))
+        if time.monotonic() - self._last_word >= HEARTBEAT_SECONDS:
+            self._say_alive()
             self._send(self._core.take_load())  # without steps room may have come back, as a copy has ended
 
+    def _say_alive(self) -> None:
+        self._last_word = time.monotonic()
+        self._say(Heartbeat(self._core.pulse(), self._num_taken))
+
     def _read_inbox(self) -> None:
-        """Take every message that is there."""
-        while True:
-            try:
-                data = self._socket.recv(flags=zmq.NOBLOCK)
-            except zmq.Again:
-                return
+        """Take every message that is there; say which requests came, before one of them can end the process."""
+        num_before = self._num_taken
+        while (data := self._next_message()) is not None:
             message = decode_to_engine(data)
             match message:
                 case AddRequest():
@@ -252,6 +252,14 @@ class _EngineLoop:
                     self._open_kv(message)
                 case Shutdown():
                     self._stopped = True
+        if self._num_taken > num_before:
+            self._say_alive()
+
+    def _next_message(self) -> bytes | None:
+        try:
+            return self._socket.recv(flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return None
 
     def _abort(self, request_ids: list[str]) -> None:
         self._moves.forget(request_ids)
@@ -260,6 +268,7 @@ class _EngineLoop:
             self._send(self._core.message(outputs))
 
     def _add(self, message: AddRequest) -> None:
+        self._num_taken += 1
         request_id = message.request.request_id
         try:
             self._core.add(message.request)

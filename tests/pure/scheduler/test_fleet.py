@@ -99,12 +99,46 @@ def test_those_of_a_dead_replica_go_on_elsewhere_by_deadline():
     assert driven.fleet.owner("late") == "r2"
 
 
-def test_a_request_has_three_lives():
+def test_a_request_under_which_three_replicas_die_in_a_row_is_given_up():
     driven = Driven(4)
     driven.send("a")
     for owner in ("r0", "r1"):
         assert places(driven.on(Lost(owner, "killed")))
     assert driven.on(Lost("r2", "killed"))[-1] == Refuse("a", "too_many_lives")
+
+
+def test_a_token_forgives_the_deaths_before_it():
+    driven = Driven(4)
+    driven.send("a")
+    for number in range(12):
+        owner = driven.fleet.owner("a")
+        if number % 2:
+            driven.first(owner, "a")
+        assert places(driven.on(Lost(owner, "killed"), after=70.0)) == [("a", driven.fleet.owner("a"))]
+        driven.on(Joined(owner, limits()))
+
+
+def test_replicas_that_died_before_they_took_a_request_do_not_count_against_it():
+    driven = Driven(6)
+    driven.send("a")
+    for _ in range(5):  # all were killed in one moment, and each is found dead once the request is sent there
+        owner = driven.fleet.owner("a")
+        assert places(driven.on(Lost(owner, "killed", num_taken=0)))
+    assert driven.on(Lost(driven.fleet.owner("a"), "killed", num_taken=0))[:1] != [Refuse("a", "too_many_lives")]
+    assert driven.fleet.status().num_waiting == 1
+
+
+def test_a_replica_counts_the_requests_that_it_takes_anew_in_each_life():
+    driven = Driven(1)
+    driven.send("a", "b")
+    driven.on(Lost("r0", "killed", num_taken=1))
+    driven.on(Joined("r0", limits()), after=70.0)  # a is the first of this life, b the second
+    driven.on(Lost("r0", "killed", num_taken=1))
+    driven.on(Joined("r0", limits()), after=70.0)
+    assert driven.on(Lost("r0", "killed", num_taken=2), after=70.0)[:2] == [
+        Start("r0", 0.5),
+        Refuse("a", "too_many_lives"),
+    ]
 
 
 def test_who_does_not_resume_is_refused():

@@ -9,7 +9,7 @@ Every request has one owner: one replica, or the fleet itself while no replica t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import inf
 from typing import Any
@@ -54,7 +54,7 @@ from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
-"""Replicas that a request may be sent to because the one before died: one that kills them must not go on."""
+"""Replicas in a row that may die under a request before its next token: one that kills them must not go on."""
 Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
 
 
@@ -240,7 +240,9 @@ class Fleet:
             replica.num_streams += 1
             self._router.on_first_token(replica.number, opened.request)
             self._watcher.on_first_token(opened.request, event.num_cached_tokens, now)
-        opened.num_output_tokens += event.num_tokens
+        if event.num_tokens:
+            opened.num_output_tokens += event.num_tokens
+            opened.num_deaths = 0
         if is_first and not event.is_finished:
             self._migration.on_first_token(opened, replica, now)
         if event.is_finished:
@@ -308,6 +310,9 @@ class Fleet:
         replica = self._members.replicas.get(event.replica)
         if replica is None or replica.state in (ReplicaState.STOPPED, ReplicaState.DOWN):
             return
+        for opened in replica.open.values():
+            if opened.has_started or event.num_taken is None or opened.number <= event.num_taken:
+                opened.num_deaths += 1
         orphans = self._take_all(replica)
         if replica.state is ReplicaState.DRAINING:
             self._end(replica, now, is_alive=False)
@@ -323,13 +328,11 @@ class Fleet:
     def _resume(self, orphans: list[OpenRequest], now: float) -> None:
         """Send the requests of a replica that is gone elsewhere, those that are due first."""
         for opened in orphans:
-            request = opened.request
-            if not request.resumes:
+            if not opened.request.resumes:
                 self._requests.refuse(opened, "replica_lost", now)
-            elif request.lives >= MOST_LIVES:
+            elif opened.num_deaths >= MOST_LIVES:
                 self._requests.refuse(opened, "too_many_lives", now)
             else:
-                opened.request = replace(request, lives=request.lives + 1)
                 opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
                 self._requests.send(opened, now, why="resumed")
 

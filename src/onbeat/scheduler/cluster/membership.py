@@ -44,6 +44,10 @@ class OpenRequest:
     request: RoutingRequest
     replica: ReplicaId | None = None
     """Where it is; None while it waits in the fleet."""
+    number: int = 0
+    """How many requests its replica had been sent with it; 0 of one that was moved there with its KV."""
+    num_deaths: int = 0
+    """Replicas that died under it since its client last got a token."""
     has_started: bool = False
     """Whether its replica has delivered tokens of it."""
     num_output_tokens: int = 0
@@ -89,6 +93,8 @@ class Replica:
     """Until then no request is moved away because of how the replica stands."""
     open: dict[str, OpenRequest] = field(default_factory=dict)
     """By request id, in the order in which they were sent here."""
+    num_sent: int = 0
+    """Requests that it was sent in this life."""
     num_queued_tokens: int = 0
     """Of those that have had no token here."""
     num_streams: int = 0
@@ -194,7 +200,7 @@ class Membership:
         """Make a replica ready, under a new number."""
         replica.limits = limits
         self.change(replica, ReplicaState.READY)
-        replica.number, replica.load = len(self.by_number), None
+        replica.number, replica.load, replica.num_sent = len(self.by_number), None, 0
         self.by_number.append(replica)
         replica.num_lives += 1
         replica.ready_since, replica.drains_until, replica.restarts = now, inf, False
@@ -282,7 +288,7 @@ class Membership:
         source.num_streams -= 1
         destination.open[request_id] = opened
         destination.num_streams += 1
-        opened.replica = destination.replica_id
+        opened.replica, opened.number = destination.replica_id, 0
         return source
 
     def excluded_for(self, opened: OpenRequest) -> Collection[int]:

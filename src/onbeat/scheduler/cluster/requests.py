@@ -112,6 +112,8 @@ class Requests:
         goes_to = self._migration.stream_replica(opened, replica)
         opened.stops = goes_to is not replica
         replica.open[request.request_id] = opened
+        replica.num_sent += 1
+        opened.number = replica.num_sent
         replica.num_queued_tokens += opened.num_tokens
         self._watcher.on_sent(request, choice.predicted_ttft, now)
         self._act(
