@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster import processes
-from onbeat.core.errors import ConfigError, EngineDead, EngineError, Overloaded
+from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, Overloaded
 from onbeat.core.hang import HangLimits
 from onbeat.core.request import FinishReason, WholeRequest
 from tests.fake_runner import build_fake_engine
@@ -233,6 +233,37 @@ async def test_all_are_started_again_one_after_another_without_an_error() -> Non
         await asyncio.gather(*users)
         assert not before & {pid_of(client, replica) for replica in ("r0", "r1")}
         assert client.counts.lost == {}
+
+
+async def test_a_round_of_restarts_goes_on_when_the_replica_it_waits_for_is_scaled_away() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=900)
+        await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
+        client.restart()
+        await until(lambda: state_of(client, "r0") == "draining")
+        with pytest.raises(InvalidRequest, match="is under way"):
+            client.restart()
+        client.drain("r0", seconds=30, restarts=False)
+        await check_all(started)
+        await until(lambda: all(lives_of(client, replica) == 2 for replica in ("r1", "r2")), timeout=30)
+        assert [view.replica for view in client.replicas()] == ["r1", "r2"]
+        await until(lambda: all(is_ready(client, replica) for replica in ("r1", "r2")))
+        client.restart()
+        await until(lambda: all(lives_of(client, replica) == 3 for replica in ("r1", "r2")), timeout=30)
+
+
+async def test_a_round_of_restarts_leaves_alone_what_starts_or_ends_already() -> None:
+    async with fleet_of(3) as client:
+        started = start_requests(client, 3, max_tokens=400)
+        await until(lambda: all(view.num_streaming == 1 for view in client.replicas()))
+        client.drain("r2", seconds=30, restarts=False)
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "starting" and "r0" in client.controller.lives)
+        client.restart()
+        await until(lambda: lives_of(client, "r1") == 2, timeout=30)
+        await check_all(started)
+        await until(lambda: state_of(client, "r2") == "stopped")
+        assert lives_of(client, "r0") == 2, "it was new when the round began"
 
 
 async def test_a_fleet_grows_and_shrinks() -> None:

@@ -22,7 +22,7 @@ from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.rolling_restart import restart_all
 from onbeat.cluster.wire import Wire
-from onbeat.core.errors import ConfigError, EngineDead
+from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.core.protocols import EngineInfo, EnginePulse
 from onbeat.engine.messages import (
@@ -127,7 +127,7 @@ class FleetController:
         self._look: asyncio.Task[None] | None = None
         self._round: asyncio.Task[None] | None = None
         self.changed = asyncio.Event()
-        """Set whenever a replica got ready or was lost."""
+        """Set whenever a replica got ready, was lost or was told to end."""
 
     async def open(self, folder: Path) -> None:
         """Bind what replicas connect to, and begin to look after them.
@@ -200,6 +200,7 @@ class FleetController:
                 self.processes.start(replica, delay)
             case Stop(replica):
                 self.processes.stop(replica)
+                self.changed.set()
 
     def _send_request(self, replica: ReplicaId, opened: OpenRequest, *, stops: bool) -> None:
         life = self.lives[replica]
@@ -338,9 +339,21 @@ class FleetController:
             self._listener.before_loss(replica)
 
     def restart(self) -> None:
-        """Begin to start all replicas again, one after another; one such round at a time."""
-        if self._round is None or self._round.done():
-            self._round = asyncio.create_task(restart_all(self), name="onbeat-rolling-restart")
+        """Begin to start all replicas again, one after another; one such round at a time.
+
+        Raises
+        ------
+        InvalidRequest : the round before is under way.
+        """
+        if self._round is not None and not self._round.done():
+            known = (each.replica for each in self.fleet.status().replicas)
+            coming = [replica for replica in known if self.fleet.is_coming(replica)]
+            raise InvalidRequest(
+                f"a restart of all replicas is under way and waits for {', '.join(coming) or 'the next'}; "
+                "ask again once all are ready",
+                code="restart_under_way",
+            )
+        self._round = asyncio.create_task(restart_all(self), name="onbeat-rolling-restart")
 
     @property
     def endpoint(self) -> str:

@@ -193,7 +193,12 @@ class FleetView(Protocol):
         ...
 
     def restart(self) -> None:
-        """Start all replicas again, one after another, without loss; each waits for the one before."""
+        """Start all replicas again, one after another, without loss; each waits for the one before.
+
+        Raises
+        ------
+        InvalidRequest : the round before is under way.
+        """
         ...
 
     def expect_end(self) -> None:

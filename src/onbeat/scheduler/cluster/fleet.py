@@ -210,6 +210,16 @@ class Fleet:
         opened = self._requests.open.get(request_id)
         return None if opened is None else opened.replica
 
+    def state(self, replica: ReplicaId) -> ReplicaState:
+        """Return the state of a replica; one that was never heard of is stopped."""
+        known = self._members.replicas.get(replica)
+        return ReplicaState.STOPPED if known is None else known.state
+
+    def is_coming(self, replica: ReplicaId) -> bool:
+        """Return whether a replica is about to get ready: it starts, or drains and is then started again."""
+        known = self._members.replicas.get(replica)
+        return known is not None and known.is_coming
+
     def role(self, replica: ReplicaId) -> str:
         """Return what a replica is for: `prefill` or `decode`; nothing where all are alike."""
         return self._pools.role(replica)

@@ -111,6 +111,11 @@ class Replica:
     deaths: deque[float] = field(default_factory=deque)
     """Those within the window."""
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether it is about to get ready."""
+        return self.state is ReplicaState.STARTING or (self.state is ReplicaState.DRAINING and self.restarts)
+
     def on_death(self, now: float) -> float | None:
         """Count a death; return the seconds to wait before another start, or None where it stays down."""
         deaths = self.deaths
@@ -218,13 +223,13 @@ class Membership:
     @property
     def is_one_coming(self) -> bool:
         """Whether a replica is about to get ready."""
-        draining = self._by_state[ReplicaState.DRAINING].values()
-        return bool(self._by_state[ReplicaState.STARTING]) or any(each.restarts for each in draining)
+        states = (ReplicaState.STARTING, ReplicaState.DRAINING)
+        return any(each.is_coming for state in states for each in self._by_state[state].values())
 
     def expected(self) -> list[Replica]:
         """Return the replicas that serve or will."""
         live = self.having(ReplicaState.STARTING, ReplicaState.READY, ReplicaState.DRAINING)
-        return [each for each in live if each.state is not ReplicaState.DRAINING or each.restarts]
+        return [each for each in live if each.state is ReplicaState.READY or each.is_coming]
 
     def unused_ids(self) -> Iterator[ReplicaId]:
         """Yield those of r0, r1, ... that no replica has, or that one had which has stopped."""
