@@ -103,13 +103,23 @@ async def test_health_follows_the_only_replica() -> None:
         assert (await served.get("/ready")).status == 200
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: not client.is_alive)
-        answer = await served.get("/health")
+        answer = await served.get("/ready")
         assert (answer.status, answer.error["code"]) == (503, "no_replica")
         assert "r0 is starting" in answer.error["message"]
         assert int(answer.headers["Retry-After"]) >= 1
-        assert (await served.get("/ready")).status == 503
+        assert (await served.get("/health")).status == 200, "a liveness probe would end what comes back"
         await until(lambda: client.is_ready)
-        assert (await served.get("/health")).status == 200
+        assert (await served.get("/ready")).status == 200
+
+
+async def test_health_outlasts_a_replica_that_hangs() -> None:
+    async with served_fleet(1) as (served, client):
+        send_signal(client, "r0", signal.SIGSTOP)
+        seen = set()
+        while lives_of(client, "r0") < 2:
+            seen.add(((await served.get("/health")).status, (await served.get("/ready")).status))
+            await asyncio.sleep(0.05)
+        assert seen == {(200, 200), (200, 503)}
 
 
 async def test_health_says_that_a_replica_stays_down() -> None:
