@@ -235,7 +235,7 @@ class _EngineLoop:
         self._say(Heartbeat(self._core.pulse(), self._num_taken))
 
     def _read_inbox(self) -> None:
-        """Take every message that is there; say which requests came, before one of them can end the process."""
+        """Take every message that is there; say how many requests came, before one of them runs."""
         num_before = self._num_taken
         while (data := self._next_message()) is not None:
             message = decode_to_engine(data)

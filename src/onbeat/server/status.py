@@ -26,21 +26,13 @@ def health_routes(services: Services) -> APIRouter:
 
         What restarts a server that fails here ends its other engines, and the streams that wait for one.
         """
-        fleet, engine = services.fleet, services.engine
-        if not engine.is_alive and (fleet is None or fleet.seconds_to_ready is None):
-            raise _all_down(fleet)
-        if fleet is None and services.watch.hang is not None:  # a fleet replaces an engine that hangs
-            raise engine_hangs(services.watch.hang)
+        _check_goes_on(services)
         return Response()
 
     async def ready() -> Response:
         """Tell whether a replica takes new requests; 503 as soon as the server is told to stop."""
         services.lifecycle.check_open()
-        fleet = services.fleet
-        if not services.engine.is_alive or (fleet is not None and not fleet.is_ready):
-            raise _all_down(fleet)
-        if services.watch.hang is not None:
-            raise engine_hangs(services.watch.hang)
+        _check_ready(services)
         return Response()
 
     async def load() -> Response:
@@ -58,6 +50,22 @@ def health_routes(services: Services) -> APIRouter:
     router.add_api_route("/load", load, methods=["GET"], response_model=EngineLoad)
     router.add_api_route("/version", version, methods=["GET"], response_model=VersionInfo)
     return router
+
+
+def _check_goes_on(services: Services) -> None:
+    fleet = services.fleet
+    if not services.engine.is_alive and (fleet is None or fleet.seconds_to_ready is None):
+        raise _all_down(fleet)
+    if fleet is None and services.watch.hang is not None:  # a fleet replaces an engine that hangs
+        raise engine_hangs(services.watch.hang)
+
+
+def _check_ready(services: Services) -> None:
+    fleet = services.fleet
+    if not services.engine.is_alive or (fleet is not None and not fleet.is_ready):
+        raise _all_down(fleet)
+    if services.watch.hang is not None:
+        raise engine_hangs(services.watch.hang)
 
 
 def _all_down(fleet: FleetView | None) -> Exception:

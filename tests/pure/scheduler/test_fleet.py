@@ -124,7 +124,8 @@ def test_replicas_that_died_before_they_took_a_request_do_not_count_against_it()
     for _ in range(5):  # all were killed in one moment, and each is found dead once the request is sent there
         owner = driven.fleet.owner("a")
         assert places(driven.on(Lost(owner, "killed", num_taken=0)))
-    assert driven.on(Lost(driven.fleet.owner("a"), "killed", num_taken=0))[:1] != [Refuse("a", "too_many_lives")]
+    last = driven.fleet.owner("a")
+    assert driven.on(Lost(last, "killed", num_taken=0)) == [Start(last, 0.5)]
     assert driven.fleet.status().num_waiting == 1
 
 

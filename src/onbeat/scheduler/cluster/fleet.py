@@ -54,7 +54,7 @@ from onbeat.scheduler.cluster.scaling import DOWN_SECONDS, ScaleBounds, Scaling
 from onbeat.scheduler.cluster.scaling_policy import ScalingPolicy
 
 MOST_LIVES = 3
-"""Replicas in a row that may die under a request before its next token: one that kills them must not go on."""
+"""Replicas in a row that may die under a request before its next token: one that kills them must end."""
 Decided = Callable[[FleetEvent, float, Sequence[FleetAction]], None]
 
 
