@@ -28,6 +28,13 @@ def refusal(action: Refuse, opened: OpenRequest) -> OnbeatError:
                 predicted_ttft=wait,
                 retry_after=wait,
             )
+        case "no_replica" if action.retry_after is not None:
+            return Overloaded(
+                "no replica takes requests at present, and the request cannot wait as long; the next is "
+                f"expected in {action.retry_after:.0f} s: try again then",
+                code="no_replica",
+                retry_after=action.retry_after,
+            )
         case "no_replica" | "overloaded":
             return Overloaded(
                 "no replica takes requests at present; try again later",

@@ -167,6 +167,43 @@ def test_few_new_requests_wait_for_a_start():
     assert driven.on(Arrived(request("b"))) == [Refuse("b", "no_replica", 3.0)]
 
 
+def started_in(seconds: float, **config) -> Driven:
+    """Return a fleet of one replica, whose start took so long, once that has died."""
+    fleet = Driven(0, **config)
+    fleet.on(ScaleAsked(1))
+    fleet.on(Joined("r0", limits()), after=seconds)
+    return fleet
+
+
+def test_a_new_request_waits_for_a_start_no_longer_than_may_be():
+    driven = started_in(20.0, max_wait_seconds=60.0)
+    driven.send("stream", "queued")
+    driven.first("r0", "stream")
+    driven.on(Lost("r0", "killed"), after=100.0)  # now both wait, "queued" from now on
+    driven.send("new")
+    assert driven.fleet.next_duty == driven.now + 60.0
+    assert driven.on(Tick(), after=59.0) == []
+    refused = driven.on(Tick(), after=1.0)
+    assert refused == [Refuse("queued", "no_replica", 40.0), Refuse("new", "no_replica", 40.0)]
+    assert driven.on(Arrived(request("newer"))) == []
+    late = driven.on(Tick(), after=21.0)  # the start is 61 s late, and expected to be as late again
+    assert late == []
+    assert driven.on(Arrived(request("newest"))) == [Refuse("newest", "no_replica", 61.0)]
+    assert sorted(places(driven.on(Joined("r0", limits())))) == [("newer", "r0"), ("stream", "r0")]
+
+
+def test_a_new_request_is_told_at_once_where_a_start_takes_longer_than_it_may_wait():
+    driven = started_in(200.0, max_wait_seconds=60.0)
+    driven.on(Lost("r0", "killed"))
+    assert driven.on(Arrived(request("a", arrival=driven.now))) == [Refuse("a", "no_replica", 200.0)]
+    driven.now += 150.0
+    assert driven.on(Arrived(request("b", arrival=driven.now))) == []  # it is expected in 50 s
+    assert places(driven.on(Joined("r0", limits()), after=40.0)) == [("b", "r0")]
+    unbounded = started_in(200.0)
+    unbounded.on(Lost("r0", "killed"))
+    assert unbounded.on(Arrived(request("a", arrival=unbounded.now))) == []
+
+
 def test_a_replica_restarts_later_each_time_and_stays_down_after_three_deaths():
     driven = Driven(1)
     assert driven.on(Lost("r0", "killed")) == [Start("r0", 0.5)]

@@ -68,6 +68,8 @@ class FleetConfig:
     """How long what runs on a replica may take that is to end because fewer are asked for."""
     max_num_waiting: int = 1024
     """Most new requests that wait for a replica to start; further ones are refused."""
+    max_wait_seconds: float | None = None
+    """Longest that a request without tokens waits for a replica to start; None: no limit."""
     num_prefill: int = 0
     """Replicas, `r0` and so on, that compute prompts for the others; 0: all do both."""
     pool_rule: PoolRule = "adaptive"
@@ -140,6 +142,7 @@ class Fleet:
             watcher=self._watcher,
             act=self._act,
             refuses_late=self._scaling is not None,
+            max_wait=self._config.max_wait_seconds,
         )
         self._handlers: dict[type[FleetEvent], Callable[[Any, float], None]] = {
             Arrived: self._on_arrival,

@@ -62,6 +62,8 @@ class OpenRequest:
     """The shortest that one of these has said."""
     not_before: float = 0.0
     """Until then it waits, where it waits because all refuse it."""
+    wait_until: float = inf
+    """When it is refused, where it waits for a start."""
     num_failed_moves: int = 0
     no_move_before: float = 0.0
     """Until then it stays where it is, since a move of it has failed."""
