@@ -6,7 +6,11 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from math import inf
 from typing import Any
@@ -14,6 +18,7 @@ from typing import Any
 import pytest
 
 from onbeat.cluster import processes
+from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, Overloaded
 from onbeat.core.hang import HangLimits
 from onbeat.core.request import FinishReason, WholeRequest
@@ -109,7 +114,7 @@ async def test_a_stopped_replica_is_given_up_and_does_not_come_back() -> None:
 
 @pytest.mark.alone
 async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processes, "STEP_LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
+    monkeypatch.setattr(processes, "LIMITS", HangLimits(silence_seconds=inf, step_seconds=0.6))
 
     def make_build(replica: str, life: int):
         is_stuck = (replica, life) == ("r0", 0)
@@ -119,6 +124,58 @@ async def test_a_replica_whose_step_does_not_end_is_given_up(monkeypatch: pytest
         started = start_requests(client, 4)
         await until(lambda: state_of(client, "r0") == "starting", timeout=5)
         await check_all(started)
+
+
+@contextmanager
+def spinning(core: int) -> Iterator[None]:
+    """Keep a core busy."""
+    spinner = "import os\nwhile True: pass"
+    programs = [subprocess.Popen([sys.executable, "-c", spinner]) for _ in range(3)]
+    for each in programs:
+        os.sched_setaffinity(each.pid, {core})
+    try:
+        yield
+    finally:
+        for each in programs:
+            each.kill()
+            each.wait()
+
+
+class OneCoreLauncher(LocalLauncher):
+    """Starts all processes on one core."""
+
+    def __init__(self) -> None:
+        self.core = min(os.sched_getaffinity(0))
+        super().__init__([(self.core,)])
+
+
+@pytest.mark.slow
+async def test_a_starved_engine_is_slow_and_not_hung(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(processes, "LIMITS", HangLimits(silence_seconds=6.0, step_seconds=6.0))
+    launcher = OneCoreLauncher()
+    async with fleet_of(1, launcher=launcher, step_seconds=0.3, burns=True, niceness=10) as client:
+        with spinning(launcher.core):
+            started = start_requests(client, 1, max_tokens=1)
+            await check_all(started, timeout=300)
+        assert client.counts.lost == {}
+    assert "r0 is slow, since it does not get the processors" in caplog.text
+
+
+@pytest.mark.slow
+async def test_a_deadlock_is_a_hang_on_a_busy_core_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "LIMITS", HangLimits(step_seconds=4.0))
+    launcher = OneCoreLauncher()
+
+    def make_build(_replica: str, life: int):
+        return partial(build_fake_engine, step_seconds=0.005 if life else 600.0, niceness=0 if life else 5)
+
+    async with fleet_of(1, launcher=launcher, make_build=make_build) as client:
+        with spinning(launcher.core):
+            started = start_requests(client, 1, max_tokens=2)
+            await until(lambda: state_of(client, "r0") == "starting", timeout=60)
+        await check_all(started, timeout=60)
 
 
 async def test_the_only_replica_comes_back_and_its_streams_go_on() -> None:

@@ -134,7 +134,9 @@ class FleetClient:
         lives = [life for life in self.controller.lives.values() if life.info is not None]
         if not lives and self.is_alive:
             return EnginePulse(time.monotonic())  # nobody is there who could hang
-        return max((life.pulse for life in lives), key=lambda pulse: pulse.time, default=EnginePulse(0.0))
+        return max(
+            (life.present_pulse for life in lives), key=lambda pulse: pulse.time, default=EnginePulse(0.0)
+        )
 
     def add_observer(self, observer: StepObserver) -> None:
         """Let one more object see the step messages from now on."""

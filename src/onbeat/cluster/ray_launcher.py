@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import onbeat
 from onbeat.cluster.clock_offset import ClockOffset, clock_id
 from onbeat.cluster.launcher import OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec, Room
+from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
 from onbeat.core.errors import ConfigError, EngineDead, MissingExtra
 from onbeat.core.fleet import MOST_REPLICAS, ReplicaId
@@ -169,6 +170,9 @@ class RayLauncher:
     def is_suspended(self, replica: ReplicaId, life: int) -> bool:
         started = self._started.get((replica, life))
         return started is not None and started.is_out_of_reach
+
+    def processor_time(self, replica: ReplicaId, life: int) -> ProcessorTime | None:  # noqa: ARG002
+        return None  # it is on another machine
 
     def clock_offset(self, replica: ReplicaId, life: int) -> float:
         started = self._started.get((replica, life))

@@ -82,6 +82,8 @@ class EnginePulse:
     """When the step began that was under way then; None where none was."""
     step_predicted: float | None = None
     """Seconds that the step was expected to take; None where nothing predicts."""
+    waited: float = 0.0
+    """Seconds of late in which it wanted to run and others had the processors, as its host sees it."""
 
 
 class StepObserver(Protocol):
