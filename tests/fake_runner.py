@@ -87,8 +87,9 @@ def _token_logprobs(token_id: int, num_alternatives: int) -> TokenLogprobs:
 class KeepingRunner(FakeRunner):
     """Keeps KV: a number for each position. A token whose request lacks any is another than it should be."""
 
-    def __init__(self, config: SchedulerConfig, step_seconds: float = 0.0) -> None:
+    def __init__(self, config: SchedulerConfig, step_seconds: float = 0.0, *, backend: str = "fake") -> None:
         super().__init__(step_seconds)
+        self._backend = backend
         self.entries = np.zeros((config.num_blocks, config.block_size), np.int64)
         self._tables: dict[str, list[int]] = {}
 
@@ -103,7 +104,7 @@ class KeepingRunner(FakeRunner):
             dtype="int64",
             block_size=block_size,
             block_bytes=self.entries[0].nbytes,
-            backend="fake",
+            backend=self._backend,
         )
         return BlockMemory(self, layout, num_blocks=num_blocks)
 
@@ -153,13 +154,14 @@ def build_fake_engine(
     idle_checks: int | None = None,
     reports_load: bool = False,
     keeps_kv: bool = False,
+    kv_backend: str = "fake",
     **changes,
 ) -> tuple[EngineCore, EngineInfo]:
     on_progress("building a fake engine")
     os.nice(niceness)  # before its threads start, which inherit it
     values = {"max_num_seqs": 64, "max_num_batched_tokens": 512, "policy": "sarathi", **changes}
     config = SchedulerConfig(**({"num_blocks": 256, "max_model_len": 1024} | values))
-    keeping = KeepingRunner(config, step_seconds) if keeps_kv else None
+    keeping = KeepingRunner(config, step_seconds, backend=kv_backend) if keeps_kv else None
     runner = keeping or FakeRunner(step_seconds, burns=burns, idle_checks=idle_checks)
     executor = ThreadExecutor(runner, check_alive=runner.check_alive)
     core = EngineCore(

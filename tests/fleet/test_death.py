@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 
-from onbeat.cluster import processes
+import onbeat
+from onbeat.cluster import controller, processes
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, Overloaded
 from onbeat.core.hang import HangLimits
@@ -321,6 +322,20 @@ async def test_a_round_of_restarts_leaves_alone_what_starts_or_ends_already() ->
         await check_all(started)
         await until(lambda: state_of(client, "r2") == "stopped")
         assert lives_of(client, "r0") == 2, "it was new when the round began"
+
+
+async def test_a_replica_of_another_version_does_not_join(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with fleet_of(1) as client:
+        monkeypatch.setattr(controller, "__version__", "9.0")  # as if the package had been changed meanwhile
+        send_signal(client, "r0", signal.SIGKILL)
+        await until(lambda: state_of(client, "r0") == "down", timeout=60)
+        (view,) = client.replicas()
+        assert f"r0 runs onbeat {onbeat.__version__}, and this server 9.0" in view.why
+        assert "Restart the server" in caplog.text
+    with pytest.raises(ConfigError, match=r"and this server 9\.0"):
+        await fleet_of(1).start()
 
 
 async def test_a_fleet_grows_and_shrinks() -> None:

@@ -15,6 +15,7 @@ from onbeat.cluster.client import FleetClient
 from onbeat.core.handover import MoveVerb
 from onbeat.scheduler.cluster.events import MoveStep
 from tests.cpu.core.kv_engines import needs_nixl
+from tests.fake_runner import build_fake_engine
 from tests.fleet.fleets import (
     RemoteLauncher,
     check_all,
@@ -186,3 +187,17 @@ async def test_streams_leave_a_replica_that_runs_out_of_memory_for_a_new_one(rul
         assert client.counts.moves[why, "moved"] >= 1
         assert client.counts.num_resumed == 0
         client._fleet.check_invariants()
+
+
+async def test_streams_do_not_move_between_unlike_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    def make_build(replica: str, _life: int):
+        backend = "other" if replica == "r1" else "fake"
+        return partial(build_fake_engine, step_seconds=0.005, keeps_kv=True, kv_backend=backend)
+
+    async with fleet_of(3, make_build=make_build) as client:
+        moves = {view.replica: view.limits and view.limits.moves_streams for view in client.replicas()}
+        assert moves == {"r0": True, "r1": False, "r2": True}
+    assert (
+        "streams do not move to r1 or from it; compared with r0, its KV blocks differ in backend"
+        in caplog.text
+    )

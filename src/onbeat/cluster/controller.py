@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from onbeat import __version__
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
 from onbeat.cluster.config import TRANSPORTS
 from onbeat.cluster.launcher import Launcher
@@ -22,15 +23,16 @@ from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.rolling_restart import restart_all
 from onbeat.cluster.wire import Wire
-from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
+from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, KVUnavailable
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
-from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.core.protocols import EnginePulse
 from onbeat.engine.messages import (
     AbortRequests,
     AddRequest,
     Died,
     FromEngine,
     Heartbeat,
+    Hello,
     Leaving,
     MoveAnswer,
     OpenKV,
@@ -285,7 +287,7 @@ class FleetController:
                 life.pulse, life.num_taken = pulse, num_taken
             case Rejected() as rejected:
                 self._listener.on_rejected(life, rejected)
-            case Progress() | Ready() | StartFailed():
+            case Hello() | Progress() | Ready() | StartFailed():
                 self._on_start_message(life, message)
             case MoveAnswer():
                 self._moves.on_answer(life.replica, message)
@@ -295,22 +297,56 @@ class FleetController:
                 life.last_words = text
                 self._lose(life, text)
 
-    def _on_start_message(self, life: Life, message: Progress | Ready | StartFailed) -> None:
+    def _on_start_message(self, life: Life, message: Hello | Progress | Ready | StartFailed) -> None:
         match message:
+            case Hello(version):
+                life.version = version
+                self._check_version(life)
             case Progress(text):
                 self._on_progress(text if life.replica == "r0" else f"{life.replica}: {text}")
-            case Ready(info):
-                self._on_ready(life, info)
+            case Ready() if self._check_version(life):
+                self._on_ready(life, message)
             case StartFailed(text, is_user_error):
                 error = ConfigError(text) if is_user_error else EngineDead(text)
                 self.processes.fail_start(life, error)
 
-    def _on_ready(self, life: Life, info: EngineInfo) -> None:
-        self.processes.on_ready(life, info)
+    def _check_version(self, life: Life) -> bool:
+        """Give a process up that runs another onbeat than this one; return whether it is the same."""
+        if life.version == __version__:
+            return True
+        other = f"onbeat {life.version[:40]}" if life.version else "an onbeat that does not say its version"
+        why = (
+            f"{life.replica} runs {other}, and this server {__version__}: the package was changed while the "
+            "server ran. Restart the server, or install that version again"
+        )
+        self.processes.fail_start(life, ConfigError(why))
+        return False
+
+    def _shares_layout(self, life: Life) -> bool:
+        """Return whether the KV blocks of a replica are like those of the others; say why they are not."""
+        others = [each for each in self.lives.values() if each is not life and each.kv_layout is not None]
+        if life.kv_layout is not None and others:
+            first = min(others, key=lambda each: each.replica_number)
+            assert first.kv_layout is not None
+            try:
+                life.kv_layout.check_same(first.kv_layout)
+            except KVUnavailable as error:
+                logger.warning(
+                    "streams do not move to %s or from it; compared with %s, its %s",
+                    life.replica,
+                    first.replica,
+                    error,
+                )
+                return False
+        return True
+
+    def _on_ready(self, life: Life, message: Ready) -> None:
+        self.processes.on_ready(life, message.info)
+        life.kv_layout = message.kv_layout
         logger.info("%s is ready", life.replica)
         self._open_kv()
         limits = life.limits
-        may_move = limits.moves_streams and bool(self._kv_transports)
+        may_move = limits.moves_streams and bool(self._kv_transports) and self._shares_layout(life)
         self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 

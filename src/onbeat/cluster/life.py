@@ -10,6 +10,7 @@ from onbeat.cluster.processor_time import ProcessorWaits
 from onbeat.core.fleet import ReplicaId, ReplicaLimits, ReplicaLoad, replica_number
 from onbeat.core.hang import HangLimits
 from onbeat.core.protocols import EngineInfo, EnginePulse
+from onbeat.engine.kv_access import KVLayout
 
 SUSPENDED_SECONDS = 2.0
 """Silence after which a process that the system has stopped is given up."""
@@ -32,8 +33,12 @@ class Life:
     public_key: bytes = b""
     """Of its connection, where that is encrypted."""
     place: ReplicaPlace | None = None
+    version: str = ""
+    """Of its onbeat, once it has said so."""
     info: EngineInfo | None = None
     """None until it is ready."""
+    kv_layout: KVLayout | None = None
+    """None where others cannot copy its KV."""
     pulse: EnginePulse = field(default_factory=lambda: EnginePulse(0.0))
     num_taken: int = 0
     """Requests that it has read, as it said last."""

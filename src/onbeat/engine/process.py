@@ -15,6 +15,7 @@ from types import FrameType
 
 import zmq
 
+from onbeat import __version__
 from onbeat.core.errors import EngineDead, KVUnavailable, OnbeatError, RequestRejected
 from onbeat.core.handover import MoveVerb
 from onbeat.core.protocols import EngineInfo
@@ -32,6 +33,7 @@ from onbeat.engine.messages import (
     Died,
     FromEngine,
     Heartbeat,
+    Hello,
     Leaving,
     OpenKV,
     Progress,
@@ -107,6 +109,7 @@ def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
     """Run an engine from its start to its end; return whether whoever it served is gone."""
     context = zmq.Context()
     socket = _connect(context, link)
+    socket.send(encode(Hello(__version__)))
     try:
         core, info = build(lambda text: socket.send(encode(Progress(text))))
     except OnbeatError as error:
@@ -116,7 +119,7 @@ def _build_and_serve(build: BuildEngine, link: EngineLink) -> bool:
         socket.send(encode(StartFailed(f"{type(error).__name__}: {error}", is_user_error=False)))
     else:
         with settled_memory():
-            socket.send(encode(Ready(info)))
+            socket.send(encode(Ready(info, core.kv_layout)))
             _serve(core, socket, link)
     finally:
         is_orphaned = (parent := multiprocessing.parent_process()) is not None and not parent.is_alive()
