@@ -280,8 +280,8 @@ class FleetController:
             case Stepped(outputs):
                 life.pulse = EnginePulse(outputs.now)
                 if outputs.load is not None:
-                    life.load = outputs.load
-                    self.tell(Reported(life.replica, outputs.load))
+                    life.load = self._listener.before_report(life.replica, outputs.load)
+                    self.tell(Reported(life.replica, life.load))
                 self._listener.on_stepped(life, outputs)
             case Heartbeat(pulse, num_taken):
                 life.pulse, life.num_taken = pulse, num_taken

@@ -132,6 +132,7 @@ class Fleet:
             rule=self._config.move_rule,
             act=self._act,
             on_moved=self._on_moved,
+            on_resend=self._send_elsewhere,
         )
         self._requests = Requests(
             opened,
@@ -387,10 +388,16 @@ class Fleet:
     def _move(self, moved: list[OpenRequest], replica: Replica, now: float) -> None:
         """Take requests back from a replica that drains, and send them elsewhere."""
         for opened in sorted(moved, key=deadline):
-            self._requests.release(opened, replica)
-            self._act(Withdraw(replica.replica_id, opened.request.request_id))
-            opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
-            self._requests.send(opened, now, why="moved")
+            self._send_elsewhere(opened, replica, None, now)
+
+    def _send_elsewhere(
+        self, opened: OpenRequest, replica: Replica, destination: Replica | None, now: float
+    ) -> None:
+        """Take a request back from a replica, and send it to another; None lets the router say to which."""
+        self._requests.release(opened, replica)
+        self._act(Withdraw(replica.replica_id, opened.request.request_id))
+        opened.refused_by, opened.retry_after, opened.is_kept = (), None, True
+        self._requests.send(opened, now, why="moved", to=destination)
 
     def _on_moved(self, opened: OpenRequest, destination: Replica) -> None:
         """Hear that a request goes on elsewhere, with its KV."""

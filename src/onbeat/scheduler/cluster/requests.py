@@ -105,13 +105,26 @@ class Requests:
             self._router.on_first_token(replica.number, request)
         self._router.on_finish(replica.number, request)
 
-    def send(self, opened: OpenRequest, now: float, *, why: str = "", may_wait: bool = True) -> None:
-        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it."""
+    def send(
+        self,
+        opened: OpenRequest,
+        now: float,
+        *,
+        why: str = "",
+        may_wait: bool = True,
+        to: Replica | None = None,
+    ) -> None:
+        """Send a request that nobody owns to a replica; let it wait, or refuse it, where none takes it.
+
+        Parameters
+        ----------
+        to : the only one that it may go to, a ready one that takes its length; None lets the router choose.
+        """
         if opened.num_output_tokens != opened.request.num_output_tokens:
             opened.request = replace(opened.request, num_output_tokens=opened.num_output_tokens)
         request = opened.request
         may_try = len(opened.refused_by) < _MOST_TRIES or opened.is_kept
-        choice = self._route(opened, now) if may_try else None
+        choice = self._route(opened, now, to) if may_try else None
         if choice is None:
             self._wait_or_refuse(opened, now, may_wait=may_wait)
             return
@@ -155,7 +168,10 @@ class Requests:
             opened.refused_by, opened.retry_after = (), None
             self.send(opened, now, why="waited")
 
-    def _route(self, opened: OpenRequest, now: float) -> Choice | None:
+    def _route(self, opened: OpenRequest, now: float, to: Replica | None) -> Choice | None:
+        if to is not None:
+            others = {each.number for each in self._members.having(ReplicaState.READY) if each is not to}
+            return self._router.route(opened.request, now, others)
         excluded = self._members.excluded_for(opened)
         narrowed = self._pools.narrow(opened, excluded, is_mixed=self._migration.is_mixed)
         return self._router.route(opened.request, now, narrowed)
