@@ -15,6 +15,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -103,10 +104,11 @@ def run(num_tokens: int, num_rounds: int) -> None:
         source: KVSource = connection.recv()
         return source
 
+    def copy(name: str) -> int:
+        return transfers[name].pull(lent(name), 0, into).result()
+
     into, elsewhere = range(num_blocks), range(num_blocks, 2 * num_blocks)
-    actions: dict[str, Callable[[], Any]] = {
-        name: lambda name=name: transfers[name].pull(lent(name), 0, into).result() for name in TRANSPORTS
-    }
+    actions: dict[str, Callable[[], Any]] = {name: partial(copy, name) for name in TRANSPORTS}
     actions["computed again"] = lambda: compute(model, num_tokens, elsewhere)
     samples: dict[str, list[tuple[float, float, float]]] = {name: [] for name in actions}
     for action in actions.values():

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 import onbeat
-from onbeat.cluster import controller, processes
+from onbeat.cluster import joining, processes
 from onbeat.cluster.local_launcher import LocalLauncher
 from onbeat.core.errors import ConfigError, EngineDead, EngineError, InvalidRequest, Overloaded
 from onbeat.core.hang import HangLimits
@@ -328,7 +328,7 @@ async def test_a_replica_of_another_version_does_not_join(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with fleet_of(1) as client:
-        monkeypatch.setattr(controller, "__version__", "9.0")  # as if the package had been changed meanwhile
+        monkeypatch.setattr(joining, "__version__", "9.0")  # as if the package had been changed meanwhile
         send_signal(client, "r0", signal.SIGKILL)
         await until(lambda: state_of(client, "r0") == "down", timeout=60)
         (view,) = client.replicas()

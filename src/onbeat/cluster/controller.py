@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from onbeat import __version__
 from onbeat.cluster.clock_offset import by_our_clock, by_their_clock
 from onbeat.cluster.config import TRANSPORTS
+from onbeat.cluster.joining import other_blocks, other_version
 from onbeat.cluster.launcher import Launcher
 from onbeat.cluster.life import Life
 from onbeat.cluster.listener import Listener
@@ -23,7 +23,7 @@ from onbeat.cluster.open_request import OpenRequest
 from onbeat.cluster.processes import START_TIMEOUT_SECONDS, MakeBuild, Processes
 from onbeat.cluster.rolling_restart import restart_all
 from onbeat.cluster.wire import Wire
-from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest, KVUnavailable
+from onbeat.core.errors import ConfigError, EngineDead, InvalidRequest
 from onbeat.core.fleet import DRAIN_SECONDS, ReplicaId
 from onbeat.core.protocols import EnginePulse
 from onbeat.engine.messages import (
@@ -301,44 +301,20 @@ class FleetController:
         match message:
             case Hello(version):
                 life.version = version
-                self._check_version(life)
+                self._is_ours(life)
             case Progress(text):
                 self._on_progress(text if life.replica == "r0" else f"{life.replica}: {text}")
-            case Ready() if self._check_version(life):
+            case Ready() if self._is_ours(life):
                 self._on_ready(life, message)
             case StartFailed(text, is_user_error):
                 error = ConfigError(text) if is_user_error else EngineDead(text)
                 self.processes.fail_start(life, error)
 
-    def _check_version(self, life: Life) -> bool:
+    def _is_ours(self, life: Life) -> bool:
         """Give a process up that runs another onbeat than this one; return whether it is the same."""
-        if life.version == __version__:
-            return True
-        other = f"onbeat {life.version[:40]}" if life.version else "an onbeat that does not say its version"
-        why = (
-            f"{life.replica} runs {other}, and this server {__version__}: the package was changed while the "
-            "server ran. Restart the server, or install that version again"
-        )
-        self.processes.fail_start(life, ConfigError(why))
-        return False
-
-    def _shares_layout(self, life: Life) -> bool:
-        """Return whether the KV blocks of a replica are like those of the others; say why they are not."""
-        others = [each for each in self.lives.values() if each is not life and each.kv_layout is not None]
-        if life.kv_layout is not None and others:
-            first = min(others, key=lambda each: each.replica_number)
-            assert first.kv_layout is not None
-            try:
-                life.kv_layout.check_same(first.kv_layout)
-            except KVUnavailable as error:
-                logger.warning(
-                    "streams do not move to %s or from it; compared with %s, its %s",
-                    life.replica,
-                    first.replica,
-                    error,
-                )
-                return False
-        return True
+        if (why := other_version(life)) is not None:
+            self.processes.fail_start(life, ConfigError(why))
+        return why is None
 
     def _on_ready(self, life: Life, message: Ready) -> None:
         self.processes.on_ready(life, message.info)
@@ -346,7 +322,9 @@ class FleetController:
         logger.info("%s is ready", life.replica)
         self._open_kv()
         limits = life.limits
-        may_move = limits.moves_streams and bool(self._kv_transports) and self._shares_layout(life)
+        if (difference := other_blocks(life, self.lives.values())) is not None:
+            logger.warning("streams do not move to %s or from it; %s", life.replica, difference)
+        may_move = limits.moves_streams and bool(self._kv_transports) and difference is None
         self.tell(Joined(life.replica, replace(limits, moves_streams=may_move)))
         self.changed.set()
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import onbeat
 from onbeat.cluster.clock_offset import ClockOffset, clock_id
+from onbeat.cluster.joining import check_node
 from onbeat.cluster.launcher import OnLost, ReplicaNeeds, ReplicaPlace, ReplicaSpec, Room
 from onbeat.cluster.processor_time import ProcessorTime
 from onbeat.cluster.replica_host import Greeting, HostState, ReplicaHost
@@ -125,7 +125,7 @@ class RayLauncher:
         try:
             host = self._make_host(group, spec.replica)
             greeting: Greeting = await asyncio.wait_for(host.greet.remote(), HOST_SECONDS)
-            _check_version(greeting)
+            check_node(greeting.host, greeting.version)
             started = _Started(host, group)
             if greeting.clock_id == clock_id():
                 started.clock = ClockOffset(0.0)
@@ -354,14 +354,6 @@ class RayLauncher:
 def _reason(error: Exception) -> str:
     number = getattr(error, "errno", None)
     return str(error) if number is None or number < 0 else os.strerror(number)
-
-
-def _check_version(greeting: Greeting) -> None:
-    if greeting.version != onbeat.__version__:
-        raise ConfigError(
-            f"the node {greeting.host} has onbeat {greeting.version}, and this server has "
-            f"{onbeat.__version__}; install the same on all nodes"
-        )
 
 
 def _import_ray() -> Any:
